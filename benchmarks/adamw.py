@@ -50,7 +50,7 @@ def ending(size: str, *, fused: bool) -> Callable[[int], None]:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         if isinstance(optimizer, FusedAdamW):
-            size = optimizer_step.gradient_norm(held.graded, layout, SOLO_AXES, SOLO)
+            size = optimizer_step.gradient_norm(held.gradient_holders, layout, SOLO_AXES, SOLO)
             optimizer.step(1e-4, skip, None, optimizer_step.clip_factor(size, 1.0))
             return
         for name, copy in held.copies.items():
@@ -58,7 +58,7 @@ def ending(size: str, *, fused: bool) -> Callable[[int], None]:
             held.local[name].grad, copy.grad = copy.grad.float(), None
         optimizer_step.clip_grads_(held.local, optimizer_step.gradient_norm(held.local, layout, SOLO_AXES, SOLO), 1.0)
         optimizer.step(1e-4, skip)
-        held.publish()
+        held.update_model()
 
     return end
 

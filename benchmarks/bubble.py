@@ -42,7 +42,7 @@ from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
-from colonnade.parallel.pipeline import knows
+from colonnade.parallel.pipeline import schedule_supported
 from colonnade.train.model_inputs import VALIDATION
 from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.train_step import forward
@@ -82,7 +82,7 @@ def plans(world: int) -> list[Plan]:
         return [Plan()]
     names = ("gpipe", "1f1b", *MULTI_STAGE_SCHEDULES)
     made = [Plan(pp=world, schedule=name, stages=STAGES if name in MULTI_STAGE_SCHEDULES else 1) for name in names]
-    return [plan for plan in made if knows(plan)]
+    return [plan for plan in made if schedule_supported(plan)]
 
 
 def waits(plan: Plan) -> float:
@@ -95,8 +95,8 @@ def work(world: int, size: Sizes, device: str) -> list[Row]:
     rows: list[Row] = []
     with DistributedContext.build(Plan(dp=world), device) as whole:
         for plan in plans(world):
-            with DistributedContext.build(plan, device) as ground:
-                for m, seconds in timed(size, ground):
+            with DistributedContext.build(plan, device) as context:
+                for m, seconds in timed(size, context):
                     rows.append({"schedule": plan.schedule if world > 1 else "one rank", "ranks": world,
                                  "stages": plan.stages, "micro_batches": m, "step_ms": round(1e3 * seconds, 2),
                                  "waits": round(waits(plan), 4)})  # fmt: skip
@@ -117,18 +117,18 @@ def whole_world(world: int, size: Sizes, device: str, keep: Path | None) -> list
     return there[key]
 
 
-def timed(size: Sizes, ground: DistributedContext) -> list[tuple[int, float]]:
+def timed(size: Sizes, context: DistributedContext) -> list[tuple[int, float]]:
     """(micro-batches, seconds of a step) of one schedule."""
-    config, plan = size.config, ground.plan
-    spans = [span for _, span in ground.stages(config.layers)]
-    model = filled(Transformer(config, ground.axes, spans=spans, device=ground.device))
-    piped = PipelineStep(model, ground, size.dtype) if plan.pp > 1 else None
-    held = masters(model, ground, size.dtype, piped and piped.stages)
-    one = torch.ones((), device=ground.device)
+    config, plan = size.config, context.plan
+    spans = [span for _, span in context.stages(config.layers)]
+    model = filled(Transformer(config, context.axes, spans=spans, device=context.device))
+    piped = PipelineStep(model, context, size.dtype) if plan.pp > 1 else None
+    held = masters(model, context, size.dtype, piped and piped.stages)
+    one = torch.ones((), device=context.device)
     found = []
     for times in size.counts:
         m = times * max(plan.pp, 2)
-        batches = [random_batch(config, size.sequence, size.batch, seed, ground.device) for seed in range(m)]
+        batches = [random_batch(config, size.sequence, size.batch, seed, context.device) for seed in range(m)]
 
         def step(_: int, batches=batches) -> None:
             if piped is None:
@@ -142,7 +142,7 @@ def timed(size: Sizes, ground: DistributedContext) -> list[tuple[int, float]]:
             world_axis().sum_(one)  # to the end of the slowest rank
 
         step(0)
-        found.append((m, statistics.median(durations(step, size.steps, ground.device))))
+        found.append((m, statistics.median(durations(step, size.steps, context.device))))
     return found
 
 

@@ -43,7 +43,7 @@ from colonnade.model.weight_only_quant import build
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.small_allreduce import with_small
+from colonnade.parallel.symmetric_memory import with_small_allreduce
 from colonnade.serve.batch_invariance import make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.model_runner import ModelRunner, SampledTokens
@@ -156,7 +156,7 @@ def ours(
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         check_quantised(config, weights, group, plan.tp)
         axes = ground.axes.serving()
-        axes = with_small(axes, ground.device) if small else axes
+        axes = with_small_allreduce(axes, ground.device) if small else axes
         model = made(config, axes, ground.device, dtype, weights, group)
         invariant = make_batch_invariant(model) if batch_invariant else None
         bandwidth, read = read_bandwidth(device), read_bytes(model, batch)

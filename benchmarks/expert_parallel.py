@@ -82,11 +82,11 @@ class Task(NamedTuple):
 class Bench:
     """One layer under one plan, at one load."""
 
-    def __init__(self, task: Task, shape: Shape, ground: DistributedContext, model: Transformer, load: str):
+    def __init__(self, task: Task, shape: Shape, context: DistributedContext, model: Transformer, load: str):
         layer = model.blocks.get_submodule("0.ffn")
         assert isinstance(layer, MixtureOfExperts)
-        self.task, self.ground, self.experts = task, ground, layer.experts
-        rank, device, dtype = ground.rank, ground.device, layer.experts.up.dtype
+        self.task, self.context, self.experts = task, context, layer.experts
+        rank, device, dtype = context.rank, context.device, layer.experts.up.dtype
         draw = torch.Generator(device).manual_seed(rank)
         on = {"device": device, "generator": draw}
         self.x_tD = torch.randn(task.tokens, shape.D, dtype=dtype, **on).requires_grad_()
@@ -111,7 +111,7 @@ class Bench:
             else:
                 torch.autograd.grad(run(), leaves, self.x_tD.detach())
 
-        return timed(once, self.ground.device, self.task.repeats)
+        return timed(once, self.context.device, self.task.repeats)
 
     def compute_ms(self, way: DispatchOptions, what: str) -> float:
         """As if every exchange of rows were done before it is asked for."""
@@ -125,19 +125,19 @@ class Bench:
             self.ms(lambda: self.run(DispatchOptions(degree)), what, self.leaves)
         calls = sizes[-(2 if what == "forward" else 4) :]
         rows_RD = self._rows(max(sum(send) for _, send in calls)).normal_()
-        group = self.ground.axes.grid.all.group
+        group = self.context.axes.experts.all.group
 
         def once() -> None:
             for receive, send in calls:
                 collectives.all_to_all(rows_RD[: sum(send)], receive, send, group)
 
-        return timed(once, self.ground.device, self.task.repeats)
+        return timed(once, self.context.device, self.task.repeats)
 
     def _rows(self, rows: int) -> Tensor:
         """Random rows that are nobody's view, as what comes by an exchange is not; always the same memory."""
         D = self.x_tD.shape[1]
         if self.spare.numel() < rows * D:
-            self.spare = torch.randn(rows * D, device=self.ground.device).to(self.spare.dtype)
+            self.spare = torch.randn(rows * D, device=self.context.device).to(self.spare.dtype)
         return self.spare.new_empty(0).set_(self.spare.untyped_storage(), 0, (rows, D))
 
     @contextmanager
@@ -211,8 +211,8 @@ def work(world: int, task: Task, device: str) -> list[Row]:
     """On every rank: all shapes, plans and loads; the rows are rank 0's."""
     rows: list[Row] = []
     began = time.perf_counter()
-    with DistributedContext.build(Plan(dp=world), device, TIMEOUT) as ground:
-        kept = Rows(f"{task.name}_{world}", task.folder) if ground.rank == 0 else None
+    with DistributedContext.build(Plan(dp=world), device, TIMEOUT) as context:
+        kept = Rows(f"{task.name}_{world}", task.folder) if context.rank == 0 else None
         for name in task.shapes:
             shape = (TINY if task.tiny else SHAPES)[name]
             for plan in plans(world, task):
@@ -233,7 +233,7 @@ def work(world: int, task: Task, device: str) -> list[Row]:
                                 kept.add(row)
                         del bench
                     del model
-                forget(ground.device)
+                forget(context.device)
     return rows
 
 
@@ -295,7 +295,7 @@ def picked(bench: Bench, model: Transformer, both: dict[DispatchOptions, float])
     began = time.perf_counter()
     adaptive = MoeAutotuner(model)
     mine_E = load_of(bench.ids_tA, bench.experts.count)
-    load_E = bench.ground.axes.grid.tokens.sum_(mine_E).tolist()
+    load_E = bench.context.axes.experts.tokens.sum_(mine_E).tolist()
     for _ in range(2):
         adaptive.update([0], [load_E], 1)
     took_s, way = time.perf_counter() - began, adaptive.spread[0]

@@ -17,7 +17,7 @@ from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.fsdp import Masters, Sharded, Whole
+from colonnade.parallel.fsdp import Masters, ShardedMasters, UnshardedMasters
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import TrainStep
 from harness.report import Cell, report
@@ -35,10 +35,10 @@ def batch(samples: int, sequence: int) -> Batch:
     return Batch(tokens_T, positions_T, tokens_T.roll(-1), packed.cu_seqlens, packed.longest, packed.equal)
 
 
-def trainer(ground: DistributedContext, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
+def trainer(context: DistributedContext, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
     model = initialise(Transformer(MODEL), 0)
     held = make(model)
-    step = TrainStep(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), ground.axes.dp)
+    step = TrainStep(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), context.axes.dp)
 
     def timed(batches: list[Batch]) -> float:
         start = time.process_time()
@@ -51,10 +51,10 @@ def trainer(ground: DistributedContext, make: Callable[[Transformer], Masters]) 
 def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Cell]] = []
-    with DistributedContext.build(Plan(), "cpu") as ground:
+    with DistributedContext.build(Plan(), "cpu") as context:
         for compute in (torch.float32, torch.bfloat16):
-            whole = trainer(ground, lambda model, compute=compute: Whole(model.named_parameters(), compute))
-            sharded = trainer(ground, lambda model, compute=compute: Sharded(model, ground, compute, [model]))
+            whole = trainer(context, lambda model, compute=compute: UnshardedMasters(model.named_parameters(), compute))
+            sharded = trainer(context, lambda model, compute=compute: ShardedMasters(model, context, compute, [model]))
             for count, samples, sequence in SHAPES:
                 pairs: list[tuple[float, float]] = []
                 for i in range(PAIRS + 1):

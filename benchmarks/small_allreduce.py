@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import Plan
-from colonnade.parallel import collectives, small_allreduce
+from colonnade.parallel import collectives, symmetric_memory
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
@@ -35,8 +35,8 @@ def work(world: int, tiny: bool, device: str) -> list[Row]:
     """On every rank."""
     rows: list[Row] = []
     sizes = (4096, 16384) if tiny else tuple(4096 << i for i in range(9))
-    with DistributedContext.build(Plan(tp=world), device) as ground:
-        tp, on = ground.axes.tp, ground.device
+    with DistributedContext.build(Plan(tp=world), device) as context:
+        tp, on = context.axes.tp, context.device
         for size in sizes:
             x = torch.zeros(
                 size // 2, device=on, dtype=torch.bfloat16
@@ -45,18 +45,18 @@ def work(world: int, tiny: bool, device: str) -> list[Row]:
                 for by, run in ways.items():
                     us = tp.max_(torch.tensor([timed(run, x, what)], dtype=torch.float64)).item()
                     rows.append({"what": what, "by": by, "ranks": world, "bytes": size, "us": round(us, 2)})
-                    if ground.rank == 0:
+                    if context.rank == 0:
                         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-_SMALL: dict[str, small_allreduce.SmallAllReduce | None] = {}
+_SMALL: dict[str, symmetric_memory.SmallAllReduce | None] = {}
 
 
-def _small(tp: Axis, on: torch.device) -> small_allreduce.SmallAllReduce | None:
+def _small(tp: Axis, on: torch.device) -> symmetric_memory.SmallAllReduce | None:
     if tp.group not in _SMALL:
-        most = (small_allreduce.MOST_BYTES, small_allreduce.MOST_BYTES)
-        _SMALL[tp.group] = small_allreduce.small_of(tp, on, most) if on.type == "cuda" else None
+        most = (symmetric_memory.MAX_BYTES, symmetric_memory.MAX_BYTES)
+        _SMALL[tp.group] = symmetric_memory.make_small_allreduce(tp, on, most) if on.type == "cuda" else None
     return _SMALL[tp.group]
 
 
@@ -120,7 +120,7 @@ def limits_of(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 def tune(rows: Sequence[Row], machine: str) -> None:
     """Write the table of the limits; those of numbers of ranks that were not measured stay."""
-    path = Path(small_allreduce.__file__).with_name("small.json")
+    path = Path(symmetric_memory.__file__).with_name("small_allreduce.json")
     table = json.loads(path.read_text(encoding="utf-8"))
     for what, limits in limits_of(rows).items():
         table[what] |= limits

@@ -36,9 +36,9 @@ LENGTHS = [300, 1, 77, 512]
 
 def gradients(plan: Plan, dtype: torch.dtype) -> dict[str, np.ndarray]:
     """The loss and every whole gradient, in float64 on the CPU."""
-    with DistributedContext.build(plan, "cuda") as ground:
-        tp = ground.axes.tp
-        model = initialise(Transformer(PARITY, ground.axes, device=ground.device, dtype=dtype), 0)
+    with DistributedContext.build(plan, "cuda") as context:
+        tp = context.axes.tp
+        model = initialise(Transformer(PARITY, context.axes, device=context.device, dtype=dtype), 0)
         generator = torch.Generator().manual_seed(0)
         tokens, targets = (
             torch.randint(PARITY.vocab_size, (sum(LENGTHS),), generator=generator).cuda() for _ in range(2)
@@ -73,12 +73,12 @@ def relative(got: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> fl
 
 def speed(plan: Plan, batch: int, steps: int) -> dict[str, float]:
     """One step's median time."""
-    with DistributedContext.build(plan, "cuda") as ground:
+    with DistributedContext.build(plan, "cuda") as context:
         config = config_of("1.2b")
         plan.check(config)
-        model = initialise(Transformer(config, ground.axes, device=ground.device), 0)
+        model = initialise(Transformer(config, context.axes, device=context.device), 0)
         train = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0)
-        held = masters(model, ground, torch.bfloat16)
+        held = masters(model, context, torch.bfloat16)
         step = TrainStep(model, held, AdamW(held.local, train), train, world_axis())
         for block in model.blocks:
             block.compile()

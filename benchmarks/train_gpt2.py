@@ -44,9 +44,9 @@ def config_of(name: str) -> ModelConfig:
 
 
 def ours(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
-    ground = DistributedContext.solo("cuda")
+    context = DistributedContext.solo("cuda")
     model = filled(Transformer(config, device="cuda"))
-    weights = masters(model, ground, torch.bfloat16, single=asked.fused_adamw)
+    weights = masters(model, context, torch.bfloat16, single=asked.fused_adamw)
     step = TrainStep(model, weights, make_optimizer(weights, asked), asked, SOLO, cuda_graph=asked.cuda_graph)
     for block in model.blocks:
         block.compile()

@@ -7,7 +7,7 @@
     colonnade.Trainer(run_config).fit()
     colonnade.Engine(model).stream("Once", colonnade.SamplingParams(max_tokens=16))
 
-The names are loaded when they are first used, so that ``import colonnade`` (and ``colonnade --help``) is instant.
+Names are imported on first use, so ``import colonnade`` (and ``colonnade --help``) is instant.
 """
 
 import importlib
@@ -61,7 +61,7 @@ __all__ = [
     "save",
 ]
 
-_HOME = {
+_MODULES = {
     **dict.fromkeys(("Engine", "Model", "load", "load_tokenizer", "save"), "colonnade.api"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Config")), "colonnade.config"),
     **dict.fromkeys(("Plan", "RopeScaling"), "colonnade.config"),
@@ -78,9 +78,9 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("colonnade")
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'colonnade' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -60,11 +60,11 @@ class Model:
         self,
         transformer: Transformer,
         tokenizer: Tokenizer | None,
-        ground: DistributedContext,
+        context: DistributedContext,
         source: str,
         tasks: Sequence[str] = (),
     ):
-        self.transformer, self.ground, self.source = transformer, ground, source
+        self.transformer, self.context, self.source = transformer, context, source
         self.tasks = tuple(tasks)
         """Names of the corpus's tasks, in the order of the router 'task'."""
         self._tokenizer = tokenizer
@@ -76,7 +76,7 @@ class Model:
         quantised = f" with weights in {kind}" if (kind := quantised_kind(self.transformer)) else ""
         config, dtype = self.config, f"{_dtype_of(self.transformer)}{quantised}"
         what = f"{config.family}, {plural(config.parameters, 'parameter')}, {dtype}"
-        return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
+        return f"Model({self.source!r}, {what}, {self.context.plan} on {self.context.device.type})"
 
     @property
     def config(self) -> ModelConfig:
@@ -113,10 +113,10 @@ class Model:
             raise RequestError(
                 f"{self.source} has no pooler; use hidden(tokens) and take the mean, or the first token's vector"
             )
-        return self._forward(tokens, segments, Pooled(torch.zeros(1, dtype=torch.int64, device=self.ground.device)))[0]
+        return self._forward(tokens, segments, Pooled(torch.zeros(1, dtype=torch.int64, device=self.context.device)))[0]
 
     def _forward(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None, head: Head) -> Tensor:
-        config, device = self.config, self.ground.device
+        config, device = self.config, self.context.device
         allowed = "a list of token ids, such as model.tokenizer.encode(text)"
         tokens_T = torch.tensor(token_ids(tokens, config.vocab_size, "tokens", allowed), device=device)
         T = len(tokens_T)
@@ -225,7 +225,7 @@ def load(
     plan: Plan | None = None,
     dtype: DType | torch.dtype = "auto",
     device: Device | torch.device = "auto",
-    ground: DistributedContext | None = None,
+    context: DistributedContext | None = None,
     experts: ExpertsConfig = AS_TRAINED,
     weights: WeightFormat = "stored",
     weight_group: WeightGroup = 64,
@@ -234,7 +234,7 @@ def load(
 
     ``dtype`` is a name or a torch dtype; auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than
     one rank, every process of a launched group calls this and gets its shard: of the weights over ``tp``, of an
-    engine's cache also over ``cp`` (context ranks otherwise compute the same). ``ground`` is an existing context to
+    engine's cache also over ``cp`` (context ranks otherwise compute the same). ``context`` is an existing context to
     load into. ``experts`` changes what a mixture of experts does after training, such as the active experts per token
     or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
     they are read (int4 with a scale for each ``weight_group`` inputs); such a model generates and scores, but cannot be
@@ -247,19 +247,19 @@ def load(
     dtype, device = _checked_dtype(dtype), cast(Device, str(device))
     check_choice("device", device, Device)
     check_weight_format(weights, weight_group)
-    plan = ground.plan if ground else plan or Plan()
+    plan = context.plan if context else plan or Plan()
     opened = open_for_plan(path, plan, experts, weights, weight_group)
     exits = ExitStack()
-    if ground is None:
+    if context is None:
         if plan.world > 1 and not launched():
             raise PlanError(
                 f"{plan} needs {plan.world} processes and this is one; start the script with "
                 f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
             )
-        ground = exits.enter_context(open_context(plan, device))
+        context = exits.enter_context(open_context(plan, device))
     with exits:
-        transformer = load_model(opened, ground, dtype, str(path), experts.resident, weights, weight_group)
-        model = Model(transformer, Tokenizer.from_model(opened.tokenizer_source), ground, str(path), opened.tasks)
+        transformer = load_model(opened, context, dtype, str(path), experts.resident, weights, weight_group)
+        model = Model(transformer, Tokenizer.from_model(opened.tokenizer_source), context, str(path), opened.tasks)
         model._exit = exits.pop_all()
         return model
 
@@ -327,5 +327,5 @@ def save(
         )
     else:
         meta = native.Meta(model=model.config, tasks=model.tasks)
-        native.save(folder, model.transformer, meta, model.ground, tokenizer=model._tokenizer, overwrite=overwrite)
+        native.save(folder, model.transformer, meta, model.context, tokenizer=model._tokenizer, overwrite=overwrite)
     return folder

@@ -19,7 +19,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.launch import launch, place
+from colonnade.parallel.launch import launch, rank_and_world
 from colonnade.serve.batch_invariance import check_ranks
 from colonnade.serve.engine import Engine
 from colonnade.serve.engine_process import engine_process
@@ -74,7 +74,7 @@ class ModelSpec:
     def load(self, context: DistributedContext | None = None) -> api.Model:
         """Load the model, on every rank of its plan; ``context`` is an existing distributed context."""
         return api.load(
-            self.model, plan=self.plan, dtype=self.dtype, device=self.device, ground=context, experts=self.experts,
+            self.model, plan=self.plan, dtype=self.dtype, device=self.device, context=context, experts=self.experts,
             weights=self.serve.weights, weight_group=self.serve.weight_group,
         )  # fmt: skip
 
@@ -94,7 +94,7 @@ def batching_note(config: ModelConfig) -> str:
 
 def _print_note(note: str) -> None:
     """Print ``note`` on stderr, unless it is empty or this is not the first process."""
-    if note and place()[0] == 0:
+    if note and rank_and_world()[0] == 0:
         print(note, file=sys.stderr, flush=True)
 
 
@@ -115,7 +115,7 @@ def generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
 
 
 def _generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
-    rank, _ = place()
+    rank, _ = rank_and_world()
     status = Console(stderr=True, highlight=False).status("loading the model")
     with open_context(spec.plan, spec.device) as context:
         with nullcontext() if rank else status:

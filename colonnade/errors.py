@@ -1,29 +1,29 @@
-"""Everything Colonnade raises for a user's mistake, or for a fault of the world around it.
+"""The exceptions that Colonnade raises for user mistakes and for failures of its environment.
 
     ColonnadeError
     ├── ConfigError       an unknown key, a value out of range, two settings that contradict each other
-    ├── PlanError         a layout that does not divide, a world of the wrong size
-    │   └── WorkerError   a process that was killed, fell silent, or failed with a bug; to start again may help
-    ├── CheckpointError   a missing, truncated, tampered or foreign file of weights
+    ├── PlanError         a layout that does not divide, a wrong number of processes
+    │   └── WorkerError   a process that was killed, stopped responding, or failed with a bug; a restart may help
+    ├── CheckpointError   a missing, truncated, corrupt or unsupported weight file
     ├── CapacityError     memory: a page pool, a device or a disk that is too small
     ├── RequestError      a request that cannot be served: too long, malformed, for an unknown model
     └── DataError         a corpus that is empty, not text, or changed since its manifest was written
 
-A message is one line: what is wrong, with the numbers, then the remedy. ``assert`` is for our own bugs; these are
-for yours, and the command line prints them without a traceback (``--debug`` shows it).
+A message is one line: what is wrong, with the numbers, then the remedy. ``assert`` is for bugs of Colonnade; the
+command line prints these errors without a traceback (``--debug`` shows it).
 
-Beside the tree stands Interrupted, which is nobody's mistake: a signal asked a run of several processes to end.
+Interrupted is outside this tree: a signal ended a run of several processes.
 """
 
 import signal
 
 
 class ColonnadeError(Exception):
-    """The root of the tree above: ``except ColonnadeError`` catches all that a user can mend."""
+    """Base class: ``except ColonnadeError`` catches every error that a user can fix."""
 
 
 class ConfigError(ColonnadeError):
-    """A configuration that cannot be: unknown key, bad value, contradiction."""
+    """An invalid configuration: an unknown key, a bad value, a contradiction."""
 
 
 class PlanError(ColonnadeError):
@@ -31,7 +31,7 @@ class PlanError(ColonnadeError):
 
 
 class WorkerError(PlanError):
-    """A process of the run that was killed, fell silent, or failed with a bug; starting again may help."""
+    """A process of the run was killed, stopped responding, or failed with a bug; a restart may help."""
 
 
 class CheckpointError(ColonnadeError):
@@ -39,11 +39,11 @@ class CheckpointError(ColonnadeError):
 
 
 class CapacityError(ColonnadeError):
-    """Not enough room: cache pages, device memory or disk."""
+    """Too few cache pages, or too little device memory or disk space."""
 
 
 class RequestError(ColonnadeError):
-    """A generation request that cannot be served; ``param`` names the offending field, as OpenAI's errors do."""
+    """A generation request that cannot be served; ``param`` names the invalid field, as in OpenAI's errors."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -55,7 +55,7 @@ class DataError(ColonnadeError):
 
 
 class Interrupted(Exception):
-    """The user (or the machine) asked the processes to stop, and they did; ``signal`` is the signal's number."""
+    """The processes were stopped by the signal number ``signal``."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")

@@ -39,9 +39,9 @@ def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float6
 
 def relay(folder: Path, plan: Plan, out: Path) -> Tensor:
     """In a worker: load ``folder`` under ``plan``, save it again as ``out`` in small shards, return the logits."""
-    with DistributedContext.build(plan, "cpu") as ground:
-        model = load(folder, ground.axes)
-        masters(model, ground, torch.float64)
+    with DistributedContext.build(plan, "cpu") as context:
+        model = load(folder, context.axes)
+        masters(model, context, torch.float64)
         write_hf(model, out, shard_bytes=4000)
         stream, attend, _ = stream_of(documents(model.config.vocab_size), causal=model.config.causal)
         return model(stream, attend, Rows()).detach()
@@ -51,9 +51,9 @@ def fail_to_write(folder: Path, plan: Plan, out: Path) -> str:
     """In a worker: save where nothing can be saved; the message that this rank gets."""
     from colonnade.errors import CheckpointError
 
-    with DistributedContext.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as context:
         try:
-            write_hf(load(folder, ground.axes), out)
+            write_hf(load(folder, context.axes), out)
         except CheckpointError as error:
             return str(error)
     return ""
@@ -63,8 +63,8 @@ def pass_on(folder: Path, plan: Plan, out: Path) -> tuple[dict[str, int], Tensor
     """In a worker: load ``folder`` under ``plan`` and save it again as ``out``; how much of each stack of experts this
     rank has, and the logits.
     """
-    with DistributedContext.build(plan, "cpu") as ground:
-        model = load(folder, ground.axes)
+    with DistributedContext.build(plan, "cpu") as context:
+        model = load(folder, context.axes)
         write_hf(model, out, shard_bytes=4000)
         stream, attend, _ = stream_of(documents(model.config.vocab_size), causal=model.config.causal)
         held = {name: p.numel() for name, p in model.named_parameters() if ".experts." in name}

@@ -16,7 +16,7 @@ from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.softmax_state import State
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.small_allreduce import SmallAllReduce
+from colonnade.parallel.symmetric_memory import SmallAllReduce
 
 SLOT_BYTES, BLOCKS = 1024, 16
 SIZES = ((50,), (9, 20), (7,), (4, 48), (1, 1))
@@ -49,14 +49,14 @@ def exchange(rank: int, ranks: int, folder: str) -> None:
         assert torch.equal(axis.fan_in(x), total.to(x.dtype)), (call, "the sum in the order of ranks, to the bit")
         if x.nbytes % 4 == 0:
             whole = torch.stack([part for _, part in parts])
-            assert torch.equal(axis.everyones_(x), whole), call
+            assert torch.equal(axis.all_gather_(x), whole), call
             assert torch.equal(axis.join(x, 0, ranks * len(x)), whole.flatten(0, 1)), call
-    assert not small.sums(torch.zeros(SLOT_BYTES))
-    assert not small.sums(torch.zeros(0))
-    assert not small.sums(torch.zeros(3, requires_grad=True))
-    assert not small.sums(torch.zeros(3, dtype=torch.float64))
-    assert not small.gathers(torch.zeros(3, dtype=torch.float16))
-    assert not small.gathers(torch.zeros(3, dtype=torch.float16)[1:])
+    assert not small.can_sum(torch.zeros(SLOT_BYTES))
+    assert not small.can_sum(torch.zeros(0))
+    assert not small.can_sum(torch.zeros(3, requires_grad=True))
+    assert not small.can_sum(torch.zeros(3, dtype=torch.float64))
+    assert not small.can_gather(torch.zeros(3, dtype=torch.float16))
+    assert not small.can_gather(torch.zeros(3, dtype=torch.float16)[1:])
     assert len(set(calls.tolist())) == 1, "every block counts all calls"
     Path(folder, f"{rank}.done").touch()
 

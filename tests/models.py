@@ -7,7 +7,7 @@ import torch
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling
 from colonnade.model import IGNORE, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 
 _TINY = {"layers": 2, "width": 24, "ffn_width": 26, "context": 64}
 _GPT2 = {
@@ -86,12 +86,12 @@ def build(config: ModelConfig, axes: Axes = SOLO_AXES, *, seed: int = 0, dtype: 
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
-                p.add_(share(torch.linspace(-0.5, 0.5, shapes[name][0], dtype=dtype), layout[name], axes))
+                p.add_(local_part(torch.linspace(-0.5, 0.5, shapes[name][0], dtype=dtype), layout[name], axes))
             elif name.endswith(("down.bias", "out.bias")):
                 p.add_(torch.linspace(-0.1, 0.1, len(p), dtype=dtype))
             elif name.endswith(("up_bias", "gate_bias", "down_bias")):
                 far = torch.linspace(-0.1, 0.1, shapes[name].numel(), dtype=dtype).view(shapes[name])
-                p.add_(share(far, layout[name], axes))
+                p.add_(local_part(far, layout[name], axes))
     return model
 
 

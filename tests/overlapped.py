@@ -14,7 +14,7 @@ from colonnade.model import Transformer
 from colonnade.model.activation_checkpointing import set_recompute
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of
-from colonnade.parallel.overlapped_matmul import Mover
+from colonnade.parallel.overlapped_matmul import RowTransfer
 from colonnade.train import optimizer_step
 from colonnade.train.cuda_graph import GraphedForwardBackward
 from colonnade.train.model_inputs import StepContext
@@ -28,10 +28,10 @@ LLAMA = ModelConfig(vocab_size=208, layers=2, width=64, heads=8, kv_heads=4, ffn
 
 
 def gradients(
-    ground: DistributedContext,
+    context: DistributedContext,
     config: ModelConfig,
     dtype: torch.dtype,
-    mover: Mover | None,
+    transfer: RowTransfer | None,
     *,
     graphed: bool = False,
     compiled: str = "",
@@ -43,12 +43,14 @@ def gradients(
     ``graphed`` takes them from the second replay, after other samples; ``compiled`` names a backend; ``size`` is
     (tokens of a sequence, sequences).
     """
-    model = filled(Transformer(config, replace(ground.axes, mover=mover), dtype=dtype, device=ground.device))
-    batches = [random_batch(config, *size, seed, ground.device) for seed in (0, 1)]
+    model = filled(
+        Transformer(config, replace(context.axes, row_transfer=transfer), dtype=dtype, device=context.device)
+    )
+    batches = [random_batch(config, *size, seed, context.device) for seed in (0, 1)]
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             if p.dim() == 1:
-                p.add_(torch.linspace(-0.3, 0.3, len(p), dtype=dtype, device=ground.device) / (1 + i))
+                p.add_(torch.linspace(-0.3, 0.3, len(p), dtype=dtype, device=context.device) / (1 + i))
             else:
                 p.mul_(5)
     set_recompute(model.blocks, ["full" if recomputed else "none"] * config.layers)
@@ -58,13 +60,13 @@ def gradients(
     def run(*given: Any) -> Tensor:
         return forward_backward(model, *given)
 
-    step = GraphedForwardBackward(run, model.parameters(), ground.device) if graphed else run
+    step = GraphedForwardBackward(run, model.parameters(), context.device) if graphed else run
     loss = torch.zeros(())
     for batch in [batches[0], batches[0], batches[1], batches[0]] if graphed else batches[:1]:
         model.zero_grad(set_to_none=True)
-        loss = step(batch, torch.tensor(size[0] * size[1], device=ground.device), StepContext(0.1))
+        loss = step(batch, torch.tensor(size[0] * size[1], device=context.device), StepContext(0.1))
     # Which rank has which token differs, so only the sums of what each rank adds are the same.
-    optimizer_step.sum_partial_grads(dict(model.named_parameters()), layout_of(model), ground.axes.tp)
+    optimizer_step.sum_partial_grads(dict(model.named_parameters()), layout_of(model), context.axes.tp)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss}
 

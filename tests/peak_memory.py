@@ -21,7 +21,7 @@ def measured(run: RunConfig) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
     before = resident("VmRSS")
-    with DistributedContext.build(run.plan, run.device) as ground, Session(run, ground) as session:
+    with DistributedContext.build(run.plan, run.device) as context, Session(run, context) as session:
         for _ in range(run.train.steps):
             session.step()
             if run.train.async_save:

@@ -11,7 +11,7 @@ from colonnade.kernels.attention import reference
 from colonnade.model import KVCache
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.small_allreduce import with_small
+from colonnade.parallel.symmetric_memory import with_small_allreduce
 from colonnade.serve.model_inputs import CacheShard, build_inputs
 from colonnade.serve.scheduler import Slice, Work
 
@@ -33,14 +33,14 @@ def errors(
 ) -> dict[torch.dtype, dict[str, float]]:
     """On each rank: of each step the error by norm, relative to the exact output's."""
     found: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
-    with DistributedContext.build(Plan(cp=cp), device) as ground:
-        axes = with_small(ground.axes.serving(), ground.device)
+    with DistributedContext.build(Plan(cp=cp), device) as context:
+        axes = with_small_allreduce(context.axes.serving(), context.device)
         for dtype, (H, page, window), (step, requests) in itertools.product(dtypes, shapes, STEPS.items()):
             config = ModelConfig(
                 vocab_size=8, layers=1, width=8, heads=6, kv_heads=2, head_width=H, ffn_width=8, context=512,
                 window=window,
             )  # fmt: skip
-            error = _error(config, axes, requests, page, dtype, ground.device)
+            error = _error(config, axes, requests, page, dtype, context.device)
             found[dtype][f"{step}, {H} wide, pages of {page}, window {window}"] = error
     return found
 

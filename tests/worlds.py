@@ -69,7 +69,7 @@ class _Pool:
         context.set_forkserver_preload(
             [
                 "torch.distributed.pipelining", "torch.distributed.fsdp", "colonnade.checkpoint.dcp_storage",
-                "colonnade.parallel.copy_engine", "colonnade.train.loop", "colonnade.verify.run",
+                "colonnade.parallel.overlapped_matmul", "colonnade.train.loop", "colonnade.verify.run",
             ]
         )  # fmt: skip
         self.context = context

@@ -134,15 +134,15 @@ class TorchJob(Job):
     asynchronous: bool = False
     """Inductor's overlapping operators; needs GPUs and sequence parallelism."""
 
-    def start(self, ground: DistributedContext) -> Callable[[int], Tensor]:
+    def start(self, context: DistributedContext) -> Callable[[int], Tensor]:
         """``step(i)``: takes a step and gives the mean loss of all its tokens."""
         dtype: torch.dtype = getattr(torch, self.train.dtype)
         torch.manual_seed(0)
-        with torch.device(ground.device):
+        with torch.device(context.device):
             model = Plain(self.config, self.sequence).to(dtype)
         ranks = self.plan.tp
         if ranks > 1:
-            mesh = init_device_mesh(ground.device.type, (ranks,))
+            mesh = init_device_mesh(context.device.type, (ranks,))
             lay(model, mesh, by_tokens=self.plan.sequence_parallel)
             if self.asynchronous:
                 allow_symmetric_memory(mesh.get_group().group_name)
@@ -156,7 +156,7 @@ class TorchJob(Job):
         optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=self.train.lr, weight_decay=0.01, fused=True
         )
-        batches = [random_batch(self.config, self.sequence, self.batch, seed, ground.device) for seed in (0, 1)]
+        batches = [random_batch(self.config, self.sequence, self.batch, seed, context.device) for seed in (0, 1)]
 
         def step(i: int) -> Tensor:
             batch = batches[i % 2]

@@ -71,36 +71,36 @@ class Job:
         """All that the numbers depend on."""
         return repr(self)
 
-    def start(self, ground: DistributedContext) -> Callable[[int], Tensor]:
+    def start(self, context: DistributedContext) -> Callable[[int], Tensor]:
         """``step(i)``: takes a step and gives the mean loss of all its tokens."""
         self.plan.check(self.config)
         config, train = self.config, self.train
-        spans = [span for _, span in ground.stages(config.layers)]
-        model = filled(self.model(ground, spans))
+        spans = [span for _, span in context.stages(config.layers)]
+        model = filled(self.model(context, spans))
         if train.float8 != "none":
             enable_float8(model.blocks, train.float8)
         assert train.recompute != "budget", "a benchmark says what is computed again"
         set_recompute(model.blocks, [train.recompute for _ in model.blocks])
-        self.ready(model, ground)
+        self.ready(model, context)
         compute: torch.dtype = getattr(torch, train.dtype)
-        piped = PipelineStep(model, ground, compute) if ground.plan.pp > 1 else None
-        held = masters(model, ground, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
+        piped = PipelineStep(model, context, compute) if context.plan.pp > 1 else None
+        held = masters(model, context, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
         optimizer = make_optimizer(held, train)
         run = TrainStep(model, held, optimizer, train, world_axis(), piped, cuda_graph=train.cuda_graph)
-        seeds = (2 * ground.axes.dp.rank, 2 * ground.axes.dp.rank + 1)
-        batches = [random_batch(config, self.sequence, self.batch, seed, ground.device) for seed in seeds]
+        seeds = (2 * context.axes.dp.rank, 2 * context.axes.dp.rank + 1)
+        batches = [random_batch(config, self.sequence, self.batch, seed, context.device) for seed in seeds]
 
         def step(i: int) -> Tensor:
             outcome = run(i, [batches[i % 2]])
-            return ground.axes.everywhere(outcome.loss_sum) / outcome.count
+            return context.axes.global_sum(outcome.loss_sum) / outcome.count
 
         return step
 
-    def model(self, ground: DistributedContext, spans: Sequence[range]) -> Transformer:
+    def model(self, context: DistributedContext, spans: Sequence[range]) -> Transformer:
         """Uninitialised."""
-        return Transformer(self.config, ground.axes, spans=spans, device=ground.device)
+        return Transformer(self.config, context.axes, spans=spans, device=context.device)
 
-    def ready(self, model: Transformer, ground: DistributedContext) -> None:
+    def ready(self, model: Transformer, context: DistributedContext) -> None:
         """Compile what is to be compiled."""
         if self.train.compile:
             for block in model.blocks:
@@ -127,43 +127,43 @@ def kept(keep: Path | None) -> dict[str, Any]:
 def work(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
     """On every rank of one world: its jobs, one after another."""
     rows: list[Row] = []
-    with DistributedContext.build(Plan(dp=jobs[0].plan.world), device) as ground:
+    with DistributedContext.build(Plan(dp=jobs[0].plan.world), device) as context:
         for job in jobs:
             with DistributedContext.build(job.plan, device) as laid:
                 row: Row = {"what": job.name, "plan": str(job.plan), "ranks": job.plan.world, **measured(job, laid)}
             rows.append(row)
-            if ground.rank == 0:
+            if context.rank == 0:
                 print(json.dumps(row), flush=True)
                 if keep is not None:
                     with keep.open("a", encoding="utf-8") as file:
                         file.write(json.dumps([job.key, row]) + "\n")
-            forget(ground.device)
+            forget(context.device)
     return rows
 
 
-def measured(job: Job, ground: DistributedContext) -> Row:
+def measured(job: Job, context: DistributedContext) -> Row:
     """The speed of one job; the same on every rank, but for the breakdown, which is this rank's."""
-    if ground.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(ground.device)
-    step = job.start(ground)
+    if context.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(context.device)
+    step = job.start(context)
     began = time.perf_counter()
     first, *_ = [float(step(i)) for i in range(job.warm)]
-    settle(ground.device)
+    settle(context.device)
     warm_s = time.perf_counter() - began
-    step_s = statistics.median(durations(lambda i: step(job.warm + i), job.steps, ground.device))
+    step_s = statistics.median(durations(lambda i: step(job.warm + i), job.steps, context.device))
     tokens = job.batch * job.sequence * job.plan.data_ranks
     rate = tokens / step_s
     row: Row = {
         "step_ms": round(1e3 * step_s, 2),
         "tokens_per_s": round(rate),
-        "tokens_per_s_per_rank": round(rate / ground.world),
+        "tokens_per_s_per_rank": round(rate / context.world),
         "tflops_per_rank_all_scores": tflops(rate, job, causal=False),
         "tflops_per_rank_causal": tflops(rate, job, causal=True),
         "first_loss": round(first, 4),
-        "peak_gib": peak_gib(ground.device),
+        "peak_gib": peak_gib(context.device),
         "warm_up_s": round(warm_s, 1),
     }
-    return row | (spent(traced(step, job.traced, ground.device)) if job.traced else {})
+    return row | (spent(traced(step, job.traced, context.device)) if job.traced else {})
 
 
 def tflops(rate: float, job: Job, *, causal: bool) -> float:

@@ -16,9 +16,9 @@ from colonnade.model.moe.router import find_router
 from colonnade.model.weight_memory import WeightMemory
 from colonnade.model.weight_only_quant import build, copy_weight
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.device_memory import free_host_bytes, share_bytes
+from colonnade.parallel.device_memory import free_host_bytes, usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.small_allreduce import with_small
+from colonnade.parallel.symmetric_memory import with_small_allreduce
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
@@ -68,7 +68,7 @@ def load_model(
     experts_on = None if resident is None else torch.device("cpu")
     options = {"device": device, "dtype": torch_dtype, "experts_on": experts_on}
     try:
-        axes = with_small(context.axes.serving(), device)
+        axes = with_small_allreduce(context.axes.serving(), device)
         if weights == "stored":
             transformer, put = Transformer(config, axes, **options), copy_weight
         else:
@@ -77,7 +77,7 @@ def load_model(
         if resident is not None:
             OffloadedExperts(expert_modules(transformer), resident, device)
     except torch.OutOfMemoryError:
-        raise memory.refusal(source, share_bytes(device), free_host_bytes()) from None
+        raise memory.refusal(source, usable_bytes(device), free_host_bytes()) from None
     return transformer
 
 

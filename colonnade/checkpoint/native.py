@@ -211,7 +211,7 @@ def load(
     if optimizer is not None:
         optimizer.steps = meta.step if meta.updates is None else meta.updates
     if masters is not None:
-        masters.publish()
+        masters.update_model()
     return meta
 
 

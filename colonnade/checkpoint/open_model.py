@@ -68,8 +68,8 @@ def open_model(path: str | Path) -> OpenedModel:
     foreign: HFFolder | GGUFFile = HFFolder(location) if location.is_dir() else GGUFFile(location)
 
     def load_foreign_masters(model: Transformer, _: DistributedContext, masters: Masters) -> None:
-        foreign.load_weights(model, masters.place)
-        masters.publish()
+        foreign.load_weights(model, masters.assign)
+        masters.update_model()
 
     return OpenedModel(
         location,

@@ -63,7 +63,7 @@ def evaluate(
 
 def _score(spec: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:
     with spec.load() as loaded:
-        if loaded.ground.rank:
+        if loaded.context.rank:
             return loaded.score(text, context=context, stride=stride)
         with console.status("scoring") as status:
             printed_s = -math.inf
@@ -88,8 +88,10 @@ def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | No
         raise ConfigError("--routing runs in one process; leave --plan out")
     with spec.load() as loaded:
         with console.status("following the tokens"):
-            traced = routing.follow(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
-        for table in routing.tables(traced):
+            traced = routing.record_routing(
+                loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context
+            )
+        for table in routing.routing_tables(traced):
             Console(highlight=False).print(table)  # on the standard output, like the perplexity
         return traced.score
 
@@ -123,7 +125,7 @@ def verify(
         out: JSON file for the results.
     """
     refuse_torchrun("verify")
-    from colonnade.parallel.pipeline import knows
+    from colonnade.parallel.pipeline import schedule_supported
     from colonnade.verify import all_plans, covering, report, shrink
     from colonnade.verify import verify as run
 
@@ -140,9 +142,9 @@ def verify(
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
     runs = f"{plural(len(plans), 'plan')} of {plural(world, 'process')}"
     console.print(f"{model} in small ({sizes}) under {runs}", soft_wrap=True)
-    if world > 1 and not knows(Plan(pp=world, schedule="zero_bubble")):
+    if world > 1 and not schedule_supported(Plan(pp=world, schedule="zero_bubble")):
         console.print("without zero_bubble, whose gradients need torch 2.13", soft_wrap=True)
-    results = run(config, plans, report.show, device)
+    results = run(config, plans, report.print_result, device)
     report.write(results, config, out, device)
     console.print(report.table(results))
     failed = [result for result in results if not result.ok]

@@ -1,1 +1,1 @@
-"""Doors for programs that were written for other libraries: their names, over this library's parts."""
+"""Compatibility layers: other libraries' interfaces over this library's parts."""

@@ -1,1 +1,1 @@
-"""Looking inside a model: for now, which experts take which tokens."""
+"""Model inspection: for now, which experts take which tokens."""

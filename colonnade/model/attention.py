@@ -43,7 +43,7 @@ from colonnade.model.norm import HeadsNorm, Norm
 from colonnade.model.rotary import score_factor
 from colonnade.model.tensor_parallel import column_parallel, row_parallel
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import PARTIAL, Placement, on_rows
+from colonnade.parallel.layout import PARTIAL, Placement, residual_placement
 
 
 class Attention(nn.Module):
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         if config.qkv_bias:
             self.layout["qkv.bias"] = 0
         if config.out_bias:
-            self.layout["out.bias"] = on_rows(axes)
+            self.layout["out.bias"] = residual_placement(axes)
         self.q_norm = self.k_norm = None
         if config.qk_norm and config.qk_norm_over == "all":
             self.q_norm = HeadsNorm(config, config.heads, axes.tp, **on)
@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
         self.out = Linear(n * latent.v_width, config.width, bias=config.out_bias, **on)
         self.layout |= {"kv_down.weight": PARTIAL, "kv_up.weight": 0, "out.weight": 1}
         self.layout |= {"kv_down.bias": PARTIAL} if bias else {}
-        self.layout |= {"out.bias": on_rows(axes)} if config.out_bias else {}
+        self.layout |= {"out.bias": residual_placement(axes)} if config.out_bias else {}
         self.recompute = False
 
     def forward(self, x_tD: Tensor, T: int, rotation: Rotation | None, attend: Attend) -> Tensor:

@@ -19,7 +19,7 @@ from colonnade.model.dropout import Dropout
 from colonnade.model.moe.routing_context import Routing
 from colonnade.model.norm import Norm
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import Placement, on_rows
+from colonnade.parallel.layout import Placement, residual_placement
 
 
 class Stream(NamedTuple):
@@ -63,13 +63,13 @@ class Embedding(nn.Module):
         self.positions = None
         if positions and config.positions == "learned":
             self.positions = _Table(config.context, config.width, device, dtype)
-            self.layout["positions.weight"] = on_rows(axes)
+            self.layout["positions.weight"] = residual_placement(axes)
         self.segments = self.norm = None
         if positions and config.segments:
             self.segments = _Table(config.segments, config.width, device, dtype)
-            self.layout["segments.weight"] = on_rows(axes)
+            self.layout["segments.weight"] = residual_placement(axes)
         if positions and config.embed_norm:
-            self.norm = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
+            self.norm = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
 
     def forward(self, stream: Stream) -> Tensor:
         """x_tD."""
@@ -90,4 +90,4 @@ class Embedding(nn.Module):
         local_T = tokens_T - self.start
         here_T = (local_T >= 0) & (local_T < v)
         x_TD = F.embedding(torch.where(here_T, local_T, 0), weight_vD)
-        return self.axes.leave(x_TD * here_T[:, None])
+        return self.axes.leave_tp_region(x_TD * here_T[:, None])

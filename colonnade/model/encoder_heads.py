@@ -20,7 +20,7 @@ class Hidden:
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """x_TD."""
-        return output.axes.together(x_tD, T)
+        return output.axes.all_tokens(x_tD, T)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Pooled:
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """p_RD, between -1 and 1."""
         assert output.bert is not None, "a causal model has no pooler"
-        return output.bert.pooled(output.axes.together(x_tD, T)[self.first_R])
+        return output.bert.pooled(output.axes.all_tokens(x_tD, T)[self.first_R])
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Spans:
         """logits_T2."""
         assert output.bert is not None, "a causal model has no span layer"
         assert output.bert.spans is not None, "this model has no span layer"
-        return output.bert.spans(output.axes.together(x_tD, T))
+        return output.bert.spans(output.axes.all_tokens(x_tD, T))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SentenceOrders:
         """logits_R2."""
         assert output.bert is not None, "a causal model does not predict the order of sentences"
         assert output.bert.order is not None, "this model does not predict the order of sentences"
-        return output.bert.order(output.bert.pooled(output.axes.together(x_tD, T)[self.first_R]))
+        return output.bert.order(output.bert.pooled(output.axes.all_tokens(x_tD, T)[self.first_R]))
 
 
 @dataclass(frozen=True)

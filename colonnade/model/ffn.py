@@ -16,7 +16,7 @@ from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.model.linear import Linear
 from colonnade.model.tensor_parallel import column_parallel, row_parallel
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import Placement, on_rows
+from colonnade.parallel.layout import Placement, residual_placement
 
 
 class FeedForward(nn.Module):
@@ -37,7 +37,9 @@ class FeedForward(nn.Module):
         if config.gated:
             self.layout["gate.weight"] = 0
         if config.ffn_bias:
-            self.layout |= {"up.bias": 0, "down.bias": on_rows(axes)} | ({"gate.bias": 0} if config.gated else {})
+            self.layout |= {"up.bias": 0, "down.bias": residual_placement(axes)} | (
+                {"gate.bias": 0} if config.gated else {}
+            )
 
     def forward(self, x_tD: Tensor, T: int) -> Tensor:
         """y_tD for the residual stream of T tokens."""

@@ -112,4 +112,4 @@ def _linear_residual(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, 
     """x + W y, summed over the block's tp ranks."""
     if block.axes.tp.size == 1:
         return _linear(y_Tz, layer, residual_TF=x_TD, in_place=in_place)
-    return x_TD + block.axes.leave(_linear(y_Tz, layer))
+    return x_TD + block.axes.leave_tp_region(_linear(y_Tz, layer))

@@ -98,7 +98,7 @@ def _projection_input(
     """x_RD for the column-parallel output projection, and this rank's part of its bias."""
     axes, bert = output.axes, output.bert
     if bert is None:
-        x_TD = axes.enter(x_tD, T)
+        x_TD = axes.enter_tp_region(x_tD, T)
         return (x_TD if rows_R is None else x_TD[rows_R]), None
-    x_TD = axes.together(x_tD, T)
+    x_TD = axes.all_tokens(x_tD, T)
     return axes.tp.fan_out(bert.transform_masked(x_TD if rows_R is None else x_TD[rows_R])), bert.bias

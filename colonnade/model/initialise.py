@@ -21,7 +21,7 @@ from colonnade.config.model import TaskHead
 from colonnade.model.transformer import Transformer
 from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, share
+from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, local_part
 from colonnade.parallel.rng_keys import generator
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
@@ -33,7 +33,7 @@ def initialise(
     """Initialise ``model`` from ``seed``, one parameter at a time, and its buffers to 0; returns it.
 
     ``place`` stores this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its
-    shards and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`). Names in ``leave`` are not changed.
+    shards and one parameter (:meth:`colonnade.parallel.fsdp.Masters.assign`). Names in ``leave`` are not changed.
     """
     std = model.config.init_std
     residual_std = std / (2 * model.config.layers) ** 0.5
@@ -65,7 +65,7 @@ def fill(
         shape, placement = shapes[name], layout.get(name, WHOLE)
 
         def constant(value: float) -> Tensor:
-            return share(torch.zeros(()).expand(shape), placement, axes) + value
+            return local_part(torch.zeros(()).expand(shape), placement, axes) + value
 
         if name in initial:
             return constant(initial[name])
@@ -90,9 +90,9 @@ def _local_share(
 ) -> Tensor:
     """This rank's share of a drawn tensor; a rank draws its own experts only."""
     if not isinstance(placement, Experts):
-        return share(draw("", shape), placement, axes)
-    units = slice(*axes.grid.sh.part(shape[1]))
-    return torch.stack([draw(f".{e}", shape[1:])[units] for e in range(*axes.grid.ep.part(shape[0]))])
+        return local_part(draw("", shape), placement, axes)
+    units = slice(*axes.experts.sh.part(shape[1]))
+    return torch.stack([draw(f".{e}", shape[1:])[units] for e in range(*axes.experts.ep.part(shape[0]))])
 
 
 @torch.no_grad()

@@ -187,10 +187,10 @@ class _RingAttention(Function):
                 mine.set_late(dq_tnH, mine.late(dq_tnH) + dq)
                 dkv_t2kH += torch.stack((dk, dv), 1)
             if travelling is not None:
-                dkv_t2kH += ring.axis.arrived(travelling)
-            travelling = ring.axis.depart(dkv_t2kH, _row_count(ring, rank - 1))
+                dkv_t2kH += ring.axis.finish_ring_shift(travelling)
+            travelling = ring.axis.begin_ring_shift(dkv_t2kH, _row_count(ring, rank - 1))
         assert travelling is not None
-        dk_tkH, dv_tkH = ring.axis.arrived(travelling).unbind(1)
+        dk_tkH, dv_tkH = ring.axis.finish_ring_shift(travelling).unbind(1)
         return dq_tnH.to(q_tnH.dtype), dk_tkH.to(k_tkH.dtype), dv_tkH.to(v_tkH.dtype), None
 
 
@@ -199,10 +199,10 @@ def _rotate(ring: Ring, k_tkH: Tensor, v_tkH: Tensor) -> Iterator[tuple[int, Ten
     size, rank = ring.axis.size, ring.axis.rank
     kv_t2kH = torch.stack((k_tkH, v_tkH), 1)
     for step in range(size):
-        arriving = ring.axis.depart(kv_t2kH, _row_count(ring, rank - 1)) if step + 1 < size else None
+        arriving = ring.axis.begin_ring_shift(kv_t2kH, _row_count(ring, rank - 1)) if step + 1 < size else None
         yield rank, kv_t2kH[:, 0], kv_t2kH[:, 1]
         if arriving is not None:
-            kv_t2kH, rank = ring.axis.arrived(arriving), (rank - 1) % size
+            kv_t2kH, rank = ring.axis.finish_ring_shift(arriving), (rank - 1) % size
 
 
 def _row_count(ring: Ring, rank: int) -> int:

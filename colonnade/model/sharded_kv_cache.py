@@ -98,7 +98,7 @@ class ShardedPagedView:
             cached = self._chunk(q_TnH, k_SkH, v_SkH, self.past.rows, causal=False)
             k_TkH, v_TkH = pools.round_trip(k_TkH, v_TkH)
             new = [self._chunk(q_TnH, k_TkH, v_TkH[..., : pools.value_width], self.new, causal=True)]
-        each_STnz = self.axis.everyones_(packed(cached))
+        each_STnz = self.axis.all_gather_(packed(cached))
         return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, new, dtype)
 
     def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:

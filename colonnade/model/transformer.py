@@ -35,7 +35,7 @@ from colonnade.model.moe.losses import attach_model_balance
 from colonnade.model.norm import Norm
 from colonnade.model.rotary import frequencies
 from colonnade.parallel.axis import SOLO_AXES, Axes
-from colonnade.parallel.layout import Placement, on_rows
+from colonnade.parallel.layout import Placement, residual_placement
 
 
 class Block(nn.Module):
@@ -57,10 +57,10 @@ class Block(nn.Module):
     ):
         """``moe``: experts instead of the feed-forward part, stored on ``experts_on`` if not on ``device``."""
         super().__init__()
-        self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
+        self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
         attention = Attention if config.latent is None else LatentAttention
         self.attention = attention(config, axes, device=device, dtype=dtype)
-        self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
+        self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
         self.ffn = (
             FeedForward(config, axes, device=device, dtype=dtype)
             if moe is None
@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         self.norm = None
         if last:  # in post-norm order the last block ends with its norm
             pre = config.norm_order == "pre"
-            self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if pre else nn.Identity()
+            self.norm = Norm(config, config.width, placement=residual_placement(axes), **on) if pre else nn.Identity()
         self.top = BertLayers(config, axes, **on) if last and config.top != "unembed" else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
@@ -176,8 +176,8 @@ class Transformer(nn.Module):
 
     def run(self, span: range, x_tD: Tensor | None, stream: Stream, attend: AttendBackend, head: Head) -> Any:
         """Run the blocks of ``span`` on x_tD (None: on the embedding) to x_tD, or to the head's result."""
-        if self.axes.mover is not None:
-            self.axes.mover.begin()
+        if self.axes.row_transfer is not None:
+            self.axes.row_transfer.reset()
         T = len(stream.tokens_T)
         dropout = stream.dropout and stream.dropout.rows(self.axes.rows(T))
         if x_tD is None:
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         if stream.routing is not None and self.config.moe is not None:
             moe = stream.routing.moe or self.config.moe
             layers = moe.count_expert_layers(self.config.layers)
-            normed_tD = attach_model_balance(normed_tD, stream.routing, moe, layers, self.axes.grid.tokens)
+            normed_tD = attach_model_balance(normed_tD, stream.routing, moe, layers, self.axes.experts.tokens)
         return head(normed_tD, T, self.output)
 
     @property

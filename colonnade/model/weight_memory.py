@@ -11,8 +11,8 @@ from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.transformer import Transformer
 from colonnade.model.weight_only_quant import weight_bytes_as
-from colonnade.parallel.axis import Axes, Axis, Grid
-from colonnade.parallel.device_memory import SHARE, free_host_bytes, share_bytes
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
+from colonnade.parallel.device_memory import USABLE_FRACTION, free_host_bytes, usable_bytes
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class WeightMemory:
     def bytes(self) -> tuple[int, int]:
         """(on the device, on a GPU's host), of the rank with most weights."""
         plan = self.plan
-        grid = Grid(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
-        shape = Transformer(self.config, Axes(tp=Axis("tp", plan.tp), grid=grid), device="meta", dtype=self.dtype)
+        grid = ExpertAxes(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
+        shape = Transformer(self.config, Axes(tp=Axis("tp", plan.tp), experts=grid), device="meta", dtype=self.dtype)
         count = partial(weight_bytes_as, weights=self.weights, group=self.group)
         whole, here = count(shape), device_bytes(shape, self.resident, count)
         if self.device.type == "cuda":
@@ -49,7 +49,7 @@ class WeightMemory:
 
     def problem(self, source: str) -> CapacityError | None:
         """The error, with sufficient remedies, if the weights of ``source`` do not fit."""
-        free, host = share_bytes(self.device), int(SHARE * free_host_bytes())
+        free, host = usable_bytes(self.device), int(USABLE_FRACTION * free_host_bytes())
         return None if self.fits(free, host) else self.refusal(source, free, host)
 
     def check(self, source: str) -> None:

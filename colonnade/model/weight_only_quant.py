@@ -63,7 +63,7 @@ def build(
         if layer is None:
             copy_weight(name, parameter, value)
         elif isinstance(layer, Experts):
-            layer.quantise(_part(name), value, kind, group, axes.grid.sh, device)
+            layer.quantise(_part(name), value, kind, group, axes.experts.sh, device)
         else:
             over = axes.tp if layout[name] == 1 else SOLO
             layer.quantise(value.to(device), _bits(name, kind), group, over.max_)

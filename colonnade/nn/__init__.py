@@ -8,7 +8,7 @@
 Every block is an initialised :class:`torch.nn.Module` on plain tensors and takes the axes that it communicates over;
 without axes it is the whole layer in one process. The same seed gives the same weights under every layout.
 
-Gradients are sums over ranks: divide each rank's loss by the global count of what it is a mean over, then call
+Gradients are sums over ranks: divide each rank's loss by the global token or sample count, then call
 :func:`reduce_gradients` between ``backward()`` and the optimizer's step.
 """
 

@@ -1,7 +1,7 @@
-"""Gradients of your own model, summed over the ranks that computed parts of them, and clipped by the global norm.
+"""Gradient reduction over ranks, and clipping by the global norm, for your own models.
 
-A parameter is what its module's ``layout`` table says; one that no table mentions is replicated: whole on every rank,
-with the whole gradient of the rank's own tokens.
+The modules' ``layout`` tables say how each parameter is sharded. A parameter in no table is replicated, and has on each
+rank the whole gradient of that rank's tokens.
 """
 
 from dataclasses import replace
@@ -22,33 +22,33 @@ def reduce_gradients(model: nn.Module, axes: Axes) -> None:
     """
     weights, layout = _weights(model)
     sum_partial_grads(weights, layout, axes.tp)
-    sum_expert_grads(weights, layout, axes.grid)
+    sum_expert_grads(weights, layout, axes.experts)
     if axes.batch.size == 1:
         return
     shared = [w for name, w in weights.items() if not isinstance(layout[name], Experts)]
     for dtype in dict.fromkeys(w.dtype for w in shared):
-        held = [w for w in shared if w.dtype == dtype]
-        # A parameter may have no gradient on this rank and one on another: all take part in the sum.
-        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in held]
+        same = [w for w in shared if w.dtype == dtype]
+        # A parameter may have a gradient on other ranks only, so all take part in the sum.
+        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in same]
         whole = axes.batch.sum_(torch.cat([grad.flatten() for grad in grads]))
-        for w, part in zip(held, whole.split([w.numel() for w in held]), strict=True):
+        for w, part in zip(same, whole.split([w.numel() for w in same]), strict=True):
             w.grad = part.view_as(w)
 
 
 def clip_gradients(model: nn.Module, axes: Axes, limit: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most ``limit``; returns the norm before, on every rank.
+    """Scale all gradients to a global norm of at most ``limit``; returns the norm before, on every rank.
 
     Call :func:`reduce_gradients` first.
     """
     weights, layout = _weights(model)
-    # Replicated parameters are counted once: on the first of the ranks that have other tokens.
-    norm = gradient_norm(weights, layout, replace(axes, replicate=axes.batch), axes.grid.tokens)
+    # Replicated parameters are counted once: on the first data rank.
+    norm = gradient_norm(weights, layout, replace(axes, replicate=axes.batch), axes.experts.tokens)
     clip_grads_(weights, norm, limit)
     return norm
 
 
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Placement]]:
-    """The parameters that are trained, and the placement of each."""
+    """The trained parameters, and the placement of each."""
     table = placements(model)
     weights: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return weights, {name: table.get(name, WHOLE) for name in weights}

@@ -1,7 +1,7 @@
-"""Linear layers cut over one axis (Megatron-LM, arXiv 1909.08053, section 3).
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv 1909.08053, section 3).
 
-column   y_Tf = x_TD W_fDᵀ + b_f             outputs cut: no communication forward, an all-reduce backward
-row      y_TD = Σ_ranks x_Tf W_Dfᵀ + b_D     inputs cut: an all-reduce forward, none backward
+column   y_Tf = x_TD W_fDᵀ + b_f             outputs sharded: no communication forward, an all-reduce backward
+row      y_TD = Σ_ranks x_Tf W_Dfᵀ + b_D     inputs sharded: an all-reduce forward, none backward
 """
 
 import torch
@@ -13,13 +13,13 @@ from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.layout import WHOLE, Placement
 
 
-def common_seed(axis: Axis) -> int:
-    """A seed from torch's generator, the same on all ranks of ``axis``: that of its first rank."""
-    return int(axis.firsts_(torch.randint(0, 2**62, (1,))))
+def shared_seed(axis: Axis) -> int:
+    """Draw a seed from torch's generator; all ranks of ``axis`` get that of the first."""
+    return int(axis.from_rank_0_(torch.randint(0, 2**62, (1,))))
 
 
 class ColumnParallelLinear(Linear):
-    """y = x Wᵀ + b with W's rows cut over ``axis``; each rank returns its own outputs."""
+    """y = x Wᵀ + b with W's rows sharded over ``axis``; each rank returns its own outputs."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class ColumnParallelLinear(Linear):
         self.axis, self.outputs, self.gather_output = axis, outputs, gather_output
         table: dict[str, Placement] = {"weight": 0, "bias": 0}
         self.layout = table if bias else {"weight": 0}
-        _fill(self, (outputs, inputs), outputs, init_std)
+        _initialise(self, (outputs, inputs), outputs, init_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, inputs), the same on all ranks, to (…, outputs of this rank), or of all."""
+        """Map (…, inputs), equal on all ranks, to (…, outputs) of this rank, or of all."""
         y = super().forward(self.axis.fan_out(x))
         return self.axis.join(y, y.dim() - 1, self.outputs) if self.gather_output else y
 
 
 class RowParallelLinear(Linear):
-    """y = x Wᵀ + b with W's columns cut over ``axis``; every rank returns the sum."""
+    """y = x Wᵀ + b with W's columns sharded over ``axis``; every rank returns the sum."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class RowParallelLinear(Linear):
         self.axis, self.input_is_parallel = axis, input_is_parallel
         table: dict[str, Placement] = {"weight": 1, "bias": WHOLE}
         self.layout = table if bias else {"weight": 1}
-        _fill(self, (outputs, inputs), outputs, init_std)
+        _initialise(self, (outputs, inputs), outputs, init_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, inputs of this rank), or of all, to (…, outputs)."""
+        """Map (…, inputs) of this rank, or of all, to (…, outputs)."""
         x = x if self.input_is_parallel else self.axis.split(x, x.dim() - 1)
         y = self.axis.fan_in(self.product(x))
         return y if self.bias is None else y + self.bias
 
 
-def _fill(module: nn.Module, weight: tuple[int, int], outputs: int, std: float) -> None:
+def _initialise(module: nn.Module, weight: tuple[int, int], outputs: int, std: float) -> None:
     shapes = {"weight": torch.Size(weight), "bias": torch.Size((outputs,))}
     axis = module.axis
     assert isinstance(axis, Axis)
-    fill(module, Axes(tp=axis), shapes, common_seed(axis), std=std, residual_std=std)
+    fill(module, Axes(tp=axis), shapes, shared_seed(axis), std=std, residual_std=std)

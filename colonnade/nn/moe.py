@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer by itself: x in; y and the losses out.
+"""A stand-alone mixture-of-experts layer that returns its output and its losses.
 
     y = Σ_j w_j · expert_{i_j}(x) + shared(x)      loss = balance_weight · balance + z_weight · z
 
@@ -18,12 +18,12 @@ from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.initialise import fill
 from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing, TokenGroups, uses_noise
 from colonnade.model.moe.router import find_router, needs_sequences
-from colonnade.nn.linear import common_seed
+from colonnade.nn.linear import shared_seed
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
 
 class MoEOutput(NamedTuple):
-    """What a mixture-of-experts layer returns."""
+    """Output and losses of :class:`MoE`."""
 
     y: Tensor
     """(…, D)."""
@@ -34,13 +34,13 @@ class MoEOutput(NamedTuple):
     z: Tensor
     """The router z-loss, likewise."""
     load_E: Tensor
-    """int64: choices of this rank's tokens by expert, dropped ones included."""
+    """int64: how many of this rank's token choices went to each expert, dropped ones included."""
     dropped: Tensor
-    """int64: choices of this rank's tokens that exceeded an expert's capacity."""
+    """int64: how many of this rank's token choices exceeded an expert's capacity."""
 
 
 class MoE(nn.Module):
-    """An initialised mixture-of-experts layer: (…, D) to :class:`MoEOutput`."""
+    """An initialised mixture-of-experts layer from (…, D) to :class:`MoEOutput`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class MoE(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
-        """``moe`` has the router, the experts and the losses; ``axes.grid`` lays the experts over ranks.
+        """``moe`` configures router, experts and losses; ``axes.experts`` distributes the experts over ranks.
 
         ``gated``: SwiGLU when ``activation`` is silu. Weights are N(0, ``init_std``), drawn from torch's generator.
         """
@@ -74,8 +74,8 @@ class MoE(nn.Module):
         self.layer = MixtureOfExperts(config, moe, axes, device=torch.device(device), dtype=dtype)
         whole = MixtureOfExperts(config, moe, SOLO_AXES, device=torch.device("meta"), dtype=dtype)
         shapes = {f"layer.{name}": x.shape for name, x in (*whole.named_parameters(), *whole.named_buffers())}
-        # Data ranks hold copies, and tensor ranks parts: all of them must start from one seed.
-        self._seed = common_seed(axes.grid.tokens)
+        # Data ranks hold copies and tensor ranks shards of the same weights, so all start from one seed.
+        self._seed = shared_seed(axes.experts.tokens)
         self._step = 0
         fill(self, axes, shapes, self._seed, std=init_std, residual_std=init_std)
 
@@ -87,12 +87,12 @@ class MoE(nn.Module):
         token_groups: TokenGroups | None = None,
         step: int | None = None,
     ) -> MoEOutput:
-        """(…, D) to y of the same shape and the losses, the latter in training mode only.
+        """Map (…, D) to y of the same shape and, in training mode, the losses.
 
-        ``tokens``: ids of x's tokens, for the hash router. ``token_groups``: which tokens are of one sequence or task,
-        where the router or the loss asks; by default the rows of a (B, S, D) are sequences. ``step``: the number of
-        the router's random draw; calls in training mode are counted by default, so give it where activations are
-        recomputed.
+        ``tokens``: ids of x's tokens, for the hash router. ``token_groups``: which tokens belong to one sequence or
+        task, for routers and losses that need it; by default the rows of a (B, S, D) are sequences. ``step``: counter
+        of the router's random numbers; by default calls in training mode are counted, so pass it with activation
+        checkpointing.
         """
         if x.dim() < 2 or x.shape[-1] != self.width:
             raise ConfigError(f"an input of shape {tuple(x.shape)}; give (…, {self.width})")
@@ -106,8 +106,8 @@ class MoE(nn.Module):
             raise ConfigError(f"{len(ids_T)} token ids for {T} tokens; give one each")
         index_T = torch.arange(T, device=x.device)
         noisy = self.training and uses_noise(self.moe)
-        if noisy or self.moe.capacity is not None:  # these depend on a token's number among those of all ranks
-            index_T = index_T + sum(batch.list_(T, x.device)[: batch.rank])
+        if noisy or self.moe.capacity is not None:  # these depend on the token's index over all ranks
+            index_T = index_T + sum(batch.all_gather_int(T, x.device)[: batch.rank])
         if token_groups is None and needs_sequences(self.moe):
             token_groups = self._sequences(x)
         noise = None
@@ -130,17 +130,17 @@ class MoE(nn.Module):
         return MoEOutput(y_TD.view_as(x), loss, report.balance, report.z, report.load_E, report.dropped)
 
     def _sequences(self, x: Tensor) -> TokenGroups:
-        """The rows of (B, S, D) are sequences; so is (T, D) as a whole."""
+        """One unit per row of (B, S, D), one for all of (T, D)."""
         T, S = x.shape[:-1].numel(), x.shape[-2]
         ends = torch.arange(0, T + 1, max(S, 1), device=x.device, dtype=torch.int32)
         return TokenGroups.sequences(ends, T, self.axes.batch)
 
 
 class _WithLoss(Function):
-    """Hands out a layer's loss as a value; its gradient says by how much the layer's own losses count.
+    """Returns the layer's loss as a value, and passes its gradient on as the weight of the layer's own losses.
 
-    The layer adds the gradient of ``weight``·(sum of its losses over tokens) to its backward pass, which comes after
-    this one's since y passes through here.
+    In its backward pass the layer adds the gradient of ``weight``·(sum of its losses over tokens). It runs after this
+    one, because y passes through here.
     """
 
     @staticmethod
@@ -150,5 +150,5 @@ class _WithLoss(Function):
 
     @staticmethod
     def backward(ctx, grad_y: Tensor, grad_loss: Tensor):
-        ctx.weight.data.copy_(grad_loss / ctx.tokens)  # .data: the layer has saved it, and is to see the change
+        ctx.weight.data.copy_(grad_loss / ctx.tokens)  # .data: the layer saved this tensor and reads it later
         return grad_y, None, None, None

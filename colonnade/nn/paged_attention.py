@@ -4,7 +4,7 @@
     attend = cache.batch(pages=[[0, 1], [2]], lengths=[20, 3], new_tokens=[20, 1])
     o_TNH = attend.at(layer, None)(q_TNH, k_TKH, v_TKH)      # writes the new keys, attends to all of them
 
-``Packed.of([5, 7])(q, k, v)`` attends to keys beside the queries instead: two sequences of 5 and 7 tokens.
+Without a cache, ``Packed.of([5, 7])(q, k, v)`` attends within two sequences of 5 and 7 tokens.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from colonnade.model.cache import KVCache
 
 
 class PagedCache(KVCache):
-    """Keys and values of ``layers`` layers in pages; which request uses which page is the caller's to say."""
+    """Keys and values of ``layers`` layers in pages; the caller assigns pages to requests."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class PagedCache(KVCache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        """``kv_heads`` are this rank's. Each page holds ``page_tokens`` tokens of every layer."""
+        """``kv_heads``: of this rank. Each page holds ``page_tokens`` tokens of every layer."""
         config = ModelConfig(
             vocab_size=1, layers=layers, width=kv_heads * head_width, heads=kv_heads, head_width=head_width,
             positions="learned", ffn_width=1,
@@ -42,10 +42,11 @@ class PagedCache(KVCache):
     def batch(
         self, pages: Sequence[Sequence[int]], lengths: Sequence[int], new_tokens: Sequence[int], kernels: str = "auto"
     ) -> Paged:
-        """The attention of one forward pass: request r has ``pages[r]`` and ``lengths[r]`` tokens, the last
-        ``new_tokens[r]`` of them in this pass, laid end to end.
+        """Return the attention of one forward pass.
 
-        Raises :class:`ConfigError` for contradictory numbers, :class:`CapacityError` where a request has too few pages.
+        Request r has ``pages[r]`` and ``lengths[r]`` tokens, the last ``new_tokens[r]`` of them in this pass; the
+        requests' new tokens are concatenated. Raises :class:`ConfigError` for contradictory numbers,
+        :class:`CapacityError` where a request has too few pages.
         """
         if not len(pages) == len(lengths) == len(new_tokens):
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""An axis of the mesh, as conjugate pairs of collectives.
+"""One axis of the device mesh, with its collectives as conjugate forward/backward pairs.
 
-Model code calls what it *means*; each method's backward is the conjugate of its forward, so gradients are right by
-construction (Megatron-LM, arXiv 1909.08053, section 3, calls the first two f and g):
+Each method's backward is the conjugate of its forward, so gradients are right by construction (Megatron-LM, arXiv
+1909.08053, section 3, calls the first two f and g):
 
     method              forward          backward         in the papers
     fan_out(x)          identity         all-reduce       Megatron f
@@ -12,12 +12,12 @@ construction (Megatron-LM, arXiv 1909.08053, section 3, calls the first two f an
     join(x, dim, n)     all-gather       slice            for replicated consumers
     exchange(x, …)      all-to-all       all-to-all back  dispatch and combine of experts
 
-``gather`` and ``join`` differ only backward: after ``gather`` each rank computes something *different* with the whole
-(so the gradients are summed), after ``join`` all ranks compute the *same* (so they are not: using ``gather`` there
-doubles the gradient at size 2).
+``gather`` and ``join`` differ only in the backward pass. After ``gather`` each rank computes something *different* with
+the whole tensor, so the gradients are summed. After ``join`` all ranks compute the *same*, so they are not; ``gather``
+there would double the gradient at size 2.
 
-Shares follow ``torch.chunk``: the first ranks hold ceil(n / size) rows, the last may hold fewer, or none. An axis of
-size 1 (:data:`SOLO`) returns its input, so model code has no ``if`` about the world and a laptop runs a cluster's code.
+Shards follow ``torch.chunk``: the first ranks hold ceil(n / size) rows, the last may hold fewer, or none. An axis of
+size 1 (:data:`SOLO`) returns its input, so model code never branches on the world size.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,30 +27,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.parallel import autograd_collectives, collectives
-from colonnade.parallel.autograd_collectives import Journey
+from colonnade.parallel import collectives
+from colonnade.parallel.collectives import PendingExchange
 
 if TYPE_CHECKING:
-    from colonnade.parallel.overlapped_matmul import Mover
+    from colonnade.parallel.overlapped_matmul import RowTransfer
 
 
-class SmallMessages(Protocol):
-    """Collectives of a few kilobytes, for which those of a library take too long."""
+class SmallCollectives(Protocol):
+    """Collectives for messages of a few kilobytes, where a library's latency dominates."""
 
-    def sums(self, x: Tensor) -> bool:
-        """Whether :meth:`sum` is for ``x``."""
+    def can_sum(self, x: Tensor) -> bool:
+        """Whether :meth:`sum` supports ``x``."""
         ...
 
-    def gathers(self, x: Tensor) -> bool:
-        """Whether :meth:`gather` is for ``x``."""
+    def can_gather(self, x: Tensor) -> bool:
+        """Whether :meth:`gather` supports ``x``."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks."""
+        """All-reduce (sum)."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ``x`` of all ranks, one after another along dimension 0."""
+        """All-gather along dimension 0."""
         ...
 
 
@@ -58,18 +58,18 @@ class SmallMessages(Protocol):
 class Axis:
     """A handle on one dimension of the mesh: this process's ``rank`` among ``size`` peers.
 
-    ``group`` is the name of the peers' process group (a string, so that it is a constant under torch.compile).
+    ``group`` is the name of the process group (a string, so that it is a constant under torch.compile).
     """
 
     name: str
     size: int = 1
     rank: int = 0
     group: str = ""
-    small: "SmallMessages | None" = field(default=None, compare=False)
-    """Another way for small messages, in serving on GPUs (:mod:`colonnade.parallel.small_allreduce`)."""
+    small_collectives: "SmallCollectives | None" = field(default=None, compare=False)
+    """Faster collectives for small messages, in serving on GPUs (:mod:`colonnade.parallel.symmetric_memory`)."""
 
     def part(self, n: int, rank: int | None = None) -> tuple[int, int]:
-        """(start, stop) of a rank's share of ``n`` rows, by torch.chunk's rule; this process's own by default."""
+        """(start, stop) of the shard of ``n`` rows on ``rank`` (default: this one), as torch.chunk cuts them."""
         share = -(-n // self.size)
         start = min(n, share * (self.rank if rank is None else rank))
         return start, min(n, start + share)
@@ -77,94 +77,93 @@ class Axis:
     # -- the conjugate pairs ---------------------------------------------------------------------------------------
 
     def fan_out(self, x: Tensor) -> Tensor:
-        """Hand a replicated ``x`` to each rank's own share of the work; the gradients of all shares are summed."""
-        return x if self.size == 1 else autograd_collectives.fan_out(x, self.group)
+        """Use a replicated ``x`` in per-rank work; the ranks' gradients are summed."""
+        return x if self.size == 1 else collectives.fan_out(x, self.group)
 
     def fan_in(self, x: Tensor) -> Tensor:
         """Sum the ranks' partial results; the result is replicated."""
-        if self.small is not None and self.small.sums(x):
-            return self.small.sum(x)
-        return x if self.size == 1 else autograd_collectives.fan_in(x, self.group)
+        if self.small_collectives is not None and self.small_collectives.can_sum(x):
+            return self.small_collectives.sum(x)
+        return x if self.size == 1 else collectives.fan_in(x, self.group)
 
     def gather(self, x: Tensor, dim: int, n: int) -> Tensor:
-        """Lay the shares of a dimension of whole size ``n`` together, for ranks that use it differently."""
-        return x if self.size == 1 else autograd_collectives.gather(x, self, dim, n)
+        """Concatenate the shards of a dimension of full size ``n``, for ranks that use the result differently."""
+        return x if self.size == 1 else collectives.gather(x, self, dim, n)
 
     def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
-        """Sum the ranks' partial results and keep this rank's share of dimension ``dim``."""
-        return x if self.size == 1 else autograd_collectives.scatter_sum(x, self, dim)
+        """Sum the ranks' partial results and keep this rank's shard of dimension ``dim``."""
+        return x if self.size == 1 else collectives.scatter_sum(x, self, dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's share of a replicated ``x``."""
-        return x if self.size == 1 else autograd_collectives.split(x, self, dim)
+        """Slice this rank's shard out of a replicated ``x``."""
+        return x if self.size == 1 else collectives.split(x, self, dim)
 
     def join(self, x: Tensor, dim: int, n: int) -> Tensor:
-        """Lay the shares of a dimension of whole size ``n`` together, for ranks that all use it alike."""
-        return x if self.size == 1 else autograd_collectives.join(x, self, dim, n)
+        """Concatenate the shards of a dimension of full size ``n``, for ranks that all use the result alike."""
+        return x if self.size == 1 else collectives.join(x, self, dim, n)
 
     def exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Send ``send[r]`` rows to each rank r and lay the ``receive[r]`` rows from each together."""
-        return x if self.size == 1 else autograd_collectives.exchange(x, send, receive, self.group)
+        """All-to-all: send ``send[r]`` rows to each rank r, concatenate ``receive[r]`` rows from each."""
+        return x if self.size == 1 else collectives.exchange(x, send, receive, self.group)
 
-    def begin_exchange(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Journey | None]:
-        """:meth:`exchange` of which the result may be used only after :meth:`finish_exchange`; so backward too."""
+    def begin_exchange(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, PendingExchange | None]:
+        """Start :meth:`exchange`; use the result only after :meth:`finish_exchange`. Backward is asynchronous too."""
         if self.size == 1:
             return x, None
-        journey = Journey(send, receive, self.group)
-        return autograd_collectives.begin(x, journey), journey
+        pending = PendingExchange(send, receive, self.group)
+        return collectives.begin_exchange(x, pending), pending
 
-    def finish_exchange(self, x: Tensor, journey: Journey | None) -> Tensor:
-        """What :meth:`begin_exchange` returned, when it is there."""
-        return x if journey is None else autograd_collectives.finish(x, journey)
+    def finish_exchange(self, x: Tensor, pending: PendingExchange | None) -> Tensor:
+        """Wait for :meth:`begin_exchange`."""
+        return x if pending is None else collectives.finish_exchange(x, pending)
 
-    # -- the ring: a tensor travels from each rank to the next, for Functions that write their own backward -----------
+    # -- ring shifts, for autograd Functions that write their own backward -----------------------------------------
 
-    def depart(self, x: Tensor, rows: int) -> Tensor:
-        """Send ``x`` to the next rank and begin to receive ``rows`` rows from the one before; see :meth:`arrived`."""
+    def begin_ring_shift(self, x: Tensor, rows: int) -> Tensor:
+        """Start to send ``x`` to the next rank and to receive ``rows`` rows from the previous one."""
         if self.size == 1:
             return x
         send, receive = [0] * self.size, [0] * self.size
         send[(self.rank + 1) % self.size], receive[(self.rank - 1) % self.size] = len(x), rows
         return collectives.begin_all_to_all(x, receive, send, self.group)
 
-    def arrived(self, x: Tensor) -> Tensor:
-        """What :meth:`depart` returned, when it is there."""
+    def finish_ring_shift(self, x: Tensor) -> Tensor:
+        """Wait for :meth:`begin_ring_shift`."""
         return x if self.size == 1 else collectives.wait(x)
 
     # -- values without gradients ----------------------------------------------------------------------------------
 
     def sum_(self, x: Tensor) -> Tensor:
-        """The sum over the axis, without a gradient."""
+        """All-reduce (sum), without a gradient."""
         return x.detach() if self.size == 1 else collectives.all_reduce(x.detach(), "sum", self.group)
 
     def max_(self, x: Tensor) -> Tensor:
-        """The maximum over the axis, without a gradient."""
+        """All-reduce (max), without a gradient."""
         return x.detach() if self.size == 1 else collectives.all_reduce(x.detach(), "max", self.group)
 
-    def list_(self, n: int, device: torch.device | str = "cpu") -> list[int]:
-        """The ``n`` of every rank; waits for the device."""
+    def all_gather_int(self, n: int, device: torch.device | str = "cpu") -> list[int]:
+        """Return every rank's ``n``; synchronises with the device."""
         if self.size == 1:
             return [n]
-        mine = torch.tensor([n], device=device)
-        return collectives.all_gather(mine, self.size, self.group).tolist()
+        return collectives.all_gather(torch.tensor([n], device=device), self.size, self.group).tolist()
 
-    def lay_together_(self, x: Tensor, counts: list[int]) -> Tensor:
-        """The rows of all ranks, ``counts`` of each, one rank's after another's, without a gradient."""
+    def all_gather_uneven_(self, x: Tensor, counts: list[int]) -> Tensor:
+        """All-gather along dimension 0 where rank r has ``counts[r]`` rows, without a gradient."""
         if self.size == 1:
             return x.detach()
         most = max(counts)
-        rows = collectives.all_gather(autograd_collectives.padded(x.detach(), 0, most), self.size, self.group)
+        rows = collectives.all_gather(collectives.pad_to(x.detach(), 0, most), self.size, self.group)
         return torch.cat([part[:n] for part, n in zip(rows.split(most), counts, strict=True)]) if most else rows
 
-    def everyones_(self, x: Tensor) -> Tensor:
-        """(ranks, …): the ``x`` of every rank, of one shape, without a gradient."""
+    def all_gather_(self, x: Tensor) -> Tensor:
+        """Stack the equally shaped ``x`` of all ranks into (ranks, …), without a gradient."""
         if self.size == 1:
             return x.detach()[None]
-        return autograd_collectives.all_gather(x.detach()[None], self)
+        return collectives.gather_rows(x.detach()[None], self)
 
-    def firsts_(self, x: Tensor) -> Tensor:
-        """The ``x`` of rank 0, on every rank, without a gradient: what ranks must agree on to the bit."""
-        return x if self.size == 1 else self.everyones_(x)[0]
+    def from_rank_0_(self, x: Tensor) -> Tensor:
+        """Return rank 0's ``x`` on every rank, without a gradient, where ranks must agree bit for bit."""
+        return x if self.size == 1 else self.all_gather_(x)[0]
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Overwrite ``x`` on every rank with that of rank ``src`` of this axis (control messages; never traced)."""
@@ -178,95 +177,94 @@ SOLO = Axis("solo")
 
 
 @dataclass(frozen=True)
-class Grid:
-    """How experts stand on the ranks of a pipeline stage, which are also its data, context and tensor ranks.
+class ExpertAxes:
+    """The axes of expert parallelism, over the data, context and tensor ranks of one pipeline stage.
 
-    The ranks are copies × ep × sh, ``sh`` innermost: each ep rank holds its share of the experts, each sh rank among
-    those its share of their hidden units. What is stored where never changes with how a step uses it.
+    The ranks are copies × ep × sh, ``sh`` innermost: each ep rank holds a shard of the experts, and each sh rank below
+    it a shard of their hidden units. This placement never changes with the degree at which a step runs.
     """
 
     ep: Axis = SOLO
     sh: Axis = SOLO
     all: Axis = SOLO
-    """The ep × sh ranks among which tokens travel; rank = ep rank · sh + sh rank."""
+    """The ep × sh ranks of the token all-to-all; rank = ep rank · sh + sh rank."""
     copies: Axis = SOLO
-    """Ranks that hold the same shares of the same experts."""
+    """Replicas: ranks that hold the same shards of the same experts."""
     tokens: Axis = SOLO
-    """All ranks of the stage: no two have the same tokens, where experts are concerned."""
+    """All ranks of the stage; no two route the same tokens."""
     near: Axis | None = None
-    """Of these, the neighbours, where tokens travel in two steps."""
+    """For a hierarchical all-to-all: the ranks of this node."""
     far: Axis | None = None
-    """The ranks of the same place in other neighbourhoods."""
+    """For a hierarchical all-to-all: the ranks with this rank's index on their nodes."""
     strided: tuple[tuple[int, Axis], ...] = ()
-    """For each divisor r of sh, the sh ranks that are equal modulo r: together a hidden slice of 1/r."""
+    """For each divisor r of sh, the sh ranks that are equal modulo r: together they hold 1/r of the hidden units."""
 
-    def every(self, r: int) -> Axis:
-        """This rank among those whose sh rank is equal to its own modulo r."""
+    def hidden_slice(self, r: int) -> Axis:
+        """The axis of sh ranks that together hold this rank's 1/r of the hidden units."""
         return dict(self.strided).get(r, SOLO)
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes that a model's modules may use, and how the residual stream stands on them.
+    """All axes that a model's modules use, and how the residual stream is laid out over them.
 
-    Between the tensor-parallel parts the residual stream is either the same on all tp ranks (x_TD), or, with sequence
-    parallelism, cut by tokens among them (x_tD; Korthikanti et al., arXiv 2205.05198, section 4.2.2): norms, dropout
-    and additions are then done once instead of tp times, and what they keep for the backward pass is 1/tp as much.
+    Between the tensor-parallel regions the residual stream is either replicated on all tp ranks (x_TD) or, with
+    sequence parallelism, sharded by tokens (x_tD; Korthikanti et al., arXiv 2205.05198, section 4.2.2): norms, dropout
+    and additions then run once instead of tp times, and keep 1/tp of the activations for the backward pass.
     """
 
     tp: Axis = SOLO
     cp: Axis = SOLO
-    """Ranks that share the tokens of the same samples; in serving, the cache."""
+    """Context parallelism: ranks that share the tokens of the same samples; in serving, the KV cache."""
     dp: Axis = SOLO
     """Ranks that read different samples, replicas included."""
     batch: Axis = SOLO
-    """All ranks of this pipeline and tensor rank that see different tokens: data and context together."""
+    """Data and context ranks together: all ranks of this pipeline and tensor rank that see different tokens."""
     replicate: Axis = SOLO
-    """Ranks that hold the same shards of the weights (hybrid sharding)."""
+    """Ranks that hold the same FSDP shards (hybrid sharding)."""
     pp: Axis = SOLO
-    ends: Axis = SOLO
-    """The first and the last rank of the pipeline, which share tied weights; of size 1 on ranks between them."""
+    embedding: Axis = SOLO
+    """The first and last pipeline ranks, which share tied embeddings; of size 1 on ranks between them."""
     model: Axis = SOLO
     """Context and tensor ranks together."""
-    alike: bool = False
-    """Whether these hold the same tokens, as in serving, where context ranks share a cache, and not each its own."""
+    cp_replicated: bool = False
+    """True where all ranks of ``model`` hold the same tokens: in serving, context ranks shard the cache, not tokens."""
     sequence_parallel: bool = False
-    mover: "Mover | None" = field(default=None, compare=False)
-    """What moves the residual stream's rows beside the products that need them; only with sequence parallelism."""
-    grid: Grid = Grid()
-    """How experts stand on the same ranks."""
+    row_transfer: "RowTransfer | None" = field(default=None, compare=False)
+    """Moves the residual stream's rows while matrix products run; only with sequence parallelism."""
+    experts: ExpertAxes = ExpertAxes()
 
     @property
-    def same(self) -> Axis:
-        """The ranks that hold the same tokens, unless the residual stream is cut among them."""
-        return self.model if self.alike else self.tp
+    def token_replicas(self) -> Axis:
+        """The ranks that hold the same tokens (without sequence parallelism)."""
+        return self.model if self.cp_replicated else self.tp
 
     def serving(self) -> "Axes":
-        """For a model that serves: all its ranks hold the same tokens, and context ranks share a cache."""
-        return self if self.model.size == 1 or self.sequence_parallel else replace(self, alike=True)
+        """The axes for serving: context ranks hold the same tokens and share a KV cache."""
+        return self if self.model.size == 1 or self.sequence_parallel else replace(self, cp_replicated=True)
 
-    def enter(self, x_tD: Tensor, T: int) -> Tensor:
-        """x_TD of the residual stream, for ranks of which each does its own share of the work on all T tokens."""
+    def enter_tp_region(self, x_tD: Tensor, T: int) -> Tensor:
+        """Return x_TD of the residual stream as the input of column-parallel work."""
         return self.tp.gather(x_tD, 0, T) if self.sequence_parallel else self.tp.fan_out(x_tD)
 
-    def together(self, x_tD: Tensor, T: int) -> Tensor:
-        """x_TD of the residual stream, for ranks that all do the same with it."""
-        return self.tp.join(x_tD, 0, T) if self.sequence_parallel else x_tD
-
-    def leave(self, y_TD: Tensor) -> Tensor:
-        """The ranks' partial results, summed, as the residual stream holds them."""
+    def leave_tp_region(self, y_TD: Tensor) -> Tensor:
+        """Sum row-parallel partial results and return them in the residual stream's layout."""
         return self.tp.scatter_sum(y_TD, 0) if self.sequence_parallel else self.tp.fan_in(y_TD)
 
-    def apart(self, x_tD: Tensor) -> Tensor:
-        """This rank's own tokens of the residual stream: each is with one rank only."""
-        return x_tD if self.sequence_parallel else self.same.split(x_tD, 0)
+    def all_tokens(self, x_tD: Tensor, T: int) -> Tensor:
+        """Return x_TD of the residual stream for work that all tp ranks repeat."""
+        return self.tp.join(x_tD, 0, T) if self.sequence_parallel else x_tD
 
-    def rejoin(self, x_tD: Tensor, T: int) -> Tensor:
-        """The residual stream of T tokens of which each rank has its own."""
-        return x_tD if self.sequence_parallel else self.same.join(x_tD, 0, T)
+    def split_tokens(self, x_tD: Tensor) -> Tensor:
+        """Shard the residual stream so that each token is on one rank only."""
+        return x_tD if self.sequence_parallel else self.token_replicas.split(x_tD, 0)
 
-    def everywhere(self, x: Tensor) -> Tensor:
-        """The sum over data, context and pipeline ranks, without a gradient: of losses, for instance."""
+    def join_tokens(self, x_tD: Tensor, T: int) -> Tensor:
+        """Undo :meth:`split_tokens`."""
+        return x_tD if self.sequence_parallel else self.token_replicas.join(x_tD, 0, T)
+
+    def global_sum(self, x: Tensor) -> Tensor:
+        """Sum over data, context and pipeline ranks, without a gradient: of losses, for instance."""
         return self.pp.sum_(self.batch.sum_(x))
 
     def rows(self, T: int) -> slice:
@@ -275,11 +273,11 @@ class Axes:
 
 
 SOLO_AXES = Axes()
-"""One process."""
+"""The axes of one process."""
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The name by which functional collectives find ``group``."""
+    """Return the name by which functional collectives find ``group``."""
     return group.group_name
 
 

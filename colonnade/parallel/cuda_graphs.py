@@ -1,7 +1,7 @@
-"""CUDA graphs that may hold collectives: they must be gone before the groups that they talk over.
+"""CUDA graph capture that allows collectives, and destruction of all graphs before their process groups.
 
-A recorded collective keeps its communicator in use until the graph is destroyed, whoever still refers to the graph;
-NCCL waits for that without a limit when the communicator is destroyed (pytorch issue 115388).
+A captured collective keeps its communicator in use until the graph is destroyed; NCCL waits for that without a limit
+when the communicator is destroyed (pytorch issue 115388).
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ _LIVE: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
 @contextmanager
 def capture(pool: Any = None, stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Record what this thread launches meanwhile, in the memory ``pool``, on ``stream`` (else one of its own)."""
+    """Capture this thread's kernel launches, in the memory ``pool``, on ``stream`` (default: a new one)."""
     graph = torch.cuda.CUDAGraph()
     _LIVE.add(graph)
-    # Other threads, such as NCCL's watchdog, may go on calling what a recording forbids its own.
+    # thread_local: other threads, such as NCCL's watchdog, may make calls that a capture forbids.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         yield graph
 
 
-def end_graphs() -> None:
-    """Destroy all graphs that :func:`capture` made: what remains of them cannot be replayed."""
+def destroy_graphs() -> None:
+    """Destroy all graphs of :func:`capture`; they cannot be replayed afterwards."""
     for graph in list(_LIVE):
         graph.reset()
     _LIVE.clear()

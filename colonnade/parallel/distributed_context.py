@@ -1,9 +1,9 @@
-"""The ground that a model stands on: which process this is, on what device, along which axes.
+"""Rank, device, device mesh and axes of this process.
 
-Ranks are numbered (pp, replicate, dp, cp, tp), tensor parallel innermost, on the fastest links. The mesh is written
-(pp, tp, replicate, shard) with shard = dp · cp: that is the *storage* order, tensor-parallel shards first and FSDP's
-shards inside them. The other order corrupts checkpoints without a word (layout rule 1). Context ranks hold the same
-weights and see other tokens, just as data ranks do, so that FSDP shards over both and sums their gradients.
+Ranks are numbered (pp, replicate, dp, cp, tp), tensor parallel innermost, on the fastest links. The mesh is
+(pp, tp, replicate, shard) with shard = dp · cp: this is the *storage* order, tensor-parallel shards first and FSDP
+shards inside them. The other order corrupts checkpoints silently (layout rule 1). Context ranks hold the same weights
+and see other tokens, just like data ranks, so FSDP shards over both and sums their gradients.
 """
 
 import datetime
@@ -21,21 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from colonnade.config import Plan, plural
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
-from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
-from colonnade.parallel.collectives import abandon_groups, forget_meshes, urgent
-from colonnade.parallel.config_check import agree
-from colonnade.parallel.cuda_graphs import end_graphs
-from colonnade.parallel.launch import local_ranks, place
-from colonnade.parallel.rendezvous import fresh_store
+from colonnade.parallel.axis import SOLO, Axes, Axis, ExpertAxes, group_name, world_axis
+from colonnade.parallel.collectives import abort_process_groups, clear_sharding_cache, high_priority_options
+from colonnade.parallel.cuda_graphs import destroy_graphs
+from colonnade.parallel.launch import local_ranks, rank_and_world
+from colonnade.parallel.rendezvous import check_same_settings, fresh_store
 
 TIMEOUT = datetime.timedelta(minutes=10)
-# With GPUs both at once: gloo carries control messages on the CPU, NCCL the tensors of the model.
+# With GPUs both: gloo for control messages on the CPU, NCCL for the model's tensors.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """Where this process stands. ``mesh`` is None in a process without a process group (:meth:`solo`)."""
+    """Plan, axes, device and meshes of this process; ``mesh`` is None without a process group (:meth:`solo`)."""
 
     plan: Plan
     axes: Axes
@@ -43,18 +42,18 @@ class DistributedContext:
     rank: int = 0
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
-    """(pp, copies, ep, sh), where experts are shared out."""
+    """(pp, copies, ep, sh), with expert parallelism."""
 
     @property
     def world(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.plan.world
 
     @cached_property
     def storage_mesh(self) -> DeviceMesh:
-        """(tp, replicate, shard): the mesh of the checkpoint's view of each parameter of this pipeline rank."""
-        assert self.mesh is not None, "no process group: Ground.build makes one"
-        # Neighbouring ranks are those of tp, which comes first here: a slice that torch before 2.13 refuses to make.
+        """(tp, replicate, shard): the mesh of the checkpoint's DTensor views on this pipeline rank."""
+        assert self.mesh is not None, "no process group: DistributedContext.build makes one"
+        # Neighbouring ranks are those of tp, the first dimension here: torch before 2.13 cannot slice a mesh so.
         names = ("tp", "replicate", "shard")
         groups, ranks = [self.mesh.get_group(name) for name in names], self.mesh.mesh[self.axes.pp.rank]
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
@@ -62,44 +61,44 @@ class DistributedContext:
     @property
     def expert_storage_mesh(self) -> DeviceMesh:
         """(copies, ep, sh): the same for experts."""
-        assert self.expert_mesh is not None, "all ranks have all experts"
+        assert self.expert_mesh is not None, "experts are not sharded"
         return self.expert_mesh["copies", "ep", "sh"]
 
     @cached_property
     def host_storage_mesh(self) -> DeviceMesh:
         """:attr:`storage_mesh` over the same groups, for tensors in host memory."""
-        return _on_host(self.storage_mesh)
+        return _cpu_mesh(self.storage_mesh)
 
     @cached_property
     def host_expert_storage_mesh(self) -> DeviceMesh:
         """:attr:`expert_storage_mesh` likewise."""
-        return _on_host(self.expert_storage_mesh)
+        return _cpu_mesh(self.expert_storage_mesh)
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """(shard,), or (replicate, shard) for hybrid sharding: the mesh over which FSDP works."""
-        assert self.mesh is not None, "no process group: Ground.build makes one"
+        """FSDP's mesh: (shard,), or (replicate, shard) for hybrid sharding."""
+        assert self.mesh is not None, "no process group: DistributedContext.build makes one"
         return self.mesh["replicate", "shard"] if self.plan.replicate > 1 else self.mesh["shard"]
 
     @property
     def sharded(self) -> bool:
-        """Whether several ranks see different tokens with the same weights: FSDP's affair."""
+        """Whether FSDP shards the weights: several ranks see different tokens with the same weights."""
         return self.plan.data_ranks * self.plan.cp > 1
 
     def stages(self, layers: int) -> list[tuple[int, range]]:
-        """(number, blocks) of each pipeline stage on this rank; one process has them all in one."""
+        """(number, blocks) of each pipeline stage on this rank."""
         spans = self.plan.stage_layers(layers)
         return [(s, spans[s]) for s in range(self.axes.pp.rank, len(spans), self.plan.pp)]
 
     @property
     def shard(self) -> Axis:
-        """This rank's place among those over which FSDP cuts each parameter by rows (no group to talk over)."""
+        """The axis over which FSDP shards each parameter by rows (without a process group)."""
         plan, axes = self.plan, self.axes
         return Axis("shard", plan.dp * plan.cp, axes.dp.rank % plan.dp * plan.cp + axes.cp.rank)
 
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "DistributedContext":
-        """One process, no process group: inference, and everything that needs no FSDP."""
+        """One process without a process group: for inference, and everything that needs no FSDP."""
         return DistributedContext(Plan(), Axes(), torch.device(device))
 
     @staticmethod
@@ -107,58 +106,59 @@ class DistributedContext:
     def build(
         plan: Plan, device: str = "auto", timeout: datetime.timedelta = TIMEOUT
     ) -> Iterator["DistributedContext"]:
-        """Join the process group that the launcher prepared (or make one of size 1), and leave it at the end.
+        """Join the launcher's process group (or make one of size 1), and leave it at the end.
 
-        Over a group that stands already, what is laid over it is taken up again. ``timeout`` is after how long a
-        collective gives up. Raises :class:`PlanError` when the number of processes is not the plan's, or other ranks
-        have another plan.
+        In an existing default group, only the groups made here are destroyed at the end. ``timeout`` applies to each
+        collective. Raises :class:`PlanError` when the number of processes is not the plan's, or ranks have different
+        plans.
         """
         launched = dist.is_torchelastic_launched()
         kind = choose_device(plan, device)
         ours = not dist.is_initialized()
         if ours:
-            own_device(kind)
+            local_device(kind)
             store, rank, world = fresh_store(timeout) if launched else (dist.HashStore(), 0, 1)
             dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=timeout)
-        with _standing(kind) if ours else nullcontext():
+        with _destroy_default_group(kind) if ours else nullcontext():
             plan.check_world(dist.get_world_size())
-            agree(plan.model_dump(), world_axis())
-            ground, laid = _stand(plan, kind, timeout)
-            yield ground
+            check_same_settings(plan.model_dump(), world_axis())
+            context, groups = _build(plan, kind, timeout)
+            yield context
             if not ours:  # after a failure they stay until the default group ends: a peer may be waiting in one
-                _take_up(laid, ground.device)
+                _destroy_groups(groups, context.device)
 
 
 @contextmanager
-def fresh_group(file: Path, kind: str = "cpu") -> Iterator[None]:
-    """A group of the launched processes that meet in ``file``, for tensors on ``kind`` ("cpu", "cuda"); all that was
-    laid over it ends with it.
+def file_process_group(file: Path, kind: str = "cpu") -> Iterator[None]:
+    """A default group of the launched processes that rendezvous in ``file``, on ``kind`` ("cpu" or "cuda").
+
+    All groups made inside end with it.
     """
-    own_device(kind)
-    rank, world = place()
+    local_device(kind)
+    rank, world = rank_and_world()
     store = dist.FileStore(str(file), world)
     dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    with _standing(kind):
+    with _destroy_default_group(kind):
         yield
 
 
 @contextmanager
-def _standing(kind: str) -> Iterator[None]:
-    """The default process group, until the end of what is done with it."""
+def _destroy_default_group(kind: str) -> Iterator[None]:
+    """Destroy the default process group at the end."""
     try:
         yield
     except BaseException:
-        # What failed here has peers that wait for it, and NCCL's graceful end would wait for them: the failure would
-        # be reported when a collective gives up, ten minutes later.
-        end_graphs()
-        abandon_groups() if kind == "cuda" else dist.destroy_process_group()
+        # The peers wait for this rank, and NCCL's graceful end would wait for them: the failure would be reported only
+        # when a collective times out, ten minutes later.
+        destroy_graphs()
+        abort_process_groups() if kind == "cuda" else dist.destroy_process_group()
         raise
-    end_graphs()
+    destroy_graphs()
     dist.destroy_process_group()
 
 
-def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[DistributedContext, list[dist.ProcessGroup]]:
-    """The ground, and the groups laid for it, in the same order on every rank."""
+def _build(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[DistributedContext, list[dist.ProcessGroup]]:
+    """The context, and the process groups made for it, in the same order on every rank."""
     order = torch.arange(plan.world).view(plan.pp, plan.replicate, plan.dp, plan.cp, plan.tp)
     ranks = order.flatten(2, 3).permute(0, 3, 1, 2)
     mesh = DeviceMesh(kind, ranks, mesh_dim_names=("pp", "tp", "replicate", "shard"))
@@ -167,36 +167,35 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Distribu
     if plan.ep * plan.sh > 1:
         expert_mesh = DeviceMesh(kind, experts, mesh_dim_names=("pp", "copies", "ep", "sh"))
 
-    groups: dict[str, dist.ProcessGroup] = {}
-    laid = [group for made in (mesh, expert_mesh) if made is not None for group in made.get_all_groups()]
+    by_ranks: dict[str, dist.ProcessGroup] = {}
+    groups = [group for made in (mesh, expert_mesh) if made is not None for group in made.get_all_groups()]
 
     def axis(name: str, *along: int, of: torch.Tensor = order) -> Axis:
-        """The ranks that differ from this one in the dimensions ``along`` of the array ``of`` ranks only."""
+        """The ranks that differ from this one only in the dimensions ``along`` of the rank array ``of``."""
         rows = of.movedim(along, tuple(range(-len(along), 0))).flatten(-len(along)).flatten(0, -2).tolist()
         if len(rows[0]) == 1:
             return SOLO
-        if str(rows) not in groups:  # axes over the same ranks share their connections
-            options = urgent(timeout) if kind == "cuda" else None
+        if str(rows) not in by_ranks:  # axes over the same ranks share a group
+            options = high_priority_options(timeout) if kind == "cuda" else None
             made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout, pg_options=options)
             assert isinstance(made, dist.ProcessGroup)
-            groups[str(rows)] = made
-            laid.append(made)
-        return named(name, groups[str(rows)])
+            by_ranks[str(rows)] = made
+            groups.append(made)
+        return of_group(name, by_ranks[str(rows)])
 
-    def named(name: str, group: dist.ProcessGroup) -> Axis:
+    def of_group(name: str, group: dist.ProcessGroup) -> Axis:
         return Axis(name, dist.get_world_size(group), dist.get_rank(group), group_name(group))
 
-    def grid() -> Grid:
-        """The expert grid, over the ranks of each pipeline stage in their order."""
+    def expert_axes() -> ExpertAxes:
         strided: list[tuple[int, Axis]] = []
         for r in divisors(plan.sh):
             by_r = experts.unflatten(3, (plan.sh // r, r))
             strided.append((r, axis(f"sh mod {r}", 3, of=by_r)))
         near = far = None
         if plan.near:
-            webs = experts.flatten(2, 3).unflatten(2, (-1, plan.near))
-            near, far = axis("near", 3, of=webs), axis("far", 2, of=webs)
-        return Grid(
+            nodes = experts.flatten(2, 3).unflatten(2, (-1, plan.near))
+            near, far = axis("near", 3, of=nodes), axis("far", 2, of=nodes)
+        return ExpertAxes(
             ep=axis("ep", 2, of=experts),
             sh=axis("sh", 3, of=experts),
             all=axis("experts", 2, 3, of=experts),
@@ -207,21 +206,22 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Distribu
             far=far,
         )
 
-    def ends() -> Axis:
+    def embedding() -> Axis:
         if plan.pp <= 2:
             return axis("pp", 0)
         group, _ = dist.new_subgroups_by_enumeration(order[[0, -1]].flatten(1).T.tolist(), timeout=timeout)
         if not isinstance(group, dist.ProcessGroup):
             return SOLO
-        laid.append(group)
-        return named("ends", group)
+        groups.append(group)
+        return of_group("embedding", group)
 
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    tp, mover = axis("tp", 4), None
+    tp, transfer = axis("tp", 4), None
     if plan.tp_overlap and plan.tp > 1:
-        from colonnade.parallel.copy_engine import mover_of  # imports torch.compile's tracer, most of a second
+        # Importing torch.compile's tracer takes most of a second.
+        from colonnade.parallel.overlapped_matmul import make_transfer
 
-        mover = mover_of(tp, device)
+        transfer = make_transfer(tp, device)
     axes = Axes(
         tp=tp,
         cp=axis("cp", 3),
@@ -229,41 +229,41 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Distribu
         batch=axis("batch", 1, 2, 3),
         replicate=axis("replicate", 1),
         pp=axis("pp", 0),
-        ends=ends(),
+        embedding=embedding(),
         model=axis("model", 3, 4),
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
-        mover=mover,
-        grid=grid(),
+        row_transfer=transfer,
+        experts=expert_axes(),
     )
-    return DistributedContext(plan, axes, device, dist.get_rank(), mesh, expert_mesh), laid
+    return DistributedContext(plan, axes, device, dist.get_rank(), mesh, expert_mesh), groups
 
 
-def _take_up(laid: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Let go of the groups ``laid`` over the default group, once all ranks are done with them.
+def _destroy_groups(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Destroy ``groups``, but not the default one, once all ranks are done with them.
 
-    A group of gloo is three threads a rank, one of which wakes a hundred times a second whether or not anybody talks:
-    a process that lays ground after ground would end up doing nothing else. Modules that FSDP and pipelines hold on to
-    are cycles, and hold their groups until they are collected.
+    A gloo group has three threads per rank, one of which wakes a hundred times a second even when idle, so groups must
+    not pile up in a process that builds one context after another. Modules under FSDP and pipelines are reference
+    cycles, and hold their groups until they are collected.
     """
-    end_graphs()
+    destroy_graphs()
     world_axis().sum_(torch.zeros((), device=device)).item()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    for group in laid:
-        if group is not dist.group.WORLD:  # the mesh takes it for a dimension of all ranks
+    for group in groups:
+        if group is not dist.group.WORLD:  # the mesh uses it for a dimension of all ranks
             dist.destroy_process_group(group)
-    forget_meshes()
+    clear_sharding_cache()
     gc.collect()
 
 
-def _on_host(mesh: DeviceMesh) -> DeviceMesh:
+def _cpu_mesh(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names
     assert names is not None
     return DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
 
 
-def own_device(kind: str) -> torch.device:
-    """This process's device: the CPU, or the GPU of its number on this machine, which becomes its current one."""
+def local_device(kind: str) -> torch.device:
+    """Return this process's device: the CPU, or the GPU of its local rank, which becomes the current device."""
     if kind != "cuda":
         return torch.device(kind)
     torch.cuda.set_device(dist.get_node_local_rank(0))
@@ -271,9 +271,9 @@ def own_device(kind: str) -> torch.device:
 
 
 def choose_device(plan: Plan, device: str) -> str:
-    """Which of "cuda" and "cpu": ``auto`` takes GPUs when each local rank can have one (NCCL needs a GPU a rank)."""
+    """Choose "cuda" or "cpu"; ``auto`` takes GPUs when there is one for each local rank, which NCCL needs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local = local_ranks(plan)  # not this rank's own number: all must choose the same
+    local = local_ranks(plan)  # a number that is equal on all local ranks, so that they choose the same
     if device == "auto":
         return "cuda" if gpus >= local else "cpu"
     if device == "cuda" and gpus < local:

@@ -1,11 +1,11 @@
-"""An all-to-all in two steps: among neighbours, then among those of the same place in each neighbourhood.
+"""Hierarchical (two-step) all-to-all: within each node, then between ranks of the same index on all nodes.
 
     rank (n, l): rows for all (n', l')   --near-->   (n, l'): rows of all (n, ·) for all (·, l')
                                          --far--->   (n', l'): rows of all (·, ·) for (n', l')
 
-Across machines every message is then as many times larger as a machine has ranks, which is what slow links want (2DH,
-Tutel, arXiv 2206.03382, section 4.2; here for uneven sizes). The rows arrive in the same order as from one all-to-all,
-bit for bit.
+Every message between machines is then larger by the number of ranks of a machine, which suits slow links (2DH, Tutel,
+arXiv 2206.03382, section 4.2; here for uneven sizes). The rows arrive in the same order as from one all-to-all, bit for
+bit.
 """
 
 from collections.abc import Sequence
@@ -14,33 +14,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colonnade.parallel.axis import Axis, Journey
+from colonnade.parallel.axis import Axis, PendingExchange
 
-Begun = tuple[Tensor, Journey | None]
-"""Rows under way."""
+PendingRows = tuple[Tensor, PendingExchange | None]
+"""Rows in flight."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How many rows go where in an exchange; ranks are numbered (far, near)."""
+class ExchangeSizes:
+    """Row counts of one exchange; ranks are numbered (far, near)."""
 
     send: list[int]
     receive: list[int]
-    between: list[list[int]] | None = None
-    """[l][n']: in two steps, the rows that neighbour l hands over for neighbourhood n' and this rank's place in it."""
+    intermediate: list[list[int]] | None = None
+    """In two steps, [l][n']: rows received from neighbour l that go on to node n'."""
 
 
 @dataclass(frozen=True)
 class HierarchicalAllToAll:
-    """Ranks that exchange rows: all at once, or in two steps where ``near`` is given."""
+    """An all-to-all of rows over ``all``, in one step, or in two where ``near`` and ``far`` are given."""
 
     all: Axis
     near: Axis | None = None
     far: Axis | None = None
 
-    def counts(self, mine: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What every rank says to this one, row by row as ``mine`` says it to them; and in two steps what lies between:
-        [l, n'], from neighbour l for neighbourhood n'.
+    def exchange_counts(self, mine: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Exchange one row of counts with every rank.
+
+        Returns the received rows and, in two steps, the intermediate ones, (l, n', …): from neighbour l for node n'.
         """
         if self.near is None or self.far is None:
             ones = [1] * self.all.size
@@ -48,57 +49,64 @@ class HierarchicalAllToAll:
         N, L = self.far.size, self.near.size
         rest = mine.shape[1:]
         by_near = mine.view(N, L, *rest).transpose(0, 1).flatten(0, 1)
-        between = self.near.exchange(by_near, [N] * L, [N] * L).view(L, N, *rest)
-        theirs = self.far.exchange(between.transpose(0, 1).flatten(0, 1), [L] * N, [L] * N)
-        return theirs, between
+        intermediate = self.near.exchange(by_near, [N] * L, [N] * L).view(L, N, *rest)
+        theirs = self.far.exchange(intermediate.transpose(0, 1).flatten(0, 1), [L] * N, [L] * N)
+        return theirs, intermediate
 
-    def between(self, *counts: list[int]) -> list[list[list[int]]]:
-        """The counts of what lies between as :class:`Sizes` takes them: nothing, where nothing does."""
+    def intermediate_counts(self, *counts: list[int]) -> list[list[list[int]]]:
+        """Flat intermediate counts in the form of :class:`ExchangeSizes`; an empty list in one step."""
         if self.far is None:
             return []
         N = self.far.size
         return [[rows[i : i + N] for i in range(0, len(rows), N)] for rows in counts]
 
-    def begin(self, x: Tensor, sizes: Sizes) -> Begun:
-        """Send the rows of ``x``, those for rank 0 first; :meth:`finish` has what comes."""
-        if sizes.between is None or self.near is None or self.far is None:
+    def begin(self, x: Tensor, sizes: ExchangeSizes) -> PendingRows:
+        """Send the rows of ``x``, ordered by destination rank; :meth:`finish` returns what is received."""
+        if sizes.intermediate is None or self.near is None or self.far is None:
             return self.all.begin_exchange(x, sizes.send, sizes.receive)
-        N, L = self.far.size, self.near.size
-        by_near = _turned(x, sizes.send, N, L)
-        sent = [sum(sizes.send[n * L + place] for n in range(N)) for place in range(L)]
-        return self.near.begin_exchange(by_near, sent, [sum(row) for row in sizes.between])
+        near, _ = self._step_counts(sizes)
+        by_near = _transpose_blocks(x, sizes.send, self.far.size, self.near.size)
+        return self.near.begin_exchange(by_near, *near)
 
-    def finish(self, begun: Begun, sizes: Sizes) -> Tensor:
-        """The rows from all ranks, those of rank 0 first."""
-        if sizes.between is None or self.near is None or self.far is None:
-            return self.all.finish_exchange(*begun)
-        N, L = self.far.size, self.near.size
-        came = self.near.finish_exchange(*begun)
-        by_far = _turned(came, [n for row in sizes.between for n in row], L, N)
-        sent = [sum(row[n] for row in sizes.between) for n in range(N)]
-        return self.far.exchange(by_far, sent, [sum(sizes.receive[n * L : (n + 1) * L]) for n in range(N)])
+    def finish(self, pending: PendingRows, sizes: ExchangeSizes) -> Tensor:
+        """Return the received rows, ordered by source rank."""
+        if sizes.intermediate is None or self.near is None or self.far is None:
+            return self.all.finish_exchange(*pending)
+        _, far = self._step_counts(sizes)
+        rows = self.near.finish_exchange(*pending)
+        blocks = [n for row in sizes.intermediate for n in row]
+        return self.far.exchange(_transpose_blocks(rows, blocks, self.near.size, self.far.size), *far)
 
-    def begin_back(self, y: Tensor, sizes: Sizes) -> Begun:
-        """Send rows back to where :meth:`finish` had them from; ``sizes`` are those of the way there."""
-        if sizes.between is None or self.near is None or self.far is None:
+    def begin_return(self, y: Tensor, sizes: ExchangeSizes) -> PendingRows:
+        """Send rows back where :meth:`finish` had them from; ``sizes`` are those of the way there."""
+        if sizes.intermediate is None or self.near is None or self.far is None:
             return self.all.begin_exchange(y, sizes.receive, sizes.send)
+        _, (sent, received) = self._step_counts(sizes)
+        return self.far.begin_exchange(y, received, sent)
+
+    def finish_return(self, pending: PendingRows, sizes: ExchangeSizes) -> Tensor:
+        """Return the rows that :meth:`begin` sent, in their order."""
+        if sizes.intermediate is None or self.near is None or self.far is None:
+            return self.all.finish_exchange(*pending)
         N, L = self.far.size, self.near.size
-        received = [sum(sizes.receive[n * L : (n + 1) * L]) for n in range(N)]
-        return self.far.begin_exchange(y, received, [sum(row[n] for row in sizes.between) for n in range(N)])
+        (sent, received), _ = self._step_counts(sizes)
+        rows = self.far.finish_exchange(*pending)
+        by_near = _transpose_blocks(rows, [sizes.intermediate[i][n] for n in range(N) for i in range(L)], N, L)
+        back = self.near.exchange(by_near, received, sent)
+        return _transpose_blocks(back, [sizes.send[n * L + i] for i in range(L) for n in range(N)], L, N)
 
-    def finish_back(self, begun: Begun, sizes: Sizes) -> Tensor:
-        """The rows that were sent, in their order."""
-        if sizes.between is None or self.near is None or self.far is None:
-            return self.all.finish_exchange(*begun)
+    def _step_counts(self, sizes: ExchangeSizes) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
+        """(sent, received) rows of the step among neighbours, and of the step between nodes."""
+        assert sizes.intermediate is not None
+        assert self.near is not None
+        assert self.far is not None
         N, L = self.far.size, self.near.size
-        came = self.far.finish_exchange(*begun)
-        by_near = _turned(came, [sizes.between[place][n] for n in range(N) for place in range(L)], N, L)
-        sent = [sum(sizes.send[n * L + place] for n in range(N)) for place in range(L)]
-        back = self.near.exchange(by_near, [sum(row) for row in sizes.between], sent)
-        return _turned(back, [sizes.send[n * L + place] for place in range(L) for n in range(N)], L, N)
+        near = [sum(sizes.send[i::L]) for i in range(L)], [sum(row) for row in sizes.intermediate]
+        far = [sum(row[n] for row in sizes.intermediate) for n in range(N)]
+        return near, (far, [sum(sizes.receive[n * L : (n + 1) * L]) for n in range(N)])
 
 
-def _turned(x: Tensor, sizes: Sequence[int], rows: int, columns: int) -> Tensor:
-    """Blocks of so many rows of ``x`` that stand (rows, columns), put (columns, rows)."""
+def _transpose_blocks(x: Tensor, sizes: Sequence[int], rows: int, columns: int) -> Tensor:
+    """Reorder the blocks of ``x``, of ``sizes`` rows each, from (rows, columns) to (columns, rows) order."""
     blocks = x.split(list(sizes))
     return torch.cat([blocks[r * columns + c] for c in range(columns) for r in range(rows)])

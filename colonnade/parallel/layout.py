@@ -1,16 +1,16 @@
-"""Where each parameter lives: one small table a module, read by everything that must know.
+"""Placement of each parameter: one small table per module, from which everything else derives.
 
-A module says, for each parameter it owns, along which dimension tensor parallelism cuts it:
+A module states, for each parameter it owns, the dimension that tensor parallelism shards:
 
     layout = {"up.weight": 0, "down.weight": 1, "norm.weight": WHOLE}
 
-``WHOLE``    every tp rank holds it whole and computes its whole gradient.
-``PARTIAL``  every tp rank holds it whole but uses it on a share of the heads or tokens only, so that its gradient
-             must be summed over tp (query/key norms; naively an error of 507 in a prototype).
+``WHOLE``    replicated over tp; every rank computes the whole gradient.
+``PARTIAL``  replicated over tp, but used on a share of the heads or tokens only, so that its gradient must be summed
+             over tp (query/key norms; without the sum an error of 507 in a prototype).
 
-``Experts``  cut over the ranks of the expert grid: by experts, and by hidden units.
+``Experts``  a stack of experts, sharded over :class:`~colonnade.parallel.axis.ExpertAxes` by experts and hidden units.
 
-What is applied to the rows of the residual stream is the one or the other, by :func:`on_rows`.
+Parameters that act on rows of the residual stream are one or the other, by :func:`residual_placement`.
 
 Initialisation, loading, saving, the gradient norm and the storage view all derive from this table and nothing else.
 """
@@ -24,7 +24,7 @@ from colonnade.parallel.axis import Axes, Axis
 
 
 class Replicated(Enum):
-    """The two ways in which every tensor-parallel rank can hold a parameter whole."""
+    """How a parameter is replicated over tensor-parallel ranks: with whole or with partial gradients."""
 
     WHOLE = "whole"
     PARTIAL = "partial"
@@ -35,25 +35,22 @@ WHOLE, PARTIAL = Replicated.WHOLE, Replicated.PARTIAL
 
 @dataclass(frozen=True)
 class Experts:
-    """A stack of experts: dimension 0 is cut over ep, and the dimension ``hidden`` over sh (None: no other is)."""
+    """A stack of experts: dimension 0 is sharded over ep, dimension ``hidden`` over sh (None: no dimension)."""
 
     hidden: int | None = None
 
 
 Placement = int | Replicated | Experts
-"""A dimension that is cut over tp, one of the two replicated kinds, or a stack of experts."""
+"""A dimension sharded over tp, a kind of replication, or a stack of experts."""
 
 
-def on_rows(axes: Axes) -> Replicated:
-    """The placement of a parameter that acts on each row of the residual stream: norms, output biases, positions."""
+def residual_placement(axes: Axes) -> Replicated:
+    """Placement of a parameter that acts on rows of the residual stream: norms, output biases, positions."""
     return PARTIAL if axes.sequence_parallel else WHOLE
 
 
 def layout_of(model: nn.Module) -> dict[str, Placement]:
-    """The placement of each parameter of ``model`` by its full name, from the modules' ``layout`` tables.
-
-    A parameter that no table mentions is our own bug, and so is a table entry without a parameter.
-    """
+    """Placement of each parameter of ``model`` by its full name; asserts that every parameter has one."""
     table = placements(model)
     names = {name for name, _ in model.named_parameters()}
     assert names == table.keys(), f"layout tables and parameters differ in {sorted(names ^ table.keys())}"
@@ -61,7 +58,7 @@ def layout_of(model: nn.Module) -> dict[str, Placement]:
 
 
 def placements(model: nn.Module) -> dict[str, Placement]:
-    """The placement of each parameter that a ``layout`` table of ``model``'s modules mentions, by its full name."""
+    """Merge the ``layout`` tables of all modules of ``model``, by full parameter name."""
     table: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
         entries: dict[str, Placement] = getattr(module, "layout", {})
@@ -70,16 +67,16 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     return table
 
 
-def share(whole: Tensor, placement: Placement, axes: Axes) -> Tensor:
-    """This rank's part of a whole parameter (a view)."""
+def local_part(whole: Tensor, placement: Placement, axes: Axes) -> Tensor:
+    """Return this rank's shard of a whole parameter (a view)."""
     if isinstance(placement, Replicated):
         return whole
     if isinstance(placement, Experts):
-        part = _cut(whole, 0, axes.grid.ep)
-        return part if placement.hidden is None else _cut(part, placement.hidden, axes.grid.sh)
-    return _cut(whole, placement, axes.tp)
+        part = _narrow(whole, 0, axes.experts.ep)
+        return part if placement.hidden is None else _narrow(part, placement.hidden, axes.experts.sh)
+    return _narrow(whole, placement, axes.tp)
 
 
-def _cut(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def _narrow(x: Tensor, dim: int, axis: Axis) -> Tensor:
     start, stop = axis.part(x.shape[dim])
     return x.narrow(dim, start, stop - start)

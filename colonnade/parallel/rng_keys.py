@@ -1,15 +1,15 @@
-"""Randomness that no layout can change: keys for what is drawn, and one number for each token of a step.
+"""Counter-based random keys that do not depend on the parallel layout.
 
-A generator has a state, so what it gives depends on who drew before. Here what is random is a pure function of
+What a stateful generator returns depends on who drew from it before. Here a random value is a pure function of
 
-    seed, step, place    one key of 64 bits for each (say, each layer); the same on every rank
+    seed, step, site     one 64-bit key for each site (say, each layer); the same on every rank
     index                a token's number in the step's global batch, over data ranks and micro-batches
 
-and of what else tells its elements apart. Ranks that hold the same token agree about it without a word, ranks that hold
-different ones are independent, a step that is taken again is the same step, and recomputation is safe.
+and of its position within the token. Ranks that hold the same token agree without communication, ranks that hold
+different tokens draw independently, a repeated step draws the same values, and recomputation is safe.
 
-Initial weights are drawn by a generator of their own for each name, whose seed has 128 bits. torch's generator for CPUs
-keeps only the low 32 bits of a seed, of which among 45,000 names two are likely to be equal; so it is numpy's.
+Initial weights are drawn by one generator per parameter name, with a seed of 128 bits. torch's CPU generator keeps only
+the low 32 bits of a seed, with which two of 45,000 names are likely to collide; so it is numpy's.
 """
 
 import hashlib
@@ -22,23 +22,23 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def keys(seed: int, step: int, places: int, device: torch.device | str = "cpu") -> Tensor:
-    """int64 (places,): the key of each place in one step of a run."""
-    of_step = _mix(_mix(seed) ^ step)
-    found = [_mix(of_step ^ place) for place in range(places)]
+def keys(seed: int, step: int, sites: int, device: torch.device | str = "cpu") -> Tensor:
+    """int64 (sites,): the key of each site in one step of a run."""
+    step_key = _mix(_mix(seed) ^ step)
+    unsigned = [_mix(step_key ^ site) for site in range(sites)]
     gpu = torch.device(device).type == "cuda"
-    signed = [key - (key >> 63 << 64) for key in found]
-    # From memory that is not pinned a copy may wait for all that the device has to do before it.
+    signed = [key - (key >> 63 << 64) for key in unsigned]
+    # A copy from unpinned memory may wait for all queued work of the device.
     return torch.tensor(signed, dtype=torch.int64, pin_memory=gpu).to(device, non_blocking=gpu)
 
 
 def name_seed(seed: int, name: str) -> int:
-    """128 bits that depend on the seed and the name alone, in any process."""
+    """128 bits that depend only on the seed and the name, in any process."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "big")
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
-    """The generator that draws what is called ``name`` in a run of this ``seed``."""
+    """The generator of the values called ``name`` in a run with this ``seed``."""
     return np.random.Generator(np.random.PCG64(name_seed(seed, name)))
 
 

@@ -160,7 +160,7 @@ class Engine:
         now_s = time.monotonic()
         for live in (self._live[request.id] for request in work.requests):
             live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
-        broadcast_work(self.model.axes.same, RUN, work)
+        broadcast_work(self.model.axes.token_replicas, RUN, work)
         return self._runner(work)
 
     def _commit(self, work: Work, sampled: SampledTokens) -> list[Output]:
@@ -259,14 +259,14 @@ class Engine:
 
     def follow(self) -> None:
         """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
-        while (message := receive_work(self.model.axes.same))[0] != STOP:
+        while (message := receive_work(self.model.axes.token_replicas))[0] != STOP:
             if message[1] is not None:
                 self._runner(message[1])
 
     def heartbeat(self) -> None:
         """On rank 0, while idle: keep the other ranks' pending collective from timing out."""
-        broadcast_work(self.model.axes.same, IDLE)
+        broadcast_work(self.model.axes.token_replicas, IDLE)
 
     def stop(self) -> None:
         """On rank 0, at the end: make the other ranks leave :meth:`follow`."""
-        broadcast_work(self.model.axes.same, STOP)
+        broadcast_work(self.model.axes.token_replicas, STOP)

@@ -12,7 +12,7 @@ from colonnade.config.memory_remedies import Changes, Option, combine, flags, me
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import expert_modules
-from colonnade.parallel.device_memory import share_bytes
+from colonnade.parallel.device_memory import usable_bytes
 from colonnade.serve.memory_estimate import (
     EngineSpec,
     MemoryNeeds,
@@ -38,7 +38,7 @@ def check_memory(spec: EngineSpec, in_use: int = 0) -> None:
             f"--serve.cache_bytes {serve.cache_bytes} holds no page of {serve.page} tokens, which takes {page_bytes} "
             f"bytes; give {page_bytes * -(-context // serve.page)} for one whole context of {context} tokens"
         )
-    available = spec.serve.memory_bytes or share_bytes(spec.device) + in_use
+    available = spec.serve.memory_bytes or usable_bytes(spec.device) + in_use
     needs = spec.needs()
     if needs.total > available:
         raise CapacityError(refusal(spec, needs, available))

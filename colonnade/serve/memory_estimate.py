@@ -10,7 +10,7 @@ At its peak a pass of t tokens (``token_budget``) holds the residual stream, its
 or the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
 requests (``max_requests``) v logits, a float32 copy and the sampler's float64 noise. Allocator waste and libraries are
 not included: the engine plans for a share of the free memory
-(:data:`~colonnade.parallel.device_memory.SHARE`).
+(:data:`~colonnade.parallel.device_memory.USABLE_FRACTION`).
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from colonnade.kernels.linear.reference import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.weight_only_quant import quantisable_shapes, weight_bytes_as
-from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.serve.resolve_config import EngineTraits, resolve_config
 from colonnade.serve.scheduler import padded_batch_size
 
@@ -77,8 +77,8 @@ class EngineSpec:
     @property
     def axes(self) -> Axes:
         """The parallel axes of the first rank."""
-        grid = Grid(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
-        return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), grid=grid)
+        grid = ExpertAxes(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
+        return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), experts=grid)
 
     @cached_property
     def resolved(self) -> ServeConfig:

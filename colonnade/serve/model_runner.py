@@ -10,7 +10,7 @@ from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.registry import choose
 from colonnade.model import KVCache, Paged, Transformer, fused_block
 from colonnade.model.weight_only_quant import quantised_kind, weight_tensors
-from colonnade.parallel.device_memory import share_bytes
+from colonnade.parallel.device_memory import usable_bytes
 from colonnade.serve.batch_invariance import split_into_single_tokens
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.memory_advice import check_memory, refusal
@@ -52,7 +52,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     weight_bytes = sum(x.nbytes for x in weight_tensors(model) if x.device == weight.device)
     asked = EngineSpec(
         model.config, config.replace(weights=quantised_kind(model) or "stored"), weight.dtype, weight.device,
-        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
+        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.experts.ep.size, sh=model.axes.experts.sh.size,
         weights=weight_bytes,
     )  # fmt: skip
     check_memory(asked, weight_bytes)
@@ -62,7 +62,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
             device=weight.device, kind=config.cache,
         )  # fmt: skip
     except RuntimeError:  # a failed allocation on a CPU raises no subclass; on a GPU memory may be fragmented
-        raise CapacityError(refusal(asked, asked.needs(), share_bytes(weight.device) + weight_bytes)) from None
+        raise CapacityError(refusal(asked, asked.needs(), usable_bytes(weight.device) + weight_bytes)) from None
 
 
 class ModelRunner:
@@ -102,7 +102,7 @@ class ModelRunner:
             tokens_R = torch.cat([self._run(each) for each in passes])
         if work.sample_args:
             # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
-            self._last_R = tokens_R = axes.cp.firsts_(tokens_R)
+            self._last_R = tokens_R = axes.cp.from_rank_0_(tokens_R)
         return SampledTokens(tokens_R)
 
     def _run(self, work: Work) -> Tensor:

@@ -45,7 +45,7 @@ class EngineTraits:
         return EngineTraits(
             model.config, weight.dtype, weight.device, axes.cp.size,
             offloads_experts=any(layer.fetch is not None for layer in experts),
-            exchanges_tokens=bool(experts) and axes.grid.all.size > 1 and not axes.alike,
+            exchanges_tokens=bool(experts) and axes.experts.all.size > 1 and not axes.cp_replicated,
             sequence_parallel=axes.sequence_parallel,
         )  # fmt: skip
 
@@ -110,5 +110,5 @@ def check_plan(model: Transformer) -> None:
         raise PlanError(
             f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"
         )
-    if not axes.alike:
+    if not axes.cp_replicated:
         raise PlanError(f"a model that serves over cp={axes.cp.size} must be built with ground.axes.serving()")

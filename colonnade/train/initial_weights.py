@@ -31,31 +31,31 @@ PROBE_TOKENS = 512
 """Tokens of the corpus that both tokenizers must encode alike."""
 
 
-def initialise_masters(model: Transformer, run: RunConfig, ctx: DistributedContext, masters: Masters) -> None:
+def initialise_masters(model: Transformer, run: RunConfig, context: DistributedContext, masters: Masters) -> None:
     """Fill ``masters`` with this rank's part of the weights of ``train.start``, or with random ones.
 
     A new classification head that ``train.start`` lacks is drawn randomly.
     """
     if not run.train.start:
-        initialise(model, run.train.seed, masters.place)
-        masters.publish()
+        initialise(model, run.train.seed, masters.assign)
+        masters.update_model()
         return
     opened = open_model(run.train.start)
     if not _has_new_head(opened.config, run.model):
-        opened.load_masters(model, ctx, masters)
+        opened.load_masters(model, context, masters)
         return
     # The model with the other head is loaded beside ours: this rank's weights take twice their memory for a moment.
     dtype = next(iter((masters.local | masters.frozen).values())).dtype
-    config, spans = opened.config.replace(tied=run.model.tied), [span for _, span in ctx.stages(run.model.layers)]
-    loaded = Transformer(config, ctx.axes, spans=spans, device=ctx.device, dtype=dtype)
-    opened.load_weights(loaded, ctx, copy_weight)
+    config, spans = opened.config.replace(tied=run.model.tied), [span for _, span in context.stages(run.model.layers)]
+    loaded = Transformer(config, context.axes, spans=spans, device=context.device, dtype=dtype)
+    opened.load_weights(loaded, context, copy_weight)
     tensors, old_shapes, shapes = dict(_tensors(loaded)), loaded.global_shapes(), model.global_shapes()
     common = {name: tensors[name] for name, _ in _tensors(model) if shapes[name] == old_shapes.get(name)}
-    initialise(model, run.train.seed, masters.place, leave=common)
+    initialise(model, run.train.seed, masters.assign, leave=common)
     for name, tensor in _tensors(model):
         if name in common:
-            masters.place(name, tensor, common[name].detach())
-    masters.publish()
+            masters.assign(name, tensor, common[name].detach())
+    masters.update_model()
 
 
 def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:

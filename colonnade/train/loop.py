@@ -20,11 +20,11 @@ from colonnade.data import TokenData, Tokenizer, write_tokens
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.router import find_router
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.parallel.launch import Interrupted, launch, launched
 from colonnade.parallel.pipeline import check_schedule
-from colonnade.parallel.watchdog import BACKSTOP, Watchdog
+from colonnade.parallel.rendezvous import check_same_settings
+from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
 from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed
 from colonnade.train.initial_weights import check_start, frozen_names
@@ -140,13 +140,13 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
     started with different settings.
     """
     t = run.train
-    timeout = timedelta(seconds=t.timeout_s * BACKSTOP)
-    with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as ctx:
-        agree(_shared_settings(run), world_axis())
+    timeout = timedelta(seconds=t.timeout_s * COLLECTIVE_TIMEOUT_FACTOR)
+    with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as context:
+        check_same_settings(_shared_settings(run), world_axis())
         with (
             RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watchdog,
-            Session(run, ctx, watchdog, lock, feed) as session,
+            Session(run, context, watchdog, lock, feed) as session,
             StopSignal(session.world) as stop,
             RunLog(session, trackers) as log,
         ):

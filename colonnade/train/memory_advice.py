@@ -17,7 +17,7 @@ from colonnade.config.memory_remedies import Changes, MemoryUse, Option, combine
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.device_memory import SHARE, free_bytes, free_host_bytes
+from colonnade.parallel.device_memory import USABLE_FRACTION, free_bytes, free_host_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import local_ranks
 from colonnade.train.memory_estimate import PROGRAM_BYTES, estimate
@@ -73,11 +73,11 @@ def check_memory(run: RunConfig, device: str) -> None:
     check(run, machine)
 
 
-def check_rank_memory(run: RunConfig, ctx: DistributedContext) -> None:
+def check_rank_memory(run: RunConfig, context: DistributedContext) -> None:
     """Raise :class:`CapacityError` for a run that cannot fit; all ranks call this before any of them allocates."""
-    machine = Machine(ctx.device.type, free_host_bytes(), ranks=local_ranks(run.plan))
-    if ctx.device.type == "cuda":
-        machine = replace(machine, device=free_bytes(ctx.device), gpus=torch.cuda.device_count())
+    machine = Machine(context.device.type, free_host_bytes(), ranks=local_ranks(run.plan))
+    if context.device.type == "cuda":
+        machine = replace(machine, device=free_bytes(context.device), gpus=torch.cuda.device_count())
     world_axis().max_(torch.zeros(()))  # a barrier: an early rank would allocate memory that others count as free
     check(run, machine)
 
@@ -86,7 +86,7 @@ def check(run: RunConfig, machine: Machine) -> None:
     """Raise :class:`CapacityError` with a table and remedies if ``run`` does not fit and train.check_memory is set."""
     if not run.train.check_memory:
         return
-    exceeded = [use for use in memory_use(run, machine) if use.total > SHARE * use.free]
+    exceeded = [use for use in memory_use(run, machine) if use.total > USABLE_FRACTION * use.free]
     if exceeded:
         use = exceeded[0]
         ranks = machine.ranks or run.plan.world

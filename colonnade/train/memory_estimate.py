@@ -22,7 +22,7 @@ from colonnade.config import ModelConfig, Plan, RunConfig
 from colonnade.model import Transformer
 from colonnade.model.activation_checkpointing import RecomputeKind
 from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS
-from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.train.initial_weights import freeze
 from colonnade.train.optimizer_offload import BUCKET_BYTES
@@ -192,8 +192,8 @@ def _norm_bytes(model: ModelConfig, device: str, each: int) -> int:
 @functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig, plan: Plan, rank: int, frozen: str) -> ParameterCounts:
     """Elements of ``model`` on data rank 0 of pipeline rank ``rank``, counted on the meta device."""
-    grid = Grid(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
-    axes = Axes(tp=Axis("tp", plan.tp), cp=Axis("cp", plan.cp), grid=grid)
+    grid = ExpertAxes(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
+    axes = Axes(tp=Axis("tp", plan.tp), cp=Axis("cp", plan.cp), experts=grid)
     local_model = Transformer(model, axes, spans=plan.stage_layers(model.layers)[rank :: plan.pp], device="meta")
     freeze(local_model, frozen)
     layout, shard_axis = layout_of(local_model), Axis("shard", plan.dp * plan.cp)

@@ -39,16 +39,16 @@ class Meter:
     def __init__(
         self,
         run: RunConfig,
-        ctx: DistributedContext,
+        context: DistributedContext,
         on_bad_step: Callable[[int, str], None],
         sample_tokens: float | None = None,
     ):
         """``on_bad_step(steps, diagnosis)`` is called on every rank for a step that was not finite; it may raise.
         ``sample_tokens`` is the mean length of a sample; by default all have ``data.sequence``.
         """
-        self.run, self.ctx, self.on_bad_step = run, ctx, on_bad_step
+        self.run, self.context, self.on_bad_step = run, context, on_bad_step
         self.sample_tokens = sample_tokens or run.data.sequence
-        self.accelerator = find_accelerator(ctx.device)
+        self.accelerator = find_accelerator(context.device)
         self._pending: list[tuple[int, StepMetrics]] = []
         self.routing: RoutingTable = {}
         """Routing statistics of the newest step that was read."""
@@ -68,7 +68,7 @@ class Meter:
             return []
         pending = [metrics for _, metrics in self._pending]
         local_losses = torch.stack([metrics.loss_sum for metrics in pending]).double()
-        losses = self.ctx.axes.everywhere(local_losses) / torch.stack([metrics.count for metrics in pending])
+        losses = self.context.axes.global_sum(local_losses) / torch.stack([metrics.count for metrics in pending])
         norms = torch.stack([metrics.norm for metrics in pending]).double()
         table = torch.stack([losses, norms, *_loss_scale_columns(pending)]).T.tolist()
         finite_here = local_losses.isfinite().tolist()
@@ -86,30 +86,30 @@ class Meter:
                 # A larger scale means a normal float16 overflow; at the smallest one the run has diverged.
                 raise Diverged(self._diagnosis(steps, loss, norm, here, metrics.moe) + _collapse(scale))
             rows.append((steps, finite))
-        newest, pp = pending[-1], self.ctx.axes.pp
-        self.routing = gather_routing_table(newest.moe, self.run.model, pp, self.ctx.device, newest.balance)
+        newest, pp = pending[-1], self.context.axes.pp
+        self.routing = gather_routing_table(newest.moe, self.run.model, pp, self.context.device, newest.balance)
         if self.routing:
             rows[-1][1].update(tracker_row(self.routing))
         self._pending.clear()
         return rows
 
     def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool, stats: MoeStats | None) -> str:
-        batch = self.ctx.axes.batch
-        flags = torch.zeros(batch.size, device=self.ctx.device)
+        batch = self.context.axes.batch
+        flags = torch.zeros(batch.size, device=self.context.device)
         flags[batch.rank] = not finite_here
-        culprits = [str(rank) for rank, flag in enumerate(self.ctx.axes.everywhere(flags).tolist()) if flag]
+        culprits = [str(rank) for rank, flag in enumerate(self.context.axes.global_sum(flags).tolist()) if flag]
         where = f" on data rank {', '.join(culprits)} of {batch.size}" if culprits else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         if self.run.model.moe is not None:
-            what += nonfinite_router(stats, self.run.model.layers, world_axis(), self.ctx.device)
+            what += nonfinite_router(stats, self.run.model.layers, world_axis(), self.context.device)
         return f"step {steps}: the {what}"
 
     # -- time: only training counts, not validation, saving or start-up ---------------------------------------------
 
     def pause(self) -> None:
         """Stop the clock, once the device has finished its work."""
-        if self.ctx.device.type == "cuda":
-            torch.cuda.synchronize(self.ctx.device)
+        if self.context.device.type == "cuda":
+            torch.cuda.synchronize(self.context.device)
         self._busy_s += time.perf_counter() - self._since_s
 
     def resume(self) -> None:
@@ -132,7 +132,7 @@ class Meter:
             run.model,
             sequence=round(self.sample_tokens),
             tokens_per_s=steps * run.train.batch * self.sample_tokens / busy_s,
-            ranks=self.ctx.world,
+            ranks=self.context.world,
             accelerator=self.accelerator,
             dtype=run.train.compute_dtype,
         )

@@ -30,7 +30,7 @@ from colonnade.model.moe import DispatchOptions, MixtureOfExperts
 from colonnade.model.moe.dispatch import part_sizes, run_experts
 from colonnade.model.moe.experts import ExpertRows, Experts
 from colonnade.parallel import link_bandwidth
-from colonnade.parallel.axis import Grid
+from colonnade.parallel.axis import ExpertAxes
 from colonnade.parallel.link_bandwidth import Link
 
 BUCKET_FACTOR = 1.25
@@ -60,7 +60,7 @@ class SpreadTimings:
 
         Collective over all ranks that share experts.
         """
-        ep = self.model.axes.grid.ep.size
+        ep = self.model.axes.experts.ep.size
         each = len(load) // ep
         skew = max(sum(load[i : i + each]) for i in range(0, len(load), each)) * ep / sum(load)
         key = round(math.log(max(tokens, 1), BUCKET_FACTOR)), round(math.log(skew, BUCKET_FACTOR))
@@ -77,7 +77,7 @@ class SpreadTimings:
         like = module.experts.up
         experts = Experts(self.model.config, moe, axes, device=like.device, dtype=like.dtype)
         experts.float8 = module.experts.float8
-        generator = torch.Generator(like.device).manual_seed(axes.grid.tokens.rank)
+        generator = torch.Generator(like.device).manual_seed(axes.experts.tokens.rank)
         with torch.no_grad():
             for w in experts.parameters():
                 w.normal_(0, 0.02, generator=generator)
@@ -94,7 +94,8 @@ class SpreadTimings:
             torch.autograd.grad(y_tD, inputs, y_tD.detach(), allow_unused=True)
 
         return [
-            link_bandwidth.rate(lambda spread=spread: run(spread), like.device, axes.grid.tokens) for spread in spreads
+            link_bandwidth.slowest_seconds(lambda spread=spread: run(spread), like.device, axes.experts.tokens)
+            for spread in spreads
         ]
 
 
@@ -111,7 +112,7 @@ class MeasuredCosts:
     @staticmethod
     def measured(model: Transformer) -> "MeasuredCosts":
         """Measure them; collective over all ranks that share experts."""
-        grid, layer = model.axes.grid, _moe_layers(model)[0][1]
+        grid, layer = model.axes.experts, _moe_layers(model)[0][1]
         device = layer.experts.up.device
         e, f, D = layer.experts.up.shape
         x_RD = torch.randn(e * PROBE_ROWS, D, device=device, dtype=layer.experts.up.dtype)
@@ -122,11 +123,11 @@ class MeasuredCosts:
         def run_experts() -> None:
             layer.experts(ExpertRows(x_RD, x_RD.new_ones(len(x_RD), 1), order=(order_R, ends_e)))
 
-        seconds = link_bandwidth.rate(run_experts, device, grid.tokens)
-        gathers = {r: link_bandwidth.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}
-        gathers[0] = link_bandwidth.gather_link(grid.all, device)
+        seconds = link_bandwidth.slowest_seconds(run_experts, device, grid.tokens)
+        gathers = {r: link_bandwidth.all_gather_link(grid.hidden_slice(r), device) for r in divisors(grid.sh.size)}
+        gathers[0] = link_bandwidth.all_gather_link(grid.all, device)
         flops = 2 * len(layer.experts.matrices) * e * PROBE_ROWS * f * D
-        return MeasuredCosts(link_bandwidth.exchange_link(grid.all, device), gathers, flops / seconds)
+        return MeasuredCosts(link_bandwidth.all_to_all_link(grid.all, device), gathers, flops / seconds)
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class MoeAutotuner:
 
     def update(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
         """Choose anew by a step's ``loads`` over all ranks and ``micro_batches``; a line of text for each change."""
-        grid, changes = self.model.axes.grid, []
+        grid, changes = self.model.axes.experts, []
         modules = dict(_moe_layers(self.model))
         for number, load in zip(layers, loads, strict=True):
             module, current = modules[number], self.spread[number]
@@ -207,7 +208,7 @@ class MoeAutotuner:
         return changes
 
 
-def _layer_load(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> LayerLoad:
+def _layer_load(module: MixtureOfExperts, load: Sequence[int], grid: ExpertAxes, micro_batches: int) -> LayerLoad:
     experts, each = module.experts, module.moe.experts // grid.ep.size
     # Copies of the experts divide the load among them.
     groups = grid.copies.size * micro_batches

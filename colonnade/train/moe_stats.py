@@ -54,7 +54,7 @@ def collect_moe_stats(
     if not layers:
         return None
     by_layer = [[report[layer] for report in reports] for layer in layers]
-    counts_LC = model.axes.grid.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
+    counts_LC = model.axes.experts.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
     share_M = _token_shares(by_layer[0][0].balance, tokens)
     return MoeStats(
         layers,

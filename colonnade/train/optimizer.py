@@ -187,7 +187,7 @@ class FusedAdamW(AdamW):
         self, lr: float | Tensor, skip: Tensor | None = None, scale: Tensor | None = None, clip: Tensor | None = None
     ) -> None:
         """As :meth:`AdamW.step`; multiplies the gradients by ``clip`` first and writes the compute-type copies."""
-        t, grad_tensors = self._train, self._masters.graded
+        t, grad_tensors = self._train, self._masters.gradient_holders
         self._count_update(skip)
         skip, factor = self._zero if skip is None else skip, self._one if clip is None else clip
         factor = (factor if scale is None else factor / scale).to(self._one.dtype)

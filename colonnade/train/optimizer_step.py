@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from colonnade.config import TrainConfig
 from colonnade.model import Transformer
-from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import PARTIAL, Experts, Placement, layout_of
 from colonnade.train.loss_scaler import LossScaler
@@ -59,12 +59,12 @@ class OptimizerStep:
 
     def __call__(self, number: int, loss_sum: Tensor) -> OptimizerStepResult:
         """Update the weights; the update is skipped if any rank's ``loss_sum`` or the norm is not finite."""
-        weights, model, axes = self.masters.graded, self.model, self.model.axes
+        weights, model, axes = self.masters.gradient_holders, self.model, self.model.axes
         lr = self._learning_rate(number)
         self.masters.collect()
-        sum_tied_grads(weights, model.config.tied, axes.ends)
+        sum_tied_grads(weights, model.config.tied, axes.embedding)
         sum_partial_grads(weights, self.layout, axes.tp)
-        sum_expert_grads(weights, self.layout, axes.grid)
+        sum_expert_grads(weights, self.layout, axes.experts)
         grad_norm = gradient_norm(weights, self.layout, axes, self.world, model.copies, loss_sum)
         scale = None
         if self.scaler is not None:
@@ -76,7 +76,7 @@ class OptimizerStep:
         else:
             clip_grads_(weights, grad_norm, self.train.clip)
             self.optimizer.step(lr, skip, scale)
-            self.masters.publish()
+            self.masters.update_model()
         return OptimizerStepResult(grad_norm, lr, skip)
 
     def _learning_rate(self, number: int) -> float | Tensor:
@@ -97,7 +97,7 @@ def sum_partial_grads(weights: Mapping[str, Tensor], layout: Mapping[str, Placem
         grad.copy_(part.view_as(grad))
 
 
-def sum_expert_grads(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], grid: Grid) -> None:
+def sum_expert_grads(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], grid: ExpertAxes) -> None:
     """Sum the gradients of experts over the ranks with copies of them.
 
     An expert's output bias is whole on each of its sh ranks, so its gradient is summed over those too.
@@ -155,7 +155,7 @@ def gradient_norm(
 def _owns(placement: Placement, axes: Axes) -> bool:
     """Whether this rank counts its part of a parameter."""
     if isinstance(placement, Experts):
-        return axes.grid.copies.rank == 0 and (placement.hidden is not None or axes.grid.sh.rank == 0)
+        return axes.experts.copies.rank == 0 and (placement.hidden is not None or axes.experts.sh.rank == 0)
     return axes.replicate.rank == 0 and (isinstance(placement, int) or axes.tp.rank == 0)
 
 

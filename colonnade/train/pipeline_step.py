@@ -17,14 +17,14 @@ from colonnade.train.model_inputs import VALIDATION, StepContext, model_inputs
 class PipelineStep:
     """This rank's stages of ``model``. Every pipeline rank reads the same batches; only activations are sent."""
 
-    def __init__(self, model: Transformer, ctx: DistributedContext, compute: torch.dtype):
-        self.model, self.axes, self.device, self.compute = model, ctx.axes, ctx.device, compute
+    def __init__(self, model: Transformer, context: DistributedContext, compute: torch.dtype):
+        self.model, self.axes, self.device, self.compute = model, context.axes, context.device, compute
         self.stages = [
             Stage(number, _stage_modules(model, span), functools.partial(self._run_stage, span))
-            for number, span in ctx.stages(model.config.layers)
+            for number, span in context.stages(model.config.layers)
         ]
-        self._pipeline = Pipeline(self.stages, ctx.plan, ctx.axes.pp, ctx.device)
-        self._set_batches([], torch.ones((), device=ctx.device))
+        self._pipeline = Pipeline(self.stages, context.plan, context.axes.pp, context.device)
+        self._set_batches([], torch.ones((), device=context.device))
 
     def step(self, batches: Sequence[Batch], divisor: Tensor, step: StepContext) -> Tensor:
         """Forward and backward of all micro-batches, each loss divided by ``divisor``.
@@ -41,7 +41,7 @@ class PipelineStep:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             self._set_batches([batch], torch.ones((), device=self.device), step)
-            self._pipeline.relay(self._boundary_tensors())
+            self._pipeline.forward(self._boundary_tensors())
             total += self._loss_sum
         return total
 
@@ -49,7 +49,7 @@ class PipelineStep:
     def forward(self, batch: Batch, head: Head) -> Tensor | None:
         """The output of ``head`` for one micro-batch, on the ranks of the last stage."""
         self._set_batches([batch], torch.ones((), device=self.device), head=head)
-        return self._pipeline.relay(self._boundary_tensors())
+        return self._pipeline.forward(self._boundary_tensors())
 
     def _set_batches(
         self,

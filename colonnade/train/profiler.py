@@ -184,9 +184,9 @@ def total_length(spans: Sequence[tuple[float, float]]) -> float:
 class StepProfiler:
     """Traces train.profile steps into ``runs/NAME/profile/rank-R.json.gz``, for Perfetto or chrome://tracing."""
 
-    def __init__(self, run: RunConfig, ctx: DistributedContext):
-        self.steps, self.device = run.train.profile, ctx.device
-        self.path = run.folder / "profile" / f"rank-{ctx.rank}.json.gz"
+    def __init__(self, run: RunConfig, context: DistributedContext):
+        self.steps, self.device = run.train.profile, context.device
+        self.path = run.folder / "profile" / f"rank-{context.rank}.json.gz"
         self._steps_seen = 0
         self._profiler: profile | None = None
 

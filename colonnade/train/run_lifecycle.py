@@ -17,8 +17,8 @@ import torch
 from colonnade.checkpoint.file_lock import FileLock
 from colonnade.errors import CheckpointError
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.config_check import first_says
-from colonnade.parallel.launch import ASKED, Interrupted, job
+from colonnade.parallel.launch import STOP_SIGNALS, Interrupted, slurm_job
+from colonnade.parallel.rendezvous import broadcast_text
 
 
 class RunLock:
@@ -28,7 +28,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, world: Axis):
-        self._lock, self._world = FileLock(folder, job()), world
+        self._lock, self._world = FileLock(folder, slurm_job()), world
 
     def __enter__(self) -> Self:
         self._on_rank_0(self._lock.acquire)
@@ -49,7 +49,7 @@ class RunLock:
                 action()
             except CheckpointError as error:
                 failure = str(error)
-        if failure := first_says(failure, self._world):
+        if failure := broadcast_text(failure, self._world):
             raise CheckpointError(failure)
 
 
@@ -64,7 +64,7 @@ class StopSignal:
     def __enter__(self) -> Self:
         # Python runs signal handlers in the main thread only, and only that thread may set them.
         if threading.current_thread() is threading.main_thread():
-            self._previous_handlers = {number: signal.signal(number, self._record) for number in ASKED}
+            self._previous_handlers = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -115,14 +115,14 @@ class RunLog:
 
     def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
         self.session, self.run = session, session.run
-        self.is_rank0 = session.ctx.rank == 0
-        self.meter = Meter(session.run, session.ctx, self._on_bad_step, session.feed.sample_tokens)
+        self.is_rank0 = session.context.rank == 0
+        self.meter = Meter(session.run, session.context, self._on_bad_step, session.feed.sample_tokens)
         self.display = ProgressDisplay(session.run.train.steps, shown=self.is_rank0)
         self.row: Row = {}
         self.validation_loss: float | None = None
         self.speed: Throughput | None = None
         self._open_trackers = (JsonLines, TensorBoard, *service_trackers(session.run), *trackers)
-        self.profiler = StepProfiler(session.run, session.ctx)
+        self.profiler = StepProfiler(session.run, session.context)
         self._trackers: list[Tracker] = []
         self._routing: JsonLines | None = None
         self._first_step = True
@@ -248,7 +248,7 @@ class RunLog:
         steps, total = session.steps_taken, run.train.steps
         tokens = round(run.train.batch * session.feed.sample_tokens)
         line(
-            f"{run.name}: {run.model.size}, {run.plan} on {session.ctx.device.type}, "
+            f"{run.name}: {run.model.size}, {run.plan} on {session.context.device.type}, "
             f"{precision_summary(run.train)}, {tokens} tokens a step, {total} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}

@@ -31,9 +31,9 @@ from colonnade.model import Transformer
 from colonnade.model.linear import enable_float8
 from colonnade.model.moe import DispatchOptions
 from colonnade.parallel.axis import Axis, world_axis
-from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
+from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
@@ -57,7 +57,7 @@ class Session:
     def __init__(
         self,
         run: RunConfig,
-        ctx: DistributedContext,
+        context: DistributedContext,
         watchdog: Watchdog | None = None,
         lock: RunLock | None = None,
         feed: MakeFeed = CorpusFeed,
@@ -66,19 +66,19 @@ class Session:
         opens the data. Raises :class:`PlanError` where ranks have different data.
         """
         if run.train.cuda_graph:
-            check_device(ctx.device)
-        run = run.resolved(ctx.device.type)
-        self.run, self.ctx, self.world = run, ctx, world_axis()
+            check_device(context.device)
+        run = run.resolved(context.device.type)
+        self.run, self.context, self.world = run, context, world_axis()
         self.watchdog = watchdog or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
-        self.feed = feed(run, ctx.axes.dp.rank, ctx.axes.dp.size)
-        agree({name: _short_hash(value) for name, value in self.feed.identity.items()}, self.world)
+        self.feed = feed(run, context.axes.dp.rank, context.axes.dp.size)
+        check_same_settings({name: _short_hash(value) for name, value in self.feed.identity.items()}, self.world)
         master_dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
-        spans = [span for _, span in ctx.stages(run.model.layers)]
-        check_rank_memory(run, ctx)
-        with explain_setup_oom(run, ctx.device):
-            self.model = self._build(run.model, master_dtype, spans, meta=ctx.sharded)
+        spans = [span for _, span in context.stages(run.model.layers)]
+        check_rank_memory(run, context)
+        with explain_setup_oom(run, context.device):
+            self.model = self._build(run.model, master_dtype, spans, meta=context.sharded)
             self.checkpoint = newest_checkpoint(run.folder, self.world)
             """The newest complete checkpoint, if any."""
             freeze(self.model, run.train.freeze)
@@ -90,13 +90,13 @@ class Session:
                 self.world,
             )
             """The recomputation chosen for train.recompute budget; None otherwise."""
-            self.pipeline = PipelineStep(self.model, ctx, compute) if run.plan.pp > 1 else None
+            self.pipeline = PipelineStep(self.model, context, compute) if run.plan.pp > 1 else None
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.pipeline is None
-            self.masters = masters(self.model, ctx, compute, self.pipeline and self.pipeline.stages, single=single)
+            self.masters = masters(self.model, context, compute, self.pipeline and self.pipeline.stages, single=single)
             if self.checkpoint is None:
-                initialise_masters(self.model, run, ctx, self.masters)
+                initialise_masters(self.model, run, context, self.masters)
             self.optimizer = make_optimizer(self.masters, run.train)
-        self.scaler = LossScaler(run.train, ctx.device) if run.train.dtype == "float16" else None
+        self.scaler = LossScaler(run.train, context.device) if run.train.dtype == "float16" else None
         degree = run.plan.degree
         spread = DispatchOptions() if degree == "auto" else DispatchOptions(degree, run.plan.overlap, run.plan.shadows)
         self._moe_autotuner = MoeAutotuner(self.model) if degree == "auto" and has_moe_layers(self.model) else None
@@ -110,7 +110,7 @@ class Session:
         """Optimizer steps taken."""
         self.samples_seen = 0
         """Samples consumed by all ranks."""
-        self._save = AsyncSave(ctx.device)
+        self._save = AsyncSave(context.device)
         self.skipped = 0
         """Steps skipped because they were not finite, among those whose metrics were read."""
         self.changes: list[str] = []
@@ -121,15 +121,15 @@ class Session:
     def step(self) -> StepMetrics:
         """Take the next optimizer step."""
         number = self.steps_taken + 1
-        self.watchdog.at(number, READ_SAMPLES)
+        self.watchdog.mark(number, READ_SAMPLES)
         start_s = time.perf_counter()
         with record_function(READ_SAMPLES):
             batches = list(self._on_device(self.feed.samples.at(self.samples_seen)))
         data_s = time.perf_counter() - start_s
-        self.watchdog.at(number, "computes", patient=not self._compiled)
+        self.watchdog.mark(number, "computes", patient=not self._compiled)
         with self._explain_oom(f"in step {number}"):
             metrics = self._step(self.steps_taken, batches)
-        peak = max(peak_bytes(self.ctx.device), self._step.capture_peak_bytes)
+        peak = max(peak_bytes(self.context.device), self._step.capture_peak_bytes)
         metrics = replace(metrics, data_s=data_s, memory_bytes=peak)
         if self._moe_autotuner is not None and metrics.moe is not None and self.steps_taken % CHECK_INTERVAL == 0:
             loads = metrics.moe.load_LE.tolist()
@@ -146,7 +146,7 @@ class Session:
     def validate(self) -> Tensor:
         """The mean loss on held-out samples, the same ones every time."""
         assert self.feed.held_out is not None, "validation is switched off"
-        self.watchdog.at(self.steps_taken, "validates", patient=True)
+        self.watchdog.mark(self.steps_taken, "validates", patient=True)
         batches = self._on_device(self.feed.held_out.validation_batches(self.run.train.eval_samples))
         with self._explain_oom(f"in the validation after step {self.steps_taken}"):
             return evaluate(self.model, batches, self.pipeline, self.run.eval_moe)
@@ -158,7 +158,7 @@ class Session:
         written when the newest checkpoint is of this step. Raises :class:`CheckpointError` when another run has taken
         over the folder.
         """
-        self.watchdog.at(self.steps_taken, "saves", patient=True)
+        self.watchdog.mark(self.steps_taken, "saves", patient=True)
         folder, t = self.run.folder / f"step-{self.steps_taken}", self.run.train
         if folder == self.checkpoint:
             return None
@@ -182,7 +182,7 @@ class Session:
                 cursor=self._cursor(),
                 tasks=self._tasks,
             ),
-            self.ctx,
+            self.context,
             masters=self.masters,
             optimizer=self.optimizer,
             tokenizer=self.feed.tokenizer,
@@ -202,7 +202,7 @@ class Session:
         if not wait and not int(self.world.max_(torch.tensor(int(self._save.finished)))):
             return None
         if wait:
-            self.watchdog.at(self.steps_taken, "waits for a checkpoint", patient=True)
+            self.watchdog.mark(self.steps_taken, "waits for a checkpoint", patient=True)
         self.checkpoint = self._save.wait()
         return self.checkpoint
 
@@ -213,7 +213,7 @@ class Session:
         """Finish a checkpoint that is being written, whatever ended the run."""
         if not self._save.running:
             return
-        self.watchdog.at(self.steps_taken, "ends", patient=True)
+        self.watchdog.mark(self.steps_taken, "ends", patient=True)
         try:
             self.checkpoint = self._save.wait()
         except BaseException as failure:
@@ -222,26 +222,26 @@ class Session:
             error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
     def _explain_oom(self, when: str) -> AbstractContextManager[None]:
-        return explain_oom(self.run, self.model, self.masters, self.optimizer, self.ctx.device, when)
+        return explain_oom(self.run, self.model, self.masters, self.optimizer, self.context.device, when)
 
     def _build(
         self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None, *, meta: bool = False
     ) -> Transformer:
         """An uninitialised model with this run's precision and compilation; only the blocks of ``spans`` if given."""
-        device = "meta" if meta else self.ctx.device
-        model = Transformer(config, self.ctx.axes, spans=spans, device=device, dtype=dtype)
+        device = "meta" if meta else self.context.device
+        model = Transformer(config, self.context.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
-            enable_float8(model.blocks, self.run.train.float8, self.ctx.device)
+            enable_float8(model.blocks, self.run.train.float8, self.context.device)
         if self.run.train.compile:
             for block in model.blocks:
                 block.compile()
         return model
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return (batch.to(self.ctx.device) for batch in batches)
+        return (batch.to(self.context.device) for batch in batches)
 
     def _resume(self, folder: Path) -> None:
-        meta = native.load(folder, self.model, self.ctx, masters=self.masters, optimizer=self.optimizer)
+        meta = native.load(folder, self.model, self.context, masters=self.masters, optimizer=self.optimizer)
         cursor = meta.cursor
         if meta.run is None or "seen" not in cursor:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")

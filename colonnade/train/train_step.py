@@ -127,7 +127,7 @@ class TrainStep:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
-            self.masters.accumulate(last=i == len(micro_batches) - 1)
+            self.masters.begin_micro_batch(last=i == len(micro_batches) - 1)
             loss_sum += self.forward_backward(batch, divisor, step)
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
         return loss_sum
@@ -155,7 +155,7 @@ def evaluate(
         loss_sum = torch.stack([forward(model, batch, step).double() for batch in batches]).sum()
     else:
         loss_sum = pipeline.evaluate(batches, step)
-    return model.axes.everywhere(loss_sum) / count
+    return model.axes.global_sum(loss_sum) / count
 
 
 def forward(model: Transformer, batch: Batch, step: StepContext = VALIDATION) -> Tensor:

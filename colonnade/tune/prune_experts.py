@@ -65,7 +65,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     impossible ``keep``, loads of another model, and expert groups, which would become unequal.
     """
     check_transformer(model)
-    if (ranks := model.axes.grid.tokens.size) > 1:
+    if (ranks := model.axes.experts.tokens.size) > 1:
         raise PlanError(
             f"pruning takes a whole model on one process, and this is distributed over {ranks}; load it alone"
         )

@@ -61,7 +61,7 @@ def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0,
     both models.
     """
     check_transformer(model)
-    if (ranks := model.axes.grid.tokens.size) > 1:
+    if (ranks := model.axes.experts.tokens.size) > 1:
         raise PlanError(
             f"upcycling takes a whole model on one process, and this is distributed over {ranks}; load it alone"
         )

@@ -1,4 +1,4 @@
-"""Every layout against one process, on the user's own machine: ``colonnade verify``."""
+"""``colonnade verify``: compares every parallel layout with one process, on the user's own machine."""
 
 from colonnade.verify.plans import all_plans, covering, shrink
 from colonnade.verify.run import CHECKS, TOLERANCE, Result, verify

@@ -1,14 +1,13 @@
-"""Which plans to try: all valid ones of a world, or a few that together have every pair of choices.
+"""Selects the plans to verify, and shrinks the model to verify them on.
 
-Most faults of composed layouts need two choices to meet (a schedule and sharding, a window and a ring), so a set in
-which each pair of choices meets somewhere finds them at a fraction of the cost: pairwise testing (Kuhn, Wallace &
-Gallo, IEEE TSE 30(6), 2004).
+Plans are all valid ones of a world, or a covering array: most faults of composed layouts need two choices to meet (a
+schedule and sharding, a window and a ring), so a set in which each pair of choices meets somewhere finds them at a
+fraction of the cost. This is pairwise testing (Kuhn, Wallace & Gallo, IEEE TSE 30(6), 2004).
 
-A model's small likeness: the same choices and the same ratios, in sizes that a laptop takes through forty plans.
-
-What can go wrong in a layout is decided by how heads, hidden units and vocabulary divide, by norms, biases, ties and
-windows; not by how wide a head is. So heads and key/value heads stay, head width and hidden width shrink together, the
-vocabulary becomes a number that divides by nothing, and the depth just feeds the deepest pipeline.
+The shrunken model has the same choices and ratios, in sizes that a laptop takes through forty plans. What can go wrong
+in a layout depends on how heads, hidden units and vocabulary divide, and on norms, biases, ties and windows; not on how
+wide a head is. So the numbers of heads and key/value heads stay, head width and hidden width shrink together, the
+vocabulary size becomes a prime number, and the depth is the least that fills the deepest pipeline.
 """
 
 import itertools
@@ -21,42 +20,40 @@ from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.config.model import divisors
 from colonnade.config.plan import MULTI_STAGE_SCHEDULES
 from colonnade.errors import PlanError
-from colonnade.parallel.pipeline import knows
+from colonnade.parallel.pipeline import schedule_supported
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 OVERLAP = 2
-"""Parts in which tokens travel to experts."""
+"""Chunks of the experts' all-to-all."""
 SHADOWS = 1
-"""Experts that every rank gathers."""
+"""Shadow experts, which every rank gathers."""
 STAGES = 2
-"""Stages on a rank, where a schedule can have several."""
+"""Pipeline stages per rank, for schedules with several."""
 
 
 def all_plans(world: int, model: ModelConfig | None = None) -> list[Plan]:
-    """Every plan of ``world`` processes that differs from the others in what it does, and that ``model`` and this torch
-    allow.
-    """
-    plans = [plan for plan in _every(world) if knows(plan) and (model is None or _fits(plan, model))]
+    """Return all distinct plans of ``world`` processes that ``model`` and this version of torch allow."""
+    plans = [plan for plan in _dense_plans(world) if schedule_supported(plan) and (model is None or _fits(plan, model))]
     if model is None or model.moe is None:
         return plans
-    return [laid for plan in plans for laid in _with_experts(plan) if _fits(laid, model)]
+    return [expanded for plan in plans for expanded in _with_experts(plan) if _fits(expanded, model)]
 
 
 def _with_experts(plan: Plan) -> Iterator[Plan]:
-    """``plan`` with every grid of experts, degree and overlap; where no token travels there is one overlap."""
+    """Yield ``plan`` with each ep, sh, degree and overlap; without an all-to-all there is one overlap."""
     for ep, sh in itertools.product(divisors(plan.stage_ranks), divisors(plan.stage_ranks)):
         if plan.stage_ranks % (ep * sh) == 0:
             for degree in (0, *divisors(sh)) if ep * sh > 1 else (1,):
-                travels = degree and ep * sh > 1
-                nears = (0, *divisors(ep * sh)[1:-1][:1]) if travels else (0,)
-                overlaps, shadows = ((1, OVERLAP), (0, SHADOWS)) if travels else ((1,), (0,))
+                exchanges = degree and ep * sh > 1
+                nears = (0, *divisors(ep * sh)[1:-1][:1]) if exchanges else (0,)
+                overlaps, shadows = ((1, OVERLAP), (0, SHADOWS)) if exchanges else ((1,), (0,))
                 for overlap, near, shadow in itertools.product(overlaps, nears, shadows):
                     laid = {"ep": ep, "sh": sh, "degree": degree, "overlap": overlap, "near": near, "shadows": shadow}
                     with suppress(PlanError):  # some do not go together
                         yield plan.replace(**laid)
 
 
-def _every(world: int) -> Iterator[Plan]:
+def _dense_plans(world: int) -> Iterator[Plan]:
     for sizes in itertools.product(*[[d for d in range(1, world + 1) if world % d == 0]] * len(AXES)):
         grid: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
         if grid["pp"] * grid["replicate"] * grid["dp"] * grid["cp"] * grid["tp"] != world:
@@ -68,8 +65,8 @@ def _every(world: int) -> Iterator[Plan]:
         sharded = grid["replicate"] * grid["dp"] * grid["cp"] > 1
         reshards = [True, False] if sharded and grid["pp"] == 1 else [True]
         sequences = [(False, False), (True, False), (True, True)] if grid["tp"] > 1 else [(False, False)]
-        for pipeline, reshard, (sequence, beside) in itertools.product(pipelines, reshards, sequences):
-            yield Plan(**grid, **pipeline, reshard=reshard, sequence_parallel=sequence, tp_overlap=beside)
+        for pipeline, reshard, (sequence, overlap) in itertools.product(pipelines, reshards, sequences):
+            yield Plan(**grid, **pipeline, reshard=reshard, sequence_parallel=sequence, tp_overlap=overlap)
 
 
 def _fits(plan: Plan, model: ModelConfig) -> bool:
@@ -81,42 +78,42 @@ def _fits(plan: Plan, model: ModelConfig) -> bool:
 
 
 def covering(plans: list[Plan]) -> list[Plan]:
-    """A few of ``plans`` in which each pair of choices that occurs in any of them occurs; the most useful first."""
-    meet = [pairs(plan) for plan in plans]
-    wanted = set().union(*meet)
+    """Return a few of ``plans`` that cover every pair of choices in any of them; the most useful first."""
+    covered = [pairs(plan) for plan in plans]
+    missing = set().union(*covered)
     chosen: list[Plan] = []
-    while wanted:
-        best = max(range(len(plans)), key=lambda i: len(meet[i] & wanted))  # the first of equals: always the same set
+    while missing:
+        best = max(range(len(plans)), key=lambda i: len(covered[i] & missing))  # the first of equals: deterministic
         chosen.append(plans[best])
-        wanted -= meet[best]
+        missing -= covered[best]
     return chosen
 
 
 def pairs(plan: Plan) -> set[tuple[tuple[str, object], ...]]:
-    """The pairs of choices that meet in a plan."""
+    """Return all pairs of choices in a plan."""
     choices = plan.model_dump(exclude={"layers"})
-    if plan.pp == 1:  # what it would be has no effect
+    if plan.pp == 1:  # these have no effect
         choices |= {"schedule": None, "stages": None}
     return set(itertools.combinations(sorted(choices.items()), 2))
 
 
 HEAD_WIDTH, VOCABULARY, CONTEXT = 4, 211, 64
 LEAST_HIDDEN = 57
-"""From here on no rank of 8 or fewer is left without hidden units."""
+"""With this many no rank of 8 or fewer is without hidden units."""
 EXPERTS, EXPERT_WIDTH = 16, 24
-"""Experts at most, and hidden units of each: they divide over 2, 3, 4 and 8 ranks."""
+"""Most experts, and hidden units of each, which divide over 2, 3, 4 and 8 ranks."""
 
 
 def shrink(model: ModelConfig, layers: int) -> ModelConfig:
-    """``model`` with ``layers`` blocks and heads of :data:`HEAD_WIDTH`."""
-    narrower = min(1.0, HEAD_WIDTH / model.head_width)
-    # Odd, so that no tensor-parallel degree divides it: the uneven case holds for the even ones too.
-    hidden = max(model.heads, LEAST_HIDDEN, round(model.ffn_width * narrower)) | 1
-    moe = model.moe and _fewer_experts(model.moe)
+    """Return ``model`` with ``layers`` blocks and heads of :data:`HEAD_WIDTH`."""
+    scale = min(1.0, HEAD_WIDTH / model.head_width)
+    # Odd, so that no even tensor-parallel degree divides it: the uneven case covers the even one.
+    hidden = max(model.heads, LEAST_HIDDEN, round(model.ffn_width * scale)) | 1
+    moe = model.moe and _shrink_experts(model.moe)
     return model.replace(
         layers=layers,
-        head_width=round(model.head_width * narrower),
-        width=max(2, round(model.width * narrower) // 2 * 2),
+        head_width=round(model.head_width * scale),
+        width=max(2, round(model.width * scale) // 2 * 2),
         ffn_width=hidden,
         moe=moe,
         latent=model.latent
@@ -130,8 +127,8 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
     )
 
 
-def _fewer_experts(moe: MoeConfig) -> MoeConfig:
-    """The same choices among at most :data:`EXPERTS` experts, in the same groups as far as there are so many."""
+def _shrink_experts(moe: MoeConfig) -> MoeConfig:
+    """Keep the choices of ``moe`` with at most :data:`EXPERTS` experts, in as many router groups as divide them."""
     experts, router = min(moe.experts, EXPERTS), moe.router
     groups = math.gcd(experts, router.groups)
     kept = min(router.groups_kept, groups)
@@ -141,6 +138,6 @@ def _fewer_experts(moe: MoeConfig) -> MoeConfig:
         ffn_width=EXPERT_WIDTH,
         shared_width=moe.shared_width and EXPERT_WIDTH + 1,
         first=min(moe.first, 1),
-        # Verify's texts are of no task.
+        # The texts of verify have no task.
         router=router.replace(groups=groups, groups_kept=kept, task=0 if router.kind == "task" else router.task),
     )

@@ -1,4 +1,4 @@
-"""The matrix of plans and checks, for people and for programs."""
+"""Reports of the results: a line per plan, a table, and JSON."""
 
 import json
 import math
@@ -12,17 +12,17 @@ from colonnade.config import ModelConfig
 from colonnade.verify.run import CHECKS, TOLERANCE, Result
 
 
-def line(result: Result) -> str:
-    """One plan's result as it comes, and in which tensor a miss is."""
+def format_result(result: Result) -> str:
+    """Format one plan's result, with the tensor of each miss."""
     words = []
     for check in (check for check in CHECKS if check in result.errors):
-        words.append(f"{check} {_said(check, result.errors[check])}")
+        words.append(f"{check} {_format_error(check, result.errors[check])}")
         if _missed(result, check) and result.where[check]:
             words[-1] += f" in {result.where[check]}"
     return f"{'ok  ' if result.ok else 'MISS'} {result.plan!s:48} {'  '.join(words)}"
 
 
-def _said(check: str, error: float) -> str:
+def _format_error(check: str, error: float) -> str:
     return f"{error:.0f}" if check == "tokens" or error == 0 else f"{error:.0e}"
 
 
@@ -30,26 +30,26 @@ def _missed(result: Result, check: str) -> bool:
     return not result.errors[check] <= TOLERANCE
 
 
-def show(result: Result) -> None:
-    """Print :func:`line`, at once: it comes from a worker."""
-    print(line(result), flush=True)
+def print_result(result: Result) -> None:
+    """Print :func:`format_result`; flushes, because it runs in a worker."""
+    print(format_result(result), flush=True)
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Plan × check: the worst error."""
-    made = Table("plan", *CHECKS, title=f"worst error against one process; a miss is above {TOLERANCE:.0e}")
+    """Tabulate the worst error by plan and check."""
+    grid = Table("plan", *CHECKS, title=f"worst error against one process; a miss is above {TOLERANCE:.0e}")
     for result in results:
         cells = []
         for check in CHECKS:
-            said = _said(check, result.errors[check]) if check in result.errors else "-"
-            cells.append(f"[bold red]{said}[/]" if check in result.errors and _missed(result, check) else said)
-        made.add_row(str(result.plan), *cells)
-    return made
+            text = _format_error(check, result.errors[check]) if check in result.errors else "-"
+            cells.append(f"[bold red]{text}[/]" if check in result.errors and _missed(result, check) else text)
+        grid.add_row(str(result.plan), *cells)
+    return grid
 
 
 def write(results: Sequence[Result], model: ModelConfig, file: Path, device: str = "cpu") -> None:
-    """All of it as JSON, which knows no infinity: an error that is none of its numbers is null."""
-    found = {
+    """Write ``results`` to ``file`` as JSON; an infinite error is null."""
+    report = {
         "tolerance": TOLERANCE,
         "checks": CHECKS,
         "torch": torch.__version__,
@@ -67,4 +67,4 @@ def write(results: Sequence[Result], model: ModelConfig, file: Path, device: str
         ],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Plan after plan on the same processes, each compared with one process, number by number.
+"""Runs plan after plan on the same processes and compares each with one process, element by element.
 
-    error = max|Δ| / ‖reference‖∞        in float64, where rounding leaves about 1e-15 and a fault does not
+    error = max|Δ| / ‖reference‖∞        in float64, where rounding leaves about 1e-15, and a fault much more
 
-Every process works out for itself what one process alone computes, and compares its own parts of every tensor with the
-same parts of that; the worst of all ranks is the result. It does so on its own device: angles of rotary positions are
-float32, and a GPU's cosine differs from a CPU's in the last place of that. Each plan also loads the checkpoint that the
-plan before it wrote (the first one that of one process, one process that of the last), so that every plan's files are
-read by another; but for those of a plan that trained wrongly.
+Every rank computes the reference of one process by itself and compares its own shard of every tensor with the same
+shard of the reference; the worst rank counts. The reference is computed on the rank's own device, because rotary angles
+are float32 and a GPU's cosine differs from a CPU's in the last bit. Each plan also loads the checkpoint that the
+previous plan wrote (the first plan that of one process, one process that of the last), so every plan's files are read
+under another plan. Checkpoints of plans that trained wrongly are not used.
 """
 
 import gc
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig, Plan
 from colonnade.parallel.axis import Axis, world_axis
-from colonnade.parallel.distributed_context import DistributedContext, choose_device, fresh_group, own_device
+from colonnade.parallel.distributed_context import DistributedContext, choose_device, file_process_group, local_device
 from colonnade.parallel.launch import launch
 from colonnade.train.optimizer import MOMENTS
 from colonnade.verify.trial import Trial
@@ -35,7 +35,7 @@ CHECKS = {
     "load": "every weight and moment from the checkpoint that another plan wrote",
     "tokens": "how many of the greedy tokens differ",
 }
-"""What is compared, in the order of the columns."""
+"""The checks, in column order."""
 
 
 @dataclass
@@ -44,32 +44,34 @@ class Result:
 
     plan: Plan
     errors: dict[str, float] = field(default_factory=dict)
-    """By check."""
+    """The worst error of each check."""
     where: dict[str, str] = field(default_factory=dict)
-    """The tensor in which a check's error is largest."""
+    """The tensor with the worst error of each check."""
 
     @property
     def ok(self) -> bool:
-        """Whether the plan computes what one process computes."""
+        """Whether all errors are within the tolerance."""
         return all(error <= TOLERANCE for error in self.errors.values())
 
     def note(self, check: str, error: float, where: str = "") -> None:
-        """Keep the larger error of a check; one that is no number is infinite."""
+        """Record the larger error of a check; NaN counts as infinite."""
         if math.isnan(error):
             error = math.inf
         if error > self.errors.get(check, -1.0):
             self.errors[check], self.where[check] = error, where
 
 
-Shown = Callable[[Result], None]
+OnResult = Callable[[Result], None]
 
 
-def verify(model: ModelConfig, plans: Sequence[Plan], shown: Shown | None = None, device: str = "cpu") -> list[Result]:
+def verify(
+    model: ModelConfig, plans: Sequence[Plan], shown: OnResult | None = None, device: str = "cpu"
+) -> list[Result]:
     """Compare each of ``plans``, all of one world, with one process, on local processes.
 
-    ``device`` is "cpu" (gloo) or "cuda" (NCCL, a GPU a rank). ``shown`` is told each result as it comes, in the process
-    of rank 0. Raises :class:`~colonnade.errors.PlanError` for a plan that ``model`` does not allow, and for more ranks
-    than there are GPUs.
+    ``device`` is "cpu" (gloo) or "cuda" (NCCL, a GPU per rank). ``shown`` is called with each result as it comes, in
+    rank 0's process. Raises :class:`~colonnade.errors.PlanError` for a plan that ``model`` does not allow, and for more
+    ranks than there are GPUs.
     """
     for plan in plans:
         plan.check(model)
@@ -81,95 +83,98 @@ def verify(model: ModelConfig, plans: Sequence[Plan], shown: Shown | None = None
 
 
 @dataclass(frozen=True)
-class _One:
-    """What one process computes."""
+class _Reference:
+    """The results of one process."""
 
     trial: Trial
     tokens: list[int]
 
     @staticmethod
-    def of(model: ModelConfig, processes: int, data_ranks: int = 1, device: torch.device | str = "cpu") -> "_One":
-        """``data_ranks`` of which each takes one of what is one micro-batch here, where that makes a difference."""
+    def of(model: ModelConfig, processes: int, data_ranks: int = 1, device: torch.device | str = "cpu") -> "_Reference":
+        """Train on one process; a micro-batch here is one on each of ``data_ranks``, where experts are balanced."""
         trial = Trial.start(model, DistributedContext.solo(device), processes, merged=data_ranks).train()
-        return _One(trial, trial.greedy())
+        return _Reference(trial, trial.greedy())
 
 
 def _work(
-    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str = "cpu"
+    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: OnResult | None, device: str = "cpu"
 ) -> list[Result]:
-    """On every rank."""
-    gc.freeze()  # what is imported stays: each ground is collected at its end, and that looks at the rest only
+    """Run on every rank."""
+    gc.freeze()  # each context ends with a collection, which need not scan the imported modules
     try:
-        return _one_after_another(model, plans, folder, shown, device)
+        return _run_plans(model, plans, folder, shown, device)
     finally:
-        gc.unfreeze()  # or the interpreter's end would not collect it either, and extensions would report their leaks
+        gc.unfreeze()  # otherwise they are not collected at exit either, and extensions report leaks
 
 
-def _one_after_another(
-    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str
+def _run_plans(
+    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: OnResult | None, device: str
 ) -> list[Result]:
-    """One plan after the other."""
     world = plans[0].world
-    own = own_device(device)
-    ones = {ranks: _One.of(model, world, ranks, own) for ranks in sorted({_merged(model, plan) for plan in plans})}
-    writer, saved = next(iter(ones.values())), folder / "one"
+    own_device = local_device(device)
+    merged = sorted({_merged(model, plan) for plan in plans})
+    references = {ranks: _Reference.of(model, world, ranks, own_device) for ranks in merged}
+    writer, saved = next(iter(references.values())), folder / "one"
     results: list[Result] = []
     for number, plan in enumerate(plans):
-        with fresh_group(folder / f"meet-{number}", device), DistributedContext.build(plan, device) as ground:
+        with (
+            file_process_group(folder / f"rendezvous-{number}", device),
+            DistributedContext.build(plan, device) as context,
+        ):
             if number == 0:
-                if ground.rank == 0:
+                if context.rank == 0:
                     writer.trial.save(saved)
-                world_axis().sum_(torch.zeros(()))  # nobody reads before it is written
+                world_axis().sum_(torch.zeros(()))  # a barrier: no rank reads before it is written
             try:
-                one = ones[_merged(model, plan)]
-                result, trial = _compare(model, ground, one, saved, writer)
+                reference = references[_merged(model, plan)]
+                result, trial = _compare(model, context, reference, saved, writer)
                 trained = result.errors["step"] <= TOLERANCE
-                if trained:  # what went wrong here must not be blamed on the plan that loads next
-                    writer, saved = one, folder / f"plan-{number}"
+                if trained:  # otherwise the next plan, which loads it, would be blamed
+                    writer, saved = reference, folder / f"plan-{number}"
                     trial.save(saved)
-            except Exception as why:
-                why.add_note(f"under the plan: {plan}")
+            except Exception as error:
+                error.add_note(f"under the plan: {plan}")
                 raise
         results.append(result)
         if number + 1 == len(plans) and trained:
-            last = Trial.start(model, one.trial.ground, world, seed=1)
+            last = Trial.start(model, reference.trial.context, world, seed=1)
             last.load(saved)
             result.note("load", *_states_differ(last, writer.trial))
-        if shown is not None and ground.rank == 0:
+        if shown is not None and context.rank == 0:
             shown(result)
     return results
 
 
 def _merged(model: ModelConfig, plan: Plan) -> int:
-    """How many data ranks' micro-batches are one of the one process: all, where experts are balanced among them."""
+    """How many data ranks' micro-batches one process merges: all with experts, which are balanced over them."""
     return 1 if model.moe is None else plan.data_ranks
 
 
 def _compare(
-    model: ModelConfig, ground: DistributedContext, one: _One, saved: Path, writer: _One
+    model: ModelConfig, context: DistributedContext, reference: _Reference, saved: Path, writer: _Reference
 ) -> tuple[Result, Trial]:
-    """All checks of one plan; the worst of all ranks, the same on each. ``saved`` holds what ``writer`` computed."""
-    result, mine = Result(ground.plan), Trial.start(model, ground, ground.world).train()
-    for check, here, there in (("loss", mine.losses, one.trial.losses), ("norm", mine.norms, one.trial.norms)):
-        pair = torch.tensor([here, there], dtype=torch.float64)
+    """Run all checks of one plan; returns the worst of all ranks. ``saved`` is the checkpoint of ``writer``."""
+    result, mine = Result(context.plan), Trial.start(model, context, context.world).train()
+    whole = reference.trial
+    for check, ours, exact in (("loss", mine.losses, whole.losses), ("norm", mine.norms, whole.norms)):
+        pair = torch.tensor([ours, exact], dtype=torch.float64)
         result.note(check, ((pair[0] - pair[1]).abs() / pair[1].abs()).max().item())
-    result.note("gradients", *_gradients_differ(mine, one.trial))
-    result.note("step", *_states_differ(mine, one.trial))
-    other = Trial.start(model, ground, ground.world, seed=1)
+    result.note("gradients", *_gradients_differ(mine, whole))
+    result.note("step", *_states_differ(mine, whole))
+    other = Trial.start(model, context, context.world, seed=1)
     other.load(saved)
     result.note("load", *_states_differ(other, writer.trial))
     if model.causal:
-        result.note("tokens", float(sum(a != b for a, b in zip(mine.greedy(), one.tokens, strict=True))))
-    return _worst_of_all(result, world_axis(), _names(one.trial)), mine
+        result.note("tokens", float(sum(a != b for a, b in zip(mine.greedy(), reference.tokens, strict=True))))
+    return _reduce_result(result, world_axis(), _names(whole)), mine
 
 
 def _names(one: Trial) -> list[str]:
-    """Of all that is compared."""
     return [*one.masters.local, *one.optimizer.state, *(name for name, _ in one.model.named_buffers())]
 
 
 def _gradients_differ(mine: Trial, one: Trial) -> tuple[float, str]:
-    """The largest error of the first step's gradients, and where it is; one that is missing is a miss."""
+    """The largest error of the first step's gradients and its tensor; a missing gradient is infinite."""
     for name, weight in mine.masters.local.items():
         if weight.numel() and (name in mine.gradients) != (name in one.gradients):
             return float("inf"), name
@@ -177,7 +182,7 @@ def _gradients_differ(mine: Trial, one: Trial) -> tuple[float, str]:
 
 
 def _states_differ(mine: Trial, one: Trial) -> tuple[float, str]:
-    """The largest error of the weights and of each kind of moment, and where it is."""
+    """The largest error of weights, moments and buffers, and its tensor."""
     pairs = [(mine.masters.local, one.masters.local)]
     pairs += [(_of_kind(mine, kind), _of_kind(one, kind)) for kind in MOMENTS]
     worst = max(_differ(mine, parts, whole) for parts, whole in pairs)
@@ -192,25 +197,25 @@ def _of_kind(trial: Trial, kind: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _differ(mine: Trial, parts: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest error among this rank's ``parts`` of the tensors ``whole``, and where it is.
+    """The largest error among this rank's ``parts`` of the tensors ``whole``, and its tensor.
 
-    The unit is the largest number in any of them: a gradient that should be 0 is compared with its neighbours.
+    Errors are relative to the largest element of all tensors, so that a gradient of 0 has a scale too.
     """
     worst = (0.0, "")
-    unit = torch.stack([reference.abs().max() for reference in whole.values()]).max()
+    scale = torch.stack([reference.abs().max() for reference in whole.values()]).max()
     for key, part in parts.items():
         reference = whole[key]
-        expected = mine.mine(key.rpartition("/")[2], reference)
+        expected = mine.shard_of(key.rpartition("/")[2], reference)
         if part.shape != expected.shape:
             return float("inf"), key
         if part.numel():
-            error = ((part - expected).abs().max() / unit).nan_to_num(nan=torch.inf).item()
+            error = ((part - expected).abs().max() / scale).nan_to_num(nan=torch.inf).item()
             worst = max(worst, (error, key))
     return worst
 
 
-def _worst_of_all(result: Result, world: Axis, names: list[str]) -> Result:
-    """The largest error of any rank for each check, and where it is: one of ``names``, by its number."""
+def _reduce_result(result: Result, world: Axis, names: list[str]) -> Result:
+    """Reduce ``result`` over ranks: the largest error of each check, and its tensor, one of ``names``."""
     checks = list(result.errors)
     mine = torch.tensor([result.errors[check] for check in checks], dtype=torch.float64)
     worst = world.max_(mine)

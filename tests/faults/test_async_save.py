@@ -33,7 +33,7 @@ def _save_at_two(config: RunConfig) -> int:
         assert gate.wait(60)
         return real(self, *args)
 
-    with DistributedContext.build(config.plan, "cpu") as ground, Session(config, ground) as session:
+    with DistributedContext.build(config.plan, "cpu") as context, Session(config, context) as session:
         with patch.object(Writer, "write_data", write_data):
             for _ in range(2):
                 session.step()

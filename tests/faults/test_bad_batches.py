@@ -42,9 +42,9 @@ def spoilt(*calls: int, value: float = float("nan")) -> Iterator[None]:
 
 def _moves_nothing(config: RunConfig, value: float) -> None:
     """Data rank 1 of 2 spoils the second micro-batch of step 3 of a run over tp=2 and dp=2."""
-    with DistributedContext.build(config.plan, "cpu") as ground:
-        session = Session(config, ground)
-        guilty = ground.axes.dp.rank == 1
+    with DistributedContext.build(config.plan, "cpu") as context:
+        session = Session(config, context)
+        guilty = context.axes.dp.rank == 1
         with spoilt(*([2 * 2 + 1] if guilty else []), value=value):
             for _ in range(2):
                 session.step()

@@ -20,12 +20,12 @@ def _spoil(module: object, inputs: object, scores: Tensor) -> Tensor:
 def _said(config: RunConfig, guilty: int, layer: int) -> list[str]:
     """The diagnoses of three steps, in the second of which the scores of ``layer`` break on rank ``guilty``."""
     said: list[str] = []
-    with DistributedContext.build(config.plan, "cpu") as ground:
-        session = Session(config, ground)
-        meter = Meter(config, ground, lambda steps, diagnosis: said.append(diagnosis))
+    with DistributedContext.build(config.plan, "cpu") as context:
+        session = Session(config, context)
+        meter = Meter(config, context, lambda steps, diagnosis: said.append(diagnosis))
         for number in (1, 2, 3):
             hook = None
-            if number == 2 and ground.rank == guilty and str(layer) in dict(session.model.blocks.named_children()):
+            if number == 2 and context.rank == guilty and str(layer) in dict(session.model.blocks.named_children()):
                 gate = session.model.get_submodule(f"blocks.{layer}.ffn.router.gates.0")
                 hook = gate.register_forward_hook(_spoil)
             before = {name: x.clone() for name, x in session.model.named_buffers()}

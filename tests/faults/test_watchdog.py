@@ -6,15 +6,15 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 
-from colonnade.parallel.rendezvous import agree
-from colonnade.parallel.watchdog import Heartbeat, HeartbeatListener
+from colonnade.parallel.rendezvous import agree_on_name
+from colonnade.parallel.watchdog import Heartbeat, HeartbeatMonitor
 
 LIMIT_S = 8.0
 PATIENT_S = 80.0
 
 
-def beat(number: int, marks: int, stands_s: float, limit_s: float = LIMIT_S, *, over: bool = False) -> Heartbeat:
-    return Heartbeat(number, marks, 7, "computes" if marks == 20 else "reads samples", stands_s, limit_s, over)
+def beat(number: int, marks: int, waited_s: float, limit_s: float = LIMIT_S, *, finished: bool = False) -> Heartbeat:
+    return Heartbeat(number, marks, 7, "computes" if marks == 20 else "reads samples", waited_s, limit_s, finished)
 
 
 class World:
@@ -22,7 +22,7 @@ class World:
 
     def __init__(self) -> None:
         store = dist.HashStore()
-        self.ears = [HeartbeatListener(store, rank, 3, 1.0) for rank in range(3)]
+        self.monitors = [HeartbeatMonitor(store, rank, 3, 1.0) for rank in range(3)]
         self.numbers = {1: 0, 2: 0}
 
     def go(self, seconds: int, one: Heartbeat | None, two: Heartbeat | None) -> None:
@@ -31,11 +31,11 @@ class World:
             for rank, said in ((1, one), (2, two)):
                 if said is not None:
                     self.numbers[rank] += 1
-                    self.ears[rank].tell(Heartbeat(**{**vars(said), "number": self.numbers[rank]}))
-            self.ears[0].listen(1.0)
+                    self.monitors[rank].publish(Heartbeat(**{**vars(said), "number": self.numbers[rank]}))
+            self.monitors[0].poll(1.0)
 
-    def verdict(self, mine: Heartbeat) -> str | None:
-        return self.ears[0].verdict(mine, LIMIT_S)
+    def diagnose(self, mine: Heartbeat) -> str | None:
+        return self.monitors[0].diagnose(mine, LIMIT_S)
 
 
 WAITS = beat(1, 20, LIMIT_S)
@@ -45,9 +45,9 @@ def test_a_silent_rank_is_missing() -> None:
     world = World()
     world.go(1, beat(1, 20, 1), beat(1, 20, 1))
     world.go(5, beat(1, 20, 6), None)
-    assert world.verdict(WAITS) is None, "five seconds are not yet six"
+    assert world.diagnose(WAITS) is None, "five seconds are not yet six"
     world.go(1, beat(1, 20, 7), None)
-    said = world.verdict(WAITS)
+    said = world.diagnose(WAITS)
     assert said is not None
     assert said.startswith("step 7: rank 0 computes and has waited for 8 s; missing of 3 ranks: rank 2, silent for at")
     assert "rank 1," not in said
@@ -56,15 +56,15 @@ def test_a_silent_rank_is_missing() -> None:
 def test_a_rank_that_never_said_anything_is_missing() -> None:
     world = World()
     world.go(6, beat(1, 20, 8), None)
-    said = world.verdict(WAITS)
-    assert said is not None and "rank 2, never heard of" in said
+    said = world.diagnose(WAITS)
+    assert said is not None and "rank 2, never heard from" in said
 
 
 def test_a_rank_that_is_behind_and_stands_is_named() -> None:
     world = World()
     world.go(6, beat(1, 20, 9), beat(1, 19, 9))
-    said = world.verdict(WAITS)
-    assert said is not None and "alive: rank 2 reads samples in step 7 for 9 s" in said
+    said = world.diagnose(WAITS)
+    assert said is not None and "alive and do not advance: rank 2 reads samples in step 7 for 9 s" in said
 
 
 @pytest.mark.parametrize(
@@ -75,29 +75,29 @@ def test_a_rank_that_is_behind_and_stands_is_named() -> None:
 def test_no_false_alarm_for_a_rank_that_may_be_slow(slow: Heartbeat) -> None:
     world = World()
     world.go(60, beat(1, 20, 60), slow)
-    assert world.verdict(beat(1, 20, 60)) is None
+    assert world.diagnose(beat(1, 20, 60)) is None
 
 
 def test_a_rank_that_left_in_peace_is_not_missing() -> None:
     world = World()
-    world.go(1, beat(1, 20, 1), beat(1, 25, 0, over=True))
+    world.go(1, beat(1, 20, 1), beat(1, 25, 0, finished=True))
     world.go(60, beat(1, 24, 3), None)
-    assert world.verdict(beat(1, 23, 60)) is None
+    assert world.diagnose(beat(1, 23, 60)) is None
 
 
 def test_all_at_the_same_place_for_ever() -> None:
     world = World()
     world.go(9, beat(1, 20, 9), beat(1, 20, 9))
-    said = world.verdict(WAITS)
-    assert said is not None and "all ranks are there and none goes on; raise --train.timeout_s" in said
+    said = world.diagnose(WAITS)
+    assert said is not None and "all ranks are alive and none advances; raise --train.timeout_s" in said
 
 
 def test_a_store_that_does_not_answer_is_the_trouble() -> None:
     world = World()
     world.go(2, beat(1, 20, 1), beat(1, 20, 1))
     for _ in range(6):
-        world.ears[0].deaf(1.0, RuntimeError("Connection refused\nat a place"))
-    said = world.verdict(WAITS)
+        world.monitors[0].store_failed(1.0, RuntimeError("Connection refused\nat a place"))
+    said = world.diagnose(WAITS)
     assert said is not None and "the rendezvous store has not answered for 6 s (Connection refused)" in said
 
 
@@ -107,12 +107,12 @@ def test_each_attempt_meets_below_a_name_of_its_own() -> None:
     names: list[str] = []
     for attempt in range(3):
         if attempt == 1:
-            store.set("colonnade/asks/1", "a word of the dead")
+            store.set("colonnade/token/1", "a word of the dead")
             continue
         found: dict[int, str] = {}
 
         def join(rank: int, found: dict[int, str] = found) -> None:
-            found[rank] = agree(store, rank, 3, long)
+            found[rank] = agree_on_name(store, rank, 3, long)
 
         ranks = [Thread(target=join, args=(rank,)) for rank in range(3)]
         for thread in ranks:

@@ -57,7 +57,7 @@ def test_it_moves_as_torchs_fused_adamw_and_waits_for_nothing(single: bool) -> N
             if i == 2:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                held.accumulate(last=True)
+                held.begin_micro_batch(last=True)
                 loss, _ = model(Stream(tokens + i, tokens), attend, Loss(tokens + i + 1))
                 loss.backward()
                 norms.append(move(i, loss.detach()).norm)

@@ -45,8 +45,8 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     )
     data = DataConfig(path=tmp_path / "corpus", sequence=64)
     run = RunConfig(name="it", runs=tmp_path, device="cuda", model=model, data=data, train=t)
-    with DistributedContext.build(run.plan, run.device) as ground:
-        session = Session(run, ground)
+    with DistributedContext.build(run.plan, run.device) as context:
+        session = Session(run, context)
         session.step()
         torch.cuda.set_sync_debug_mode("error")
         try:

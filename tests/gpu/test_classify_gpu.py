@@ -49,8 +49,8 @@ def test_a_recorded_step_is_the_step(tmp_path: Path) -> None:
 def test_skipped_steps_do_not_wait_and_keep_the_schedule(fused: bool, tmp_path: Path) -> None:
     run = config(tmp_path, dtype="float16", loss_scale=2.0**40, fused_adamw=fused, steps=40)
     with (
-        DistributedContext.build(run.plan, run.device) as ground,
-        Session(run, ground, feed=example_feed(run, EXAMPLES)) as session,
+        DistributedContext.build(run.plan, run.device) as context,
+        Session(run, context, feed=example_feed(run, EXAMPLES)) as session,
     ):
         outcomes = [session.step()]
         torch.cuda.set_sync_debug_mode("error")

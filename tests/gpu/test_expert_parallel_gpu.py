@@ -41,11 +41,11 @@ def _waits(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], int]:
 
 
 def _check(plan: Plan) -> dict[str, float]:
-    with DistributedContext.build(plan, "cuda") as ground:
-        model = Transformer(CONFIG, ground.axes, device=ground.device, dtype=torch.bfloat16)
+    with DistributedContext.build(plan, "cuda") as context:
+        model = Transformer(CONFIG, context.axes, device=context.device, dtype=torch.bfloat16)
         experts = model.blocks.get_submodule("0.ffn.experts")
         assert isinstance(experts, Experts)
-        draw = torch.Generator("cuda").manual_seed(ground.rank)
+        draw = torch.Generator("cuda").manual_seed(context.rank)
         with torch.no_grad():
             for w in experts.parameters():
                 w.normal_(0, 0.06, generator=draw)

@@ -84,8 +84,8 @@ def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) ->
     config = config.replace(
         train=config.train.replace(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20)
     )
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         outcomes = [session.step() for _ in range(4)]
         passes = session._step.forward_backward
         assert isinstance(passes, GraphedForwardBackward) and len(passes._graphs) == 1

@@ -34,9 +34,9 @@ def config(tmp_path: Path) -> RunConfig:
 
 def _peak(run: RunConfig) -> float:
     """The most that was in use while a session began, in whole models; then it takes a step."""
-    with DistributedContext.build(run.plan, "cuda") as ground:
+    with DistributedContext.build(run.plan, "cuda") as context:
         torch.cuda.reset_peak_memory_stats()
-        with Session(run, ground) as session:
+        with Session(run, context) as session:
             peak = torch.cuda.max_memory_allocated() / (4 * MODEL.parameters)
             assert session.step().norm.isfinite()
         return peak

@@ -75,8 +75,8 @@ def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:
         config.train.replace(**OPTIONS[name]),
     )
     config = config.replace(data=data, train=t)
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         with RunLog(session) as log:
             log.record(session.step())
             log.record(session.step())
@@ -121,8 +121,8 @@ def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F
     """What the blocks of the real model keep is what was chosen, within what is shared by all of them."""
     t = config.train.replace(recompute="budget", activation_bytes=1_500_000, compile=compiled)
     config = config.replace(model=config.model.replace(layers=6), train=t)
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         assert session.recompute_summary is not None and "full" in session.recompute_summary
         batch = session.feed.samples.at(0)[0].to("cuda")
         kept = saved_for_backward_bytes(session.model, lambda: forward(session.model, batch))

@@ -15,7 +15,7 @@ from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.cuda_graphs import capture
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.small_allreduce import MOST_BYTES, small_of, with_small
+from colonnade.parallel.symmetric_memory import MAX_BYTES, make_small_allreduce, with_small_allreduce
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.resolve_config import EngineTraits, resolve_config
 from tests.serve import tiny
@@ -33,33 +33,33 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 def exchange(world: int) -> int:
     """Sums and gathers of every size and type, some late on one rank, launched and replayed; how many were compared."""
     compared = 0
-    with DistributedContext.build(Plan(tp=world), "cuda") as ground:
-        plain = ground.axes.tp
-        small = small_of(plain, ground.device, (MOST_BYTES, MOST_BYTES))
+    with DistributedContext.build(Plan(tp=world), "cuda") as context:
+        plain = context.axes.tp
+        small = make_small_allreduce(plain, context.device, (MAX_BYTES, MAX_BYTES))
         assert small is not None, "the GPUs of one machine reach each other"
 
         def summed(x: torch.Tensor) -> torch.Tensor:
             total = torch.zeros_like(x, dtype=torch.float32)
-            for part in plain.everyones_(x):
+            for part in plain.all_gather_(x):
                 total += part.float()
             return total.to(x.dtype)
 
         sizes = (1, 7, 1024, 1025, 4096, 5000, 2**16, 2**18, 2**19)
         for i, (n, dtype) in enumerate(itertools.product(sizes, (torch.bfloat16, torch.float32, torch.float16))):
-            x = torch.randn(n, device=ground.device, dtype=dtype)
-            if x.nbytes > MOST_BYTES:
-                assert not small.sums(x)
+            x = torch.randn(n, device=context.device, dtype=dtype)
+            if x.nbytes > MAX_BYTES:
+                assert not small.can_sum(x)
                 continue
-            if i % world == ground.rank:
+            if i % world == context.rank:
                 torch.cuda._sleep(2_000_000)
             got = small.sum(x)
             assert torch.equal(got, summed(x)), (n, dtype)
-            assert torch.equal(plain.everyones_(got), got.expand(world, -1)), "the same bits on every rank"
+            assert torch.equal(plain.all_gather_(got), got.expand(world, -1)), "the same bits on every rank"
             if x.nbytes % 4 == 0:
-                assert torch.equal(small.gather(x), plain.everyones_(x).flatten())
+                assert torch.equal(small.gather(x), plain.all_gather_(x).flatten())
             compared += 1
 
-        x, y = torch.randn(3, 4096, device=ground.device).bfloat16(), torch.randn(2, 129, device=ground.device)
+        x, y = torch.randn(3, 4096, device=context.device).bfloat16(), torch.randn(2, 129, device=context.device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -71,10 +71,10 @@ def exchange(world: int) -> int:
         for i in range(50):
             x.normal_()
             y.normal_()
-            if i % world == ground.rank:
+            if i % world == context.rank:
                 torch.cuda._sleep(1_000_000)
             graph.replay()
-            right = [summed(x) if i % 3 else plain.everyones_(y).flatten(0, 1) for i in range(7)]
+            right = [summed(x) if i % 3 else plain.all_gather_(y).flatten(0, 1) for i in range(7)]
             assert all(torch.equal(a, b) for a, b in zip(outs, right, strict=True)), i
             if i % 10 == 0:  # launched by itself between replays
                 assert torch.equal(small.sum(x), right[1])
@@ -107,14 +107,14 @@ MOE = {"moe": MoeConfig(experts=4, active=2, ffn_width=8, shared_width=3, shared
 
 def says(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
     """Twice by steps as they come, waiting for each; three times ahead, by recorded ones."""
-    with DistributedContext.build(plan, "cuda") as ground:
-        axes = with_small(ground.axes.serving(), ground.device)
-        assert (axes.tp if plan.tp > 1 else axes.cp).small is not None
-        model = tiny.model(axes, dtype=torch.float32, **changes).to(ground.device)
+    with DistributedContext.build(plan, "cuda") as context:
+        axes = with_small_allreduce(context.axes.serving(), context.device)
+        assert (axes.tp if plan.tp > 1 else axes.cp).small_collectives is not None
+        model = tiny.model(axes, dtype=torch.float32, **changes).to(context.device)
         texts = []
         for fixed, times in ((False, 2), (True, 3)):
             engine = Engine(model, tiny.tokenizer(), LIMITS.replace(fixed_steps=fixed, run_ahead=fixed))
-            if ground.rank:
+            if context.rank:
                 engine.follow()
                 continue
             texts += [[c.token_ids for c in engine.generate(PROMPTS, GREEDY)] for _ in range(times)]
@@ -144,7 +144,7 @@ def test_two_gpus_say_what_a_cpu_says(plan: Plan, changes: dict) -> None:
 
 def test_what_is_not_recorded_says_so() -> None:
     """A layer with a window, over a cache that is split; not asked for it is left out."""
-    axes = Axes(cp=Axis("cp", 2), model=Axis("model", 2), alike=True)
+    axes = Axes(cp=Axis("cp", 2), model=Axis("model", 2), cp_replicated=True)
     model = tiny.model(axes, dtype=torch.float32, window=7).to("cuda")
     with pytest.raises(
         ConfigError, match=r"steps of attention with a window over cp=2 cannot be captured as CUDA graphs yet"

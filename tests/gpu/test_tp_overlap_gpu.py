@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.parallel.copy_engine import CopyEngines
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
+from colonnade.parallel.overlapped_matmul import CopyEngineTransfer
 from tests.overlapped import GPT2, LLAMA, gradients, laid
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -25,17 +25,17 @@ WAYS = {"launched": {}, "compiled": {"compiled": "inductor"}, "a graph": {"graph
 def errors(world: int) -> dict[str, float]:
     """The largest relative error by norm of each way, in float32."""
     worst = {}
-    with DistributedContext.build(Plan(dp=world), "cuda"), laid("cuda") as ground:
-        mover = ground.axes.mover
-        assert isinstance(mover, CopyEngines)
+    with DistributedContext.build(Plan(dp=world), "cuda"), laid("cuda") as context:
+        mover = context.axes.row_transfer
+        assert isinstance(mover, CopyEngineTransfer)
         for name, config in (("GPT-2", GPT2), ("Llama", LLAMA)):
-            exact = gradients(ground, config, torch.float32, None)
+            exact = gradients(context, config, torch.float32, None)
             for way, asked in WAYS.items():
-                found = gradients(ground, config, torch.float32, mover, **asked)
+                found = gradients(context, config, torch.float32, mover, **asked)
                 gaps = {name: float((found[name] - x).norm() / x.norm()) for name, x in exact.items()}
                 where = max(gaps, key=gaps.__getitem__)
                 worst[f"{name}, {way}, {where}"] = gaps[where]
-                if ground.rank == 0:
+                if context.rank == 0:
                     print(json.dumps(worst), file=sys.stderr, flush=True)
     return worst
 

@@ -65,8 +65,8 @@ def test_steps_do_not_wait_for_the_device(
     config = config.replace(model=MODEL.replace(moe=MOES[experts]))
     data, t = config.data.replace(separate_documents=separate_documents), config.train.replace(dtype=dtype)
     config = config.replace(data=data, train=t)
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         with StopSignal(session.world) as stop, RunLog(session) as log:
             log.record(session.step())
             torch.cuda.set_sync_debug_mode("error")
@@ -97,8 +97,8 @@ def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.C
     dense = experts == "none"
     t = TrainConfig(steps=30, batch=8, warmup=2, lr=3e-3, min_lr=3e-4, save_every=0, eval_every=0, log_every=1)
     config = config.replace(model=MODEL.replace(moe=MOES[experts]), train=t)
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         assert {p.dtype for p in session.model.parameters()} == {torch.bfloat16}
         assert {w.dtype for w in session.masters.local.values()} == {torch.float32}
         assert all((block._compiled_call_impl is not None) == dense for block in session.model.blocks)
@@ -110,8 +110,8 @@ def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.C
 
 
 def test_deterministic_goes_back(config: RunConfig) -> None:
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config.replace(train=TrainConfig(deterministic=True)), ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config.replace(train=TrainConfig(deterministic=True)), context)
         assert {p.dtype for p in session.model.parameters()} == {torch.float32}
         assert all(block._compiled_call_impl is None for block in session.model.blocks)
         assert not isinstance(session.optimizer, FusedAdamW)
@@ -125,9 +125,9 @@ def test_the_memory_estimate_of_a_gpu(config: RunConfig, settings: dict) -> None
     data = config.data.replace(sequence=512, separate_documents=False)
     config = config.replace(model=model, train=t, data=data)
     torch.cuda.empty_cache()
-    with DistributedContext.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as context:
         before = torch.cuda.memory_allocated()
-        session = Session(config, ground)
+        session = Session(config, context)
         peak = max(session.step().memory_bytes for _ in range(3)) - before
     assert sum(estimate(config, "cuda").device.values()) == pytest.approx(peak, rel=0.25)
 
@@ -139,8 +139,8 @@ def test_too_large_a_run_is_refused_by_what_is_free(config: RunConfig) -> None:
     with pytest.raises(CapacityError, match=r"of a GPU's memory, and .* is free; nothing was allocated"):
         Trainer(config.replace(model=huge))
     with (
-        DistributedContext.build(config.plan, config.device) as ground,
+        DistributedContext.build(config.plan, config.device) as context,
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
-        Session(config.replace(model=huge), ground)
+        Session(config.replace(model=huge), context)
     assert torch.cuda.memory_allocated() <= before  # other tests leave garbage that may be collected meanwhile

@@ -9,7 +9,7 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer, transformer
 from colonnade.model.moe import dispatch, experts, layer, losses
 from colonnade.model.moe import experts as dropout
-from colonnade.parallel.axis import SOLO, Grid
+from colonnade.parallel.axis import SOLO, ExpertAxes
 from colonnade.parallel.layout import Experts
 from colonnade.train import moe_stats, optimizer_step, train_step
 from colonnade.train.pipeline_step import PipelineStep
@@ -26,7 +26,7 @@ def output_bias_of_own_tokens(patch: Patch) -> None:
     """An output's bias, which each rank of an expert has whole, gets the gradient of some tokens only."""
     right = optimizer_step.sum_expert_grads
     patch.setattr(
-        optimizer_step, "sum_expert_grads", lambda w, layout, grid: right(w, layout, Grid(copies=grid.copies))
+        optimizer_step, "sum_expert_grads", lambda w, layout, grid: right(w, layout, ExpertAxes(copies=grid.copies))
     )
 
 
@@ -50,7 +50,7 @@ def every_slice_adds_the_bias(patch: Patch) -> None:
 def hidden_units_by_their_place_here(patch: Patch) -> None:
     """A rank that has the second half of an expert's hidden units drops those that the first half would."""
 
-    def hidden(self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
+    def hidden(self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> Hidden:
         return Hidden(tag_R, hidden_units(torch.arange(width // degree)), self.rate)
 
     patch.setattr(dropout.ExpertDropout, "hidden", hidden)
@@ -83,7 +83,7 @@ def bias_by_own_load(patch: Patch) -> None:
     right = train_step.update_router_biases
 
     def rebalance(model: Transformer, found: moe_stats.MoeStats, skip: Tensor) -> None:
-        alone = model.axes.grid.tokens.size == 1
+        alone = model.axes.experts.tokens.size == 1
         right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)), skip)
 
     patch.setattr(train_step, "update_router_biases", rebalance)

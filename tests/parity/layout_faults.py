@@ -119,11 +119,11 @@ def second_moment_not_loaded(patch: Patch) -> None:
     """A checkpoint that is read under a plan leaves one moment of one weight as it was."""
     right = native.load
 
-    def load(folder: Path, model: Any, ground: Any, **parts: Any) -> native.Meta:
+    def load(folder: Path, model: Any, context: Any, **parts: Any) -> native.Meta:
         lost = parts["optimizer"].state["exp_avg_sq/embed.tokens.weight"]
         kept = lost.clone()
-        meta = right(folder, model, ground, **parts)
-        if ground.world > 1:
+        meta = right(folder, model, context, **parts)
+        if context.world > 1:
             lost.copy_(kept)
         return meta
 

@@ -9,8 +9,8 @@ from colonnade.compat.tutel import moe
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, world_axis
-from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.train.loop import train
 from tests.corpora import TEXT, small
 from tests.worlds import run
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 def _agree(by_rank: list[dict[str, object]]) -> str:
     world = world_axis()
     try:
-        agree(by_rank[world.rank], world)
+        check_same_settings(by_rank[world.rank], world)
     except PlanError as error:
         return str(error)
     return "agreed"
@@ -37,7 +37,7 @@ def test_who_differs_in_what_is_said_on_all_ranks() -> None:
     )
     (said,) = set(run(3, _agree, [{str(i): rank for i in range(5)} for rank in range(3)]))
     assert said.startswith("rank 1, 2 of 3") and "2 1 instead of 0 and 2 more;" in said
-    agree(same, SOLO)
+    check_same_settings(same, SOLO)
 
 
 def _laid(plans: list[Plan]) -> str:

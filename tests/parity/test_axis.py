@@ -16,8 +16,8 @@ def data(seed: int, rows: int = N) -> torch.Tensor:
 
 
 def _fan(world: int) -> None:
-    with DistributedContext.build(Plan(tp=world)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=world)) as context:
+        tp = context.axes.tp
         x = data(0).requires_grad_()
         weights = [data(1 + r) for r in range(world)]  # each rank multiplies by its own, then all are summed
         y = tp.fan_in(tp.fan_out(x) * weights[tp.rank])
@@ -29,8 +29,8 @@ def _fan(world: int) -> None:
 
 
 def _gather_and_scatter(world: int, dim: int) -> None:
-    with DistributedContext.build(Plan(tp=world)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=world)) as context:
+        tp = context.axes.tp
         whole = data(0).movedim(0, dim).contiguous()
         start, stop = tp.part(N)
         x = whole.narrow(dim, start, stop - start).clone().requires_grad_()
@@ -45,8 +45,8 @@ def _gather_and_scatter(world: int, dim: int) -> None:
 
 
 def _split_and_join(world: int, dim: int) -> None:
-    with DistributedContext.build(Plan(tp=world)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=world)) as context:
+        tp = context.axes.tp
         whole = data(0).movedim(0, dim).contiguous()
         x = whole.clone().requires_grad_()
         y = tp.join(tp.split(x, dim) ** 3, dim, N)  # every rank goes on with the same whole
@@ -58,8 +58,8 @@ def _split_and_join(world: int, dim: int) -> None:
 
 
 def _exchange(world: int) -> None:
-    with DistributedContext.build(Plan(tp=world)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=world)) as context:
+        tp = context.axes.tp
         counts = [[(r + 2 * s) % 3 for s in range(world)] for r in range(world)]  # r sends counts[r][s] rows to s
         send, receive = counts[tp.rank], [counts[r][tp.rank] for r in range(world)]
         parts = [[data(10 * r + s, counts[r][s]) for s in range(world)] for r in range(world)]
@@ -71,8 +71,8 @@ def _exchange(world: int) -> None:
 
 
 def _reductions(world: int) -> None:
-    with DistributedContext.build(Plan(tp=world)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=world)) as context:
+        tp = context.axes.tp
         x = data(tp.rank).requires_grad_()
         every = torch.stack([data(r) for r in range(world)])
         assert_same(tp.sum_(x), every.sum(0))
@@ -82,8 +82,8 @@ def _reductions(world: int) -> None:
 
 
 def _compiled(world: int) -> None:
-    with DistributedContext.build(Plan(tp=world)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=world)) as context:
+        tp = context.axes.tp
 
         def work(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             y = tp.fan_in(tp.fan_out(x) * w)
@@ -128,8 +128,8 @@ def test_gather_where_join_is_meant_doubles_the_gradient() -> None:
 
 
 def _wrong_pair() -> float:
-    with DistributedContext.build(Plan(tp=2)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=2)) as context:
+        tp = context.axes.tp
         x = data(0).requires_grad_()
         tp.gather(tp.split(x, 0), 0, N).sum().backward()
         assert x.grad is not None

@@ -30,7 +30,7 @@ from colonnade.model import (
     Transformer,
 )
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from tests.hf import LENGTHS, load
 from tests.models import BERTS, build, pairs, pairwise
 from tests.worlds import assert_same, run
@@ -74,8 +74,8 @@ def results(model: Transformer) -> dict[str, Tensor]:
 
 
 def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
-    with DistributedContext.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
-        whole, mine = build(config), build(config, ground.axes)
+    with DistributedContext.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as context:
+        whole, mine = build(config), build(config, context.axes)
         layout = layout_of(mine)
         expected, got = results(whole), results(mine)
         for name, value in expected.items():
@@ -86,9 +86,9 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
             reference = whole.get_parameter(name).grad
             assert (p.grad is None) == (reference is None), name
             if p.grad is not None:
-                grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
+                grad = context.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
                 assert grad.abs().max() > 0, f"{name} has no part in the loss"
-                assert_same(grad, share(reference, layout[name], ground.axes), what=f"gradient of {name}")
+                assert_same(grad, local_part(reference, layout[name], context.axes), what=f"gradient of {name}")
 
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(BERTS))
@@ -195,8 +195,8 @@ def test_outputs_and_every_gradient_equal_transformers(name: str, tmp_path: Path
 
 
 def _relay(folder: Path, plan: Plan, out: Path) -> dict[str, Tensor]:
-    with DistributedContext.build(plan, "cpu") as ground:
-        model = load(folder, ground.axes)
+    with DistributedContext.build(plan, "cpu") as context:
+        model = load(folder, context.axes)
         write_hf(model, out, shard_bytes=4000)
         return {name: value.detach() for name, value in ours_of(model).items()}
 

@@ -19,7 +19,7 @@ from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Hidden
 from colonnade.model.initialise import replace_head
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.loop import train
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
@@ -83,8 +83,8 @@ def test_losses_gradients_and_steps_are_those_of_transformers(
     given = examples(paired=paired)
     run = config(tmp_path, start(tmp_path, name), label_smoothing=smoothing, eval_every=0)
     with (
-        DistributedContext.build(run.plan, "cpu") as ground,
-        Session(run, ground, feed=example_feed(run, given)) as session,
+        DistributedContext.build(run.plan, "cpu") as context,
+        Session(run, context, feed=example_feed(run, given)) as session,
     ):
         write_hf(session.model, tmp_path / "drawn")
         auto = transformers.AutoModelForSequenceClassification
@@ -224,13 +224,13 @@ def test_another_top_keeps_the_rest(name: str) -> None:
 
 
 def _shares() -> None:
-    with DistributedContext.build(Plan(tp=2)) as ground:
+    with DistributedContext.build(Plan(tp=2)) as context:
         whole, mine = (
-            replace_head(build(BERTS["post_masked"], axes), "classes", classes=2) for axes in (_solo(), ground.axes)
+            replace_head(build(BERTS["post_masked"], axes), "classes", classes=2) for axes in (_solo(), context.axes)
         )
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
-            assert_same(mine.get_parameter(name), share(p, layout[name], ground.axes), what=name)
+            assert_same(mine.get_parameter(name), local_part(p, layout[name], context.axes), what=name)
 
 
 def _solo():

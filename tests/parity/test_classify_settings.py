@@ -121,8 +121,8 @@ ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)", "chec
 
 
 def _session(run: RunConfig) -> Session:
-    with DistributedContext.build(run.plan, "cpu") as ground:
-        return Session(run, ground, feed=example_feed(run, examples(), examples(7)))
+    with DistributedContext.build(run.plan, "cpu") as context:
+        return Session(run, context, feed=example_feed(run, examples(), examples(7)))
 
 
 def test_every_field_is_entered() -> None:

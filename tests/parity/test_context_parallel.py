@@ -10,7 +10,7 @@ from colonnade.model import Dropout, DropoutRates
 from colonnade.model.attend import Packed
 from colonnade.model.ring_attention import Ring
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from colonnade.train.train_step import forward
 from colonnade.verify.trial import batch
 from tests.models import BERTS, CONFIGS, build
@@ -29,7 +29,7 @@ CASES = {
 
 
 def _ring(world: int) -> None:
-    with DistributedContext.build(Plan(cp=world)) as ground:
+    with DistributedContext.build(Plan(cp=world)) as context:
         for (name, lengths), causal, window, rate in itertools.product(
             CASES.items(), (True, False), (None, 1, 4), (0.0, 0.3)
         ):
@@ -43,7 +43,7 @@ def _ring(world: int) -> None:
             packed = Packed.of(lengths, causal=causal, window=window, kernels="reference", dropout=noise, first_head=5)
             o = packed.at(2, window)(q, k, v)
             o.backward(go)
-            ring = Ring.of(packed, T, ground.axes.cp)
+            ring = Ring.of(packed, T, context.axes.cp)
             mine = ring.index_t
             here = [x.detach()[mine].requires_grad_() for x in (q, k, v)]
             o_t = ring.at(2, window)(*here)
@@ -78,21 +78,23 @@ def test_causal_work_is_balanced() -> None:
 
 
 def _few(plan: Plan, lengths: list[int]) -> None:
-    with DistributedContext.build(plan) as ground:
+    with DistributedContext.build(plan) as context:
         for name, config in {"llama": CONFIGS["llama"], "bert": BERTS["pre_pretraining"]}.items():
             micro = batch(lengths, 0, 4, config)
-            whole, mine = build(config), build(config, ground.axes)
+            whole, mine = build(config), build(config, context.axes)
             loss = forward(whole, micro)
             loss.backward()
             here = forward(mine, micro)
             here.backward()
-            cp, tp, layout = ground.axes.cp, ground.axes.tp, layout_of(mine)
+            cp, tp, layout = context.axes.cp, context.axes.tp, layout_of(mine)
             assert_same(cp.sum_(here), loss, what=name)
             for key, p in mine.named_parameters():
                 assert p.grad is not None, "a rank without gradients would not take part in FSDP's sums"
                 grad = cp.sum_(p.grad)
                 grad = tp.sum_(grad) if layout[key] is PARTIAL else grad
-                assert_same(grad, share(whole.get_parameter(key).grad, layout[key], ground.axes), what=f"{name} {key}")
+                assert_same(
+                    grad, local_part(whole.get_parameter(key).grad, layout[key], context.axes), what=f"{name} {key}"
+                )
 
 
 @pytest.mark.parametrize(

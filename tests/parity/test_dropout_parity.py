@@ -29,24 +29,24 @@ WITH = TRAIN.replace(**DROPS)
 
 def _same_training(plan: Plan, case: str, steps: int) -> None:
     one, expected = alone(CASES[case], steps, WITH)
-    with DistributedContext.build(plan) as ground:
-        several = Run.start(CASES[case], ground, WITH)
+    with DistributedContext.build(plan) as context:
+        several = Run.start(CASES[case], context, WITH)
         for (loss, norm), (loss_1, norm_1) in zip(several.go(0, steps), expected, strict=True):
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
             assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1)
         for name, weight in several.masters.local.items():
-            assert_same(weight, several.mine(name, one.masters.local[name]), what=f"{plan} {name}")
+            assert_same(weight, several.shard_of(name, one.masters.local[name]), what=f"{plan} {name}")
 
 
 def _same_gradients(plan: Plan, case: str) -> None:
     """Every gradient of one step, before the clip."""
     one = raw_alone(CASES[case], 3, WITH)
-    with DistributedContext.build(plan) as ground:
-        several = raw(CASES[case], ground, 3, WITH)
+    with DistributedContext.build(plan) as context:
+        several = raw(CASES[case], context, 3, WITH)
         for name, weight in several.masters.local.items():
             whole = one.masters.local[name].grad
             assert whole.abs().max() > 0, name
-            assert_same(weight.grad, several.mine(name, whole), what=f"{plan} {name}")
+            assert_same(weight.grad, several.shard_of(name, whole), what=f"{plan} {name}")
 
 
 def _as_one(plan: Plan, cases: list[str], steps: int) -> None:

@@ -46,11 +46,11 @@ def _held(trial: Trial) -> dict[str, tuple[str, Tensor]]:
 
 def _write(plans: list[Plan], folder: Path) -> None:
     for plan in plans:
-        with DistributedContext.build(plan) as ground, torch.no_grad():
-            trial = Trial.start(MODEL, ground, 4)
+        with DistributedContext.build(plan) as context, torch.no_grad():
+            trial = Trial.start(MODEL, context, 4)
             shapes = trial.model.global_shapes()
             for key, (name, tensor) in _held(trial).items():
-                tensor.copy_(trial.mine(name, _of(key, shapes[name])))
+                tensor.copy_(trial.shard_of(name, _of(key, shapes[name])))
             for name, buffer in trial.model.named_buffers():
                 buffer.copy_(_of(name, buffer.shape))
             trial.optimizer.steps = STEPS
@@ -61,8 +61,8 @@ def _read(plans: list[Plan], folder: Path, others: int) -> int:
     """How many tensors were compared, with what so many of the others wrote."""
     compared = 0
     for plan in plans:
-        with DistributedContext.build(plan) as ground, torch.no_grad():
-            trial = Trial.start(MODEL, ground, 4)
+        with DistributedContext.build(plan) as context, torch.no_grad():
+            trial = Trial.start(MODEL, context, 4)
             shapes, buffers = trial.model.global_shapes(), dict(trial.model.named_buffers())
             held = _held(trial)
             after = PLANS.index(plan) + 1
@@ -72,7 +72,9 @@ def _read(plans: list[Plan], folder: Path, others: int) -> int:
                 trial.optimizer.steps = 0
                 trial.load(folder / str(wrote))
                 for key, (name, tensor) in held.items():
-                    assert torch.equal(tensor, trial.mine(name, _of(key, shapes[name]))), f"{wrote} -> {plan}: {key}"
+                    assert torch.equal(tensor, trial.shard_of(name, _of(key, shapes[name]))), (
+                        f"{wrote} -> {plan}: {key}"
+                    )
                 for name, buffer in buffers.items():
                     assert torch.equal(buffer, _of(name, buffer.shape)), f"{wrote} -> {plan}: {name}"
                 assert trial.optimizer.steps == STEPS

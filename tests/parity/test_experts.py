@@ -11,8 +11,8 @@ from colonnade.errors import PlanError
 from colonnade.model import Dropout, DropoutRates, Loss, Packed, Rows, Stream, Transformer
 from colonnade.model.moe import DispatchOptions, Routing
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.hierarchical_all_to_all import HierarchicalAllToAll, Sizes
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.hierarchical_all_to_all import ExchangeSizes, HierarchicalAllToAll
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from colonnade.train.optimizer_step import sum_expert_grads
 from tests.models import MOES, build, ragged
 from tests.worlds import assert_same, run
@@ -48,12 +48,12 @@ def _forward(
 
 
 def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
-    with DistributedContext.build(plan) as ground:
-        axes = ground.axes
+    with DistributedContext.build(plan) as context:
+        axes = context.axes
         whole, mine = build(config), build(config, axes)
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
-            assert_same(mine.get_parameter(name), share(p, layout[name], axes), what=f"initial {name}")
+            assert_same(mine.get_parameter(name), local_part(p, layout[name], axes), what=f"initial {name}")
         stream, attend, targets = ragged(config)
         expected = torch.tensor(_forward(whole, stream, attend, targets, DispatchOptions(), rates))
         plain = torch.tensor(_forward(build(config), stream, attend, targets, DispatchOptions()))
@@ -61,17 +61,17 @@ def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
         for step in _steps(plan.sh):
             found = torch.tensor(_forward(mine, stream, attend, targets, step, rates))
             assert_same(found, expected, what=f"losses, {step}")
-            sum_expert_grads(dict(mine.named_parameters()), layout, axes.grid)
+            sum_expert_grads(dict(mine.named_parameters()), layout, axes.experts)
             for name, p in mine.named_parameters():
                 assert p.grad is not None, f"{name}, {step}"
                 grad = axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
                 reference = whole.get_parameter(name).grad
                 assert reference is not None
-                assert_same(grad, share(reference, layout[name], axes), what=f"gradient of {name}, {step}")
+                assert_same(grad, local_part(reference, layout[name], axes), what=f"gradient of {name}, {step}")
         with torch.no_grad():
             logits = whole(stream, attend, Rows())
             assert_same(mine(stream, attend, Rows()), logits, what="logits")
-            if axes.serving().alike:
+            if axes.serving().cp_replicated:
                 served = build(config, axes.serving())(stream, attend, Rows())
                 assert_same(served, logits, what="logits of a model that serves")
 
@@ -113,8 +113,8 @@ def test_with_expert_dropout_too(plan: Plan) -> None:
 
 def _refusal(plan: Plan, step: DispatchOptions) -> str:
     config = MOES["gated"]
-    with DistributedContext.build(plan) as ground:
-        model, (stream, attend, targets) = build(config, ground.axes), ragged(config)
+    with DistributedContext.build(plan) as context:
+        model, (stream, attend, targets) = build(config, context.axes), ragged(config)
         with pytest.raises(PlanError) as refused:
             _forward(model, stream, attend, targets, step)
         return str(refused.value)
@@ -140,8 +140,8 @@ def test_what_a_step_cannot_be_is_refused_on_all_ranks_before_anything_is_sent(
 
 def _there_and_back(plan: Plan) -> int:
     """By one step and by two; the rows that came."""
-    with DistributedContext.build(plan) as ground:
-        grid = ground.axes.grid
+    with DistributedContext.build(plan) as context:
+        grid = context.axes.experts
         assert grid.near is not None
         table = torch.randint(0, 4, (plan.ep, plan.ep), generator=torch.Generator().manual_seed(0))
         table[1], table[:, 2] = 0, 0  # who has nothing, who gets nothing
@@ -149,12 +149,12 @@ def _there_and_back(plan: Plan) -> int:
         x_RD = torch.randn(int(send.sum()), 3, generator=torch.Generator().manual_seed(grid.all.rank))
         found: list[list[torch.Tensor]] = []
         for web in (HierarchicalAllToAll(grid.all), HierarchicalAllToAll(grid.all, grid.near, grid.far)):
-            theirs, between = web.counts(send)
-            crossing = [] if between is None else web.between(between.flatten().tolist())
-            sizes = Sizes(send.tolist(), theirs.tolist(), *crossing)
+            theirs, between = web.exchange_counts(send)
+            crossing = [] if between is None else web.intermediate_counts(between.flatten().tolist())
+            sizes = ExchangeSizes(send.tolist(), theirs.tolist(), *crossing)
             leaf = x_RD.clone().requires_grad_()
             came = web.finish(web.begin(leaf, sizes), sizes)
-            back = web.finish_back(web.begin_back(came * 2, sizes), sizes)
+            back = web.finish_return(web.begin_return(came * 2, sizes), sizes)
             back.backward(x_RD.sin())
             assert leaf.grad is not None and torch.equal(back.detach(), x_RD * 2)
             found.append([theirs, came.detach(), leaf.grad])

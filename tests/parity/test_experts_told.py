@@ -91,8 +91,8 @@ def test_a_loaded_model_is_one_built_so(
 
 
 def _on_ranks(place: Path, plan: Plan, experts: ExpertsConfig) -> torch.Tensor:
-    with DistributedContext.build(plan) as ground:
-        return colonnade.load(place, dtype="float64", ground=ground, experts=experts).logits(TOKENS)
+    with DistributedContext.build(plan) as context:
+        return colonnade.load(place, dtype="float64", context=context, experts=experts).logits(TOKENS)
 
 
 def test_on_several_ranks_too(tmp_path: Path) -> None:

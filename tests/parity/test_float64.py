@@ -62,7 +62,7 @@ MODELS: dict[str, ModelConfig] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_and_a_validation(name: str) -> None:
     it = Run.start(MODELS[name], DistributedContext.solo(), TRAIN.replace(fused_adamw=name == "gpt2"))
-    batches = [batch(made, name) for made in micro_batches(0, it.ground.axes.dp, MODELS[name])]
+    batches = [batch(made, name) for made in micro_batches(0, it.context.axes.dp, MODELS[name])]
     with Narrow() as narrow:
         it.step(0, batches)
         evaluate(it.model, batches)
@@ -80,8 +80,8 @@ def test_fine_tuning(tmp_path: Path) -> None:
     train = TRAIN.replace(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
     with (
-        DistributedContext.build(run.plan, "cpu") as ground,
-        Session(run, ground, feed=example_feed(run, examples())) as session,
+        DistributedContext.build(run.plan, "cpu") as context,
+        Session(run, context, feed=example_feed(run, examples())) as session,
     ):
         with Narrow() as narrow:
             session.step()

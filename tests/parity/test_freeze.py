@@ -96,7 +96,7 @@ def test_any_plan_freezes_the_same(
 
 def test_nothing_is_computed_or_kept_for_what_is_frozen(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, *LOWER)
-    with DistributedContext.build(run.plan, "cpu") as ground, Session(run, ground) as session:
+    with DistributedContext.build(run.plan, "cpu") as context, Session(run, context) as session:
         asked = []
         for name, parameter in session.model.named_parameters():
             if parameter.requires_grad:

@@ -17,7 +17,7 @@ from colonnade.checkpoint.open_model import find_packaged
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from tests.gguf_files import dequantised, quantisable, write_gguf
 from tests.hf import load
 from tests.parity.test_hf_parity import reference
@@ -80,7 +80,11 @@ def test_quantised_shares_are_the_shares_of_the_whole(kind: Kind, tmp_path: Path
         for rank in range(tp):
             axes = Axes(tp=Axis("tp", tp, rank))
             for name, parameter in from_gguf(path, axes).named_parameters():
-                assert torch.equal(parameter, share(whole.get_parameter(name), layout[name], axes)), (name, tp, rank)
+                assert torch.equal(parameter, local_part(whole.get_parameter(name), layout[name], axes)), (
+                    name,
+                    tp,
+                    rank,
+                )
 
 
 def test_llama31_bands_are_recognised_in_the_divisors(tmp_path: Path) -> None:

@@ -39,15 +39,15 @@ def _many_grounds() -> list[int]:
 
 
 def _train(plan: Plan) -> None:
-    with DistributedContext.build(plan) as ground:
+    with DistributedContext.build(plan) as context:
         assert _groups() > 1
         for case in ("gpt2", "llama"):
-            _one_step(case, ground)
+            _one_step(case, context)
 
 
-def _one_step(case: str, ground: DistributedContext) -> None:
+def _one_step(case: str, context: DistributedContext) -> None:
     """In a function of its own, so that nothing but cycles holds the model when the ground ends."""
-    Run.start(CASES[case], ground).go(0, 1)
+    Run.start(CASES[case], context).go(0, 1)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -56,8 +56,8 @@ def test_nothing_is_left_behind() -> None:
 
 
 def _fail() -> None:
-    with DistributedContext.build(Plan(tp=2)) as ground:
-        ground.axes.tp.sum_(torch.ones(1))
+    with DistributedContext.build(Plan(tp=2)) as context:
+        context.axes.tp.sum_(torch.ones(1))
         raise ValueError("here")
 
 
@@ -66,8 +66,8 @@ def _fails() -> None:
     with pytest.raises(ValueError, match="here"):
         _fail()
     assert _groups() > 1, "they end with the default group"
-    with DistributedContext.build(Plan(dp=2)) as ground:
-        assert ground.axes.dp.sum_(torch.ones(1)).item() == 2
+    with DistributedContext.build(Plan(dp=2)) as context:
+        assert context.axes.dp.sum_(torch.ones(1)).item() == 2
 
 
 def test_a_failure_waits_for_nobody() -> None:

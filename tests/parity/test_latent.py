@@ -25,11 +25,11 @@ NAMES = ["latent", "latent_yarn_biased"]
 def _serve(name: str, tp: int) -> None:
     """Prompts, chunks of prompts and single tokens of two requests, against both at once and nothing cached."""
     config = CONFIGS[name]
-    with DistributedContext.build(Plan(tp=tp)) as ground:
-        model, whole = build(config, ground.axes), build(config)
+    with DistributedContext.build(Plan(tp=tp)) as context:
+        model, whole = build(config, context.axes), build(config)
         generator = torch.Generator().manual_seed(0)
         texts = [torch.randint(config.vocab_size, (n,), generator=generator) for n in (11, 9)]
-        cache = KVCache(config, ground.axes, pages=9, page_tokens=3, dtype=torch.float64)
+        cache = KVCache(config, context.axes, pages=9, page_tokens=3, dtype=torch.float64)
         pages = [[8, 2, 5, 0], [1, 7, 3, 4]]
         with torch.no_grad():
             expected = [whole(Stream(t, torch.arange(len(t))), Packed.of([len(t)]), Rows()) for t in texts]
@@ -59,10 +59,10 @@ def test_a_token_costs_one_vector_a_layer() -> None:
 def _ring(name: str, lengths: list[int]) -> None:
     """One layer on three ranks that share the tokens; weights' gradients are sums over them."""
     config, on = CONFIGS[name], {"device": torch.device("cpu"), "dtype": torch.float64}
-    with DistributedContext.build(Plan(cp=3)) as ground:
-        cp, T = ground.axes.cp, sum(lengths)
+    with DistributedContext.build(Plan(cp=3)) as context:
+        cp, T = context.axes.cp, sum(lengths)
         draw = torch.Generator().manual_seed(1)
-        whole, mine = LatentAttention(config, ground.axes, **on), LatentAttention(config, ground.axes, **on)
+        whole, mine = LatentAttention(config, context.axes, **on), LatentAttention(config, context.axes, **on)
         with torch.no_grad():
             for p, q in zip(whole.parameters(), mine.parameters(), strict=True):
                 q.copy_(p.normal_(generator=draw))

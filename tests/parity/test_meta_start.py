@@ -30,13 +30,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def _peak(run: RunConfig, checked: bool) -> float:
     """The most memory that is in use while a session begins, in whole models; its weights are those of one process."""
-    with DistributedContext.build(run.plan, "cpu") as ground:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, Session(run, ground) as session:
+    with DistributedContext.build(run.plan, "cpu") as context:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, Session(run, context) as session:
             pass
         if checked:
             whole = dict(initialise(Transformer(run.model), run.train.seed).named_parameters())
             for name, shard in session.masters.local.items():
-                start, stop = ground.shard.part(len(whole[name]))
+                start, stop = context.shard.part(len(whole[name]))
                 assert torch.equal(shard, whole[name][start:stop]), name
     assert seen.profiler is not None and seen.profiler.kineto_results is not None
     mapped = {path.stat().st_size for path in run.runs.rglob("*.safetensors")}  # counted, and no memory of the process

@@ -23,7 +23,7 @@ from colonnade.model.moe import DispatchOptions, LayerRouting, MixtureOfExperts,
 from colonnade.model.moe.router import uses_noise
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, Experts, layout_of, share
+from colonnade.parallel.layout import PARTIAL, Experts, layout_of, local_part
 from colonnade.train.optimizer_step import gradient_norm, sum_expert_grads
 from tests.routers import KINDS, TOKENS, WIDTH, config_of, moe_of, tokens
 from tests.worlds import assert_same, run
@@ -114,7 +114,7 @@ def layer_of(router: str, drop: str, axes: Axes, dtype: torch.dtype) -> MixtureO
             if name.endswith(("bias", "bias_E")):
                 shape = shapes[f"blocks.0.ffn.{name}"]
                 whole = torch.linspace(-0.2, 0.3, shape.numel(), dtype=p.dtype).view(shape)
-                p.copy_(share(whole, layout.get(name, PARTIAL), axes))
+                p.copy_(local_part(whole, layout.get(name, PARTIAL), axes))
     return layer
 
 
@@ -160,11 +160,11 @@ def alone(router: str, drop: str, dtype: torch.dtype, patch: pytest.MonkeyPatch)
     return through(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), DispatchOptions())
 
 
-def _norm(layer: MixtureOfExperts, ground: DistributedContext, gradients: dict[str, Tensor]) -> Tensor:
+def _norm(layer: MixtureOfExperts, context: DistributedContext, gradients: dict[str, Tensor]) -> Tensor:
     """As a run has it, where FSDP cuts what is no expert."""
     layout, weights = layout_of(layer), {}
     for name, gradient in gradients.items():
-        rows = slice(None) if isinstance(layout[name], Experts) else slice(*ground.shard.part(len(gradient)))
+        rows = slice(None) if isinstance(layout[name], Experts) else slice(*context.shard.part(len(gradient)))
         weights[name] = torch.empty_like(gradient[rows])
         weights[name].grad = gradient[rows]
     return gradient_norm(weights, layout, layer.axes, world_axis())
@@ -173,8 +173,8 @@ def _norm(layer: MixtureOfExperts, ground: DistributedContext, gradients: dict[s
 def check(plan: Plan, cases: Sequence[Case]) -> None:
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(plan.dp))
     wholes: dict[tuple[Any, ...], Found] = {}
-    with DistributedContext.build(plan) as ground, pytest.MonkeyPatch.context() as patch:
-        axes = ground.axes
+    with DistributedContext.build(plan) as context, pytest.MonkeyPatch.context() as patch:
+        axes = context.axes
         mine = order.split(SIZES[plan.dp])[axes.dp.rank]
         for case in cases:
             dtype, said = COMPUTES[case.compute], str(case)
@@ -189,20 +189,20 @@ def check(plan: Plan, cases: Sequence[Case]) -> None:
             same(found.y, whole.y[here], what=f"{said}: y")
             same(found.x, whole.x[here], what=f"{said}: gradient of x")
             same(found.losses, whole.losses, what=f"{said}: losses")
-            assert torch.equal(axes.grid.tokens.sum_(found.load), whole.load), f"{said}: load"
-            assert torch.equal(axes.grid.tokens.sum_(found.dropped), whole.dropped), f"{said}: dropped"
+            assert torch.equal(axes.experts.tokens.sum_(found.load), whole.load), f"{said}: load"
+            assert torch.equal(axes.experts.tokens.sum_(found.dropped), whole.dropped), f"{said}: dropped"
             layout = layout_of(layer)
-            sum_expert_grads(dict(layer.named_parameters()), layout, axes.grid)
+            sum_expert_grads(dict(layer.named_parameters()), layout, axes.experts)
             gradients: dict[str, Tensor] = {}
             for name, p in layer.named_parameters():
                 gradient = found.gradients[name] if p.grad is None else p.grad
                 if not isinstance(layout[name], Experts):
                     gradient = axes.batch.sum_(axes.tp.sum_(gradient) if layout[name] is PARTIAL else gradient)
-                reference = share(whole.gradients[name], layout[name], axes)
+                reference = local_part(whole.gradients[name], layout[name], axes)
                 same(gradient, reference, what=f"{said}: gradient of {name}")
                 gradients[name] = gradient
             norm = torch.stack([g.double().square().sum() for g in whole.gradients.values()]).sum().sqrt()
-            same(_norm(layer, ground, gradients).double(), norm, what=f"{said}: norm")
+            same(_norm(layer, context, gradients).double(), norm, what=f"{said}: norm")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

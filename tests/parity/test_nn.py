@@ -27,7 +27,7 @@ from colonnade.nn import (
     reduce_gradients,
 )
 from colonnade.parallel.launch import launch
-from colonnade.parallel.layout import WHOLE, placements, share
+from colonnade.parallel.layout import WHOLE, local_part, placements
 from tests.worlds import assert_same, run
 
 pytestmark = pytest.mark.xdist_group("worlds")
@@ -98,7 +98,7 @@ def _check_training(plan: Plan, moe: MoeConfig) -> None:
         assert_same(torch.tensor(found), torch.tensor(expected), what=f"losses and norms of {plan}")
         table = placements(Block(axes, moe))
         for name, p in mine.items():
-            assert_same(p, share(whole[name], table.get(name, WHOLE), axes), what=name)
+            assert_same(p, local_part(whole[name], table.get(name, WHOLE), axes), what=name)
 
 
 @pytest.mark.parametrize(

@@ -122,21 +122,21 @@ def _double(x: Any) -> Tensor:
 
 def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expected) -> None:
     steps, validation, tensors = wanted
-    with DistributedContext.build(plan) as ground:
-        it = Run.start(config, ground, train)
+    with DistributedContext.build(plan) as context:
+        it = Run.start(config, context, train)
         for number, (mine, theirs) in enumerate(zip(it.go(0, STEPS), steps, strict=True)):
             assert_same(_double(mine), _double(theirs), what=f"loss and norm of step {number}")
-        batches = micro_batches(STEPS, ground.axes.dp, config)
+        batches = micro_batches(STEPS, context.axes.dp, config)
         found = evaluate(it.model, batches, it.step.pipeline)
         assert_same(found, _double(validation), what="validation")
         for name, weight in it.masters.local.items():
-            assert_same(weight, it.mine(name, tensors[name]), what=name)
+            assert_same(weight, it.shard_of(name, tensors[name]), what=name)
         for name, buffer in it.model.named_buffers():
             assert_same(buffer, tensors[name], 1e-14, what=name)
         for key, moment in it.optimizer.state.items():
             # In units of the largest of its kind, so that small gradients are held to 1e-10 of the large ones.
             unit = max(x.abs().max() for name, x in tensors.items() if name.startswith(key.partition("/")[0]))
-            assert_same(moment / unit, it.mine(key.partition("/")[2], tensors[key]) / unit, what=key)
+            assert_same(moment / unit, it.shard_of(key.partition("/")[2], tensors[key]) / unit, what=key)
 
 
 @pytest.mark.parametrize(

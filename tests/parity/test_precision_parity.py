@@ -12,7 +12,7 @@ from colonnade.model.linear import enable_float8
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.optimizer import AdamW
 from colonnade.train.optimizer_offload import OffloadedAdamW
@@ -49,13 +49,13 @@ def _backward(config: ModelConfig, axes: Axes, kind: RecomputeKind):
 
 
 def _recomputed(plan: Plan) -> None:
-    with DistributedContext.build(plan) as ground:
+    with DistributedContext.build(plan) as context:
         for case in ("gpt2", "qwen3_window_tied"):
             config = CONFIGS[case]
-            grads, forward, backward = _backward(config, ground.axes, "none")
+            grads, forward, backward = _backward(config, context.axes, "none")
             assert forward > backward > 0
             for kind in RECOMPUTE_KINDS[1:]:
-                again, same, behind = _backward(config, ground.axes, kind)
+                again, same, behind = _backward(config, context.axes, kind)
                 assert same == forward
                 # Of a block's two entries and two exits all but the last exit come again: nothing waits for that one.
                 entries = 4 if plan.sequence_parallel else 2
@@ -71,9 +71,9 @@ def test_recomputation_repeats_no_collective_it_need_not(plan: Plan) -> None:
 
 def _trained(plan: Plan) -> None:
     """Recomputation beside FSDP and tensor parallelism, offloaded moments: the same run to the bit."""
-    with DistributedContext.build(plan) as ground:
+    with DistributedContext.build(plan) as context:
         for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
-            plain, other = (Run.start(CASES[case], ground) for _ in range(2))
+            plain, other = (Run.start(CASES[case], context) for _ in range(2))
             set_recompute(other.model.blocks, kinds)
             other.optimizer = other.step.optimizer_step.optimizer = OffloadedAdamW(
                 other.masters.local, TRAIN, bucket_bytes=1 << 13
@@ -94,16 +94,16 @@ def test_recomputed_and_offloaded_training_is_the_same_to_the_bit(plan: Plan) ->
 
 def _viewed(plan: Plan) -> None:
     """The storage view of a moment in host memory is that of one on the device."""
-    with DistributedContext.build(plan) as ground:
-        it = Run.start(CASES["gpt2"], ground)
+    with DistributedContext.build(plan) as context:
+        it = Run.start(CASES["gpt2"], context)
         it.go(0, 1)
         layout, whole = layout_of(it.model), it.model.global_shapes()
         views = []
         for key, moment in it.optimizer.state.items():
             name = key.partition("/")[2]
-            view = storage_view(moment, layout[name], whole[name], ground, sharded=True)
+            view = storage_view(moment, layout[name], whole[name], context, sharded=True)
             host = type(view).from_local(
-                moment, ground.host_storage_mesh, view.placements, run_check=False,
+                moment, context.host_storage_mesh, view.placements, run_check=False,
                 shape=whole[name], stride=view.stride(),
             )  # fmt: skip
             assert host.to_local().data_ptr() == moment.data_ptr() or not moment.numel()
@@ -122,9 +122,9 @@ WIDE = ModelConfig(vocab_size=67, layers=2, width=32, heads=4, kv_heads=4, head_
 
 def _in_float8(plan: Plan, scaling: str) -> float:
     """The largest relative difference of a gradient from one process's, in float32 around float8."""
-    with DistributedContext.build(plan) as ground:
+    with DistributedContext.build(plan) as context:
         found = {}
-        for where, axes in (("one", SOLO_AXES), ("several", ground.axes)):
+        for where, axes in (("one", SOLO_AXES), ("several", context.axes)):
             model = build(WIDE, axes, dtype=torch.float32)
             enable_float8(model.blocks, scaling)
             stream, attend, targets = ragged(WIDE, [7, 1, 13, 11])
@@ -135,7 +135,7 @@ def _in_float8(plan: Plan, scaling: str) -> float:
         layout = layout_of(model)
         errors = []
         for name, grad in found["several"][1].items():
-            whole = share(found["one"][1][name], layout[name], ground.axes)
+            whole = local_part(found["one"][1][name], layout[name], context.axes)
             errors.append(float((grad - whole).norm() / whole.norm()))
         return max(errors)
 
@@ -149,16 +149,16 @@ def test_float8_hardly_depends_on_the_layout(scaling: str) -> None:
 
 def _skips(plan: Plan) -> tuple[list[float], list[float]]:
     t = TrainConfig(steps=20, warmup=2, lr=3e-3, dtype="float16", loss_scale=2.0**24, loss_scale_steps=3)
-    with DistributedContext.build(plan) as ground:
-        model = initialise(Transformer(WIDE, ground.axes), 7)
-        held = masters(model, ground, torch.float16)
-        scaler = LossScaler(t, ground.device)
+    with DistributedContext.build(plan) as context:
+        model = initialise(Transformer(WIDE, context.axes), 7)
+        held = masters(model, context, torch.float16)
+        scaler = LossScaler(t, context.device)
         step = TrainStep(model, held, AdamW(held.local, t), t, world_axis(), scaler=scaler)
         scales, losses = [], []
         for number in range(12):
-            out = step(number, micro_batches(number % 2, ground.axes.dp, WIDE))
+            out = step(number, micro_batches(number % 2, context.axes.dp, WIDE))
             scales.append(float(out.loss_scale))
-            losses.append(float(ground.axes.dp.sum_(out.loss_sum) / out.count))
+            losses.append(float(context.axes.dp.sum_(out.loss_sum) / out.count))
         return scales, losses
 
 

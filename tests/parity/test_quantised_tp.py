@@ -23,13 +23,13 @@ UNEVEN = CONFIG.replace(ffn_width=37)
 
 def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], dict[str, Tensor]]:
     """(logits, greedy tokens, the values of a layer cut by columns)."""
-    with DistributedContext.build(Plan(tp=world)) as ground:
-        model = api.load(folder, dtype="float64", ground=ground, weights=weights, weight_group=32)
+    with DistributedContext.build(Plan(tp=world)) as context:
+        model = api.load(folder, dtype="float64", context=context, weights=weights, weight_group=32)
         logits = model.logits(torch.arange(20))
         engine = Engine(model.transformer, tiny.tokenizer(), ServeConfig(pages=8, weights=weights))
         down = model.transformer.get_submodule("blocks.1.ffn.down").quantised
         values = {"values": down.values.view(torch.uint8), "scales": down.scales}
-        if ground.rank:
+        if context.rank:
             engine.follow()
             return logits, [], values
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -75,15 +75,15 @@ MIXTURES = {
 
 def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[tuple[int, ...]], dict[str, Tensor]]:
     """(logits, greedy tokens, the values of a layer's experts on this rank, by (expert, output, input))."""
-    with DistributedContext.build(plan) as ground:
-        model = api.load(folder, dtype="float64", ground=ground, weights=weights, weight_group=32)
+    with DistributedContext.build(plan) as context:
+        model = api.load(folder, dtype="float64", context=context, weights=weights, weight_group=32)
         logits = model.logits(torch.arange(20))
         limits = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3, weights=weights)
         engine = Engine(model.transformer, tiny.tokenizer(), limits)
         made = model.transformer.get_submodule("blocks.2.ffn.experts").quantised
         bits = {part: stack.values.view(torch.uint8) for part, stack in made.items()}
         bits |= {f"{part} scales": stack.scales for part, stack in made.items()}
-        if ground.rank:
+        if context.rank:
             engine.follow()
             return logits, [], bits
         greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

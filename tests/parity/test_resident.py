@@ -142,8 +142,8 @@ def test_load(format: api.Format, number: int, tmp_path: Path) -> None:
 
 
 def _on_ranks(place: Path, plan: Plan) -> torch.Tensor:
-    with DistributedContext.build(plan) as ground:
-        it = colonnade.load(place, dtype="float64", ground=ground, experts=ExpertsConfig(resident=2, active=3))
+    with DistributedContext.build(plan) as context:
+        it = colonnade.load(place, dtype="float64", context=context, experts=ExpertsConfig(resident=2, active=3))
         return torch.stack([it.logits([3, 1, 2, 9]) for _ in range(3)])
 
 

@@ -17,7 +17,7 @@ from colonnade.data import Corpus
 from colonnade.model.moe import Routing, TokenGroups
 from colonnade.model.moe.capacity import apply_capacity, capacity
 from colonnade.model.moe.losses import balance_losses, expert_load
-from colonnade.parallel.axis import Axes, Axis, Grid, world_axis
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes, world_axis
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.trackers import read_rows
@@ -52,7 +52,7 @@ def shuffled_noise(moe: MoeConfig, index_T: Tensor):
 def forward_and_backward(moe: MoeConfig, over: Axis, mine: Tensor) -> dict[str, Tensor]:
     """What a rank with the tokens ``mine`` computes, its weights' gradients summed over the ranks."""
     x_TD, tokens_T, index_T, units = tokens()
-    router = router_of(moe, Axes(grid=Grid(tokens=over)))
+    router = router_of(moe, Axes(experts=ExpertAxes(tokens=over)))
     x_tD, index_t, units_t = x_TD[mine].requires_grad_(), index_T[mine], units.rows(mine)
     choice, logits_tE = router(
         x_tD, tokens_T[mine], index_t, shuffled_noise(moe, index_t), training=True, token_groups=units_t

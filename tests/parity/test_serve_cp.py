@@ -71,8 +71,8 @@ def test_eight_bits_are_the_same_on_all_ranks(cache: str, plan: dict[str, int]) 
 
 def _logits(cp: int, name: str, kind: CacheFormat) -> list[torch.Tensor]:
     """Of three steps: two prompts, chunks of both, and what decodes beside a chunk."""
-    with DistributedContext.build(Plan(cp=cp)) as ground:
-        model = tiny.model(ground.axes.serving(), **MODELS[name])
+    with DistributedContext.build(Plan(cp=cp)) as context:
+        model = tiny.model(context.axes.serving(), **MODELS[name])
         cache = KVCache(model.config, model.axes, pages=16 // cp + 1, page_tokens=3, dtype=torch.float64, kind=kind)
         held, found = CacheShard.of(model, cache), []
         for spans in ([(0, 7), (0, 4)], [(7, 13), (4, 9)], [(13, 14), (9, 20)]):
@@ -130,7 +130,7 @@ def test_together_with_other_axes(name: str, plan: dict[str, int]) -> None:
     [
         (Axes(cp=Axis("cp", 2)), r"a model that serves over cp=2 must be built with ground.axes.serving\(\)"),
         (
-            Axes(cp=Axis("cp", 2), tp=Axis("tp", 2), sequence_parallel=True, alike=True),
+            Axes(cp=Axis("cp", 2), tp=Axis("tp", 2), sequence_parallel=True, cp_replicated=True),
             r"ranks that share a cache \(cp=2\) all have all tokens; leave sequence_parallel off",
         ),
         (Axes(dp=Axis("dp", 2)), r"not over dp=2; use dp=1, and one server for each replica"),
@@ -153,11 +153,11 @@ def test_it_is_attention_to_all_keys(cp: int) -> None:
 
 
 def _loaded(folder: str) -> list[int] | None:
-    with DistributedContext.build(Plan(cp=2)) as ground:
-        model = api.load(folder, ground=ground, dtype="float64")
-        assert torch.equal(model.logits([1, 2, 3])[-1], model.ground.axes.cp.firsts_(model.logits([1, 2, 3])[-1]))
+    with DistributedContext.build(Plan(cp=2)) as context:
+        model = api.load(folder, context=context, dtype="float64")
+        assert torch.equal(model.logits([1, 2, 3])[-1], model.context.axes.cp.from_rank_0_(model.logits([1, 2, 3])[-1]))
         engine = api.Engine(model, LIMITS)
-        if ground.rank:
+        if context.rank:
             engine.follow()
             return None
         (answer,) = engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True))

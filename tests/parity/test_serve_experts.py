@@ -40,9 +40,9 @@ def test_greedy_is_the_reference_forward(name: str, plan: dict[str, int], ahead:
 
 def _exchanged(plan: dict[str, int]) -> int:
     """What travels between experts in a forward pass of a serving model, told by its layers; the least of all."""
-    with DistributedContext.build(Plan(**plan)) as ground:
-        axes = ground.axes.serving()
-        assert axes.alike
+    with DistributedContext.build(Plan(**plan)) as context:
+        axes = context.axes.serving()
+        assert axes.cp_replicated
         told: list[int] = []
         model = tiny.model(axes, **MODELS["experts"])
         for block in model.blocks:
@@ -76,8 +76,8 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
 
         return fetch
 
-    with DistributedContext.build(Plan(**plan)) as ground, torch.no_grad():
-        model = tiny.model(ground.axes.serving(), **MODELS[name])
+    with DistributedContext.build(Plan(**plan)) as context, torch.no_grad():
+        model = tiny.model(context.axes.serving(), **MODELS[name])
         wanted = tiny.logits(model, [5, 2, 7])
         key = "few_experts", "cpu", torch.float64, "auto"
         CHOSEN[key] = counted

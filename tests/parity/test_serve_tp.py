@@ -20,11 +20,11 @@ WILD = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=
 
 
 def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[int, ...]]:
-    with DistributedContext.build(Plan(tp=world, **(grid or {}))) as ground:
+    with DistributedContext.build(Plan(tp=world, **(grid or {}))) as context:
         # One process waits for each step's tokens, several run ahead of them, in steps of fixed shape.
         limits = LIMITS.replace(run_ahead=world > 1, fixed_steps=world > 1)
-        engine = Engine(tiny.model(ground.axes, **changes), tiny.tokenizer(), limits)
-        if ground.rank:
+        engine = Engine(tiny.model(context.axes, **changes), tiny.tokenizer(), limits)
+        if context.rank:
             engine.follow()
             return []
         engine.heartbeat()
@@ -80,11 +80,11 @@ def test_so_do_their_experts(grid: dict) -> None:
 
 def _idle(beats: int) -> int:
     """Rank 0 waits as an idle server does; rank 1 counts what it hears meanwhile."""
-    with DistributedContext.build(Plan(tp=2)) as ground:
-        engine = Engine(tiny.model(ground.axes), tiny.tokenizer(), LIMITS)
-        if ground.rank:
+    with DistributedContext.build(Plan(tp=2)) as context:
+        engine = Engine(tiny.model(context.axes), tiny.tokenizer(), LIMITS)
+        if context.rank:
             heard = 0
-            while (message := model_inputs.receive_work(ground.axes.tp)) != (model_inputs.STOP, None):
+            while (message := model_inputs.receive_work(context.axes.tp)) != (model_inputs.STOP, None):
                 assert message == (model_inputs.IDLE, None)
                 heard += 1
             return heard

@@ -14,7 +14,7 @@ from colonnade.checkpoint.open_model import find_packaged
 from colonnade.config.presets import preset
 from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.parallel.axis import Axes, Axis
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from tests.gguf_files import NAMES, interleave, speech
 
 DOCUMENTS, LENGTH = 2, 400
@@ -85,7 +85,7 @@ def test_each_of_three_ranks_gets_its_share(file: GGUFFile, ours: Transformer) -
     model = Transformer(file.config, Axes(tp=axis))
     file.load_weights(model)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, share(ours.get_parameter(name), layout[name], Axes(tp=axis))), name
+        assert torch.equal(parameter, local_part(ours.get_parameter(name), layout[name], Axes(tp=axis))), name
 
 
 def test_the_capital_of_france_is_paris(file: GGUFFile, ours: Transformer) -> None:

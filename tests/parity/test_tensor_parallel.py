@@ -7,18 +7,18 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.errors import PlanError
 from colonnade.model import Loss, Packed, Rows, Stream
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from tests.models import CONFIGS, THREE_KV_HEADS, build, pairwise, ragged
 from tests.worlds import assert_same, run
 
 
 def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> None:
-    with DistributedContext.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
-        tp = ground.axes.tp
-        whole, mine = build(config), build(config, ground.axes)
+    with DistributedContext.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as context:
+        tp = context.axes.tp
+        whole, mine = build(config), build(config, context.axes)
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
-            assert_same(mine.get_parameter(name), share(p, layout[name], ground.axes), what=f"initial {name}")
+            assert_same(mine.get_parameter(name), local_part(p, layout[name], context.axes), what=f"initial {name}")
         stream, attend, targets = ragged(config)
         for smoothing in (0.0, 0.1):
             for model in (whole, mine):
@@ -31,7 +31,9 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> 
             for name, p in mine.named_parameters():
                 grad = tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
                 assert_same(
-                    grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=f"gradient of {name}"
+                    grad,
+                    local_part(whole.get_parameter(name).grad, layout[name], context.axes),
+                    what=f"gradient of {name}",
                 )
         with torch.no_grad():
             assert_same(mine(stream, attend, Rows()), whole(stream, attend, Rows()), what="logits")
@@ -61,16 +63,16 @@ def test_fewer_tokens_than_ranks() -> None:
 
 def _few(lengths: list[int]) -> None:
     config = CONFIGS["gpt2"]
-    with DistributedContext.build(Plan(tp=4, sequence_parallel=True)) as ground:
-        whole, mine = build(config), build(config, ground.axes)
+    with DistributedContext.build(Plan(tp=4, sequence_parallel=True)) as context:
+        whole, mine = build(config), build(config, context.axes)
         stream, attend, targets = ragged(config, lengths)
         targets = targets.clamp(min=0)
         for model in (whole, mine):
             model(stream, attend, Loss(targets))[0].backward()
         layout = layout_of(mine)
         for name, p in mine.named_parameters():
-            grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
-            assert_same(grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
+            grad = context.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
+            assert_same(grad, local_part(whole.get_parameter(name).grad, layout[name], context.axes), what=name)
 
 
 @pytest.mark.xdist_group("worlds")
@@ -86,14 +88,14 @@ def test_kv_heads_must_divide() -> None:
 def _logits_gradient() -> None:
     """Rows' own gradient, which distillation will use: every rank differentiates the same joined logits."""
     config = CONFIGS["llama"]
-    with DistributedContext.build(Plan(tp=2)) as ground:
-        whole, mine = build(config), build(config, ground.axes)
+    with DistributedContext.build(Plan(tp=2)) as context:
+        whole, mine = build(config), build(config, context.axes)
         stream, attend, _ = ragged(config)
         for model in (whole, mine):
             model(stream, attend, Rows(torch.tensor([3, 5]))).pow(2).sum().backward()
         layout = layout_of(mine)
         for name, p in mine.named_parameters():
-            assert_same(p.grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
+            assert_same(p.grad, local_part(whole.get_parameter(name).grad, layout[name], context.axes), what=name)
 
 
 @pytest.mark.xdist_group("worlds")

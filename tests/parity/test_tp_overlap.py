@@ -1,7 +1,8 @@
 """plan.tp_overlap computes what sequence parallelism does, in float64 over gloo.
 
-The copies' protocol runs too: rooms that all processes see are files mapped into each, and a barrier is gloo's. There
-are no streams on a CPU, but the processes do run at the same time, and whoever leaves a slot too late loses his rows.
+The copy engine's protocol runs too: symmetric buffers are files mapped into each process, and a barrier is gloo's.
+There are no streams on a CPU, but the processes run concurrently, and a rank that reads a slot too late gets wrong
+rows.
 """
 
 import contextlib
@@ -18,31 +19,30 @@ from torch import Tensor
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.copy_engine import CopyEngines, Room
-from colonnade.parallel.overlapped_matmul import Mover, Plain
+from colonnade.parallel.overlapped_matmul import CollectiveTransfer, CopyEngineTransfer, RowTransfer, SymmetricBuffer
 from tests.overlapped import GPT2, LLAMA, gradients, laid
 from tests.worlds import assert_same, run
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
-class Late(Plain):
+class Late(CollectiveTransfer):
     """Rows that nobody announced are not numbers."""
 
-    def arriving(self, x_tD: Tensor, x_TD: Tensor) -> Iterator[int]:
+    def gather_chunks(self, x_tD: Tensor, x_TD: Tensor) -> Iterator[int]:
         came = torch.empty_like(x_TD)
-        for r in super().arriving(x_tD, came):
+        for r in super().gather_chunks(x_tD, came):
             if r == self.axis.rank:
                 x_TD.fill_(torch.nan)
             x_TD.chunk(self.axis.size)[r].copy_(came.chunk(self.axis.size)[r])
             yield r
 
 
-class MappedRoom(Room):
+class MappedBuffer(SymmetricBuffer):
     """Of processes' mapped files."""
 
     def __init__(self, axis: Axis, slot_bytes: int, folder: Path):
-        self.slot_bytes, self._turn = slot_bytes, 0
+        self.slot_bytes, self._slot = slot_bytes, 0
         self._files = [
             torch.from_file(str(folder / f"{slot_bytes} {r}"), shared=True, size=2 * slot_bytes, dtype=torch.uint8)
             for r in range(axis.size)
@@ -53,7 +53,7 @@ class MappedRoom(Room):
     def get_buffer(self, r: int, shape: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor:
         """As torch's handles give them."""
         first, size = storage_offset * dtype.itemsize, math.prod(shape) * dtype.itemsize
-        assert first // self.slot_bytes == (first + size - 1) // self.slot_bytes == self._turn, "within the slot"
+        assert first // self.slot_bytes == (first + size - 1) // self.slot_bytes == self._slot, "within the slot"
         return self._files[r][first : first + size].view(dtype).view(shape)
 
     def barrier(self) -> None:
@@ -61,15 +61,15 @@ class MappedRoom(Room):
         dist.barrier()
 
 
-class Mapped(CopyEngines):
+class Mapped(CopyEngineTransfer):
     """Copies between mapped files."""
 
     def __init__(self, axis: Axis, folder: Path):
         self.axis, self._stream, self._folder = axis, mock.MagicMock(), folder
-        self._rooms, self._now, self._sent = [], None, []
+        self._buffers, self._buffer, self._in_flight = [], None, []
 
-    def _room(self, slot_bytes: int) -> Room:
-        return MappedRoom(self.axis, slot_bytes, self._folder)
+    def _allocate(self, slot_bytes: int) -> SymmetricBuffer:
+        return MappedBuffer(self.axis, slot_bytes, self._folder)
 
 
 def compare(
@@ -80,25 +80,25 @@ def compare(
 ) -> int:
     streams = {"current_stream": mock.MagicMock(), "stream": lambda _: contextlib.nullcontext()}
     compared = 0
-    with laid("cpu") as ground, contextlib.ExitStack() as stack:
-        assert type(ground.axes.mover) is Plain
-        mover: Mover = Late(ground.axes.tp)
+    with laid("cpu") as context, contextlib.ExitStack() as stack:
+        assert type(context.axes.row_transfer) is CollectiveTransfer
+        transfer: RowTransfer = Late(context.axes.tp)
         if folder is not None:
-            mover = Mapped(ground.axes.tp, folder)
+            transfer = Mapped(context.axes.tp, folder)
             stack.enter_context(mock.patch.multiple(torch.cuda, **streams))
             stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         for config in configs:
-            exact = gradients(ground, config, torch.float64, None)
-            found = gradients(ground, config, torch.float64, mover, compiled=compiled, recompute_summary=recomputed)
+            exact = gradients(context, config, torch.float64, None)
+            found = gradients(context, config, torch.float64, transfer, compiled=compiled, recompute_summary=recomputed)
             assert found.keys() == exact.keys()
             for name, value in exact.items():
                 assert_same(found[name], value, what=name)
             compared += len(exact)
-    if isinstance(mover, Mapped):
-        (room,) = mover._rooms
+    if isinstance(transfer, Mapped):
+        (buffer,) = transfer._buffers
         # One when it was made, one at the second beginning, and one each for a sum and a gather of both parts of a
         # block, forward and backward.
-        assert room.barriers == 2 + 8 * sum(config.layers for config in configs)  # type: ignore[attr-defined]
+        assert buffer.barriers == 2 + 8 * sum(config.layers for config in configs)  # type: ignore[attr-defined]
     return compared
 
 
@@ -119,11 +119,11 @@ def test_blocks_may_be_computed_again() -> None:
 
 def _uneven() -> float:
     """The largest difference where the ranks have unequal rows, and no products of parts."""
-    with laid("cpu") as ground:
-        mover = mock.MagicMock(spec=Plain)
-        exact, found = (gradients(ground, GPT2, torch.float64, m, size=(15, 3)) for m in (None, mover))
-        mover.begin.assert_called_once()
-        mover.arriving.assert_not_called()
+    with laid("cpu") as context:
+        transfer = mock.MagicMock(spec=CollectiveTransfer)
+        exact, found = (gradients(context, GPT2, torch.float64, m, size=(15, 3)) for m in (None, transfer))
+        transfer.reset.assert_called_once()
+        transfer.gather_chunks.assert_not_called()
         return max(float((found[name] - x).abs().max()) for name, x in exact.items())
 
 

@@ -33,26 +33,26 @@ def label(plan: Plan) -> str:
 
 
 def _save(plan: Plan, root: Path) -> dict[str, list[tuple[float, float]]]:
-    with DistributedContext.build(plan) as ground:
+    with DistributedContext.build(plan) as context:
         found = {}
         for case, config in CASES.items():
-            it = Run.start(config, ground)
+            it = Run.start(config, context)
             it.go(0, 2)
             meta = native.Meta(model=config, step=2)
             folder = root / case / label(plan)
-            native.save(folder, it.model, meta, ground, masters=it.masters, optimizer=it.optimizer)
+            native.save(folder, it.model, meta, context, masters=it.masters, optimizer=it.optimizer)
             found[case] = it.go(2, 4)
         return found
 
 
 def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float, float]]]]) -> int:
-    with DistributedContext.build(plan) as ground:
+    with DistributedContext.build(plan) as context:
         pairs = 0
         for number, (saved, cases) in enumerate(expected.items()):
             # Each pair of plans moves one of the families, in turn, so that every plan meets all of them.
             case = list(CASES)[(number + PLANS.index(plan)) % len(CASES)]
-            it = Run.start(CASES[case], ground, seed=99)
-            meta = native.load(root / case / saved, it.model, ground, masters=it.masters, optimizer=it.optimizer)
+            it = Run.start(CASES[case], context, seed=99)
+            meta = native.load(root / case / saved, it.model, context, masters=it.masters, optimizer=it.optimizer)
             assert meta.step == it.optimizer.steps == 2
             for got, want in zip(it.go(2, 4), cases[case], strict=True):
                 if saved == label(plan):
@@ -87,16 +87,16 @@ def test_every_plan_loads_every_checkpoint(plans: list[Plan], tmp_path: Path) ->
 def _weights_alone(root: Path) -> None:
     """Two ranks save; each rank then loads alone, without the group, and both load tensor-parallel, cast to float32."""
     plan, config = Plan(tp=2), CASES["gpt2"]
-    with DistributedContext.build(plan) as ground:
-        it = Run.start(config, ground)
-        native.save(root / "step-0", it.model, native.Meta(model=config), ground, masters=it.masters)
+    with DistributedContext.build(plan) as context:
+        it = Run.start(config, context)
+        native.save(root / "step-0", it.model, native.Meta(model=config), context, masters=it.masters)
         alone = Transformer(config, dtype=torch.float64)
         native.load(root / "step-0", alone, DistributedContext.solo())
         one = Run.start(config, DistributedContext.solo())
         for (name, got), want in zip(alone.named_parameters(), one.model.parameters(), strict=True):
             assert_same(got.detach(), want.detach(), what=name)
-        cast = Transformer(config, ground.axes, dtype=torch.float32)
-        native.load(root / "step-0", cast, ground)
+        cast = Transformer(config, context.axes, dtype=torch.float32)
+        native.load(root / "step-0", cast, context)
         for name, got in cast.named_parameters():
             assert_same(got.detach(), it.masters.local[name].detach().float(), 1e-12, what=name)
 

@@ -49,9 +49,9 @@ def there(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first(run: RunConfig) -> tuple[float, float]:
     """(loss, gradient norm) of a new session's first step."""
-    with DistributedContext.build(run.plan, "cpu") as ground, Session(run, ground) as session:
+    with DistributedContext.build(run.plan, "cpu") as context, Session(run, context) as session:
         outcome = session.step()
-        return float(ground.axes.everywhere(outcome.loss_sum) / outcome.count), float(outcome.norm)
+        return float(context.axes.global_sum(outcome.loss_sum) / outcome.count), float(outcome.norm)
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2, sh=2), Plan(pp=2), Plan(dp=2, ep=2)], ids=str)

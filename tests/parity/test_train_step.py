@@ -13,28 +13,28 @@ STEPS = 3
 
 def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
     one, expected = alone(CASES[case], STEPS)
-    with DistributedContext.build(plan) as ground:
-        several = Run.start(CASES[case], ground, train)
+    with DistributedContext.build(plan) as context:
+        several = Run.start(CASES[case], context, train)
         found = several.go(0, STEPS)
         assert all(norm > 0.1 for _, norm in expected), "the clip must be active"
         for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
             assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1)
         for name, weight in several.masters.local.items():
-            assert_same(weight, several.mine(name, one.masters.local[name]), what=name)
+            assert_same(weight, several.shard_of(name, one.masters.local[name]), what=name)
         for key, moment in several.optimizer.state.items():
-            assert_same(moment, several.mine(key.partition("/")[2], one.optimizer.state[key]), what=key)
+            assert_same(moment, several.shard_of(key.partition("/")[2], one.optimizer.state[key]), what=key)
 
 
 def _gradients_as_one(plan: Plan, case: str) -> None:
     """Every gradient before the clip, in units of the largest."""
     one = raw_alone(CASES[case], 0)
-    with DistributedContext.build(plan) as ground:
-        several = raw(CASES[case], ground, 0)
+    with DistributedContext.build(plan) as context:
+        several = raw(CASES[case], context, 0)
         for name, weight in several.masters.local.items():
             whole = one.masters.local[name].grad
             assert whole is not None and weight.grad is not None and whole.abs().max() > 0, name
-            assert_same(weight.grad, several.mine(name, whole), what=name)
+            assert_same(weight.grad, several.shard_of(name, whole), what=name)
 
 
 SHARED = {"llama": slice(None, None, 2), "megatron-bert": slice(1, None, 2)}

@@ -24,7 +24,7 @@ from colonnade.errors import PlanError
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.loss import cross_entropy_sum
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, WHOLE, Experts, layout_of, share
+from colonnade.parallel.layout import PARTIAL, WHOLE, Experts, layout_of, local_part
 from colonnade.train.loop import train
 from colonnade.train.train_step import evaluate
 from tests import corpora
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.xdist_group("worlds")
 
 def _cross_entropy(V: int, smoothing: float) -> tuple[float, float]:
     """Ours over the ranks against torch's on one process, with all gradients; (this rank's loss, torch's)."""
-    with DistributedContext.build(Plan(tp=torch.distributed.get_world_size())) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=torch.distributed.get_world_size())) as context:
+        tp = context.axes.tp
         draw = torch.Generator().manual_seed(V)
         x_TD, weight_VD = (torch.randn(n, 6, generator=draw, dtype=torch.float64) for n in (10, V))
         targets_T = torch.randint(V, (10,), generator=draw).index_fill(0, torch.tensor([3]), IGNORE)
@@ -66,8 +66,8 @@ def test_label_smoothing_is_the_same_on_every_rank(world: int) -> None:
 
 
 def _no_weights(V: int) -> float:
-    with DistributedContext.build(Plan(tp=2)) as ground:
-        tp = ground.axes.tp
+    with DistributedContext.build(Plan(tp=2)) as context:
+        tp = context.axes.tp
         start, stop = tp.part(V)
         zero = torch.zeros(stop - start, 4, dtype=torch.float64)
         return cross_entropy_sum(
@@ -87,14 +87,14 @@ def _uneven(case: str, V: int, tp: int) -> list[int]:
     config = CASES[case].replace(vocab_size=V)
     one = Run.start(config, DistributedContext.solo())
     expected = one.go(0, 2)
-    with DistributedContext.build(Plan(tp=tp)) as ground:
-        it = Run.start(config, ground)
+    with DistributedContext.build(Plan(tp=tp)) as context:
+        it = Run.start(config, context)
         for found, wanted in zip(it.go(0, 2), expected, strict=True):
             assert found == pytest.approx(wanted, abs=1e-10)
         for name, weight in it.masters.local.items():
-            assert_same(weight, it.mine(name, one.masters.local[name]), what=name)
+            assert_same(weight, it.shard_of(name, one.masters.local[name]), what=name)
         rows = len(it.masters.local["embed.tokens.weight"])
-        assert int(ground.axes.tp.sum_(torch.tensor(rows))) == V, "nothing was added for the plan's sake"
+        assert int(context.axes.tp.sum_(torch.tensor(rows))) == V, "nothing was added for the plan's sake"
         return [rows]
 
 
@@ -125,15 +125,15 @@ def _weighted(plan: Plan) -> None:
     whole = [replace(batch, first=13 * i) for i, batch in enumerate(whole)]
     one = Run.start(config, DistributedContext.solo(), TRAIN.replace(clip=float("inf")))
     alone = one.step(0, whole)
-    with DistributedContext.build(plan) as ground:
-        it = Run.start(config, ground, TRAIN.replace(clip=float("inf")))
-        mine = whole[slice(*ground.axes.dp.part(4))]
+    with DistributedContext.build(plan) as context:
+        it = Run.start(config, context, TRAIN.replace(clip=float("inf")))
+        mine = whole[slice(*context.axes.dp.part(4))]
         out = it.step(0, mine)
         assert int(out.count) == int(alone.count) == 13 + 1 + 3
-        assert_same(ground.axes.everywhere(out.loss_sum) / out.count, alone.loss_sum / alone.count, what="loss")
+        assert_same(context.axes.global_sum(out.loss_sum) / out.count, alone.loss_sum / alone.count, what="loss")
         assert_same(out.norm, alone.norm, what="norm")
         for name, weight in it.masters.local.items():
-            assert_same(weight, it.mine(name, one.masters.local[name]), what=name)
+            assert_same(weight, it.shard_of(name, one.masters.local[name]), what=name)
     # On the weights after the step, which are no worse for that.
     means = [(one.model, [batch]) for batch in whole if int((batch.targets_T != IGNORE).sum())]
     mean_of_means = sum(evaluate(*each).item() for each in means) / len(means)
@@ -154,9 +154,9 @@ def _norm(plan: Plan, case: str) -> None:
     right = one.step(0, micro_batches(0, DistributedContext.solo().axes.dp, config)).norm
     gradients = {name: weight.grad for name, weight in one.masters.local.items()}
     assert_same(torch.cat([grad.flatten() for grad in gradients.values()]).norm(), right, what="one process")
-    with DistributedContext.build(plan) as ground:
-        it = Run.start(config, ground)
-        out = it.step(0, micro_batches(0, ground.axes.dp, config))
+    with DistributedContext.build(plan) as context:
+        it = Run.start(config, context)
+        out = it.step(0, micro_batches(0, context.axes.dp, config))
         assert_same(out.norm, right, what=f"{plan} {case}")
         layout = layout_of(it.model)
         shared = [grad for name, grad in gradients.items() if layout.get(name) in (WHOLE, PARTIAL)]
@@ -194,9 +194,9 @@ def _experts_norm(plan: Plan) -> None:
     right = torch.cat([grad.flatten() for grad in gradients.values() if grad is not None]).norm()
     twice = (right**2 + sum(grad.square().sum() for name, grad in gradients.items() if "experts." in name)).sqrt()
     assert abs(twice / right - 1) > 1e-4, "counting experts twice would show"
-    with DistributedContext.build(plan) as ground:
-        it = Run.start(EXPERTS, ground, TRAIN.replace(clip=float("inf")))
-        out = it.step(0, micro_batches(0, ground.axes.dp, EXPERTS))
+    with DistributedContext.build(plan) as context:
+        it = Run.start(EXPERTS, context, TRAIN.replace(clip=float("inf")))
+        out = it.step(0, micro_batches(0, context.axes.dp, EXPERTS))
         assert_same(out.norm, right, what=str(plan))
 
 
@@ -208,14 +208,16 @@ def test_the_gradient_norm_counts_each_expert_once(plan: Plan) -> None:
 
 def _expert_gradients(plan: Plan) -> None:
     one = raw_alone(EXPERTS, 0)
-    with DistributedContext.build(plan) as ground:
-        it = raw(EXPERTS, ground, 0)
+    with DistributedContext.build(plan) as context:
+        it = raw(EXPERTS, context, 0)
         layout = layout_of(it.model)
         compared = [name for name in it.masters.local if isinstance(layout[name], Experts)]
         assert any(name.endswith("down_bias") for name in compared), "each rank of an expert has it whole"
         for name in compared:
             whole = one.masters.local[name].grad
-            assert_same(it.masters.local[name].grad, share(whole, layout[name], ground.axes), what=f"{plan} {name}")
+            assert_same(
+                it.masters.local[name].grad, local_part(whole, layout[name], context.axes), what=f"{plan} {name}"
+            )
             assert whole.abs().max() > 1e-6, "a factor of 2 would show"
 
 

@@ -232,9 +232,12 @@ def test_unequal_tokens(local: int) -> None:
 
 
 def _in_two_steps() -> None:
-    process_groups.beside, before = (lambda: 2), process_groups.beside  # as on two machines of two ranks
+    process_groups.local_world_size, before = (
+        (lambda: 2),
+        process_groups.local_world_size,
+    )  # as on two machines of two ranks
     try:
-        assert process_groups.web_of(None, two_steps=True)[0].near is not None
+        assert process_groups.make_all_to_all(None, two_steps=True)[0].near is not None
         _check("ffn", 1, [Case()], (1, 2), False, options={"use_2dh": True})
         x = _double(4, 8, 3, seed=net.get_world_rank()).requires_grad_()
         for i, j in ((0, 1), (1, 0), (2, 1)):
@@ -242,7 +245,7 @@ def _in_two_steps() -> None:
             assert torch.equal(there, net.all_to_all(x, i, j))
             assert torch.equal(net.all_to_all(there, j, i, use_2dh=True), x)
     finally:
-        process_groups.beside = before
+        process_groups.local_world_size = before
 
 
 def test_in_two_steps() -> None:

@@ -67,8 +67,8 @@ def test_what_would_change_the_outputs_is_refused() -> None:
 
 
 def _share() -> None:
-    with DistributedContext.build(Plan(tp=2)) as ground, pytest.raises(PlanError, match="whole model"):
-        upcycle(build(CONFIGS["llama"], ground.axes), 4)
+    with DistributedContext.build(Plan(tp=2)) as context, pytest.raises(PlanError, match="whole model"):
+        upcycle(build(CONFIGS["llama"], context.axes), 4)
 
 
 # -- real weights ----------------------------------------------------------------------------------------------------
@@ -80,8 +80,8 @@ def smollm2() -> api.Model:
 
 
 def _logits(folder: Path, plan: Plan, tokens: Tensor) -> Tensor:
-    with DistributedContext.build(plan, "cpu") as ground:
-        model = load(folder, ground.axes, torch.float32)
+    with DistributedContext.build(plan, "cpu") as context:
+        model = load(folder, context.axes, torch.float32)
         with torch.no_grad():
             return model(Stream(tokens, torch.arange(len(tokens))), Packed.of([len(tokens)]), Rows())
 
@@ -93,7 +93,7 @@ def test_smollm2_with_four_experts_is_smollm2(smollm2: api.Model, tmp_path: Path
     expected = smollm2.logits(tokens)
     prompt, words = "The capital of France is", {"max_tokens": 12, "temperature": 0}
     said = smollm2.generate(prompt, **words)
-    sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.ground, "upcycled")
+    sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.context, "upcycled")
     assert sparse.config.family == "mixtral"
     assert (sparse.logits(tokens) - expected).abs().max() < 1e-3
     assert sparse.generate(prompt, **words) == said
@@ -124,8 +124,8 @@ GRIDS = [
 def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int, float]:
     """How far the logits are from those of the dense model, by degree."""
     degrees = (0, *divisors(plan.sh))
-    with DistributedContext.build(plan, "cpu") as ground, torch.no_grad():
-        model, T = load(folder, ground.axes, torch.float32), len(tokens)
+    with DistributedContext.build(plan, "cpu") as context, torch.no_grad():
+        model, T = load(folder, context.axes, torch.float32), len(tokens)
         found: dict[int, float] = {}
         for degree in degrees:
             routing = Routing(torch.arange(T), dispatch=(DispatchOptions(degree, overlap=2 if degree else 1),))
@@ -136,10 +136,10 @@ def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int
 
 def _said(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None:
     """What an engine over several ranks writes; None on those that follow."""
-    with DistributedContext.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as context:
         api_model = api.load(folder, dtype="float32", device="cpu")  # for its tokenizer
-        engine = Engine(load(folder, ground.axes.serving(), torch.float32), api_model.tokenizer, ServeConfig(pages=16))
-        if ground.rank:
+        engine = Engine(load(folder, context.axes.serving(), torch.float32), api_model.tokenizer, ServeConfig(pages=16))
+        if context.rank:
             return engine.follow()
         engine.heartbeat()
         (done,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
@@ -151,7 +151,7 @@ def _said(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None
 @pytest.mark.timeout(1200)
 def test_smollm2_with_four_experts_under_every_grid_and_degree(smollm2: api.Model, tmp_path: Path) -> None:
     tokens = torch.tensor(smollm2.tokenizer.encode(speech())[:60])
-    sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.ground, "upcycled")
+    sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.context, "upcycled")
     api.save(sparse, tmp_path / "hf", format="hf")
     expected = smollm2.logits(tokens)
     for plan in GRIDS:

@@ -33,9 +33,9 @@ BERT = shrink(preset("bert-tour"), 3)
 
 
 @functools.cache
-def _one(model: ModelConfig, world: int, merged: int) -> verifying._One:
+def _one(model: ModelConfig, world: int, merged: int) -> verifying._Reference:
     """Workers live on from test to test, and what one process computes with them."""
-    return verifying._One.of(model, world, merged)
+    return verifying._Reference.of(model, world, merged)
 
 
 def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callable | None) -> list[Result]:
@@ -47,11 +47,11 @@ def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callabl
         for plan in plans:
             merged = verifying._merged(model, plan)
             one, saved = _one(model, plan.world, merged), folder / f"one-{merged}"
-            with DistributedContext.build(plan) as ground:
-                if ground.rank == 0 and not saved.exists():
+            with DistributedContext.build(plan) as context:
+                if context.rank == 0 and not saved.exists():
                     one.trial.save(saved)
                 world_axis().max_(one.trial.masters.local["norm.weight"])  # all wait until it is written
-                results.append(verifying._compare(model, ground, one, saved, one)[0])
+                results.append(verifying._compare(model, context, one, saved, one)[0])
     return results
 
 

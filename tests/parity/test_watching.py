@@ -104,8 +104,8 @@ def numel(session: Session) -> int:
 
 
 def check_starved(config: RunConfig) -> tuple[str, int]:
-    with DistributedContext.build(config.plan, "cpu") as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, "cpu") as context:
+        session = Session(config, context)
         return starved(session, 2), numel(session)
 
 
@@ -141,13 +141,15 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
 
 def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.MemoryBreakdown]:
     """What is said where there is no room for the moments, the estimate, and what a session that begins holds."""
-    with DistributedContext.build(config.plan, "cpu") as ground:
+    with DistributedContext.build(config.plan, "cpu") as context:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("colonnade.train.session.make_optimizer", out_of_memory)
             with pytest.raises(CapacityError) as caught:
-                Session(config, ground)
-        session, estimated = Session(config, ground), estimate(config, "cpu", ground.axes.pp.rank).device
-        found = memory.memory_breakdown(session.model, session.masters, session.optimizer, ground.device, MemoryError())
+                Session(config, context)
+        session, estimated = Session(config, context), estimate(config, "cpu", context.axes.pp.rank).device
+        found = memory.memory_breakdown(
+            session.model, session.masters, session.optimizer, context.device, MemoryError()
+        )
         return str(caught.value), estimated, found
 
 

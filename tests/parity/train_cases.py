@@ -15,7 +15,7 @@ from colonnade.model.moe import DispatchOptions
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.layout import Experts, Placement, layout_of, share
+from colonnade.parallel.layout import Experts, Placement, layout_of, local_part
 from colonnade.train.optimizer import AdamW
 from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.session import make_optimizer
@@ -87,29 +87,29 @@ class Run:
     masters: Masters
     optimizer: AdamW
     step: TrainStep
-    ground: DistributedContext
+    context: DistributedContext
 
     @staticmethod
-    def start(config: ModelConfig, ground: DistributedContext, train: TrainConfig = TRAIN, seed: int = 7) -> "Run":
-        spans = [span for _, span in ground.stages(config.layers)]
-        model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
-        piped = PipelineStep(model, ground, torch.float64) if ground.plan.pp > 1 else None
-        held = masters(model, ground, torch.float64, piped and piped.stages)
+    def start(config: ModelConfig, context: DistributedContext, train: TrainConfig = TRAIN, seed: int = 7) -> "Run":
+        spans = [span for _, span in context.stages(config.layers)]
+        model = initialise(Transformer(config, context.axes, spans=spans, dtype=torch.float64), seed)
+        piped = PipelineStep(model, context, torch.float64) if context.plan.pp > 1 else None
+        held = masters(model, context, torch.float64, piped and piped.stages)
         optimizer = make_optimizer(held, train)
-        world = world_axis() if ground.world > 1 else ground.axes.dp
-        plan = ground.plan
+        world = world_axis() if context.world > 1 else context.axes.dp
+        plan = context.plan
         assert plan.degree != "auto", "every degree is a plan of its own here"
         spread = [DispatchOptions(plan.degree, plan.overlap, plan.shadows)]
         step = TrainStep(model, held, optimizer, train, world, piped, spread=spread)
-        return Run(model, held, optimizer, step, ground)
+        return Run(model, held, optimizer, step, context)
 
     def go(self, first: int, stop: int) -> list[tuple[float, float]]:
         """Steps ``first`` to ``stop``; (mean loss, gradient norm) of each."""
         found = []
         for number in range(first, stop):
-            batches = micro_batches(number, self.ground.axes.dp, self.model.config)
+            batches = micro_batches(number, self.context.axes.dp, self.model.config)
             out = self.step(number, batches)
-            loss = self.ground.axes.everywhere(out.loss_sum) / out.count
+            loss = self.context.axes.global_sum(out.loss_sum) / out.count
             found.append((loss.item(), out.norm.item()))
         return found
 
@@ -117,13 +117,13 @@ class Run:
     def layout(self) -> dict[str, Placement]:
         return layout_of(self.model)
 
-    def mine(self, name: str, whole: Tensor) -> Tensor:
+    def shard_of(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
         placement = self.layout[name]
-        part = share(whole, placement, self.ground.axes)
+        part = local_part(whole, placement, self.context.axes)
         if isinstance(placement, Experts):
             return part
-        start, stop = self.ground.shard.part(part.shape[0])
+        start, stop = self.context.shard.part(part.shape[0])
         return part[start:stop]
 
 
@@ -134,9 +134,9 @@ def alone(config: ModelConfig, steps: int, train: TrainConfig = TRAIN) -> tuple[
     return one, one.go(0, steps)
 
 
-def raw(config: ModelConfig, ground: DistributedContext, number: int, train: TrainConfig = TRAIN) -> Run:
+def raw(config: ModelConfig, context: DistributedContext, number: int, train: TrainConfig = TRAIN) -> Run:
     """A new run with the gradients of step ``number``, which are not clipped and move nothing."""
-    it = Run.start(config, ground, train.replace(clip=float("inf")))
+    it = Run.start(config, context, train.replace(clip=float("inf")))
     it.optimizer.step = lambda *_, **__: None
     it.go(number, number + 1)
     return it

@@ -32,9 +32,9 @@ LIMITS = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3)
 
 def serve(plan: dict[str, int], limits: ServeConfig, changes: dict[str, Any]) -> tuple[list[Any], int, int, int]:
     """(tokens, preemptions, tokens found in the cache, pages of this rank's cache)."""
-    with DistributedContext.build(Plan(**plan)) as ground:
-        engine = Engine(tiny.model(ground.axes.serving(), **changes), tiny.tokenizer(), limits)
-        if ground.rank:
+    with DistributedContext.build(Plan(**plan)) as context:
+        engine = Engine(tiny.model(context.axes.serving(), **changes), tiny.tokenizer(), limits)
+        if context.rank:
             engine.follow()
             return [], 0, 0, engine.cache.pages
         engine.heartbeat()

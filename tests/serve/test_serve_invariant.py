@@ -122,6 +122,6 @@ def test_where_it_cannot_be_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is for one rank, and this model is on tp=2: .*use --plan.tp 1"):
         Engine(tiny.model(Axes(tp=Axis("tp", 2))), tiny.tokenizer(), LIMITS)
     with pytest.raises(ConfigError, match=r"is for one rank, and this model is on cp=2: .*use --plan.cp 1"):
-        Engine(tiny.model(Axes(cp=Axis("cp", 2), alike=True)), tiny.tokenizer(), LIMITS)
+        Engine(tiny.model(Axes(cp=Axis("cp", 2), cp_replicated=True)), tiny.tokenizer(), LIMITS)
     with pytest.raises(ConfigError, match=r"one token at a time on a CPU, which serve.fixed_steps cannot pad"):
         Engine(tiny.model(), tiny.tokenizer(), LIMITS.replace(fixed_steps=True))

@@ -69,11 +69,11 @@ def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
 
 
 def load(
-    ground: DistributedContext, chat: bool = True, poison: int | None = None, slow_s: float = 0.0, quick_steps: int = 0
+    context: DistributedContext, chat: bool = True, poison: int | None = None, slow_s: float = 0.0, quick_steps: int = 0
 ) -> tuple[Transformer, Tokenizer]:
     """What a server's engine processes call. ``poison`` is a token whose embedding is NaN; ``slow_s`` slows each
     forward pass down, after the first ``quick_steps``."""
-    it = model(ground.axes.serving(), dtype=torch.float32)
+    it = model(context.axes.serving(), dtype=torch.float32)
     if poison is not None:
         with torch.no_grad():
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan

@@ -24,7 +24,7 @@ from colonnade.kernels.softmax_state import identity, merge
 from colonnade.model import KVCache, Loss, Packed, Paged, Rows, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from tests.worlds import run as in_processes
 
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=50, context=64, tied=True)
@@ -112,8 +112,8 @@ def test_5_a_layout_is_data() -> None:
 
 
 def _loss_and_gradients(plan: Plan) -> tuple[float, dict]:
-    with DistributedContext.build(plan, "cpu") as ground:
-        model = tiny(ground.axes)
+    with DistributedContext.build(plan, "cpu") as context:
+        model = tiny(context.axes)
         loss_sum, _ = model(Stream(TOKENS_T[:-1], POSITIONS_T[:-1]), Packed.of([7]), Loss(TOKENS_T[1:]))
         loss_sum.backward()
         return loss_sum.item(), {name: p.grad for name, p in model.named_parameters()}
@@ -131,7 +131,7 @@ def test_6_two_processes_compute_what_one_does() -> None:
         assert abs(loss_of_rank - loss) < 1e-10
         axes = Axes(tp=Axis("tp", size=2, rank=rank))
         for name, gradient in gradients.items():
-            torch.testing.assert_close(of_rank[name], share(gradient, layout[name], axes), rtol=0, atol=1e-10)
+            torch.testing.assert_close(of_rank[name], local_part(gradient, layout[name], axes), rtol=0, atol=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +176,8 @@ def test_8_training_resumes_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
 
 
 def _save_a_share(folder: Path) -> None:
-    with DistributedContext.build(Plan(tp=2), "cpu") as ground:
-        native.save(folder, tiny(ground.axes), native.Meta(model=TINY), ground)
+    with DistributedContext.build(Plan(tp=2), "cpu") as context:
+        native.save(folder, tiny(context.axes), native.Meta(model=TINY), context)
 
 
 @pytest.mark.xdist_group("worlds")

@@ -10,7 +10,7 @@ from colonnade.config import Plan
 from colonnade.model.moe import DispatchOptions, MixtureOfExperts
 from colonnade.model.moe.dispatch import _split_tokens, part_sizes
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.link_bandwidth import FREE, Link
+from colonnade.parallel.link_bandwidth import NO_TRAFFIC, Link
 from colonnade.train.moe_autotune import (
     CANDIDATE_FACTOR,
     MIN_GAIN,
@@ -26,7 +26,7 @@ from tests.models import MOES, build
 from tests.worlds import run
 
 LINK = Link(latency_s=20e-6, bytes_per_s=100e9)
-COSTS = MeasuredCosts(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: FREE}, flops_per_s=400e12)
+COSTS = MeasuredCosts(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: NO_TRAFFIC}, flops_per_s=400e12)
 EVEN = LayerLoad(
     ep=2, sh=4, choices=32768, busiest=131072, token_bytes=8192, weight_bytes=1 << 26, flops=6 * 4096 * 1024
 )  # fmt: skip
@@ -108,8 +108,8 @@ def test_the_first_and_the_last_part_are_the_smallest() -> None:
 
 def _trials(load: list[int]) -> list[int]:
     """How many ways were tried at each of some calls."""
-    with DistributedContext.build(Plan(dp=2, ep=2)) as ground:
-        model = build(MOES["gated"], ground.axes)
+    with DistributedContext.build(Plan(dp=2, ep=2)) as context:
+        model = build(MOES["gated"], context.axes)
         module = model.blocks.get_submodule("0.ffn")
         assert isinstance(module, MixtureOfExperts)
         trials, tried = SpreadTimings(model), []

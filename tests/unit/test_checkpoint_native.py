@@ -19,7 +19,7 @@ from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.fsdp import Whole, masters
+from colonnade.parallel.fsdp import UnshardedMasters, masters
 from colonnade.train.optimizer import AdamW
 
 CONFIG = ModelConfig(vocab_size=61, layers=2, width=16, heads=4, kv_heads=2, ffn_width=17, context=32, qk_norm=True)
@@ -220,7 +220,7 @@ def test_bfloat16_compute_keeps_float32_masters(saved: Path) -> None:
     held = masters(model, SOLO, torch.bfloat16)
     native.load(saved, model, SOLO, masters=held)
     _, reference, _ = start(seed=1)
-    assert isinstance(held, Whole)
+    assert isinstance(held, UnshardedMasters)
     for name, parameter in model.named_parameters():
         assert torch.equal(held.local[name], reference.local[name])
         assert torch.equal(parameter, reference.local[name].bfloat16())

@@ -78,9 +78,9 @@ def test_quantised_weights(kind: str) -> None:
 
 def ranks_say() -> list[Any]:
     said = []
-    with DistributedContext.build(Plan(tp=2), "cpu") as ground:
+    with DistributedContext.build(Plan(tp=2), "cpu") as context:
         for on in (False, True):
-            model = tiny.model(ground.axes.serving())
+            model = tiny.model(context.axes.serving())
             for block in model.blocks:
                 block.fused = on
             engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3))

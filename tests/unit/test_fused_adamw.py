@@ -14,7 +14,7 @@ from colonnade.kernels import adamw as reference
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO, SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.fsdp import Masters, Whole, masters
+from colonnade.parallel.fsdp import Masters, UnshardedMasters, masters
 from colonnade.parallel.layout import layout_of
 from colonnade.train import Trainer, optimizer_step
 from colonnade.train.optimizer import AdamW, FusedAdamW
@@ -33,7 +33,7 @@ def started(compute: torch.dtype, kept: torch.dtype, *, single: bool) -> tuple[T
 
 def backward(model: Transformer, held: Masters, i: int, scale: float = 1.0) -> Tensor:
     tokens = torch.arange(16) % 61
-    held.accumulate(last=True)
+    held.begin_micro_batch(last=True)
     loss, _ = model(Stream((tokens + i) % 61, torch.arange(16)), Packed.of([16]), Loss((tokens + i + 1) % 61))
     (loss * scale).backward()
     return loss.detach()
@@ -70,7 +70,7 @@ def test_it_moves_as_adamw_does(compute: str, kept: str) -> None:
         for i in range(4):
             losses.append(backward(model, held, i))
             if fused and low != high:
-                assert all(p.grad is not None and p.grad.dtype == low for p in held.graded.values())
+                assert all(p.grad is not None and p.grad.dtype == low for p in held.gradient_holders.values())
             before = {name: w.detach().clone() for name, w in held.local.items()}
             norms.append(move(i, losses[-1] * (torch.inf if i == 1 else 1)).norm)
             still = all(torch.equal(w, before[name]) for name, w in held.local.items())
@@ -93,7 +93,7 @@ def test_the_norm_of_16_bit_gradients_is_taken_in_float32() -> None:
     model, held = started(torch.bfloat16, torch.float32, single=True)
     backward(model, held, 0)
     held.collect()
-    found = optimizer_step.gradient_norm(held.graded, layout_of(model), SOLO_AXES, SOLO)
+    found = optimizer_step.gradient_norm(held.gradient_holders, layout_of(model), SOLO_AXES, SOLO)
     exact = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None) ** 0.5
     assert found.dtype == torch.float32
     assert abs(found.item() / exact.item() - 1) < 1e-6, "bfloat16 has three digits"  # type: ignore[union-attr]
@@ -101,7 +101,7 @@ def test_the_norm_of_16_bit_gradients_is_taken_in_float32() -> None:
 
 def test_a_weight_without_a_gradient_stays_and_is_not_counted() -> None:
     weights = [(name, torch.nn.Parameter(torch.ones(3))) for name in ("a", "b")]
-    held = Whole(weights, torch.float32)
+    held = UnshardedMasters(weights, torch.float32)
     optimizer = FusedAdamW(held, TRAIN)
     weights[1][1].grad = torch.ones(3)
     optimizer.step(0.1)
@@ -114,7 +114,7 @@ def test_a_weight_without_a_gradient_stays_and_is_not_counted() -> None:
 def test_several_micro_batches_are_added_up_in_float32_or_not_at_all() -> None:
     _, held = started(torch.bfloat16, torch.float32, single=True)
     with pytest.raises(AssertionError, match="several micro-batches"):
-        held.accumulate(last=False)
+        held.begin_micro_batch(last=False)
 
 
 def test_moments_elsewhere_are_refused() -> None:

@@ -20,10 +20,10 @@ TWO = Plan(tp=2)
 
 def work(how: str) -> tuple[list[float], int, int]:
     """Two ranks meet in a collective; then rank 1 meets its fate, and rank 0 waits for it in another."""
-    with DistributedContext.build(TWO) as ground:
-        tp = ground.axes.tp
-        met = tp.fan_in(torch.full((2,), float(ground.rank + 1)))
-        if ground.rank == 1:
+    with DistributedContext.build(TWO) as context:
+        tp = context.axes.tp
+        met = tp.fan_in(torch.full((2,), float(context.rank + 1)))
+        if context.rank == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "raises":

@@ -9,7 +9,7 @@ from rich.console import Console
 from colonnade.config import MoeConfig
 from colonnade.data.token_classes import classify_tokens
 from colonnade.errors import RequestError
-from colonnade.look.routing import follow, tables
+from colonnade.look.routing import record_routing, routing_tables
 from colonnade.model import Packed, Rows, Stream
 from colonnade.model.moe.expert_specialization import record_choices
 from colonnade.model.score import score
@@ -22,7 +22,7 @@ MOE = MoeConfig(experts=4, active=2, ffn_width=6, first=1)
 def test_the_tables_count_every_choice_once() -> None:
     model, tokenizer = tiny.model(moe=MOE), tiny.tokenizer()
     tokens = tokenizer.encode(TEXT)
-    found = follow(model, tokenizer, tokens, context=16)
+    found = record_routing(model, tokenizer, tokens, context=16)
     assert found.score == score(model, tokens, context=16)
     assert list(found.layers) == [layer for layer in range(model.config.layers) if layer]
     for it in found.layers.values():
@@ -52,15 +52,15 @@ def test_a_token_that_one_expert_takes_is_its_example() -> None:
         # The direction that tells commas from everything else, by least squares.
         solved = torch.linalg.lstsq(hidden["x"].double(), (2.0 * is_comma - 1)[:, None].double()).solution[:, 0]
         gate.weight[3] = solved.to(gate.weight.dtype)
-    found = follow(model, tokenizer, tokens, context=len(tokens))
+    found = record_routing(model, tokenizer, tokens, context=len(tokens))
     first = found.layers[0]
     taken = {kind: row[3] for kind, row in zip(first.kinds, first.counts, strict=True)}
     assert taken["punctuation"] >= 2 and found.texts[0][3][0] == ","
     shown = Console(width=120, record=True, file=io.StringIO())
-    shown.print(tables(found)[0])
+    shown.print(routing_tables(found)[0])
     assert "punctuation x" in shown.export_text()
 
 
 def test_a_dense_model_has_nothing_to_tell() -> None:
     with pytest.raises(RequestError, match="this model has no experts"):
-        follow(tiny.model(), tiny.tokenizer(), [1, 2, 3])
+        record_routing(tiny.model(), tiny.tokenizer(), [1, 2, 3])

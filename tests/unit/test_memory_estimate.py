@@ -245,10 +245,10 @@ def test_a_run_that_does_not_fit_starts_nothing(
     run = LLAMA.replace(runs=tmp_path, device="cpu", data=DataConfig(path=corpus))
     monkeypatch.setattr("colonnade.train.session.Session._build", None)
     with (
-        DistributedContext.build(run.plan, "cpu") as ground,
+        DistributedContext.build(run.plan, "cpu") as context,
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
-        Session(run, ground)
+        Session(run, context)
 
 
 def test_a_run_that_is_not_checked_begins(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

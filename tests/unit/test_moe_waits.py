@@ -26,8 +26,8 @@ def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.Mon
     if kind_of(name) == "task":
         moe = moe.replace(router=moe.router.replace(task=0))
     config = model_of(moe)
-    with DistributedContext.build(Plan()) as ground:
-        trial = Trial.start(config, ground, 1)
+    with DistributedContext.build(Plan()) as context:
+        trial = Trial.start(config, context, 1)
         step = TrainStep(trial.model, trial.masters, trial.optimizer, TRAIN, trial.world)
         batches = [batch(RAGGED, i, i, config) for i in range(2)]
         right: Any = torch.tensor

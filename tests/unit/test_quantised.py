@@ -142,7 +142,7 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
             else:
                 assert "embed" in n or "norm" in n or "bias" in n or "kv_up" in n, n
                 p.data = original.double()
-        exact = api.Model(plain, None, model.ground, "tiny")
+        exact = api.Model(plain, None, model.context, "tiny")
         assert (model.logits(tokens) - exact.logits(tokens)).abs().max() < 1e-10
         assert model.score([1, 5, 3, 7]).nll == pytest.approx(exact.score([1, 5, 3, 7]).nll, abs=1e-10)
         assert weight_bytes(model.transformer) < weight_bytes(plain)

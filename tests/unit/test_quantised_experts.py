@@ -68,7 +68,7 @@ def test_each_matrix_is_a_dense_layers_and_no_product_errs_further(kind: str, gr
     x = torch.randn(7, 50, generator=draw)
     for part in ("up", "gate", "down"):
         stack = torch.randn(3, 40, 50, generator=draw) + 0.3
-        layer.quantise(part, stack, kind, group, SOLO_AXES.grid.sh, CPU)
+        layer.quantise(part, stack, kind, group, SOLO_AXES.experts.sh, CPU)
         for e, w in enumerate(stack.mT if part == "down" else stack):
             dense, mine = quantise(w, kind, group), layer.quantised[part].of(e)
             assert torch.equal(mine.values.view(torch.uint8), dense.values.contiguous().view(torch.uint8))
@@ -91,7 +91,7 @@ def test_a_number_that_is_none_is_refused(part: str) -> None:
     layer, stack = layer_of(2, 4, 6), torch.ones(2, 4, 6)
     stack[1, 2, 3] = math.nan
     with pytest.raises(CheckpointError, match="is not finite and cannot be put into int8"):
-        layer.quantise(part, stack, "int8", 64, SOLO_AXES.grid.sh, CPU)
+        layer.quantise(part, stack, "int8", 64, SOLO_AXES.experts.sh, CPU)
     assert not layer.quantised
 
 
@@ -131,7 +131,7 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
         assert torch.equal(p, whole.get_parameter(n).double()), n
         assert any(word in n for word in ("embed", "norm", "bias", "router", "shared_gate")), n
     plain = dequantised(model.transformer, build(config, dtype=torch.float64))
-    exact = api.Model(plain, None, model.ground, "tiny")
+    exact = api.Model(plain, None, model.context, "tiny")
     tokens = torch.arange(20)
     assert_same(model.logits(tokens), exact.logits(tokens), 1e-10)
     assert weight_bytes(model.transformer) < weight_bytes(plain) / 2

@@ -242,7 +242,7 @@ def test_gshard_keeps_a_second_expert_in_proportion_to_its_weight():
     logits_TE = torch.zeros(T, E, dtype=torch.float64)
     logits_TE[:, 0], logits_TE[:, 3] = math.log(1 - g2) + 9, math.log(g2) + 9
     none = torch.empty(0)
-    seen = RouterInput(none, logits_TE, logits_TE, moe, {}, None, noise, none, none, SOLO_AXES.grid.tokens)
+    seen = RouterInput(none, logits_TE, logits_TE, moe, {}, None, noise, none, none, SOLO_AXES.experts.tokens)
     kept = (ROUTERS["gshard"].choose(seen).ids_TA[:, 1] < E).double().mean().item()
     assert abs(kept - 2 * g2) < 4 * math.sqrt(0.4 * 0.6 / T)
     seen = seen._replace(noise=None)
@@ -382,7 +382,7 @@ def test_the_hidden_group_of_a_negative_biased_score_stays_hidden():
     logits_TE = torch.tensor([[4.0, 3.0, -6.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
     bias_E = torch.tensor([0.5, -2.0, -2.0, -0.9, -0.9, -0.9], dtype=torch.float64)
     none = torch.empty(0)
-    seen = RouterInput(none, logits_TE, logits_TE, moe, {}, bias_E, None, none, none, SOLO_AXES.grid.tokens)
+    seen = RouterInput(none, logits_TE, logits_TE, moe, {}, bias_E, None, none, none, SOLO_AXES.experts.tokens)
     scores = (logits_TE.sigmoid() + bias_E)[0].tolist()
     assert ROUTERS["sigmoid"].choose(seen).ids_TA[0].tolist() == within_groups(moe, scores)[:2]
     assert min(scores[:3]) < 0

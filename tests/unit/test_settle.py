@@ -12,7 +12,7 @@ from colonnade.config.presets import preset
 from colonnade.errors import ConfigError
 from colonnade.kernels.attention import sdpa
 from colonnade.kernels.registry import CHOSEN
-from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
 from colonnade.serve.memory_estimate import EngineSpec, scratch_pages
@@ -107,7 +107,7 @@ def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
 def test_a_model_says_where_it_stands() -> None:
     assert EngineTraits.of(tiny.model()) == EngineTraits(tiny.config(), torch.float64, CPU)
     moe = tiny.config(moe=MOE)
-    spread = Axes(tp=TWO, model=TWO, grid=Grid(ep=TWO, all=TWO, tokens=TWO))
+    spread = Axes(tp=TWO, model=TWO, experts=ExpertAxes(ep=TWO, all=TWO, tokens=TWO))
     assert EngineTraits.of(tiny.model(spread, moe=MOE)) == EngineTraits(moe, torch.float64, CPU, exchanges_tokens=True)
     assert EngineTraits.of(tiny.model(spread.serving(), moe=MOE)) == EngineTraits(moe, torch.float64, CPU)
     assert EngineTraits.of(tiny.model(Axes(tp=TWO, sequence_parallel=True))).sequence_parallel

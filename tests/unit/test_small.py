@@ -8,26 +8,26 @@ import pytest
 import torch
 
 import small_allreduce as benchmark
-from colonnade.parallel import small_allreduce
+from colonnade.parallel import symmetric_memory
 from colonnade.parallel.axis import Axes, Axis
 from tests.compiled import compiled, spilled
 from tests.worlds import run
 
 
 def test_what_is_small_is_a_table() -> None:
-    table = json.loads(Path(small_allreduce.__file__).with_name("small.json").read_text())
+    table = json.loads(Path(symmetric_memory.__file__).with_name("small_allreduce.json").read_text())
     for ranks in (2, 4, 8):
-        sums, gathers = small_allreduce.limits(ranks)
-        assert 0 <= sums == table["sum"][str(ranks)] <= small_allreduce.MOST_BYTES
-        assert 0 <= gathers == table["gather"][str(ranks)] <= small_allreduce.MOST_BYTES
-    assert small_allreduce.limits(5) == (0, 0), "a number of ranks that nobody measured"
-    assert small_allreduce.small_of(Axis("tp", 5), torch.device("cuda")) is None
+        sums, gathers = symmetric_memory.size_limits(ranks)
+        assert 0 <= sums == table["sum"][str(ranks)] <= symmetric_memory.MAX_BYTES
+        assert 0 <= gathers == table["gather"][str(ranks)] <= symmetric_memory.MAX_BYTES
+    assert symmetric_memory.size_limits(5) == (0, 0), "a number of ranks that nobody measured"
+    assert symmetric_memory.make_small_allreduce(Axis("tp", 5), torch.device("cuda")) is None
 
 
 def test_a_cpu_has_plain_collectives() -> None:
     axes = Axes(tp=Axis("tp", 2, group="a"))
-    assert small_allreduce.with_small(axes, torch.device("cpu")) is axes
-    assert axes.tp.small is None
+    assert symmetric_memory.with_small_allreduce(axes, torch.device("cpu")) is axes
+    assert axes.tp.small_collectives is None
 
 
 @pytest.mark.slow
@@ -42,8 +42,8 @@ def test_the_kernel_reads_peers_after_all_have_written(kind: str, summed: bool, 
         "RANK": 1,
         "RANKS": 4,
         "BLOCK_R": 4,
-        "BLOCK": small_allreduce.BLOCK,
-        "BLOCKS": small_allreduce.BLOCKS,
+        "BLOCK": symmetric_memory.BLOCK,
+        "BLOCKS": symmetric_memory.BLOCKS,
         "SUM": summed,
     }
     numbers = {"n": "i32", "slot_bytes": "i32"}

@@ -74,8 +74,8 @@ def test_a_run_on_a_cpu_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixt
     run = run.replace(data=run.data.replace(path=corpus, sequence=16))
     Trainer(run).fit()
     assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
-    with DistributedContext.build(run.plan, "cpu") as ground:
-        t = Session(run, ground).run.train
+    with DistributedContext.build(run.plan, "cpu") as context:
+        t = Session(run, context).run.train
         assert (t.dtype, t.compile, t.fused_adamw) == CPU, "and so is what its checkpoint says"
 
 

@@ -12,7 +12,7 @@ from colonnade.config import ModelConfig, TrainConfig
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO, SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.fsdp import Whole, masters
+from colonnade.parallel.fsdp import UnshardedMasters, masters
 from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
 from colonnade.train import optimizer_step
 from colonnade.train.lr_schedule import learning_rate
@@ -100,7 +100,7 @@ def test_lower_compute_type_accumulates_in_float32() -> None:
     tokens = torch.arange(16) % 61
     expected: dict[str, Tensor] = {}
     for i in range(16):
-        held.accumulate(last=i == 15)
+        held.begin_micro_batch(last=i == 15)
         loss, _ = model(Stream((tokens + i) % 61, torch.arange(16)), Packed.of([16]), Loss((tokens + i + 1) % 61))
         loss.backward()
         for name, master in held.local.items():
@@ -118,7 +118,7 @@ def test_lower_compute_type_accumulates_in_float32() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     AdamW(held.local, TrainConfig()).step(1e-1)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    held.publish()
+    held.update_model()
     for name, p in model.named_parameters():
         assert torch.equal(p, held.local[name].bfloat16())
         assert not torch.equal(p, before[name])
@@ -129,7 +129,7 @@ def test_a_gradient_that_lies_otherwise_in_memory_moves_the_same_weights():
     moved = []
     for lay in (torch.Tensor.contiguous, lambda g: g.T.contiguous().T):
         weight = torch.nn.Parameter(torch.zeros(3, 4))
-        held = Whole([("w", weight)], torch.float32)
+        held = UnshardedMasters([("w", weight)], torch.float32)
         optimizer = AdamW(held.local, TrainConfig(steps=1, weight_decay=0.0))
         weight.grad = lay(torch.arange(12.0).view(3, 4) - 6)
         held.collect()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import PlanError
-from colonnade.parallel.pipeline import knows
+from colonnade.parallel.pipeline import schedule_supported
 from colonnade.verify import all_plans, covering, shrink
 from colonnade.verify.plans import pairs
 
@@ -148,5 +148,5 @@ def test_the_readme_has_todays_number_of_plans() -> None:
     plans = covering(all_plans(2, shrink(tour, 4)))
     (said,) = re.findall(r"under (\d+) plans of 2 processes", readme)
     assert f"{said} of {said} plans equal one process" in readme
-    every = knows(Plan(pp=2, schedule="zero_bubble"))  # which needs torch 2.13
+    every = schedule_supported(Plan(pp=2, schedule="zero_bubble"))  # which needs torch 2.13
     assert int(said) == len(plans) if every else int(said) > len(plans)

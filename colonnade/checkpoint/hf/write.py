@@ -137,8 +137,8 @@ def gather_parameter(part: Tensor, shape: torch.Size, placement: Placement, axes
     """Gathers the whole parameter from the parts of all ranks."""
     if isinstance(placement, Experts):
         if placement.hidden is not None:
-            part = axes.grid.sh.join(part, placement.hidden, shape[placement.hidden])
-        return axes.grid.ep.join(part, 0, shape[0])
+            part = axes.experts.sh.join(part, placement.hidden, shape[placement.hidden])
+        return axes.experts.ep.join(part, 0, shape[0])
     return axes.tp.join(part, placement, shape[placement]) if isinstance(placement, int) else part
 
 

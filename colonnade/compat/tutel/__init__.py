@@ -1,11 +1,11 @@
-"""Tutel's names over this library's parts: a program written for Tutel runs when its import is changed.
+"""Tutel's interface: a program written for Tutel runs when its import is changed.
 
     from tutel import moe, net, system            →           from colonnade.compat.tutel import moe, net, system
 
 ``moe.moe_layer`` has Tutel's arguments, attributes, parameter names and shapes on each rank, so that state dicts go
-both ways, and draws the same initial values from the same seeds. Nothing is compiled. Where it does otherwise:
+both ways, and draws the same initial values from the same seeds. Nothing is compiled. It differs as follows.
 
-*What is mended.*
+*Fixed here.*
 
 - Batch-prioritised routing orders the tokens before it counts them, so that a capacity factor of 0 drops nothing; Tutel
   counts in the wrong order and drops tokens for every factor of 0 or less.
@@ -15,10 +15,10 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
   message finds ranks that differ in what must be equal (widths, degrees, capacity factors): an error on each of them.
 - ``capacity_factor=0`` as an argument of the call means 0; Tutel takes the gate's own factor instead.
 - ``parallel_type='auto'`` takes the degree that moves the fewest elements at the current capacity (built-in experts;
-  degree 1 with others). In Tutel the rule is there, but nothing turns it on: it is degree 1.
+  degree 1 with others). Tutel has the rule but never enables it, and uses degree 1.
 - ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1.
 - With ``is_gshard_loss=False`` one expert has a loss of 0, not NaN.
-- Groups may be made inside a ``group`` of the layer's own, so every degree works there too.
+- Every degree also works inside a ``group`` of the layer's own.
 - ``checkpoint.gather`` and ``checkpoint.scatter`` read files with ``weights_only=True``, take any sizes that the layer
   takes but for ``llama_ffn`` experts whose D·F does not divide over their ranks, and join ``llama_ffn`` experts
   of several a rank.
@@ -26,13 +26,13 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
 - The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be made of one. Unknown options and
   impossible degrees are errors at once, of :mod:`colonnade.errors`. ``model_dim`` may be odd.
 
-*What is added.*
+*Added.*
 
 - ``load_loss_input="logits"`` of ``moe_layer``: with ``is_gshard_loss=False`` the load loss compares each expert's
   logit with the token's last noisy logit that is kept (Riquelme 2021, arXiv 2106.05974, appendix A). Tutel compares
   the expert's probability with that logit, and so does this layer by default, because programs were tuned with it.
 
-*What is left out.*
+*Left out.*
 
 - Environment variables (SKIP_MOE, SKIP_EXPERT, SKIP_A2A, CAP_FACTOR, BATCH_PRIO, LOCAL_SIZE, …) are not read: pass the
   arguments; NUMA_TYPE is the argument of ``system.init_affinity_at_program_beginning``. Processes are started by
@@ -42,6 +42,6 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
   chooses no other kernel. Gradients of ``net.allreduce_forward`` and ``net.allreduce_backward`` are those of a sum.
 - ``tutel.jit``, ``tutel.parted``, ``tutel.custom`` and the launcher have no counterpart here.
 
-Here, as there, experts compute on all C places, empty ones too, because a custom expert sees (experts, rows, D). The
-library's own layer (``colonnade.config.MoeConfig``) has no such padding: docs/howto/tutel.md says how to go there.
+As in Tutel, experts compute on all C slots, empty ones too, because a custom expert sees (experts, rows, D). The
+library's own layer (``colonnade.config.MoeConfig``) has no such padding: docs/howto/tutel.md says how to migrate.
 """

@@ -1,14 +1,12 @@
-"""The experts that ``experts={'type': …}`` names; a module of the user's own is called just as these are.
+"""Tutel's built-in experts and the factories of experts and gates; a custom expert is called in the same way.
 
     ffn         act(x W1ᵀ + b1) W2 + b2
     llama_ffn   (act(x W1) ⊙ x W2) W3
 
 ``module(x, ctx)``: x is (experts, rows, D), ctx the layer, of which ``group``, ``sharded_count`` (Sh) and
-``adaptive_degree`` (r) matter. For r = 0 the experts are all E and every rank gathers them; otherwise they are this
-rank's, and its rows are those of hidden slice s // (Sh/r), where s is its number among the Sh ranks of its expert. A
-gathered weight is not kept for the backward pass but gathered again.
-
-What a layer is made of, out of the dictionaries that describe it.
+``adaptive_degree`` (r) matter. For r = 0 every rank gathers all E experts; otherwise it computes its
+own, for the rows of hidden slice s // (Sh/r), where s is its index among the Sh ranks of its expert. Gathered weights
+are not kept for the backward pass but gathered again.
 """
 
 import inspect
@@ -24,7 +22,7 @@ from colonnade.compat.tutel.gates import COMMON, GATES
 from colonnade.config.base import did_you_mean
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.activation_checkpointing import checkpointed
-from colonnade.parallel.process_groups import axis_of, inner
+from colonnade.parallel.process_groups import axis_of, contiguous_group
 
 if TYPE_CHECKING:
     from colonnade.compat.tutel.layer import MOELayer
@@ -39,7 +37,7 @@ def _function(activation_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 
 
 class FusedExpertsNetwork(nn.Module):
-    """Two products with biases, which are optional, around any function of the hidden units."""
+    """Two-layer feed-forward experts with any activation and optional biases."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class FusedExpertsNetwork(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As nn.Linear begins, drawn expert by expert, so that a seed gives the values that it gives in Tutel."""
+        """Initialise like nn.Linear, expert by expert, so that a seed gives the same values as in Tutel."""
         fc1_b, fc2_b = self.batched_fc1_bias, self.batched_fc2_bias
         for i in range(self.local_experts):
             fc1 = nn.Linear(self.model_dim, self.hidden_size, bias=fc1_b is not None)
@@ -95,7 +93,7 @@ class FusedExpertsNetwork(nn.Module):
                 fc2_b[i] = fc2.bias[: fc2_b.shape[1]]
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Describe the module for print."""
         return (
             f"model_dim={self.model_dim}, hidden_size={self.hidden_size}, output_dim={self.output_dim}, "
             f"num_experts_per_device={self.local_experts}, has_fc1_bias={self.batched_fc1_bias is not None}, "
@@ -112,8 +110,8 @@ class FusedExpertsNetwork(nn.Module):
 
     def _gathered(self, x: Tensor, ctx: "MOELayer", degree: int) -> Tensor:
         E = ctx.num_global_experts if degree == 0 else 1
-        hidden = axis_of(ctx.group if degree == 0 else inner(ctx.sharded_count // degree, ctx.group))
-        output = hidden if degree == 0 else axis_of(inner(ctx.sharded_count, ctx.group))
+        hidden = axis_of(ctx.group if degree == 0 else contiguous_group(ctx.sharded_count // degree, ctx.group))
+        output = hidden if degree == 0 else axis_of(contiguous_group(ctx.sharded_count, ctx.group))
         fc1_w, fc2_w, fc1_b = (
             None if w is None else hidden.gather(w, 0, len(w) * hidden.size).reshape(E, -1, *w.shape[2:])
             for w in (self.batched_fc1_w, self.batched_fc2_w, self.batched_fc1_bias)
@@ -134,9 +132,9 @@ class FusedExpertsNetwork(nn.Module):
 
 
 class LlamaFFNNetwork(nn.Module):
-    """Gated; each weight lies flat, cut over the ranks of its expert wherever the cut falls.
+    """Gated experts whose flat weights are sharded over the ranks of each expert.
 
-    So a rank's share is no slice of hidden units: every r gathers the whole weight, and r > 1 takes its slice of that.
+    A shard is not a slice of hidden units, so every r gathers the whole weight, and r > 1 takes its slice of that.
     """
 
     def __init__(
@@ -161,12 +159,12 @@ class LlamaFFNNetwork(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """N(0, 0.01²)."""
+        """Initialise with N(0, 0.01²)."""
         for w in (self.W_fc1, self.W_fc2, self.W_fc3):
             w.normal_(0, 0.01)
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Describe the module for print."""
         return f"model_dim={self.model_dim}, hidden_size_per_expert={self.hidden_size_per_expert}"
 
     def forward(self, x: Tensor, ctx: "MOELayer") -> Tensor:
@@ -177,7 +175,7 @@ class LlamaFFNNetwork(nn.Module):
 
     def _ffn(self, x: Tensor, ctx: "MOELayer", degree: int) -> Tensor:
         sh = ctx.sharded_count
-        axis = axis_of(ctx.group if degree == 0 else inner(sh, ctx.group))
+        axis = axis_of(ctx.group if degree == 0 else contiguous_group(sh, ctx.group))
 
         def whole(w: Tensor, shape: torch.Size) -> Tensor:
             flat = axis.gather(w, 0, len(w) * axis.size).view(-1, sh * len(w))
@@ -196,7 +194,7 @@ EXPERTS = {"ffn": FusedExpertsNetwork, "llama_ffn": LlamaFFNNetwork}
 
 
 def make_experts(options: dict[str, Any], model_dim: int, local: int, sharded: int) -> nn.Module:
-    """The module that ``options`` describe, ``local`` experts of it, each over ``sharded`` ranks."""
+    """Build the experts that ``options`` describe: ``local`` of them, each over ``sharded`` ranks."""
     kind = options.pop("type", None)
     if kind == "custom":
         module = options.pop("module", None)
@@ -207,7 +205,7 @@ def make_experts(options: dict[str, Any], model_dim: int, local: int, sharded: i
     else:
         raise ConfigError(f"there are no experts of type '{kind}'" + did_you_mean(str(kind), [*EXPERTS, "custom"]))
     names = inspect.signature(module).parameters
-    # The name of older programs.
+    # The older name of the argument.
     old = "local_experts" in names and "num_experts_per_device" not in names
     count = "local_experts" if old else "num_experts_per_device"
     options |= {"model_dim": model_dim, count: local, "sharded_count": sharded}
@@ -221,7 +219,7 @@ def make_experts(options: dict[str, Any], model_dim: int, local: int, sharded: i
 
 
 def make_gate(kind: Any, model_dim: int, experts: int) -> nn.Module:
-    """The gate that ``kind`` describes, which says what noise and what capacity it wants."""
+    """Build the gate that ``kind`` describes, with its noise and capacity factor."""
     if isinstance(kind, str) and (old := re.fullmatch(r"Top(\d+)Gate", kind)):
         kind = {"type": "top", "k": int(old[1])}
     if not isinstance(kind, Mapping):
@@ -233,15 +231,15 @@ def make_gate(kind: Any, model_dim: int, experts: int) -> nn.Module:
     if name != "custom" and name not in GATES:
         raise ConfigError(f"there is no gate of type '{name}'" + did_you_mean(str(name), [*GATES, "custom"]))
     module = options.pop("module") if name == "custom" else GATES[name]
-    # The layer reads these; a gate of one's own is told if it wants to be.
-    told = {key: value for key, value in options.items() if key not in COMMON or _takes(module, key)}
-    gate = module(model_dim=model_dim, num_global_experts=experts, **told)
+    # The layer reads these; a custom gate gets them if it accepts them.
+    accepted = {key: value for key, value in options.items() if key not in COMMON or _accepts(module, key)}
+    gate = module(model_dim=model_dim, num_global_experts=experts, **accepted)
     for option, default in (("gate_noise", 0.0), ("capacity_factor", 1.0)):
         if not hasattr(gate, option):
             setattr(gate, option, options.get(option, default))
     return gate
 
 
-def _takes(module: Callable[..., Any], name: str) -> bool:
+def _accepts(module: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(module).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

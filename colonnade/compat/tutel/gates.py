@@ -1,10 +1,10 @@
-"""The gates that ``gate_type`` names: modules that give each of E experts a score.
+"""Tutel's built-in gates, which give each of E experts a score, and the balance losses.
 
 top         x Wgᵀ
 cosine_top  normalize(Wp x + b) · normalize(Sim) · exp(min(τ, ln 100))      (Chi 2022, arXiv 2204.09179)
 
-The balance losses of a layer, over the tokens of this rank: each rank's gate has a gradient of its own tokens, which
-the program sums over the ranks (GShard, arXiv 2006.16668, algorithm 1; Riquelme 2021, arXiv 2106.05974, appendix A).
+The losses are over this rank's tokens: each rank's gate has the gradient of its own tokens, which the program sums over
+ranks (GShard, arXiv 2006.16668, algorithm 1; Riquelme 2021, arXiv 2106.05974, appendix A).
 """
 
 import math
@@ -28,7 +28,7 @@ def _check(options: dict[str, Any], known: tuple[str, ...]) -> None:
 
 
 class LinearTopKGate(nn.Module):
-    """One product; in float32 with ``fp32_gate``."""
+    """Linear gate; in float32 with ``fp32_gate``."""
 
     def __init__(self, model_dim: int, num_global_experts: int, k: int = 1, fp32_gate: bool = False, **options: Any):
         super().__init__()
@@ -43,7 +43,7 @@ class LinearTopKGate(nn.Module):
 
 
 class CosineTopKGate(nn.Module):
-    """Directions compared at a learned temperature, which starts at ``init_t``."""
+    """Cosine gate with a learned temperature, initially ``init_t``."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """``moe_layer``: gate, capacity, all-to-all, experts, all-to-all, sum, under Tutel's names (arXiv 2206.03382).
 
-    x_TD → y_ECD → repeated r times, (W, n, rC/Sh, D) → exchanged → experts → exchanged back → summed over r → y_TD
+    x_TD → y_ECD → repeated r times, (W, n, rC/Sh, D) → all-to-all → experts → all-to-all back → summed over r → y_TD
 
-Each expert e stands on ranks e·Sh … e·Sh + Sh − 1 of the group, for every r. What differs from Tutel stands in the
-docstring of :mod:`colonnade.compat.tutel`.
+Expert e is on ranks e·Sh … e·Sh + Sh − 1 of the group, for every r. :mod:`colonnade.compat.tutel` lists how this
+differs from Tutel.
 """
 
 import re
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from colonnade.compat.tutel.experts import EXPERTS, make_experts, make_gate
 from colonnade.compat.tutel.gates import GATES, gshard_loss, load_importance_loss
-from colonnade.compat.tutel.routing import Critical, critical, fast_decode, fast_encode
+from colonnade.compat.tutel.routing import Critical, fast_decode, fast_encode, route
 from colonnade.config.base import did_you_mean
 from colonnade.config.model import divisors
 from colonnade.errors import CheckpointError, ConfigError, PlanError
-from colonnade.parallel.process_groups import Group, all_ranks, axis_of, web_of
+from colonnade.parallel.process_groups import Group, all_ranks, axis_of, make_all_to_all
 
 
 class MOELayer(nn.Module):
-    """x (…, D) to y (…, D), with ``y.l_aux``, the balance loss of this rank's tokens."""
+    """Tutel's MoE layer, from (…, D) to (…, D), with ``y.l_aux``, the balance loss of this rank's tokens."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class MOELayer(nn.Module):
 
         _seed(seeds, 0, 1)
         self.experts = make_experts(options, model_dim, self.num_local_experts, self.sharded_count)
-        # Only of experts whose every r is known to be right may a rule choose it.
+        # Only built-in experts are known to be correct for every r.
         self.auto_parallel = parallel_type == "auto" and isinstance(self.experts, tuple(EXPERTS.values()))
         for name, p in self.experts.named_parameters():
             if scan_expert_func is not None:
@@ -94,7 +94,7 @@ class MOELayer(nn.Module):
                 )
         _seed(seeds, 0, 2)
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
+    # -- configuration -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: Group = None) -> int:
@@ -136,7 +136,7 @@ class MOELayer(nn.Module):
         return degree
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Describe the layer for print."""
         gates = [f"k={getattr(gate, 'top_k', None)}, noise={gate.gate_noise}" for gate in self.gates]
         return f"Top-K(s) = {gates}, Total-Experts = {self._count} [managed by {self.world_size} device(s)],"
 
@@ -159,7 +159,7 @@ class MOELayer(nn.Module):
                 state_dict[f"{prefix}experts.{name}"] = value.view(p.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    # -- what it does ----------------------------------------------------------------------------------------------
+    # -- computation -----------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -196,7 +196,7 @@ class MOELayer(nn.Module):
         sparse = self.num_local_experts > 1 and self.world_size == 1 and not torch.is_grad_enabled()
         self.megablocks_size = megablocks_size if sparse else 0
 
-        x_TD = self._in_type(input.reshape(-1, tail.numel()))
+        x_TD = self._to_expert_dtype(input.reshape(-1, tail.numel()))
         kind, crit, l_aux = self._route(x_TD, self.gates[gate_index], capacity_factor, top_k)
         self.dispatch_count = crit[-1]
         weighed_TD = x_TD if self.is_postscore else x_TD.to(kind)
@@ -209,8 +209,8 @@ class MOELayer(nn.Module):
         self.l_aux = y.l_aux = l_aux  # pyright: ignore[reportAttributeAccessIssue]
         return y if self.result_func is None else self.result_func(y)
 
-    def _in_type(self, x: Tensor) -> Tensor:
-        """``x`` as the experts take it."""
+    def _to_expert_dtype(self, x: Tensor) -> Tensor:
+        """``x`` in the experts' dtype."""
         if torch.is_autocast_enabled(x.device.type):
             return x.to(torch.get_autocast_dtype(x.device.type))
         first = next(self.experts.parameters(), None)
@@ -236,17 +236,17 @@ class MOELayer(nn.Module):
                 raise ConfigError("the gate has no top_k; set it, or give top_k with the call")
             rows = max(self.megablocks_size, 1)
             factor = float(gate.capacity_factor if factor is None else factor)  # pyright: ignore[reportArgumentType]
-            laid_together = self.sharded_count > 1 or not self.adaptive_degree
+            gathered = self.sharded_count > 1 or not self.adaptive_degree
             same = {
                 "model_dim": x_TD.shape[1], "num_experts_per_device": self._count / self.world_size,
                 "top_k": min(top_k, self._count), "capacity_factor": factor, "adaptive_r": self.adaptive_degree,
                 "a2a_ffn_overlap_degree": self.a2a_ffn_overlap_degree, "bytes of an element": x_TD.itemsize,
-                "parameters of experts": sum(p.numel() for p in self.experts.parameters()) if laid_together else 0,
+                "parameters of experts": sum(p.numel() for p in self.experts.parameters()) if gathered else 0,
             }  # fmt: skip
             multiple = _multiple(
                 -(-self.sharded_count * self.a2a_ffn_overlap_degree // rows) * rows, self.sharded_count
             )
-            crit, l_aux = critical(
+            crit, l_aux = route(
                 noisy_TE.softmax(1), top_k, loss, factor, self.batch_prioritized_routing, self.normalize_gate, multiple,
                 self.group, inequivalent_tokens=self.world_size > 1, same=same,
             )  # fmt: skip
@@ -268,21 +268,21 @@ class MOELayer(nn.Module):
         return y.reshape(y.shape[0], y.shape[1], y.shape[2:].numel())
 
     def _exchanged(self, y_ECD: Tensor, tail: Sequence[int]) -> Tensor:
-        """There and back, in p parts, each under way while the experts compute the one before."""
-        (web, sizes), r = web_of(self.group, two_steps=self.use_2dh), self.adaptive_degree
+        """All-to-all, experts, all-to-all back; in p chunks, each exchanged while the previous one is computed."""
+        (all_to_all, sizes), r = make_all_to_all(self.group, two_steps=self.use_2dh), self.adaptive_degree
         W, n, (_, C, D) = self.world_size, self.num_local_experts, y_ECD.shape
         parts = y_ECD.repeat(1, r, 1).view(W, n, r * C // self.sharded_count, D)
         parts = parts.chunk(self.a2a_ffn_overlap_degree if W > 1 else 1, dim=2)
-        under_way, back = web.begin(parts[0], sizes), []
+        pending, back = all_to_all.begin(parts[0], sizes), []
         for i, part in enumerate(parts):
-            arriving, rows = under_way, part.shape[2]
+            arriving, rows = pending, part.shape[2]
             if i + 1 < len(parts):
-                under_way = web.begin(parts[i + 1], sizes)
-            x = web.finish(arriving, sizes).transpose(0, 1).reshape(n, W * rows, D)
+                pending = all_to_all.begin(parts[i + 1], sizes)
+            x = all_to_all.finish(arriving, sizes).transpose(0, 1).reshape(n, W * rows, D)
             y = self.expert_local(x, tail)
             y = y.view(n, W, rows, y.shape[2]).transpose(0, 1)
-            back.append(web.begin_back(y, sizes))
-        y = torch.cat([web.finish_back(returning, sizes) for returning in back], dim=2)
+            back.append(all_to_all.begin_return(y, sizes))
+        y = torch.cat([all_to_all.finish_return(returning, sizes) for returning in back], dim=2)
         y = y.reshape(self._count, r, C, y.shape[3])
         return y.squeeze(1) if r == 1 else y.sum(1)  # the partial results of r hidden slices
 
@@ -294,7 +294,7 @@ def _overlap(parts: int) -> int:
 
 
 def _multiple(rows: int, shards: int) -> int:
-    """Of what C is a multiple; long ones in steps of 128 that still divide over the ``shards``."""
+    """Return the multiple to which C is rounded: above 256 in steps of 128 that divide over the ``shards``."""
     if rows <= 256:
         return rows
     rows = -(-rows // 128) * 128
@@ -302,7 +302,7 @@ def _multiple(rows: int, shards: int) -> int:
 
 
 def _seed(seeds: Sequence[int | None] | None, offset: int, which: int) -> None:
-    """Tutel's ``seeds``: of what all ranks share, of what is this rank's, of what comes after the layer."""
+    """Set one of Tutel's ``seeds``: for shared weights, for this rank's weights, for after the layer."""
     if seeds is not None and len(seeds) > which:
         seed = seeds[which]
         if seed is not None:

@@ -1,4 +1,6 @@
-"""Collectives by Tutel's names. Those called ``simple_`` and ``batch_`` have no gradient; the others have:
+"""An optimizer whose state for what all ranks share is cut among them (ZeRO, arXiv 1910.02054, stage 1).
+
+Collectives by Tutel's names. Those called ``simple_`` and ``batch_`` have no gradient; the others have:
 
     all_to_all(x, i, j)      cut along j, joined along i        backward: cut along i, joined along j
     all_gather, fused        joined along a dimension           summed, and cut
@@ -12,17 +14,67 @@
 A ``group`` of None is all processes; a process by itself gets its input back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from colonnade.compat.tutel.optimizer import TutelDistributedOptimizer
 from colonnade.errors import ConfigError, PlanError
 from colonnade.parallel import collectives, process_groups
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.process_groups import Group, axis_of, barrier
+
+
+class TutelDistributedOptimizer:
+    """ZeRO-1 optimizer of this rank's experts and its shard of every other parameter (arXiv 1910.02054).
+
+    ``average_shared`` divides the gradients of the latter, which are summed over ``group``, by its size.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], group: Group = None, average_shared: bool = False):
+        everything = list(params)
+        self.params = [p for p in everything if not hasattr(p, "_tutel_expert")]
+        self.expert_params = [p for p in everything if hasattr(p, "_tutel_expert")]
+        self.group, self.average_shared = group, average_shared
+        self.axis = axis_of(group)
+        self.local_optim: Optimizer | None = None
+
+    def warp_local(
+        self, local_optim: Callable[..., Optimizer], *args: Any, **kwargs: Any
+    ) -> "TutelDistributedOptimizer":
+        """Make ``local_optim(parameters, *args, **kwargs)`` over this rank's part."""
+        self.virt_params = [self._part(p.detach()).clone().requires_grad_(p.requires_grad) for p in self.params]
+        self.local_optim = local_optim(self.virt_params + self.expert_params, *args, **kwargs)
+        return self
+
+    def _padded(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        return torch.nn.functional.pad(flat, (0, -len(flat) % self.axis.size))
+
+    def _part(self, x: Tensor) -> Tensor:
+        return self.axis.split(self._padded(x), 0)
+
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        for p in (*self.params, *self.expert_params, *getattr(self, "virt_params", ())):
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step; afterwards all ranks have all of the shared parameters."""
+        if self.local_optim is None:
+            raise ConfigError("no optimizer to step; call warp_local(torch.optim.SGD, lr=…) first")
+        for p, part in zip(self.params, self.virt_params, strict=True):
+            if p.grad is not None:
+                grad = self.axis.scatter_sum(self._padded(p.grad), 0)
+                part.grad = grad / self.axis.size if self.average_shared else grad
+        self.local_optim.step()
+        for p, part in zip(self.params, self.virt_params, strict=True):
+            whole = self.axis.join(part.detach(), 0, len(part) * self.axis.size)
+            p.copy_(whole[: p.numel()].view(p.shape))
+
 
 __all__ = [
     "TutelDistributedOptimizer", "all_gather", "all_to_all", "all_to_all_single", "allreduce_backward",
@@ -75,7 +127,9 @@ def create_groups_from_world(group_count: int, include_init: str | None = None, 
 
     ``include_init`` names the backend of a process group that is to be joined first. Raises :class:`PlanError`.
     """
-    device = None if include_init is None else process_groups.join(include_init, process_groups.TIMEOUT).device
+    device = (
+        None if include_init is None else process_groups.init_process_group(include_init, process_groups.TIMEOUT).device
+    )
     axis = axis_of(parent_group)
     many = group_count if group_count > 0 else axis.size // max(1, -group_count)
     if many < 1 or axis.size % many or (group_count < 0 and many * -group_count != axis.size) or not group_count:
@@ -92,14 +146,14 @@ def create_groups_from_world(group_count: int, include_init: str | None = None, 
 
     return Groups(
         world.size, world.rank, many, axis.rank // size, size, axis.rank % size,
-        process_groups.outer(size, parent_group), process_groups.inner(size, parent_group), process_groups.all_ranks(),
-        process_groups.all_ranks() is not None, device, dist_print,
+        process_groups.strided_group(size, parent_group), process_groups.contiguous_group(size, parent_group),
+        process_groups.all_ranks(), process_groups.all_ranks() is not None, device, dist_print,
     )  # fmt: skip
 
 
 def create_standalone_group() -> Group:
     """A group of this rank alone."""
-    return process_groups.inner(1)
+    return process_groups.contiguous_group(1)
 
 
 # -- without gradients ---------------------------------------------------------------------------------------------
@@ -156,15 +210,15 @@ def batch_all_to_all_v(
             f"partition sizes {sizes.tolist()} for {axis.size} ranks and {datas[0].numel()} elements; give one a rank, "
             "which add up"
         )
-    came = simple_all_to_all(sizes, group)
-    send, receive = sizes.tolist(), came.tolist()
-    return [axis.exchange(data.detach().reshape(-1), send, receive) for data in datas], came
+    received = simple_all_to_all(sizes, group)
+    send, receive = sizes.tolist(), received.tolist()
+    return [axis.exchange(data.detach().reshape(-1), send, receive) for data in datas], received
 
 
 def batch_all_gather_v(datas: Sequence[Tensor], group: Group = None) -> tuple[list[Tensor], Tensor]:
     """The elements of all ranks, of which each has its own number: what came, and how many from each rank."""
     counts = simple_all_gather(torch.tensor([datas[0].numel()], device=datas[0].device), group)
-    return [axis_of(group).lay_together_(data.reshape(-1), counts.tolist()) for data in datas], counts
+    return [axis_of(group).all_gather_uneven_(data.reshape(-1), counts.tolist()) for data in datas], counts
 
 
 # -- with gradients ------------------------------------------------------------------------------------------------
@@ -188,11 +242,11 @@ def all_to_all(
     if input_dim == output_dim or axis.size == 1:
         return (lambda: input) if background else input
     parts = input.unflatten(output_dim, (axis.size, input.shape[output_dim] // axis.size)).movedim(output_dim, 0)
-    web, sizes = process_groups.web_of(group, two_steps=use_2dh)
-    under_way = web.begin(parts, sizes)
+    exchange, sizes = process_groups.make_all_to_all(group, two_steps=use_2dh)
+    pending = exchange.begin(parts, sizes)
 
     def finish() -> Tensor:
-        return web.finish(under_way, sizes).movedim(0, input_dim).flatten(input_dim, input_dim + 1)
+        return exchange.finish(pending, sizes).movedim(0, input_dim).flatten(input_dim, input_dim + 1)
 
     return finish if background else finish()
 

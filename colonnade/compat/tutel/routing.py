@@ -1,10 +1,10 @@
-"""Who goes where, and the moves that follow from it: for programs that write the layer out themselves.
+"""Routing decisions, dispatch and combine, for programs that write the layer out themselves.
 
     crit, l_aux = extract_critical(scores_TE, top_k)
     y_ECD = fast_encode(x_TD, crit)          →  experts  →          x_TD = fast_decode(y_ECD, crit)
 
 ``crit`` is a tuple (E, indices, locations, gates, C, load_E): for each of the A choices a tensor of T experts, one of T
-places in them, one of T weights; the capacity; how many chose each expert. Places from C on are dropped.
+slots in them, one of T weights; the capacity; how many chose each expert. Slots from C on are dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,13 +38,13 @@ def extract_critical(
     C is a multiple of ``alignment``; for a ``capacity_factor`` of 0 or less, or with ``inequivalent_tokens``, the ranks
     of ``group`` agree on it. Raises :class:`ConfigError` for a positive factor that leaves no place at all.
     """
-    return critical(
+    return route(
         scores, top_k, loss_fn, capacity_factor, batch_prioritized_routing, normalize_gate, alignment, group,
         inequivalent_tokens=inequivalent_tokens,
     )  # fmt: skip
 
 
-def critical(
+def route(
     scores: Tensor,
     top_k: int,
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
@@ -76,8 +76,8 @@ def critical(
     load_E = load_E.index_add(0, ids_TA.flatten(), torch.ones_like(ids_TA.flatten()))
     axis, largest = axis_of(group), 0
     if capacity_factor <= 0 or inequivalent_tokens:
-        told = load_E.new_tensor([T, *same.values(), *(-value for value in same.values())], dtype=torch.float64)
-        most, *extremes, heaviest = axis.max_(torch.cat([told, load_E.max().double()[None]])).tolist()
+        local = load_E.new_tensor([T, *same.values(), *(-value for value in same.values())], dtype=torch.float64)
+        most, *extremes, heaviest = axis.max_(torch.cat([local, load_E.max().double()[None]])).tolist()
         _check_same(same, extremes)
         T, largest = (int(most) if inequivalent_tokens else T), int(heaviest)
     C = capacity(capacity_factor, ids_TA.shape[1], T, E, largest, alignment)
@@ -109,16 +109,16 @@ def get_dispatch_count(critial_data: Critical) -> Tensor:
 
 
 def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
-    """Of each 1 in a column of ``data``, how many stand above it."""
+    """For each 1 in a column of ``data``, count those above it."""
     if data.dim() != 2 or dim != 0:
         raise ConfigError(f"fast_cumsum_sub_one counts down the columns of a matrix, not dim {dim} of {data.dim()}")
     return data.cumsum(0) - 1
 
 
 class fast_dispatcher:  # noqa: N801
-    """Tokens into the places of their experts (E·C, D), and back.
+    """Dispatches tokens to their experts' slots (E·C, D), and combines them again.
 
-    With ``is_postscore`` the weights count on the way back, otherwise on the way there.
+    With ``is_postscore`` the weights are applied when combining, otherwise when dispatching.
     """
 
     def __init__(self, num_global_experts: int, capacity: int, model_dim: int, dispatch_dtype: torch.dtype):
@@ -139,11 +139,11 @@ class fast_dispatcher:  # noqa: N801
         ids_TA, place_TA = torch.stack(list(indices_), 1).long(), torch.stack(list(locations_), 1).long()
         self.weights_TA = torch.stack(list(gates_), 1)
         slots = self.num_global_experts * self.capacity
-        # One slot more than there are takes what is dropped, so that nothing asks the device how much that is.
+        # One extra slot takes the dropped choices, which avoids a synchronisation with the device.
         self.slot_TA = torch.where(place_TA < self.capacity, ids_TA * self.capacity + place_TA, slots)
 
     def encode(self, data: Tensor) -> Tensor:
-        """x_TD to (E·C, D); places that nobody has are 0."""
+        """Dispatch x_TD to (E·C, D); empty slots are 0."""
         T, A = self.slot_TA.shape
         x_TAD = data.unsqueeze(1).expand(T, A, -1)
         if not self.is_postscore:
@@ -152,7 +152,7 @@ class fast_dispatcher:  # noqa: N801
         return slots.index_add(0, self.slot_TA.flatten(), x_TAD.reshape(T * A, data.shape[1]))[:-1]
 
     def decode(self, data: Tensor) -> Tensor:
-        """(E·C, D) to each token's choices, summed: (T, D); what was dropped counts 0."""
+        """Combine (E·C, D) to (T, D); dropped choices count 0."""
         y_TAD = torch.cat([data, data.new_zeros(1, data.shape[1])])[self.slot_TA]
         if self.is_postscore:
             y_TAD = y_TAD * self.weights_TA.unsqueeze(2).to(data.dtype)

@@ -1,4 +1,4 @@
-"""What programs ask of the machine: a session, the time, files of their own for each rank."""
+"""Sessions, timing, CPU affinity and per-rank files."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ def init_affinity_at_program_beginning(numa_type: int = 1) -> None:
     allowed = os.sched_getaffinity(0)
     nodes = sorted(NODES.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
     cores = [{int(core.name.removeprefix("cpu")) for core in node.glob("cpu[0-9]*")} & allowed for node in nodes]
-    cores = [some for some in cores if some]  # a node may have memory alone
+    cores = [some for some in cores if some]  # a node may have memory only
     if not cores:
         logging.getLogger(__name__).warning("%s names no NUMA node of this process's cores; nothing is bound", NODES)
         return
@@ -50,7 +50,7 @@ def init_affinity_at_program_beginning(numa_type: int = 1) -> None:
 
 
 def get_local_session() -> Groups:
-    """The last one that was made."""
+    """Return the latest session."""
     if not _sessions:
         raise ConfigError("there is no session; call system.init_data_model_parallel() first")
     return _sessions[0]
@@ -84,18 +84,18 @@ def apply_rank_size_from_pattern(filename: str, rank: int, size: int, create_dir
 
 
 class LocalCache:
-    """Values by name, for as long as the process lives."""
+    """Process-wide values by name."""
 
     _values: ClassVar[dict[Any, Any]] = {}
 
     @classmethod
     def reset(cls) -> None:
-        """Forget all."""
+        """Clear the cache."""
         cls._values.clear()
 
     @classmethod
     def set(cls, key: Any, val: Any) -> None:
-        """Keep ``val``."""
+        """Store ``val``."""
         cls._values[key] = val
 
     @classmethod

@@ -44,7 +44,7 @@ def apply_capacity(choice: RouterOutput, index_T: Tensor, moe: MoeConfig, over: 
     per_rank = moe.capacity_over == "rank"
     top_T = choice.probs_TE.detach().amax(1)
     (all_ids, all_top), row_T = in_global_order(SOLO if per_rank else over, index_T, ids_TA, top_T)
-    tokens = max(over.list_(len(ids_TA))) if per_rank else len(all_ids)
+    tokens = max(over.all_gather_int(len(ids_TA))) if per_rank else len(all_ids)
     position_TA = global_positions(all_ids, moe.experts)
     if moe.priority:
         order_T = all_top.argsort(descending=True, stable=True)
@@ -79,12 +79,12 @@ def in_global_order(over: Axis, index_T: Tensor, *columns: Tensor) -> tuple[list
 
     Without a gradient. Ranks exchange their token counts over the host.
     """
-    counts = over.list_(len(index_T))
-    order_T = over.lay_together_(index_T, counts).argsort(stable=True)
+    counts = over.all_gather_int(len(index_T))
+    order_T = over.all_gather_uneven_(index_T, counts).argsort(stable=True)
     row_T = torch.empty_like(order_T)
     row_T[order_T] = torch.arange(len(order_T), device=order_T.device)
     start = sum(counts[: over.rank])
-    return [over.lay_together_(column, counts)[order_T] for column in columns], row_T[start : start + len(index_T)]
+    return [over.all_gather_uneven_(column, counts)[order_T] for column in columns], row_T[start : start + len(index_T)]
 
 
 def global_positions(ids_TA: Tensor, experts: int) -> Tensor:

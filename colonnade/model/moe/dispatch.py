@@ -36,8 +36,8 @@ from colonnade.kernels.registry import choose
 from colonnade.model.moe.experts import ExpertDropout, ExpertRows, Experts
 from colonnade.model.moe.losses import expert_load
 from colonnade.model.moe.routing_context import DispatchOptions
-from colonnade.parallel.axis import Axis, Grid
-from colonnade.parallel.hierarchical_all_to_all import Begun, HierarchicalAllToAll, Sizes
+from colonnade.parallel.axis import Axis, ExpertAxes
+from colonnade.parallel.hierarchical_all_to_all import ExchangeSizes, HierarchicalAllToAll, PendingRows
 
 
 class Dispatch(Protocol):
@@ -157,7 +157,7 @@ class _Part:
 
     choice_R: Tensor
     """The choices to send (t·A + j, of this part's tokens), ordered by destination group."""
-    sizes: Sizes
+    sizes: ExchangeSizes
     order: tuple[Tensor, Tensor]
     """(order_R, ends_e): the received rows sorted by expert, and each expert's end."""
 
@@ -184,7 +184,7 @@ class AllToAllDispatch:
         x_parts, self._weights = x_tD.split(tokens), weights_tA.split(tokens)
         dropouts = [None] * len(parts) if dropout is None else dropout.split(tokens)
 
-        def begin(i: int) -> tuple[Begun, Begun | None]:
+        def begin(i: int) -> tuple[PendingRows, PendingRows | None]:
             part, drop = parts[i], dropouts[i]
             x_RD = _repeat_groups(gather(x_parts[i], part.choice_R, A), part.sizes, degree)
             rows = exchange.begin(x_RD, part.sizes)
@@ -207,7 +207,7 @@ class AllToAllDispatch:
         """Send each output back at once, then add up each token's rows by the router's weights."""
         parts, degree, y_parts = self._parts_of(outputs), self.options.degree, []
         for (part, returning), w_tA in zip(parts, self._weights, strict=True):
-            y_RD = self.exchange.finish_back(returning, part.sizes)
+            y_RD = self.exchange.finish_return(returning, part.sizes)
             if degree > 1:  # sum the partial results of r ranks, one for each slice of the hidden units
                 slices = y_RD.split(part.sizes.send)
                 groups = (slices[i : i + degree] for i in range(0, len(slices), degree))
@@ -216,16 +216,16 @@ class AllToAllDispatch:
             y_parts.append(combine(y_RD, part.choice_R, w_tA))
         return torch.cat(y_parts)
 
-    def _parts_of(self, outputs: Iterable[Tensor]) -> list[tuple[_Part, Begun]]:
+    def _parts_of(self, outputs: Iterable[Tensor]) -> list[tuple[_Part, PendingRows]]:
         """Each part, and its output on the way back; an output is sent before the next one is computed."""
-        begun = [self.exchange.begin_back(y_RD, self._parts[i].sizes) for i, y_RD in enumerate(outputs)]
+        begun = [self.exchange.begin_return(y_RD, self._parts[i].sizes) for i, y_RD in enumerate(outputs)]
         return list(zip(self._parts, begun, strict=True))
 
     def _count_bytes(self, x_tD: Tensor) -> int:
         """Rows there and back, dropout tags, and gathered weights."""
         rank, sizes = self.grid.all.rank, [part.sizes for part in self._parts]
         rows = sum(sum(it.send) + sum(it.receive) - 2 * it.send[rank] for it in sizes)
-        weights = self.experts.size_bytes * (self.grid.every(self.options.degree).size - 1)
+        weights = self.experts.size_bytes * (self.grid.hidden_slice(self.options.degree).size - 1)
         tags = 0
         if self.dropout is not None:
             tags = sum(sum(it.send) - it.send[rank] for it in sizes) * self.dropout.tag_TA.itemsize
@@ -287,7 +287,7 @@ def _split_tokens(tokens: int, parts: int) -> list[int]:
 
 
 def _plan_exchange(
-    ids_tA: Tensor, tokens: list[int], experts: int, grid: Grid, exchange: HierarchicalAllToAll, degree: int
+    ids_tA: Tensor, tokens: list[int], experts: int, grid: ExpertAxes, exchange: HierarchicalAllToAll, degree: int
 ) -> list[_Part]:
     """Which rows go where, for parts of so many ``tokens``.
 
@@ -311,7 +311,7 @@ def _plan_exchange(
     counts = ends.diff(prepend=ends.new_zeros(1)).view(P, ep * groups, local)
     # Each rank of a group gets the same rows: (rank, part, expert).
     mine = counts.transpose(0, 1).repeat_interleave(degree, 0)
-    theirs, between = exchange.counts(mine)
+    theirs, between = exchange.exchange_counts(mine)
     totals = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
     sizes = torch.stack(totals).tolist()
     received = [sum(row[i] for row in sizes[1]) for i in range(P)]
@@ -324,12 +324,12 @@ def _plan_exchange(
         choices = sum(send[::degree])  # all ranks of a group get the same rows
         choice_R = order_R[first_choice : first_choice + choices] - first_token * A
         first_choice, first_token = first_choice + choices, first_token + tokens[i]
-        rows = Sizes(send, receive, *exchange.between(*crossing))
+        rows = ExchangeSizes(send, receive, *exchange.intermediate_counts(*crossing))
         parts.append(_Part(choice_R, rows, (by_expert[i], ends_pe[i])))
     return parts
 
 
-def _repeat_groups(x_R: Tensor, sizes: Sizes, degree: int) -> Tensor:
+def _repeat_groups(x_R: Tensor, sizes: ExchangeSizes, degree: int) -> Tensor:
     """The rows of each group, once for each of its ``degree`` ranks.
 
     Rows are gathered first and repeated then: the backward pass of a gather needs each row to occur once.

@@ -28,7 +28,7 @@ from colonnade.kernels.registry import CHOSEN, choose
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.dropout import BlockDropout
 from colonnade.model.linear import Float8Module, quantise_finite
-from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
+from colonnade.parallel.axis import SOLO, Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
 
@@ -56,7 +56,7 @@ class ExpertDropout:
         """int32 (R,): the tags of the choices (t·A + j) in ``order_R``."""
         return self.tag_TA.flatten()[order_R]
 
-    def hidden(self, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
+    def hidden(self, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> Hidden:
         """The mask of rows with these tags, for the rank's slice of ``width`` hidden units at this degree (1: all).
 
         A slice is the shares of the sh ranks that are equal modulo the degree, one after another.
@@ -133,9 +133,9 @@ class Experts(Float8Module):
         (:mod:`~colonnade.model.moe.expert_offload`).
         """
         super().__init__()
-        self.activation, self.count, self.width, self.grid = config.activation, moe.experts, moe.ffn_width, axes.grid
-        first, stop = axes.grid.ep.part(moe.experts)
-        start, end = axes.grid.sh.part(moe.ffn_width)
+        self.activation, self.count, self.width, self.grid = config.activation, moe.experts, moe.ffn_width, axes.experts
+        first, stop = axes.experts.ep.part(moe.experts)
+        start, end = axes.experts.sh.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
         self.local_count = e
         """Experts of this rank; ``count`` is that of all ranks."""
@@ -307,7 +307,7 @@ class Experts(Float8Module):
         None if weights are gathered, offloaded, quantised or float8, or if no kernel defers.
         """
         supported = ("routed_later", kind, dtype, "auto") in CHOSEN
-        axis = self.grid.every(degree)
+        axis = self.grid.hidden_slice(degree)
         if not supported or axis.size > 1 or self.fetch is not None or self.quantised or self.float8:
             return None
         weights = self.stored
@@ -323,7 +323,7 @@ class Experts(Float8Module):
         deferred: Later | None = None,
     ) -> ExpertRows:
         """Received rows, one choice each, for hidden slice s mod ``degree``; slice 0 adds the output bias."""
-        axis = self.grid.every(degree)
+        axis = self.grid.hidden_slice(degree)
         return ExpertRows(
             x_RD, x_RD.new_ones(len(x_RD), 1), order=order,
             gather=partial(self.gathered, axis) if axis.size > 1 else None, degree=degree,

@@ -22,7 +22,7 @@ from colonnade.model.moe.losses import balance_losses, expert_load, layer_sums
 from colonnade.model.moe.router import Router, RouterOutput
 from colonnade.model.moe.routing_context import LayerReport, LayerRouting, TokenGroups, attach
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import Placement, on_rows
+from colonnade.parallel.layout import Placement, residual_placement
 
 
 class _Tokens(NamedTuple):
@@ -58,7 +58,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         if self.shared_gate is not None:
             self.shared_gate.never_quantise = True
-        self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
+        self.layout: dict[str, Placement] = {"shared_gate.weight": residual_placement(axes)} if moe.shared_gate else {}
 
     def forward(
         self, x_tD: Tensor, T: int, layer: LayerRouting, noise: BlockDropout | None = None
@@ -69,15 +69,15 @@ class MixtureOfExperts(nn.Module):
         if routing is not None:
             gate, moe, training = routing.gate, routing.moe or moe, routing.weight is not None
         # Where all ranks have the same tokens, each computes its own experts for all of them.
-        replicated = self.axes.alike and self.axes.grid.all.size > 1
+        replicated = self.axes.cp_replicated and self.axes.experts.all.size > 1
         own = self._own_tokens(x_tD, T, layer, noise)
 
         choice, logits_tE = self.router(*own[:4], gate, training=training, token_groups=own.groups, moe=moe)
-        kept = apply_capacity(choice, own.index_t, moe, self.axes.grid.tokens)
+        kept = apply_capacity(choice, own.index_t, moe, self.axes.experts.tokens)
         dropout = ExpertDropout.of(own.noise, kept.ids_TA.shape[1])
         dispatch = choose_dispatch(self.experts, layer.dispatch, replicated, choice.max_choices, dropout)
         if replicated:
-            rows = dispatch.send(x_tD, *(self.axes.rejoin(x_tA, T) for x_tA in kept))
+            rows = dispatch.send(x_tD, *(self.axes.join_tokens(x_tA, T) for x_tA in kept))
         else:
             rows = dispatch.send(own.x_tD, *kept)
         out_tD = dispatch.combine(map(self.experts, rows))
@@ -85,27 +85,27 @@ class MixtureOfExperts(nn.Module):
         load_E = expert_load(choice.ids_TA, moe.experts)
         report = _report(choice, kept, load_E, logits_tE, dispatch.sent_bytes, out_tD)
         if routing is not None and routing.weight is not None:
-            surrogate, balance, z = balance_losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, own.groups)
+            surrogate, balance, z = balance_losses(choice, load_E, logits_tE, moe, self.axes.experts.tokens, own.groups)
             out_tD = attach(out_tD, surrogate, routing.weight)
             sums = layer_sums(choice, load_E) if moe.pools_layers else None
             report = report._replace(balance=balance, z=z, sums=sums)
         if moe.dropped == "residual":
             dropped_t1 = (choice.weights_TA * (kept.ids_TA == moe.experts)).sum(1, keepdim=True)
-            residual_tD = x_tD * self.axes.rejoin(dropped_t1, T) if replicated else own.x_tD * dropped_t1
+            residual_tD = x_tD * self.axes.join_tokens(dropped_t1, T) if replicated else own.x_tD * dropped_t1
             out_tD = out_tD + residual_tD.to(out_tD.dtype)
-        y_tD = out_tD if replicated else self.axes.rejoin(out_tD, T)
+        y_tD = out_tD if replicated else self.axes.join_tokens(out_tD, T)
         return y_tD if self.shared is None else y_tD + self._shared(x_tD, T), report
 
     def _own_tokens(self, x_tD: Tensor, T: int, layer: LayerRouting, noise: BlockDropout | None) -> _Tokens:
         """The tokens that this rank routes, also if other ranks have them in their residual stream."""
-        routing, own = layer.routing, slice(*self.axes.same.part(T))
+        routing, own = layer.routing, slice(*self.axes.token_replicas.part(T))
         if routing is None:
             index_t, groups = torch.arange(own.start, own.stop, device=x_tD.device), None
         else:
             index_t, groups = routing.index_T[own], routing.token_groups and routing.token_groups.rows(own)
         if noise is not None and not self.axes.sequence_parallel:
             noise = noise.rows(own)
-        return _Tokens(self.axes.apart(x_tD), layer.tokens_T[own], index_t, noise, groups)
+        return _Tokens(self.axes.split_tokens(x_tD), layer.tokens_T[own], index_t, noise, groups)
 
     def _shared(self, x_tD: Tensor, T: int) -> Tensor:
         assert self.shared is not None

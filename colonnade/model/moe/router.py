@@ -286,7 +286,7 @@ class Router(nn.Module):
         clean_TE = x_TD.new_zeros(len(x_TD), moe.experts, dtype=dtype) if linear_TE is None else linear_TE
         parameters = {name: parameter.to(dtype) for name, parameter in module.own.items()}
         inputs = RouterInput(
-            x_TD, clean_TE, clean_TE, moe, parameters, self.bias_E, noise, tokens_T, index_T, self.axes.grid.tokens,
+            x_TD, clean_TE, clean_TE, moe, parameters, self.bias_E, noise, tokens_T, index_T, self.axes.experts.tokens,
             training, token_groups,
         )  # fmt: skip
         if linear_TE is not None:

@@ -103,7 +103,7 @@ class TokenGroups(NamedTuple):
         each = len(cu_seqlens) - 1
         row_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         group_T = torch.searchsorted(cu_seqlens[1:].contiguous(), row_T, right=True)
-        counts = over.list_(each)
+        counts = over.all_gather_int(each)
         return TokenGroups(group_T + sum(counts[: over.rank]), sum(counts))
 
     def rows(self, part: slice | Tensor) -> "TokenGroups":
