@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.experts import triton_products as products
-from colonnade.kernels.experts.tiles import Kernel, Tiles
+from colonnade.kernels.experts.tiles import GroupedTiles, Kernel
 from colonnade.kernels.registry import choose
 
 FORWARD: tuple[Kernel, ...] = ("gated_up", "down")
@@ -62,36 +62,36 @@ class Layer:
 
     def run(self, kernel: Kernel) -> list[Tensor]:
         """One product, as the table has it now."""
-        route = products.Route(self.order, self.ends, self.routing, len(self.order))
+        route = products.RoutedRows(self.order, self.ends, self.routing, len(self.order))
         if kernel == "gated_up":
-            found = products.hidden(route, self.x, self.up, self.gate, None, None, "silu", keep=self.back)
+            found = products.up_forward(route, self.x, self.up, self.gate, None, None, "silu", keep=self.back)
         elif kernel == "down":
-            found = (products.out(route, self.h, self.down, None),)
+            found = (products.down_forward(route, self.h, self.down, None),)
         elif kernel == "hidden_back":
-            found = products.hidden_back(route, self.dy, self.down, self.a, self.u, "silu")
+            found = products.hidden_dgrad(route, self.dy, self.down, self.a, self.u, "silu")
         elif kernel == "rows_back":
-            found = (products.rows_back(route, self.du, self.da, self.up, self.gate),)
+            found = (products.input_dgrad(route, self.du, self.da, self.up, self.gate),)
         elif kernel == "gated_weights_back":
-            found = products.sums(route, self.du, self.da, self.x)
+            found = products.wgrad(route, self.du, self.da, self.x)
         else:
-            if self.laid_by_another:
+            if self.gathered_before:
                 route.adopt(self.dy, self.dy_laid())
-            found = products.sums(route, self.h, None, self.dy)
+            found = products.wgrad(route, self.h, None, self.dy)
         return [it for it in found if it is not None]
 
-    laid_by_another = False
+    gathered_before = False
     """Whether the product before has laid out dy already."""
     _dy_RD: Tensor | None = None
 
     def dy_laid(self) -> Tensor:
         if self._dy_RD is None:
-            self._dy_RD = products.Route(self.order, self.ends, self.routing, len(self.order)).laid(self.dy)
+            self._dy_RD = products.RoutedRows(self.order, self.ends, self.routing, len(self.order)).laid(self.dy)
         return self._dy_RD
 
 
-def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
+def candidates(kernel: Kernel, sizes: Sizes) -> list[GroupedTiles]:
     """What may be best, from what is known of the chip: see ``tiles.py`` and ``triton_weights.py``."""
-    found: list[Tiles] = []
+    found: list[GroupedTiles] = []
     if kernel in ("weights_back", "gated_weights_back"):
         if kernel == "weights_back":
             shapes = [(128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 4), (128, 256, 128, 8)]
@@ -100,9 +100,11 @@ def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
         for *shape, warps in shapes:
             deep = shape[2] == 128
             for stages in (2,) if deep else (3, 4):
-                found += [Tiles(*shape, warps, stages, descriptors=tma, laid=True) for tma in (True, False)]
+                found += [GroupedTiles(*shape, warps, stages, descriptors=tma, laid=True) for tma in (True, False)]
             if not deep:  # a step's tokens first, then their rows: twice the stages for as many rows on their way
-                found += [Tiles(*shape, warps, stages, descriptors=tma) for stages in (5, 7) for tma in (True, False)]
+                found += [
+                    GroupedTiles(*shape, warps, stages, descriptors=tma) for stages in (5, 7) for tma in (True, False)
+                ]
         return found
     if sizes.T > DECODE:
         shapes = [(128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 4), (128, 128, 64, 8)]
@@ -131,8 +133,11 @@ def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
             (128, 128, 32, 4, 3),
         ]
         found += [
-            Tiles(*shape, 8, stay, tma, together=True) for shape in both for stay in (0, 1) for tma in (False, True)
+            GroupedTiles(*shape, 8, stay, tma, together=True)
+            for shape in both
+            for stay in (0, 1)
+            for tma in (False, True)
         ]
     if kernel == "gated_up":  # two sums: half the columns
         shapes = sorted({(m, max(n // 2, 16), *rest) for m, n, *rest in shapes}, reverse=True)
-    return [Tiles(*shape, 8, *way) for shape in shapes for way in ways] + found
+    return [GroupedTiles(*shape, 8, *way) for shape in shapes for way in ways] + found

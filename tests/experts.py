@@ -10,8 +10,8 @@ from torch import Tensor
 
 from colonnade.kernels import permute
 from colonnade.kernels.dropout import Hidden, choices, hidden_units
-from colonnade.kernels.experts.deferred_wgrad import Later
-from colonnade.kernels.experts.quantised import Stacks
+from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, quantise
 
@@ -92,7 +92,7 @@ def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[...,
     """One of "routed_later", called for a third of the tokens after another, some of which may be none."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
-        later, out = Later(Weights(*stacks)), list[Tensor]()
+        later, out = DeferredWgrad(Weights(*stacks)), list[Tensor]()
         cuts = [case.T * i // parts for i in range(parts + 1)]
         for start, end in itertools.pairwise(cuts):
             order_R, ends_E = permute.sort(case.ids()[start:end].to(x.device), case.E)
@@ -130,7 +130,7 @@ def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Calla
     return of
 
 
-def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> Stacks:
+def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> QuantisedWeights:
     """Each expert's matrices as a dense layer's, those of W_down outputs first."""
 
     def stack(w_ENK: Tensor) -> Quantised:
@@ -139,10 +139,10 @@ def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> Stacks:
         return made[0]._replace(values=values, scales=scales)
 
     up, down, gate, *biases = weights
-    return Stacks(stack(up), stack(down.mT), None if gate is None else stack(gate), *biases)
+    return QuantisedWeights(stack(up), stack(down.mT), None if gate is None else stack(gate), *biases)
 
 
-def written_out(weights: Stacks, dtype: torch.dtype) -> Weights:
+def written_out(weights: QuantisedWeights, dtype: torch.dtype) -> Weights:
     """What they stand for."""
 
     def stack(w: Quantised) -> Tensor:

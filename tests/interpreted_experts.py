@@ -14,20 +14,20 @@ from torch import Tensor
 
 from colonnade.kernels import permute, routing, triton_permute, triton_routing, triton_sort
 from colonnade.kernels.experts import reference, tiles, triton_experts, triton_few_tokens
-from colonnade.kernels.experts.deferred_wgrad import Later
+from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.experts.tiles import Kernel, Tiles
+from colonnade.kernels.experts.tiles import GroupedTiles, Kernel
 from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts, routed_in_parts
 from tests.routers import CHOICES, hard_scores, same_choice
 
 HOW = [
-    Tiles(16, 16, 16, 4, 2, GROUP=2),
-    Tiles(16, 32, 16, 4, 2, GROUP=1, a_processor=1),
-    Tiles(32, 16, 32, 4, 2, descriptors=True),
-    Tiles(32, 32, 16, 4, 2, descriptors=True, laid=True, together=True),
-    Tiles(16, 16, 32, 4, 2, laid=True, together=True),
+    GroupedTiles(16, 16, 16, 4, 2, GROUP=2),
+    GroupedTiles(16, 32, 16, 4, 2, GROUP=1, programs_per_sm=1),
+    GroupedTiles(32, 16, 32, 4, 2, descriptors=True),
+    GroupedTiles(32, 32, 16, 4, 2, descriptors=True, laid=True, together=True),
+    GroupedTiles(16, 16, 32, 4, 2, laid=True, together=True),
 ]
-LIBRARY = Tiles(16, 16, 16, 4, 2, library=True)
+LIBRARY = GroupedTiles(16, 16, 16, 4, 2, library=True)
 SHAPES = [(23, 2, 5, 24, 20), (9, 3, 8, 32, 48), (5, 2, 4, 17, 33), (1, 2, 4, 16, 16)]
 ACTIVATIONS = list(reference.ACTIVATIONS)
 
@@ -40,9 +40,9 @@ def same(run, case: Case, dtype: torch.dtype = torch.float32, tolerance: float =
         assert error < tolerance, (case, name, error)
 
 
-def cut(how: Tiles) -> None:
+def cut(how: GroupedTiles) -> None:
     """Let every kernel be cut up like this."""
-    tiles.CHOSEN.update(dict.fromkeys(get_args(Kernel), how))
+    tiles.OVERRIDES.update(dict.fromkeys(get_args(Kernel), how))
 
 
 def check_experts() -> int:
@@ -91,7 +91,7 @@ def check_mixtures() -> int:
     mixtures = [{kernel} for kernel in get_args(Kernel)] + [set(get_args(Kernel))]
     for i, by_library in enumerate(mixtures):
         cut(HOW[i % 5])
-        tiles.CHOSEN.update(dict.fromkeys(by_library, LIBRARY))
+        tiles.OVERRIDES.update(dict.fromkeys(by_library, LIBRARY))
         gated = not by_library & {"up"} or len(by_library) > 1
         same(routed_experts(triton_experts.routed), Case(7, 2, 4, 16, 20, load=LOADS[i % 6], gated=gated))
     for i, load in enumerate(LOADS):
@@ -109,8 +109,8 @@ def check_few() -> int:
     """Choices as they come: without an expert, of one expert, with biases, rows that are no multiple of anything, and
     of several steps; the second of each token an expert that another rank has.
     """
-    triton_few_tokens.UP.update(BN=8, BK=64)
-    triton_few_tokens.DOWN.update(BF=32)
+    triton_few_tokens.UP_TILES.update(BN=8, BK=64)
+    triton_few_tokens.DOWN_TILES.update(BF=32)
     cases = [
         Case(1, 2, 4, 32, 24), Case(1, 8, 16, 64, 40, biased=True), Case(4, 8, 16, 80, 16, "one"),
         Case(3, 2, 5, 48, 33, "some dropped", gated=False, biased=True, activation="gelu"),
@@ -121,8 +121,10 @@ def check_few() -> int:
         x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(torch.float32, "cpu"))
         weights, ids = Weights(*stacks), case.ids()
         for there in (ids, torch.where(torch.arange(case.A) % 2 == 1, case.E, ids)):
-            got = triton_few_tokens.few(x, there, routing, weights, case.activation)
-            exact = reference.few(x.double(), there, routing.double(), weights.each(Tensor.double), case.activation)
+            got = triton_few_tokens.routed_unsorted(x, there, routing, weights, case.activation)
+            exact = reference.routed_unsorted(
+                x.double(), there, routing.double(), weights.each(Tensor.double), case.activation
+            )
             assert got.shape == exact.shape
             assert (got.double() - exact).norm() <= 1e-6 * exact.norm(), case
     return 2 * len(cases)
@@ -133,7 +135,7 @@ def check_later() -> int:
     for i, load in enumerate(LOADS[1::2]):
         cut(HOW[i + 1])
         same(
-            routed_in_parts(triton_experts.routed_later),
+            routed_in_parts(triton_experts.routed_deferred),
             Case(*SHAPES[3 - i], load=load, gated=i != 1, biased=i == 2, activation=ACTIVATIONS[i]),
         )
     case = Case(*SHAPES[2], biased=True)
@@ -144,21 +146,21 @@ def check_later() -> int:
         triton_experts.routed(x, order_R, ends_E, routing, reference.Weights(*stacks), "silu").sum(), [x]
     )
     for weights, leaves in ((frozen, [x]), (stacks, [x])):
-        later = Later(reference.Weights(*weights))
-        y = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu")
+        later = DeferredWgrad(reference.Weights(*weights))
+        y = triton_experts.routed_deferred(x, order_R, ends_E, routing, later, "silu")
         (dx,) = torch.autograd.grad(y.sum(), leaves)
         assert torch.equal(dx, exact)
     leaves = [w for w in stacks if w is not None]
     whole = torch.autograd.grad(
         triton_experts.routed(x, order_R, ends_E, routing, reference.Weights(*stacks), "silu").sum(), leaves
     )
-    later = Later(reference.Weights(*stacks))
-    total = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu").sum()
+    later = DeferredWgrad(reference.Weights(*stacks))
+    total = triton_experts.routed_deferred(x, order_R, ends_E, routing, later, "silu").sum()
     torch.autograd.grad(total, [x], retain_graph=True)  # rows first, as a pipeline without bubbles asks
     assert all(map(torch.equal, torch.autograd.grad(total, leaves), whole))
     with torch.no_grad():
-        later = Later(reference.Weights(*stacks))
-        again = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu")
+        later = DeferredWgrad(reference.Weights(*stacks))
+        again = triton_experts.routed_deferred(x, order_R, ends_E, routing, later, "silu")
     assert torch.equal(again, y)
     return 6
 

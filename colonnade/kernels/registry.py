@@ -106,12 +106,14 @@ def _written_in_triton() -> tuple[Row, ...]:
     return (
         Row("dropout_attention", "triton", triton_dropout.packed, **on),
         Row("dropout", "triton", triton_elements.dropout, **on),
-        Row("quantised_linear", "triton", quantised_gpu.linear, **on),
-        Row("fused_linear", "triton", skinny_gemm.product, **on),
+        Row("quantised_linear", "triton", quantised_gpu.quantised_linear, **on),
+        Row("fused_linear", "triton", skinny_gemm.fused_linear, **on),
         Row("place_heads", "triton", triton_cache_write.place, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
-        Row("routed_later", "triton", triton_experts.routed_later, **on),
-        Row("few_experts", "triton", triton_few_tokens.few, **on),  # elsewhere choices are sorted for "routed_experts"
+        Row("routed_later", "triton", triton_experts.routed_deferred, **on),
+        Row(
+            "few_experts", "triton", triton_few_tokens.routed_unsorted, **on
+        ),  # elsewhere choices are sorted for "routed_experts"
         Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
         Row("best_experts", "triton", triton_routing.best, **on),
@@ -189,7 +191,7 @@ def _scaled_grouped() -> tuple[Row, ...]:
         run = grouped_mm.scaled_product
         rows += (Row("scaled_grouped_product", "scaled_grouped_mm", run, ("cuda",), (torch.float8_e4m3fn,)),)
     if grouped_mm.available:
-        rows += (Row("expert_sums", "grouped", grouped_mm.sums, ("cuda",), (torch.bfloat16,)),)
+        rows += (Row("expert_sums", "grouped", grouped_mm.wgrad, ("cuda",), (torch.bfloat16,)),)
     return rows
 
 
@@ -222,11 +224,11 @@ TABLE: tuple[Row, ...] = (
     Row("quantised_linear", "reference", quantised.quantised_linear),
     Row("fused_linear", "reference", fused.fused_linear),
     Row("place_heads", "reference", cache_write.place),
-    Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
+    Row("scaled_product", "scaled_mm", scaled_mm.scaled_product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.scaled_product, dtypes=FLOATS8),
     *_scaled_grouped(),
     Row("scaled_grouped_product", "reference", grouped_mm.scaled_product_reference, dtypes=FLOATS8),
-    Row("expert_sums", "reference", grouped_mm.sums_reference),
+    Row("expert_sums", "reference", grouped_mm.wgrad_reference),
     *_grouped("cuda"),
     # On a CPU the loop, in bfloat16 other products where they are faster: their docstrings have the measurements.
     Row("routed_experts", "bf16", bf16.routed_bf16, devices=("cpu",), dtypes=(torch.bfloat16,)),
@@ -237,9 +239,9 @@ TABLE: tuple[Row, ...] = (
     # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.
     Row("dropout_experts", "loop", loop.experts),
     *_grouped("cpu"),
-    Row("experts", "batched", batched.batched_experts),
+    Row("experts", "batched", batched.padded_batch),
     Row("experts", "reference", experts_reference.experts),
-    Row("dropout_experts", "batched", batched.batched_experts),
+    Row("dropout_experts", "batched", batched.padded_batch),
     Row("dropout_experts", "reference", experts_reference.experts),
     Row("scores", "wide", routing.scores_tensor_core, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("scores", "reference", routing_reference.scores),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.dropout import Pairs
-from colonnade.kernels.linear.reference import Scale
+from colonnade.kernels.linear.reference import RmsNorm
 from colonnade.kernels.registry import choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.cache import KVCache, Pools
@@ -143,7 +143,7 @@ class PagedView:
     window: int | None
     kernels: str
 
-    def of_product(self, qkv_Tz: Tensor, turn: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
+    def of_product(self, qkv_Tz: Tensor, turn: Rotation | None, norms: tuple[RmsNorm, RmsNorm] | None) -> Tensor:
         """o_TnH of heads as the first projection gives them, which are normalised and turned on their way."""
         place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=turn, norms=norms)

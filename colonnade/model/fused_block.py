@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from colonnade.kernels.linear.reference import Gate, Scale
+from colonnade.kernels.linear.reference import Gate, RmsNorm
 from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
@@ -94,16 +94,16 @@ def _per_head(norm: nn.Module | None) -> bool:
     return norm is None or (isinstance(norm, Norm) and norm.bias is None)
 
 
-def _scale(norm: nn.Module) -> Scale:
+def _scale(norm: nn.Module) -> RmsNorm:
     assert isinstance(norm, Norm)
-    return Scale(norm.weight, norm.eps)
+    return RmsNorm(norm.weight, norm.eps)
 
 
 def _product(
     x_TD: Tensor,
     layer: Linear,
     *,
-    norm: Scale | None = None,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
     own: bool = False,

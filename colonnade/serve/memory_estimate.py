@@ -19,7 +19,7 @@ from functools import cached_property, partial
 import torch
 
 from colonnade.config import ModelConfig, ServeConfig, size
-from colonnade.kernels.linear.reference import BAND
+from colonnade.kernels.linear.reference import BAND_ELEMENTS
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.weight_only_quant import kept_bytes, matrices
@@ -144,7 +144,7 @@ class Asked:
             outputs * inputs for name, (_, outputs, inputs) in matrices(shape).items()
             if not (on_gpu and ".experts." in name)
         ]  # fmt: skip
-        return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16
+        return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND_ELEMENTS) * 16
 
     def but(self, **changes: object) -> "Asked":
         """The same with some of it changed; its weights reckoned anew."""

@@ -10,7 +10,7 @@ from colonnade.kernels import permute
 from colonnade.kernels import registry as chosen
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
-from colonnade.kernels.experts.tiles import CHOSEN, Kernel, Tiles
+from colonnade.kernels.experts.tiles import OVERRIDES, GroupedTiles, Kernel
 from colonnade.kernels.registry import TABLE, Row, choose
 from colonnade.model.moe import MixtureOfExperts, Routed
 from colonnade.parallel.axis import SOLO_AXES
@@ -84,14 +84,14 @@ WAYS = [
 @pytest.mark.parametrize("how", WAYS, ids=str)
 def test_every_way_to_cut(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in get_args(Kernel):
-        monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3)._replace(**how))
+        monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3)._replace(**how))
     for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
         close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_each_product_by_torchs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3, library=True))
+    monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3, library=True))
     for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
         for load in ("skewed", "some dropped", "all dropped"):
             close(row, Case(700, 4, 32, 256, 320, load=load, gated=kernel != "up"), torch.bfloat16)
@@ -201,7 +201,7 @@ def test_a_few_choices_as_they_come(case: Case, dtype: torch.dtype) -> None:
     run, double = choose("few_experts", "cuda", dtype), weights.each(torch.Tensor.double)
     for there in (ids, torch.where(torch.arange(case.A, device="cuda") % 2 == 1, case.E, ids)):
         got = run(x, there, routing, weights, case.activation)
-        exact = reference.few(x.double(), there, routing.double(), double, case.activation)
+        exact = reference.routed_unsorted(x.double(), there, routing.double(), double, case.activation)
         assert got.shape == exact.shape and got.dtype == dtype
         assert float((got.double() - exact).norm()) <= TOLERANCE[dtype] * float(exact.norm())
         assert torch.equal(run(x, there, routing, weights, case.activation), got)

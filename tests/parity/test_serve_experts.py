@@ -65,7 +65,7 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
 
     def counted(*given: object) -> torch.Tensor:
         calls.append(given)
-        return reference.few(*given)  # type: ignore[arg-type]
+        return reference.routed_unsorted(*given)  # type: ignore[arg-type]
 
     def fetch_of(layer: MixtureOfExperts):
         def fetch(ends_e: torch.Tensor | None, rows: int) -> reference.Weights:

@@ -118,7 +118,7 @@ def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
     rows = [{"kind": "plain", "tiles": tiles._asdict()}, {"kind": "int4", "tiles": None}]
     record = json.loads(thin_linear.written("none", rows))
     assert record == {"measured_on": "none", "rows": rows}
-    assert skinny_gemm_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
+    assert skinny_gemm_tiles.SkinnyTiles(**record["rows"][0]["tiles"]) == tiles
 
 
 def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
@@ -127,7 +127,7 @@ def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
     assert kept == [row for row in table if row["kind"] == "plain"]
     for cell, hows in ways.items():
         F, D, _ = thin_linear.SHAPES[cell.name]
-        now = skinny_gemm_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
+        now = skinny_gemm_tiles.select_tiles(cell.kind, cell.rows, F, D, gated=cell.gated)
         assert cell.kind != "plain" and any(how.units for how in hows) and len(set(hows)) == len(hows)
         assert now is None or now in hows
     # Each shape that the table had is measured, and more rows.
@@ -140,7 +140,7 @@ def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
 def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:
     for kind, gated in (("plain", False), ("plain", True), ("int8", False), ("float8", True), ("int4", False)):
         for rows in (1, 2, 3, 4):
-            tiles = skinny_gemm_tiles.pick(kind, rows, 12288, 4096, gated=gated)
+            tiles = skinny_gemm_tiles.select_tiles(kind, rows, 12288, 4096, gated=gated)
             assert tiles is None or (tiles.BK & (tiles.BK - 1) == 0 and tiles.stages > 1)
-        assert skinny_gemm_tiles.pick(kind, skinny_gemm_tiles.MOST + 1, 4096, 4096, gated=gated) is None
-    assert skinny_gemm_tiles.pick("plain", 1, 4096, 4096, gated=False) is not None
+        assert skinny_gemm_tiles.select_tiles(kind, skinny_gemm_tiles.MAX_ROWS + 1, 4096, 4096, gated=gated) is None
+    assert skinny_gemm_tiles.select_tiles("plain", 1, 4096, 4096, gated=False) is not None

@@ -33,7 +33,7 @@ EXPERTS = [
 def test_they_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> None:
     from colonnade.kernels.linear import quantised_gpu, triton_quantised
 
-    how, kernel = quantised_gpu.CHOSEN[name, kind], getattr(triton_quantised, name)
+    how, kernel = quantised_gpu.TILES[name, kind], getattr(triton_quantised, name)
     types = {"x_ptr": "*bf16", "w_ptr": STORED[kind], "scale_ptr": "*i32" if kind == "int4" else "*fp32"}
     types |= {"out_ptr": "*fp32", "rows": "i32", **dict.fromkeys(SIZES, "i32")}
     constants = {"KIND": kind, "WORDS": 8, "BM": rows, "BN": how.outputs, "BK": how.columns}
@@ -60,13 +60,13 @@ def test_experts_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -
     from colonnade.kernels.experts import triton_quantised as quantised_gpu
 
     kernel = getattr(triton_quantised, name)
-    how = next(tiles for _, tiles in quantised_gpu.CHOSEN if rows == tiles.BM)
+    how = next(tiles for _, tiles in quantised_gpu.TILES if rows == tiles.BM)
     types = dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"routing_ptr": "*fp32"}
     types |= dict.fromkeys(("order_ptr", "ends_ptr"), "*i64") | dict.fromkeys((*EXPERT_SIZES, "E", "active"), "i32")
     for part in ("up", "gate", "down"):
         types |= {f"{part}_ptr": STORED[kind], f"{part}_s_ptr": "*i32" if kind == "int4" else "*fp32"}
     constants = {"GATED": True, "BIASED": False, "ACT": "silu", "KIND": kind, "WORDS": 8, "GROUP": 8, "E_PAD": 256}
-    constants |= {"BM": rows, "BN": how.BN, "BK": quantised_gpu.WORDS if kind == "int4" else how.BK}
+    constants |= {"BM": rows, "BN": how.BN, "BK": quantised_gpu.INT4_WORDS if kind == "int4" else how.BK}
     types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
     whole = [size for size in EXPERT_SIZES if size in types]
     built = compiled(kernel, types, constants, whole, warps=how.warps, stages=how.stages)

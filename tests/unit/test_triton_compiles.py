@@ -196,23 +196,23 @@ def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
     types |= dict.fromkeys(("R", "E", "F", "D", "x_t"), "i32")
     up, down = (
         {key: n for key, n in how.items() if key != "num_warps"}
-        for how in (triton_few_tokens.UP, triton_few_tokens.DOWN)
+        for how in (triton_few_tokens.UP_TILES, triton_few_tokens.DOWN_TILES)
     )
     common = {"A": 8, "BIASED": False, "R_PAD": 8, "EARLY": True}
     built = compiled(
-        triton_few_tokens.few_up, types, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]},
+        triton_few_tokens.up_kernel, types, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]},
         ("F", "D", "x_t"), warps=4,
     )  # fmt: skip
     assert spilled(built, tmp_path) == 0
-    assert built.metadata.shared * triton_few_tokens.A_PROCESSOR <= SHARED_BYTES
+    assert built.metadata.shared * triton_few_tokens.PROGRAMS_PER_SM <= SHARED_BYTES
     weight_bytes = 2 * (up["STAGES"] - 1) * up["BN"] * up["BK"] * 2
     assert built.metadata.shared > weight_bytes
     copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
     assert copies * 16 * 32 * 4 > weight_bytes
-    for outputs, room in ((triton_few_tokens.LEAST, SHARED_BYTES), (triton_few_tokens.WIDEST, 99 << 10)):
-        high = triton_few_tokens.tile_rows(outputs, 2, room)
+    for outputs, room in ((triton_few_tokens.MIN_OUTPUTS, SHARED_BYTES), (triton_few_tokens.MAX_OUTPUTS, 99 << 10)):
+        high = triton_few_tokens.tile_hidden_units(outputs, 2, room)
         constants = {**common, **down, "STEPS": -(-768 // high), "BF": high, "BD": outputs}
-        built = compiled(triton_few_tokens.few_down, types, constants, ("F", "D", "x_t"), warps=4)
+        built = compiled(triton_few_tokens.down_kernel, types, constants, ("F", "D", "x_t"), warps=4)
         assert spilled(built, tmp_path) == 0
         weight_bytes = (down["STAGES"] - 1) * high * outputs * 2
         assert weight_bytes < built.metadata.shared <= room

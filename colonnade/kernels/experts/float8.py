@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
-from colonnade.kernels.linear.float8 import FORWARD, quantise
+from colonnade.kernels.linear.float8 import E4M3, quantise
 from colonnade.kernels.registry import choose
 
 
@@ -64,7 +64,7 @@ class _Products(Function):
     def forward(ctx, x_RK: Tensor, ends_E: Tensor, up: bool, *stacks: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_RK, ends_E, *stacks)
         ctx.up = up
-        x, scale = quantise(x_RK, FORWARD, row_wise=True)
+        x, scale = quantise(x_RK, E4M3, row_wise=True)
         return tuple(_product(x, scale, w if up else w.transpose(1, 2), ends_E, x_RK.dtype) for w in stacks)
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Products(Function):
         dx_RK, d_stacks = None, []
         for dy, w, wanted in zip(dys, stacks, ctx.needs_input_grad[3:], strict=True):
             if ctx.needs_input_grad[0]:
-                dy8, scale = quantise(dy, FORWARD, row_wise=True)
+                dy8, scale = quantise(dy, E4M3, row_wise=True)
                 part = _product(dy8, scale, w.transpose(1, 2) if ctx.up else w, ends_E, dy.dtype).where(here_R1, 0)
                 dx_RK = part if dx_RK is None else dx_RK + part
             p, q = (dy, x_RK) if ctx.up else (x_RK, dy)
@@ -86,6 +86,6 @@ class _Products(Function):
 
 def _product(a_RK: Tensor, a_scale: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
     E, N, K = w_ENK.shape
-    b, b_scale = quantise(w_ENK.reshape(E * N, K), FORWARD, row_wise=True)
+    b, b_scale = quantise(w_ENK.reshape(E * N, K), E4M3, row_wise=True)
     run = choose("scaled_grouped_product", a_RK.device.type, a_RK.dtype)
     return run(a_RK, b.view(E, N, K), a_scale, b_scale.view(E, N, 1), ends_E, dtype)

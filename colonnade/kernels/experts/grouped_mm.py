@@ -43,7 +43,7 @@ def product(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
     return _product(x_RD, w_EDF, offs=ends_E)
 
 
-def sums(p_RM: Tensor, q_RN: Tensor, ends_E: Tensor) -> Tensor:
+def wgrad(p_RM: Tensor, q_RN: Tensor, ends_E: Tensor) -> Tensor:
     """d_EMN (see :func:`scaled_grouped.sums`): both widths must be multiples of 16 bytes."""
     return product(p_RM.T, q_RN, ends_E)
 
@@ -105,13 +105,13 @@ def scaled_product_reference(
     return c_RN.to(dtype)
 
 
-def sums_reference(p_RM: Tensor, q_RN: Tensor, ends_E: Tensor) -> Tensor:
+def wgrad_reference(p_RM: Tensor, q_RN: Tensor, ends_E: Tensor) -> Tensor:
     """d_EMN."""
     parts = itertools.pairwise([0, *ends_E.tolist()])
     return torch.stack([p_RM[start:end].T @ q_RN[start:end] for start, end in parts])
 
 
-CAPABILITY = (9, 0)
+SCALED_CAPABILITY = (9, 0)
 """The only one for which torch has this kernel."""
 scaled_available = hasattr(torch, "_scaled_grouped_mm")
 

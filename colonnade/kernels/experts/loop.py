@@ -52,7 +52,7 @@ THIN = (torch.float32, torch.float64)
 
 FEW_ROWS, SMALL = 2, 1 << 20
 LARGE = 1 << 21
-"""From so many elements on, :func:`across` is what few rows in bfloat16 want; smaller matrices stay in a cache."""
+"""From so many elements on, :func:`down_column_major` is what few rows in bfloat16 want; smaller matrices stay in a cache."""
 
 AT_ONCE = 2048
 """Up to so many choices, one gather and one sum cost less than one of each for every expert."""
@@ -87,7 +87,7 @@ def _down(h_cF: Tensor, down_FD: Tensor) -> Tensor:
     return F.embedding_bag(index_cF, down_FD, per_sample_weights=h_cF, mode="sum")
 
 
-def across(matrix: int, dtype: torch.dtype) -> bool:
+def down_column_major(matrix: int, dtype: torch.dtype) -> bool:
     """Whether W_down (F, D) of ``matrix`` elements should lie in memory column by column, for products with few rows.
 
     Milliseconds of h W_down, one core of an EPYC 9004, rows of W_down after one another and columns:
@@ -232,7 +232,7 @@ def routed(
     return _run(x_TD, order_R, ends_E, weights_TA, weights, activation)
 
 
-def batched_experts(
+def padded_batch(
     x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None
 ) -> Tensor:
     """y_RD (see :func:`reference.experts`)."""
@@ -283,7 +283,7 @@ def routed_bf16(
     if differs or not 0 < len(order_R) * widest <= BUFFER_BF16 or not len(ends_E):
         return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
     if weights.up_EFD[0].numel() <= SMALL_BF16 and _most_have_rows(ends_E):
-        run = batched_experts
+        run = padded_batch
     elif grouped_mm.available and _plain(weights):
         run = grouped_mm.experts
     else:

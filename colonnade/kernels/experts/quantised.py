@@ -21,7 +21,7 @@ from colonnade.kernels.linear.quantise import Quantised
 from colonnade.kernels.linear.skinny_gemm_cpu import quantised_linear
 
 
-class Stacks(NamedTuple):
+class QuantisedWeights(NamedTuple):
     """The weights of E experts, as :class:`~colonnade.kernels.experts.reference.Weights` but for the matrices."""
 
     up: Quantised
@@ -34,7 +34,7 @@ class Stacks(NamedTuple):
     gate_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
 
-    def each(self, f: Callable[[Tensor], Tensor]) -> "Stacks":
+    def each(self, f: Callable[[Tensor], Tensor]) -> "QuantisedWeights":
         """What ``f`` makes of every tensor."""
 
         def of(part: Quantised | Tensor) -> Quantised | Tensor:
@@ -42,7 +42,7 @@ class Stacks(NamedTuple):
                 return part._replace(values=f(part.values), scales=f(part.scales))
             return f(part)
 
-        return Stacks(*(None if part is None else of(part) for part in self))  # type: ignore[arg-type]
+        return QuantisedWeights(*(None if part is None else of(part) for part in self))  # type: ignore[arg-type]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Stacks(NamedTuple):
 
 
 def routed(
-    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Stacks, activation: str
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: QuantisedWeights, activation: str
 ) -> Tensor:
     """y_TD (see :func:`reference.routed`)."""
     x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])

@@ -79,7 +79,7 @@ def routed(
     return permute.combine(experts(x_RD, ends_E, weights, activation), order_R, weights_TA)
 
 
-def few(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
+def routed_unsorted(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
     """y_TD: the same of choices as they come; those of expert E are none."""
     order_R, ends_E = permute.sort(ids_TA, len(weights.up_EFD))
     return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 Kernel = Literal["up", "gated_up", "down", "hidden_back", "rows_back", "weights_back", "gated_weights_back"]
 
 
-class Tiles(NamedTuple):
+class GroupedTiles(NamedTuple):
     """How one product is done."""
 
     BM: int
@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     """How many steps' operands are on their way at once."""
     GROUP: int = 8
     """Tiles of rows that pass all columns together."""
-    a_processor: int = 0
+    programs_per_sm: int = 0
     """Programs a multiprocessor that stay and take one tile after another; 0: one program a tile."""
     descriptors: bool = False
     """Whether weights, and rows that lie one after another, are fetched by the tensor copy engine (TMA)."""
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
         return {"BM": self.BM, "BN": self.BN, "BK": self.BK, "num_warps": self.warps, "num_stages": self.stages}
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """E experts of widths D and F."""
 
     E: int
@@ -60,46 +60,49 @@ class Shape(NamedTuple):
     D: int
 
 
-Rows = list[tuple[int | None, Tiles]]
+Rows = list[tuple[int | None, GroupedTiles]]
 """(mean rows of an expert at most, how), the last without a bound."""
 
 
-def rows_of(record: dict[str, Any]) -> dict[str, Rows]:
+def parse_rows(record: dict[str, Any]) -> dict[str, Rows]:
     """By kernel, of one part of the file."""
-    return {kernel: [(row["rows_an_expert"], Tiles(**row["tiles"])) for row in rows] for kernel, rows in record.items()}
+    return {
+        kernel: [(row["rows_an_expert"], GroupedTiles(**row["tiles"])) for row in rows]
+        for kernel, rows in record.items()
+    }
 
 
 @functools.cache
-def table() -> tuple[dict[str, Rows], dict[Shape, dict[str, Rows]]]:
+def table() -> tuple[dict[str, Rows], dict[LayerShape, dict[str, Rows]]]:
     """(what is reckoned, what is measured of each layer)."""
     record = json.loads(Path(__file__).with_name("tiles.json").read_text(encoding="utf-8"))
-    measured = {Shape(s["E"], s["F"], s["D"]): rows_of(s["kernels"]) for s in record["shapes"]}
-    return rows_of(record["kernels"]), measured
+    measured = {LayerShape(s["E"], s["F"], s["D"]): parse_rows(s["kernels"]) for s in record["shapes"]}
+    return parse_rows(record["kernels"]), measured
 
 
 @functools.cache
-def rows(kernel: Kernel, shape: Shape) -> Rows:
+def table_rows(kernel: Kernel, shape: LayerShape) -> Rows:
     """Those of the measured layer that is nearest, else those that are reckoned."""
     reckoned, measured = table()
 
-    def away(other: Shape) -> float:
+    def away(other: LayerShape) -> float:
         return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(shape[1:], other[1:], strict=True))
 
     known = [other for other, kernels in measured.items() if kernel in kernels]
     return measured[min(known, key=away)][kernel] if known else reckoned[kernel]
 
 
-WIDE = Tiles(64, 64, 32, 4, 2)
+WIDE = GroupedTiles(64, 64, 32, 4, 2)
 """float32, which no tensor unit multiplies without rounding it first."""
-CHOSEN: dict[str, Tiles] = {}
+OVERRIDES: dict[str, GroupedTiles] = {}
 """What stands above the table, by kernel: for the tool that measures, and for tests."""
 
 
-def pick(kernel: Kernel, count: int, shape: Shape, element_bytes: int) -> Tiles:
+def select_tiles(kernel: Kernel, count: int, shape: LayerShape, element_bytes: int) -> GroupedTiles:
     """How to do a product of ``count`` rows over a layer's experts."""
-    if kernel in CHOSEN:
-        return CHOSEN[kernel]
+    if kernel in OVERRIDES:
+        return OVERRIDES[kernel]
     if element_bytes > 2:
         return WIDE
     mean = count / max(shape.E, 1)
-    return next(tiles for most, tiles in rows(kernel, shape) if most is None or mean <= most)
+    return next(tiles for most, tiles in table_rows(kernel, shape) if most is None or mean <= most)

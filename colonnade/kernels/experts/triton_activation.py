@@ -96,7 +96,7 @@ def _block(F: int) -> int:
     return min(1024, triton.next_power_of_2(F))
 
 
-def hidden(a_RF: Tensor | None, u_RF: Tensor, ends_E: Tensor, activation: str) -> Tensor:
+def activation_forward(a_RF: Tensor | None, u_RF: Tensor, ends_E: Tensor, activation: str) -> Tensor:
     """h_RF of what stands before the activation."""
     R, F = u_RF.shape
     h_RF = torch.empty_like(u_RF)
@@ -106,7 +106,7 @@ def hidden(a_RF: Tensor | None, u_RF: Tensor, ends_E: Tensor, activation: str) -
     return h_RF
 
 
-def hidden_back(
+def activation_backward(
     dh_RF: Tensor, a_RF: Tensor | None, u_RF: Tensor, order_R: Tensor | None, routing_TA: Tensor | None,
     ends_E: Tensor, activation: str,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from colonnade.kernels.experts import triton_products as products
-from colonnade.kernels.experts.deferred_wgrad import Later
+from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.triton_permute import rows_in
 
@@ -36,10 +36,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x, up, down, gate = rows_in(x), up.contiguous(), down.contiguous(), None if gate is None else gate.contiguous()
     R = len(x) if order_R is None else len(order_R)
-    route, a, u = products.Route(order_R, ends_E, routing_TA, R), None, None
+    route, a, u = products.RoutedRows(order_R, ends_E, routing_TA, R), None, None
     if R and x.shape[1]:
-        h, a, u = products.hidden(route, x, up, gate, up_b, gate_b, activation, keep=keep)
-        y = products.out(route, h, down, down_b)
+        h, a, u = products.up_forward(route, x, up, gate, up_b, gate_b, activation, keep=keep)
+        y = products.down_forward(route, h, down, down_b)
     else:
         y = route.back(x.new_empty(R, x.shape[1]), weighted=False)
     kept, F = R if keep else 0, up.shape[1]
@@ -85,9 +85,9 @@ def _rows_back(
     assert up is not None
     assert down is not None
     up_b, gate_b, down_b = weights[3:]
-    route = products.Route(order_R, ends_E, routing_TA, len(u))
-    h, du, da, dw_R = products.hidden_back(route, dy, down, None if gate is None else a, u, activation)
-    dx = products.rows_back(route, du, da, up, gate) if of_rows else None
+    route = products.RoutedRows(order_R, ends_E, routing_TA, len(u))
+    h, du, da, dw_R = products.hidden_dgrad(route, dy, down, None if gate is None else a, u, activation)
+    dx = products.input_dgrad(route, du, da, up, gate) if of_rows else None
     d_routing = None
     if routing_TA is not None and order_R is not None and dw_R is not None:
         if down_b is not None:
@@ -98,13 +98,13 @@ def _rows_back(
         d_routing = d_routing.view_as(routing_TA)
 
     def sums() -> list[Tensor | None]:
-        d_up, d_gate = products.sums(route, du, da, x)
-        d_down, _ = products.sums(route, h, None, dy)
+        d_up, d_gate = products.wgrad(route, du, da, x)
+        d_down, _ = products.wgrad(route, h, None, dy)
         return [
             d_up, d_down, d_gate,
-            None if up_b is None else products.bias_sums(route, du, tokens=False),
-            None if gate_b is None or da is None else products.bias_sums(route, da, tokens=False),
-            None if down_b is None else products.bias_sums(route, dy, tokens=True),
+            None if up_b is None else products.bias_grad(route, du, tokens=False),
+            None if gate_b is None or da is None else products.bias_grad(route, da, tokens=False),
+            None if down_b is None else products.bias_grad(route, dy, tokens=True),
         ]  # fmt: skip
 
     return dx, d_routing, sums
@@ -144,11 +144,11 @@ def _run(x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor |
 
 
 class _Owing(Function):
-    """:func:`routed`, whose weights' gradients are left to a :class:`Later`."""
+    """:func:`routed`, whose weights' gradients are left to a :class:`DeferredWgrad`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, order_R: Tensor, ends_E: Tensor, routing_TA: Tensor, later: Later, activation: str,
+        ctx: Any, x: Tensor, order_R: Tensor, ends_E: Tensor, routing_TA: Tensor, later: DeferredWgrad, activation: str,
         _: Tensor,
     ) -> Tensor:  # fmt: skip
         keep = any(ctx.needs_input_grad)
@@ -172,8 +172,8 @@ class _Owing(Function):
         return dx, None, None, d_routing, None, None, token
 
 
-def routed_later(
-    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, later: Later, activation: str
+def routed_deferred(
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, later: DeferredWgrad, activation: str
 ) -> Tensor:
     """y_TD of the weights of ``later``, which gets their gradients when others have theirs."""
     return _Owing.apply(x_TD, order_R, ends_E, weights_TA, later, activation, later.token)

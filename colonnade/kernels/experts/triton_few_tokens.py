@@ -28,13 +28,13 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.triton_activation import activate
 from colonnade.kernels.triton_permute import rows_in
 
-UP = {"BN": 4, "BK": 1024, "V": 8, "STAGES": 3, "num_warps": 4}
-DOWN = {"BF": 512, "STAGES": 4, "num_warps": 4}
-A_PROCESSOR = 2
+UP_TILES = {"BN": 4, "BK": 1024, "V": 8, "STAGES": 3, "num_warps": 4}
+DOWN_TILES = {"BF": 512, "STAGES": 4, "num_warps": 4}
+PROGRAMS_PER_SM = 2
 """Programs of the first product that stay, a multiprocessor."""
-LEAST, WIDEST = 16, 64
+MIN_OUTPUTS, MAX_OUTPUTS = 16, 64
 """Outputs of a program of the second product: about as many as leave every multiprocessor one."""
-ROOM, SCRATCH = 2**17, 1024
+MAX_SHARED_BYTES, SCRATCH_BYTES = 2**17, 1024
 """Bytes of shared memory for the tiles of the second product, and for what the compiler needs beside them."""
 
 
@@ -47,7 +47,7 @@ def _expert_of(ids, r, E, R_PAD: tl.constexpr):
 
 
 @triton.jit
-def few_up(
+def up_kernel(
     x_ptr, ids_ptr, gate_ptr, up_ptr, gate_b_ptr, up_b_ptr, h_ptr, R, E, F, D, x_t,
     A: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr,
     STEPS: tl.constexpr, R_PAD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
@@ -95,7 +95,7 @@ def few_up(
 
 
 @triton.jit
-def few_down(
+def down_kernel(
     h_ptr, ids_ptr, weights_ptr, down_ptr, down_b_ptr, y_ptr, R, E, F, D,
     A: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, R_PAD: tl.constexpr, BF: tl.constexpr,
     BD: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -124,10 +124,12 @@ def few_down(
     tl.store(y_ptr + t.to(tl.int64) * D + d, y.to(y_ptr.dtype.element_ty), d < D)
 
 
-def tile_rows(outputs: int, element_bytes: int, room: float) -> int:
+def tile_hidden_units(outputs: int, element_bytes: int, room: float) -> int:
     """Hidden units of a tile of the second product, of which STAGES − 1 with their h are on their way in ``room``."""
-    fits = int(min(ROOM, room - SCRATCH)) // ((DOWN["STAGES"] - 1) * (outputs * element_bytes + 4))
-    return min(DOWN["BF"], 1 << fits.bit_length() - 1)
+    fits = int(min(MAX_SHARED_BYTES, room - SCRATCH_BYTES)) // (
+        (DOWN_TILES["STAGES"] - 1) * (outputs * element_bytes + 4)
+    )
+    return min(DOWN_TILES["BF"], 1 << fits.bit_length() - 1)
 
 
 @torch.library.custom_op("colonnade::few_experts", mutates_args=())
@@ -144,18 +146,18 @@ def _few(
     ids_R, weights_R = ids_TA.contiguous(), weights_TA.contiguous()
     h_RF, chip = x_TD.new_empty(R, F, dtype=torch.float32), processors(x_TD.device)
     how = {"R_PAD": max(2, triton.next_power_of_2(R))}
-    block = min(UP["BK"], max(16, triton.next_power_of_2(D)))
-    blocks = R * triton.cdiv(F, UP["BN"])
+    block = min(UP_TILES["BK"], max(16, triton.next_power_of_2(D)))
+    blocks = R * triton.cdiv(F, UP_TILES["BN"])
     early = x_TD.is_cuda and torch.cuda.get_device_capability(x_TD.device) >= (9, 0)
-    few_up[min(blocks, A_PROCESSOR * chip),](
+    up_kernel[min(blocks, PROGRAMS_PER_SM * chip),](
         x_TD, ids_R, gate_EFD, up_EFD, gate_b, up_b, h_RF, R, E, F, D, x_TD.stride(0), A, gate_EFD is not None,
-        up_b is not None, activation, triton.cdiv(D, block), **how, **{**UP, "BK": block}, EARLY=early,
+        up_b is not None, activation, triton.cdiv(D, block), **how, **{**UP_TILES, "BK": block}, EARLY=early,
     )  # fmt: skip
-    wide = min(WIDEST, max(LEAST, triton.next_power_of_2(T * D // chip)))
-    high = tile_rows(wide, x_TD.itemsize, shared_bytes(x_TD.device))
-    few_down[T, triton.cdiv(D, wide)](
+    wide = min(MAX_OUTPUTS, max(MIN_OUTPUTS, triton.next_power_of_2(T * D // chip)))
+    high = tile_hidden_units(wide, x_TD.itemsize, shared_bytes(x_TD.device))
+    down_kernel[T, triton.cdiv(D, wide)](
         h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D, A, down_b is not None, triton.cdiv(F, high), **how,
-        BD=wide, **{**DOWN, "BF": high}, EARLY=early, **({"launch_pdl": True} if early else {}),
+        BD=wide, **{**DOWN_TILES, "BF": high}, EARLY=early, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return y_TD
 
@@ -165,6 +167,6 @@ def _(x_TD, ids_TA, weights_TA, up_EFD, down_EFD, gate_EFD, up_b, gate_b, down_b
     return x_TD.new_empty(x_TD.shape)
 
 
-def few(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
+def routed_unsorted(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
     """y_TD (see :func:`reference.few`); no gradient."""
     return _few(x_TD, ids_TA, weights_TA, *weights.each(Tensor.contiguous), activation)

@@ -24,7 +24,7 @@ import triton
 from triton import language as tl
 
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.experts.triton_tile_schedule import find, tiles
+from colonnade.kernels.experts.triton_tile_schedule import find_tile, schedule
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _tile(start, end, m, n, N, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def up(
+def up_kernel(
     x, order_ptr, ends_ptr, up_w, gate_w, up_b_ptr, gate_b_ptr, h_ptr, a_ptr, u_ptr, R, D, F, E, stride, active,
     GATHER: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ACT: tl.constexpr,
     ALONE: tl.constexpr,
@@ -149,9 +149,9 @@ def up(
 ):  # fmt: skip
     """h, and with KEEP what the way back needs: a and u before the activation."""
     columns = tl.cdiv(F, BN)
-    count, first_e, tiles_e = tiles(ends_ptr, R, E, columns, BM, E_PAD, False, ALONE)
+    count, first_e, tiles_e = schedule(ends_ptr, R, E, columns, BM, E_PAD, False, ALONE)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-        expert, m, n, start, end = find(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, ALONE)
+        expert, m, n, start, end = find_tile(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, ALONE)
         r = start + m * BM + tl.arange(0, BM)
         at = _sources(order_ptr, r, r < end, active, GATHER) * stride
         row = start + m * BM
@@ -173,7 +173,7 @@ def up(
 
 
 @triton.jit
-def down(
+def down_kernel(
     one, two, order_ptr, ends_ptr, one_w, two_w, bias_ptr, routing_ptr, y_ptr, R, F, D, E,
     TWO: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, TAIL: tl.constexpr, ALONE: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -185,9 +185,9 @@ def down(
     TOGETHER: one loop takes a step of each of both, where two would wait twice for their first operands.
     """
     columns = tl.cdiv(D, BN)
-    count, first_e, tiles_e = tiles(ends_ptr, R, E, columns, BM, E_PAD, TAIL, ALONE)
+    count, first_e, tiles_e = schedule(ends_ptr, R, E, columns, BM, E_PAD, TAIL, ALONE)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-        expert, m, n, start, end = find(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, ALONE)
+        expert, m, n, start, end = find_tile(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, ALONE)
         r = start + m * BM + tl.arange(0, BM)
         at = tl.where(r < end, r, start).to(tl.int64) * F
         width = tl.where(expert < E, F, 0) if TAIL else F
@@ -240,7 +240,7 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def hidden_back(
+def hidden_dgrad_kernel(
     dy, order_ptr, ends_ptr, down_w, routing_ptr, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, part_ptr, R, D, F, E, stride,
     active,
     GATHER: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr,
@@ -249,9 +249,9 @@ def hidden_back(
 ):  # fmt: skip
     """w h, da and du; with WEIGHTED also each tile's share of h · dh, (tiles of columns, R)."""
     columns = tl.cdiv(F, BN)
-    count, first_e, tiles_e = tiles(ends_ptr, R, E, columns, BM, E_PAD, False, False)
+    count, first_e, tiles_e = schedule(ends_ptr, R, E, columns, BM, E_PAD, False, False)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-        expert, m, n, start, end = find(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, False)
+        expert, m, n, start, end = find_tile(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, False)
         r = start + m * BM + tl.arange(0, BM)
         at = _sources(order_ptr, r, r < end, active, GATHER) * stride
         dh, _ = _across(

@@ -19,12 +19,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colonnade.kernels.experts import grouped_mm, triton_activation, triton_grouped_gemm, triton_wgrad
-from colonnade.kernels.experts.tiles import Kernel, Shape, Tiles, pick
-from colonnade.kernels.experts.triton_tile_schedule import padded, programs
+from colonnade.kernels.experts.tiles import GroupedTiles, Kernel, LayerShape, select_tiles
+from colonnade.kernels.experts.triton_tile_schedule import grid_size, padded_experts
 from colonnade.kernels.triton_permute import found, laid, summed
 
 
-class Route:
+class RoutedRows:
     """Which rows there are, whose they are, and which tokens they come from."""
 
     def __init__(self, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, rows: int):
@@ -89,14 +89,14 @@ class Route:
 class _Cut:
     """How a product of ours is cut up, and what its launch takes: ``inner`` is summed over, ``outer`` the columns."""
 
-    def __init__(self, tiles: Tiles, route: Route, outer: int, inner: int, *operands: Tensor | None,
+    def __init__(self, tiles: GroupedTiles, route: RoutedRows, outer: int, inner: int, *operands: Tensor | None,
         tail: bool = False, single: bool = False,
     ):  # fmt: skip
         self.tiles = tiles
-        self.grid = (programs(route.R, route.ends_E, outer, tiles, tail=tail, single=single),)
-        self.tma = tiles.descriptors and describable(*operands)
+        self.grid = (grid_size(route.R, route.ends_E, outer, tiles, tail=tail, single=single),)
+        self.tma = tiles.descriptors and tma_compatible(*operands)
         self.how = {
-            **tiles.launch, "GROUP": tiles.GROUP, "E_PAD": padded(route.ends_E),
+            **tiles.launch, "GROUP": tiles.GROUP, "E_PAD": padded_experts(route.ends_E),
             "EVEN": inner % tiles.BK == 0, "TMA": self.tma,
         }  # fmt: skip
 
@@ -111,7 +111,7 @@ class _Cut:
         return x if x is None or not self.tma else TensorDescriptor.from_tensor(x, [self.tiles.BM, self.tiles.BK])
 
 
-def describable(*operands: Tensor | None) -> bool:
+def tma_compatible(*operands: Tensor | None) -> bool:
     """Whether the tensor copy engine can fetch from all: rows that begin at multiples of 16 bytes."""
     for x in operands:
         if x is not None and (
@@ -121,24 +121,24 @@ def describable(*operands: Tensor | None) -> bool:
     return True
 
 
-def by_library(tiles: Tiles, *operands: Tensor | None, widths: tuple[int, ...], biased: bool = False) -> bool:
+def use_library(tiles: GroupedTiles, *operands: Tensor | None, widths: tuple[int, ...], biased: bool = False) -> bool:
     """Whether torch's product is to do it, and can."""
     whole = all(n * x.element_size() % 16 == 0 for n in widths for x in operands if x is not None)
-    return tiles.library and grouped_mm.available and whole and not biased and describable(*operands)
+    return tiles.library and grouped_mm.available and whole and not biased and tma_compatible(*operands)
 
 
-def hidden(
-    route: Route, x: Tensor, up: Tensor, gate: Tensor | None, up_b: Tensor | None, gate_b: Tensor | None,
+def up_forward(
+    route: RoutedRows, x: Tensor, up: Tensor, gate: Tensor | None, up_b: Tensor | None, gate_b: Tensor | None,
     activation: str, *, keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(h, and with ``keep`` a and u before the activation)."""
     E, F, D = up.shape
-    tiles = pick("up" if gate is None else "gated_up", route.R, Shape(E, F, D), up.element_size())
-    if by_library(tiles, up, gate, None if route.gather else x, widths=(F, D), biased=up_b is not None):
+    tiles = select_tiles("up" if gate is None else "gated_up", route.R, LayerShape(E, F, D), up.element_size())
+    if use_library(tiles, up, gate, None if route.gather else x, widths=(F, D), biased=up_b is not None):
         x = route.laid(x)
         u = grouped_mm.product(x, up.transpose(1, 2), route.ends)
         a = None if gate is None else grouped_mm.product(x, gate.transpose(1, 2), route.ends)
-        h = triton_activation.hidden(a, u, route.ends_E, activation)
+        h = triton_activation.activation_forward(a, u, route.ends_E, activation)
         return (h, a, u) if keep else (h, None, None)
     if tiles.laid:
         x = route.laid(x)
@@ -146,7 +146,7 @@ def hidden(
     h, u = x.new_empty(route.R, F), x.new_empty(route.R, F) if keep else None
     a = x.new_empty(route.R, F) if keep and gate is not None else None
     cut = _Cut(tiles, route, F, D, up, gate, None if gather else x, single=route.single)
-    triton_grouped_gemm.up[cut.grid](
+    triton_grouped_gemm.up_kernel[cut.grid](
         x if gather else cut.rows(x), route.order_R, route.ends_E, cut.weight(up, inner_last=True),
         cut.weight(gate, inner_last=True), up_b, gate_b, h, a, u, route.R, D, F, E, x.stride(0), route.active,
         gather, gate is not None, up_b is not None, keep, activation, route.single, **cut.how,
@@ -154,16 +154,16 @@ def hidden(
     return h, a, u
 
 
-def out(route: Route, h: Tensor, down: Tensor, down_b: Tensor | None) -> Tensor:
+def down_forward(route: RoutedRows, h: Tensor, down: Tensor, down_b: Tensor | None) -> Tensor:
     """y of the tokens, of the rows where these are not tokens'."""
     E, F, D = down.shape
-    tiles = pick("down", route.R, Shape(E, F, D), down.element_size())
-    if by_library(tiles, h, down, widths=(F, D), biased=down_b is not None):
+    tiles = select_tiles("down", route.R, LayerShape(E, F, D), down.element_size())
+    if use_library(tiles, h, down, widths=(F, D), biased=down_b is not None):
         return route.back(route.within(grouped_mm.product(h, down, route.ends)), weighted=True)
     y = h.new_empty(route.R, D)
     weighted = route.weights_TA is not None
     cut = _Cut(tiles, route, D, F, h, down, tail=not route.gather, single=route.single)
-    triton_grouped_gemm.down[cut.grid](
+    triton_grouped_gemm.down_kernel[cut.grid](
         cut.rows(h), None, route.order_R, route.ends_E, cut.weight(down, inner_last=False), None, down_b,
         route.weights_TA, y, route.R, F, D, E, False, down_b is not None, weighted, not route.gather, route.single,
         False, **cut.how,
@@ -171,15 +171,17 @@ def out(route: Route, h: Tensor, down: Tensor, down_b: Tensor | None) -> Tensor:
     return route.back(y, weighted=False)
 
 
-def hidden_back(
-    route: Route, dy: Tensor, down: Tensor, a: Tensor | None, u: Tensor, activation: str
+def hidden_dgrad(
+    route: RoutedRows, dy: Tensor, down: Tensor, a: Tensor | None, u: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(w ⊙ h, du, da, and of tokens h · dh of each row in float32, 0 for rows of no expert)."""
     (E, F, D), R = down.shape, route.R
-    tiles = pick("hidden_back", R, Shape(E, F, D), down.element_size())
-    if by_library(tiles, down, dy, widths=(F, D)):
+    tiles = select_tiles("hidden_back", R, LayerShape(E, F, D), down.element_size())
+    if use_library(tiles, down, dy, widths=(F, D)):
         dh = grouped_mm.product(route.laid(dy), down.transpose(1, 2), route.ends)
-        return triton_activation.hidden_back(dh, a, u, route.order_R, route.weights_TA, route.ends_E, activation)
+        return triton_activation.activation_backward(
+            dh, a, u, route.order_R, route.weights_TA, route.ends_E, activation
+        )
     if tiles.laid:
         dy = route.laid(dy)
     gather = route.gather and not tiles.laid
@@ -188,7 +190,7 @@ def hidden_back(
     if route.gather:
         part = torch.zeros(triton.cdiv(F, tiles.BN), R, dtype=torch.float32, device=u.device)
     cut = _Cut(tiles, route, F, D, down, None if gather else dy)
-    triton_grouped_gemm.hidden_back[cut.grid](
+    triton_grouped_gemm.hidden_dgrad_kernel[cut.grid](
         dy if gather else cut.rows(dy), route.order_R, route.ends_E, cut.weight(down, inner_last=True),
         route.weights_TA, a, u, h, da, du, part, R, D, F, E, dy.stride(0), route.active,
         gather, a is not None, route.gather, activation, **cut.how,
@@ -196,18 +198,18 @@ def hidden_back(
     return h, du, da, None if part is None else part.sum(0)
 
 
-def rows_back(route: Route, du: Tensor, da: Tensor | None, up: Tensor, gate: Tensor | None) -> Tensor:
+def input_dgrad(route: RoutedRows, du: Tensor, da: Tensor | None, up: Tensor, gate: Tensor | None) -> Tensor:
     """dx of the tokens, of the rows where these are not tokens'."""
     E, F, D = up.shape
-    tiles = pick("rows_back", route.R, Shape(E, F, D), up.element_size())
-    if by_library(tiles, du, up, gate, widths=(F, D)):
+    tiles = select_tiles("rows_back", route.R, LayerShape(E, F, D), up.element_size())
+    if use_library(tiles, du, up, gate, widths=(F, D)):
         dx = grouped_mm.product(du, up, route.ends)
         if da is not None and gate is not None:
             dx += grouped_mm.product(da, gate, route.ends)
         return route.back(route.within(dx), weighted=False)
     dx = du.new_empty(route.R, D)
     cut = _Cut(tiles, route, D, F, du, da, up, gate, tail=not route.gather)
-    triton_grouped_gemm.down[cut.grid](
+    triton_grouped_gemm.down_kernel[cut.grid](
         cut.rows(du), cut.rows(da), route.order_R, route.ends_E, cut.weight(up, inner_last=False),
         cut.weight(gate, inner_last=False), None, None, dx, route.R, F, D, E, gate is not None, False, False,
         not route.gather, False, gate is not None and tiles.together, **cut.how,
@@ -215,25 +217,25 @@ def rows_back(route: Route, du: Tensor, da: Tensor | None, up: Tensor, gate: Ten
     return route.back(dx, weighted=False)
 
 
-def sums(route: Route, p: Tensor, s: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor | None]:
+def wgrad(route: RoutedRows, p: Tensor, s: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor | None]:
     """(pᵀ q, sᵀ q) over each expert's rows; q is of tokens where there are such."""
     E, F, D = len(route.ends_E), p.shape[1], q.shape[1]
     kernel: Kernel = "weights_back" if s is None else "gated_weights_back"
-    tiles = pick(kernel, route.R, Shape(E, F, D), q.element_size())
-    if by_library(tiles, p, s, None if route.gather else q, widths=(F, D)):
+    tiles = select_tiles(kernel, route.R, LayerShape(E, F, D), q.element_size())
+    if use_library(tiles, p, s, None if route.gather else q, widths=(F, D)):
         q = route.laid(q)
-        return grouped_mm.sums(p, q, route.ends), None if s is None else grouped_mm.sums(s, q, route.ends)
+        return grouped_mm.wgrad(p, q, route.ends), None if s is None else grouped_mm.wgrad(s, q, route.ends)
     if tiles.laid:
         q = route.laid(q)
     dp = q.new_empty(E, F, D)
     ds = None if s is None else q.new_empty(E, F, D)
     gather = route.gather and not tiles.laid
-    tma = tiles.descriptors and describable(p, s, None if gather else q)
+    tma = tiles.descriptors and tma_compatible(p, s, None if gather else q)
 
     def of(x: Tensor | None, columns: int) -> Tensor | TensorDescriptor | None:
         return x if x is None or not tma else TensorDescriptor.from_tensor(x, [tiles.BK, columns])
 
-    triton_wgrad.weights_back[E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),](
+    triton_wgrad.wgrad_kernel[E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),](
         of(p, tiles.BM), of(s, tiles.BM), q if gather else of(q, tiles.BN), route.row_tokens if gather else None,
         route.turns, route.ends_E, dp, ds, route.R, F, D, E, q.stride(0), s is not None, gather, GROUP=tiles.GROUP,
         EVEN=F % tiles.BM == 0 and D % tiles.BN == 0, TMA=tma, **tiles.launch,
@@ -241,12 +243,12 @@ def sums(route: Route, p: Tensor, s: Tensor | None, q: Tensor) -> tuple[Tensor, 
     return dp, ds
 
 
-def bias_sums(route: Route, p: Tensor, *, tokens: bool) -> Tensor:
+def bias_grad(route: RoutedRows, p: Tensor, *, tokens: bool) -> Tensor:
     """Plain sums over each expert's rows, of tokens each by its routing weight."""
     E, F, gather = len(route.ends_E), p.shape[1], tokens and route.gather
     total = p.new_empty(E, F)
     block = min(128, triton.next_power_of_2(F))
-    triton_wgrad.biases_back[E, triton.cdiv(F, block)](
+    triton_wgrad.bias_grad_kernel[E, triton.cdiv(F, block)](
         p, route.order_R, route.ends_E, route.weights_TA, total, route.R, F, E, route.active, gather, gather, 32, block
     )
     return total

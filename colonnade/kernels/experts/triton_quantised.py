@@ -22,11 +22,17 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.experts.quantised import Stacks
-from colonnade.kernels.experts.tiles import Tiles
+from colonnade.kernels.experts.quantised import QuantisedWeights
+from colonnade.kernels.experts.tiles import GroupedTiles
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.experts.triton_tile_schedule import padded, place, programs, rows_of, spread
-from colonnade.kernels.linear.quantise import NIBBLES, Quantised
+from colonnade.kernels.experts.triton_tile_schedule import (
+    count_tiles,
+    expert_rows,
+    grid_size,
+    locate_tile,
+    padded_experts,
+)
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.kernels.linear.triton_quantised import nibble, scale_and_low
 from colonnade.kernels.triton_permute import rows_in, summed
 
@@ -85,7 +91,7 @@ def _products(
 
 
 @triton.jit
-def up(
+def up_kernel(
     x_ptr, order_ptr, ends_ptr, up_ptr, up_s_ptr, up_b_ptr, gate_ptr, gate_s_ptr, gate_b_ptr, h_ptr,
     R, D, F, E, stride, active, columns, groups,
     GATED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
@@ -93,10 +99,10 @@ def up(
 ):  # fmt: skip
     """h (R, F) of the tokens of the choices in ``order``."""
     across = tl.cdiv(F, BN)
-    first_e, tiles_e = spread(ends_ptr, R, E, across, BM, E_PAD, False)
+    first_e, tiles_e = count_tiles(ends_ptr, R, E, across, BM, E_PAD, False)
     for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * across, tl.num_programs(0)):
-        expert, m, n = place(tile, first_e, tiles_e, across, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
+        expert, m, n = locate_tile(tile, first_e, tiles_e, across, E_PAD, GROUP)
+        start, end = expert_rows(ends_ptr, expert, E, R)
         r = start + m * BM + tl.arange(0, BM)
         at = tl.load(order_ptr + r, r < end, 0).to(tl.int64) // active * stride
         f = n * BN + tl.arange(0, BN)
@@ -115,17 +121,17 @@ def up(
 
 
 @triton.jit
-def down(
+def down_kernel(
     h_ptr, order_ptr, ends_ptr, down_ptr, down_s_ptr, down_b_ptr, routing_ptr, y_ptr, R, F, D, E, columns, groups,
     BIASED: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
 ):  # fmt: skip
     """y (R, D), each row by its routing weight."""
     across = tl.cdiv(D, BN)
-    first_e, tiles_e = spread(ends_ptr, R, E, across, BM, E_PAD, False)
+    first_e, tiles_e = count_tiles(ends_ptr, R, E, across, BM, E_PAD, False)
     for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * across, tl.num_programs(0)):
-        expert, m, n = place(tile, first_e, tiles_e, across, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
+        expert, m, n = locate_tile(tile, first_e, tiles_e, across, E_PAD, GROUP)
+        start, end = expert_rows(ends_ptr, expert, E, R)
         r = start + m * BM + tl.arange(0, BM)
         d = n * BN + tl.arange(0, BN)
         row = expert.to(tl.int64) * D + tl.where(d < D, d, 0)
@@ -145,21 +151,21 @@ def down(
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 
-CHOSEN: tuple[tuple[int | None, Tiles], ...] = (
-    (16, Tiles(16, 64, 64, 4, 4)),
-    (64, Tiles(64, 64, 64, 4, 3)),
-    (None, Tiles(128, 128, 64, 8, 3)),
+TILES: tuple[tuple[int | None, GroupedTiles], ...] = (
+    (16, GroupedTiles(16, 64, 64, 4, 4)),
+    (64, GroupedTiles(64, 64, 64, 4, 3)),
+    (None, GroupedTiles(128, 128, 64, 8, 3)),
 )
 """By the mean rows of an expert, at most; of int4 a step has 16 words. Reckoned, not measured: they fit the chip."""
-WORDS = 16
+INT4_WORDS = 16
 """The least that the matrix units sum over at once."""
-EXACT = Tiles(16, 64, 32, 4, 2)
+FLOAT32_TILES = GroupedTiles(16, 64, 32, 4, 2)
 """float32, which no tensor unit multiplies without rounding it first."""
 
 
 def routed(
-    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Stacks, activation: str,
-    how: Tiles | None = None,
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: QuantisedWeights, activation: str,
+    how: GroupedTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD (see :func:`quantised.routed`); ``how`` cuts the products up, where that is not chosen here."""
     x_TD, weights_TA, ends_E = rows_in(x_TD), weights_TA.contiguous(), ends_E.contiguous()
@@ -167,7 +173,7 @@ def routed(
     R, E, F, D = len(order_R), len(ends_E), up.outputs, down.outputs
     h, y = x_TD.new_empty(R, F), x_TD.new_empty(R, D)
     if y.numel():
-        how = how or pick(R, E, x_TD.dtype)
+        how = how or select_tiles(R, E, x_TD.dtype)
         cut = _Cut(up, how, R, ends_E)
         up[cut.grid](
             x_TD, order_R, ends_E, up.values, cut.scales(up), up_b,
@@ -183,24 +189,24 @@ def routed(
     return summed(y, order_R, *weights_TA.shape, ends_E=ends_E)
 
 
-def pick(rows: int, experts: int, dtype: torch.dtype) -> Tiles:
+def select_tiles(rows: int, experts: int, dtype: torch.dtype) -> GroupedTiles:
     """The sizes for ``rows`` rows over ``experts`` experts."""
     if dtype.itemsize > 2:
-        return EXACT
-    return next(tiles for most, tiles in CHOSEN if most is None or rows <= most * max(1, experts))
+        return FLOAT32_TILES
+    return next(tiles for most, tiles in TILES if most is None or rows <= most * max(1, experts))
 
 
 class _Cut:
     """How a product with ``weight`` is cut up, and what its launch takes."""
 
-    def __init__(self, weight: Quantised, how: Tiles, rows: int, ends_E: Tensor):
+    def __init__(self, weight: Quantised, how: GroupedTiles, rows: int, ends_E: Tensor):
         self.four = weight.kind == "int4"
-        self.grid = (programs(rows, ends_E, weight.outputs, how),)
+        self.grid = (grid_size(rows, ends_E, weight.outputs, how),)
         self.stored = (weight.values.shape[2], weight.scales.shape[2] if self.four else 0)
         """Columns and groups of a row, as it is stored."""
         self.how = {
-            **how.launch, "BK": WORDS if self.four else how.BK, "GROUP": how.GROUP,
-            "E_PAD": padded(ends_E), "KIND": weight.kind, "WORDS": weight.group // NIBBLES if self.four else 1,
+            **how.launch, "BK": INT4_WORDS if self.four else how.BK, "GROUP": how.GROUP,
+            "E_PAD": padded_experts(ends_E), "KIND": weight.kind, "WORDS": weight.group // INT4_PER_WORD if self.four else 1,
         }  # fmt: skip
 
     def scales(self, weight: Quantised) -> Tensor:

@@ -20,11 +20,11 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.device import processors
-from colonnade.kernels.experts.tiles import Tiles
+from colonnade.kernels.experts.tiles import GroupedTiles
 
 
 @triton.jit
-def spread(ends_ptr, R, E, columns, BM: tl.constexpr, E_PAD: tl.constexpr, TAIL: tl.constexpr):
+def count_tiles(ends_ptr, R, E, columns, BM: tl.constexpr, E_PAD: tl.constexpr, TAIL: tl.constexpr):
     """(each expert's first tile, its tiles of rows); with TAIL, the rows past the last end are those of an expert E."""
     e = tl.arange(0, E_PAD)
     end_e = tl.load(ends_ptr + e, e < E, 0).to(tl.int32)
@@ -37,7 +37,7 @@ def spread(ends_ptr, R, E, columns, BM: tl.constexpr, E_PAD: tl.constexpr, TAIL:
 
 
 @triton.jit
-def place(tile, first_e, tiles_e, columns, E_PAD: tl.constexpr, GROUP: tl.constexpr):
+def locate_tile(tile, first_e, tiles_e, columns, E_PAD: tl.constexpr, GROUP: tl.constexpr):
     """(expert, tile of its rows, tile of columns) of a tile."""
     expert = tl.sum((first_e + tiles_e * columns <= tile).to(tl.int32), 0)
     this = tl.arange(0, E_PAD) == expert
@@ -50,28 +50,28 @@ def place(tile, first_e, tiles_e, columns, E_PAD: tl.constexpr, GROUP: tl.conste
 
 
 @triton.jit
-def rows_of(ends_ptr, expert, E, R):
+def expert_rows(ends_ptr, expert, E, R):
     """(first, end) of an expert's rows; of expert E those past the last end."""
     start = tl.load(ends_ptr + expert - 1, expert > 0, 0).to(tl.int32)
     return start, tl.load(ends_ptr + expert, expert < E, R).to(tl.int32)
 
 
 @triton.jit
-def tiles(ends_ptr, R, E, columns, BM: tl.constexpr, E_PAD: tl.constexpr, TAIL: tl.constexpr, ALONE: tl.constexpr):
-    """(how many tiles there are, what :func:`find` needs to know of them)."""
+def schedule(ends_ptr, R, E, columns, BM: tl.constexpr, E_PAD: tl.constexpr, TAIL: tl.constexpr, ALONE: tl.constexpr):
+    """(how many tiles there are, what :func:`find_tile` needs to know of them)."""
     if ALONE:
         e = tl.arange(0, E_PAD)
         first_e = tl.load(ends_ptr + e, e < E, R).to(tl.int32)
         tiles_e = first_e
         count = tl.load(ends_ptr + E - 1).to(tl.int32)
     else:
-        first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, TAIL)
+        first_e, tiles_e = count_tiles(ends_ptr, R, E, columns, BM, E_PAD, TAIL)
         count = tl.sum(tiles_e, 0)
     return count * columns, first_e, tiles_e
 
 
 @triton.jit
-def find(
+def find_tile(
     tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD: tl.constexpr, GROUP: tl.constexpr, ALONE: tl.constexpr
 ):
     """(expert, tile of its rows, tile of columns, first of its rows, their end) of a tile."""
@@ -80,18 +80,20 @@ def find(
         expert, m, n = tl.sum((first_e <= start).to(tl.int32), 0), 0, tile % columns
         end = start + 1
     else:
-        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
+        expert, m, n = locate_tile(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = expert_rows(ends_ptr, expert, E, R)
     return expert, m, n, start, end
 
 
-def programs(rows: int, ends_E: Tensor, columns: int, tiles: Tiles, *, tail: bool = False, single: bool = False) -> int:
+def grid_size(
+    rows: int, ends_E: Tensor, columns: int, tiles: GroupedTiles, *, tail: bool = False, single: bool = False
+) -> int:
     """How many programs to start for ``rows`` rows and ``columns`` columns; ``single``: each row is a tile."""
     groups = len(ends_E) + tail
     most = (rows if single else rows // tiles.BM + min(groups, rows)) * triton.cdiv(columns, tiles.BN)
-    return min(most, tiles.a_processor * processors(ends_E.device)) if tiles.a_processor else most
+    return min(most, tiles.programs_per_sm * processors(ends_E.device)) if tiles.programs_per_sm else most
 
 
-def padded(ends_E: Tensor) -> int:
+def padded_experts(ends_E: Tensor) -> int:
     """A power of two above the number of experts."""
     return triton.next_power_of_2(len(ends_E) + 1)

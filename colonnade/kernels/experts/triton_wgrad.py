@@ -20,7 +20,7 @@ beside the matrix units is a step's address. A multiplication takes 1024 cycles 
 import triton
 from triton import language as tl
 
-from colonnade.kernels.experts.triton_tile_schedule import rows_of
+from colonnade.kernels.experts.triton_tile_schedule import expert_rows
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _step(
 
 
 @triton.jit
-def weights_back(
+def wgrad_kernel(
     p, s, q, token_ptr, turn_ptr, ends_ptr, dp_ptr, ds_ptr, R, F, D, E, q_stride,
     TWO: tl.constexpr, GATHER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
@@ -89,7 +89,7 @@ def weights_back(
     size = tl.minimum(rows - first, GROUP)
     local = local % (GROUP * columns)
     f0, d0 = (first + local % size) * BM, local // size * BN
-    start, end = rows_of(ends_ptr, expert, E, R)
+    start, end = expert_rows(ends_ptr, expert, E, R)
     whole = start + (end - start) // BK * BK
     one = tl.zeros((BM, BN), tl.float32)
     two = tl.zeros((BM, BN), tl.float32)
@@ -111,14 +111,14 @@ def weights_back(
 
 
 @triton.jit
-def biases_back(
+def bias_grad_kernel(
     p_ptr, order_ptr, ends_ptr, routing_ptr, db_ptr, R, F, E, active,
     GATHER: tl.constexpr, WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Σ_r p_r over each expert's rows, (E, F); with WEIGHTED each row by its routing weight."""
     expert = tl.program_id(0)
     f = tl.program_id(1) * BN + tl.arange(0, BN)
-    start, end = rows_of(ends_ptr, expert, E, R)
+    start, end = expert_rows(ends_ptr, expert, E, R)
     total = tl.zeros((BM, BN), tl.float32)
     for r0 in range(start, end, BM):
         r = r0 + tl.arange(0, BM)

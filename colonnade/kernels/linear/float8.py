@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from colonnade.kernels.linear.quantise import upscale
+from colonnade.kernels.linear.quantise import power_of_two_scale
 from colonnade.kernels.registry import choose
 
-FORWARD, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def linear(x_TD: Tensor, weight_FD: Tensor, *, row_wise: bool) -> Tensor:
@@ -38,7 +38,7 @@ def linear(x_TD: Tensor, weight_FD: Tensor, *, row_wise: bool) -> Tensor:
 def quantise(x_MK: Tensor, kind: torch.dtype, *, row_wise: bool) -> tuple[Tensor, Tensor]:
     """(x₈, s) with x ≈ x₈ · s: s is float32, 0-dim or one a row (M × 1)."""
     highest = x_MK.abs().amax(1, keepdim=True) if row_wise else x_MK.abs().amax()
-    up = upscale(highest, kind)
+    up = power_of_two_scale(highest, kind)
     return (x_MK * up.to(x_MK.dtype)).to(kind), up.reciprocal()
 
 
@@ -47,7 +47,7 @@ class _Linear(Function):
     def forward(ctx, x_TD: Tensor, weight_FD: Tensor, row_wise: bool) -> Tensor:
         ctx.save_for_backward(x_TD, weight_FD)
         ctx.row_wise = row_wise
-        (x, x_scale), (w, w_scale) = (quantise(a, FORWARD, row_wise=row_wise) for a in (x_TD, weight_FD))
+        (x, x_scale), (w, w_scale) = (quantise(a, E4M3, row_wise=row_wise) for a in (x_TD, weight_FD))
         return _product(x, w, x_scale, w_scale, x_TD.dtype)
 
     @staticmethod
@@ -55,11 +55,11 @@ class _Linear(Function):
         x_TD, weight_FD = ctx.saved_tensors
         row_wise = ctx.row_wise
         # In dx the sum runs over F and in dW over T: other rows, other scales; of a whole tensor there is but one.
-        kind = FORWARD if row_wise else WIDE
+        kind = E4M3 if row_wise else E5M2
         dy, dy_scale = quantise(dy_TF, kind, row_wise=row_wise)
         dy_t, dy_t_scale = quantise(dy_TF.T, kind, row_wise=True) if row_wise else (dy.T, dy_scale)
-        w_t, w_t_scale = quantise(weight_FD.T, FORWARD, row_wise=row_wise)
-        x_t, x_t_scale = quantise(x_TD.T, FORWARD, row_wise=row_wise)
+        w_t, w_t_scale = quantise(weight_FD.T, E4M3, row_wise=row_wise)
+        x_t, x_t_scale = quantise(x_TD.T, E4M3, row_wise=row_wise)
         dx_TD = _product(dy, w_t, dy_scale, w_t_scale, x_TD.dtype)
         dw_FD = _product(dy_t, x_t, dy_t_scale, x_t_scale, weight_FD.dtype)
         return dx_TD, dw_FD, None

@@ -26,7 +26,7 @@ from colonnade.errors import ConfigError
 Kind = Literal["int8", "int4", "float8"]
 KINDS = get_args(Kind)
 FLOAT8 = torch.float8_e4m3fn
-NIBBLES = 8
+INT4_PER_WORD = 8
 """Weights in a word."""
 SMALLEST = 2.0**-100
 """Of a maximum: keeps the scale of a row of zeros finite, and products of two scales within float32."""
@@ -82,7 +82,7 @@ def quantise(weight_FD: Tensor, kind: Kind, group: int = 64, over: Callable[[Ten
         scale_F1 = highest_F1.clamp(min=SMALLEST) / highest_F1.new_tensor(127.0)
         values_FD = (w_FD / scale_F1).round().clamp(-127, 127).to(torch.int8)
         return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
-    up_F1 = upscale(highest_F1, FLOAT8)
+    up_F1 = power_of_two_scale(highest_F1, FLOAT8)
     values_FD = (w_FD * up_F1).to(FLOAT8)
     scale_F1 = up_F1.reciprocal() + 0 * highest_F1  # no finite scale for a row that is not finite
     return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
@@ -95,14 +95,14 @@ def stored_bytes(outputs: int, inputs: int, kind: Kind, group: int) -> int:
     return outputs * (inputs + 4)
 
 
-def upscale(highest: Tensor, kind: torch.dtype) -> Tensor:
+def power_of_two_scale(highest: Tensor, kind: torch.dtype) -> Tensor:
     """The power of two that brings ``highest`` just within what the format ``kind`` holds."""
     room = torch.finfo(kind).max / highest.float().clamp(min=SMALLEST)
     return (room.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
 def _in_groups(w_FD: Tensor, group: int) -> Quantised:
-    inputs, words = w_FD.shape[1], group // NIBBLES
+    inputs, words = w_FD.shape[1], group // INT4_PER_WORD
     w = F.pad(w_FD, (0, -inputs % group)).unflatten(1, (-1, group))
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low).clamp(min=SMALLEST) / w_FD.new_tensor(15.0)).bfloat16()
@@ -119,17 +119,17 @@ def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None))
     values, scales = weight.values[rows], weight.scales[rows]
     fine = torch.promote_types(dtype, torch.float32)
     if weight.kind != "int4":
-        return widened(values, fine).mul_(scales.to(fine)).to(dtype)
-    words = values.unflatten(1, (-1, weight.group // NIBBLES))
-    q = torch.empty(*words.shape[:2], NIBBLES, words.shape[2], dtype=fine, device=words.device)
-    for i in range(NIBBLES):
+        return to_float(values, fine).mul_(scales.to(fine)).to(dtype)
+    words = values.unflatten(1, (-1, weight.group // INT4_PER_WORD))
+    q = torch.empty(*words.shape[:2], INT4_PER_WORD, words.shape[2], dtype=fine, device=words.device)
+    for i in range(INT4_PER_WORD):
         q[:, :, i] = (words >> 4 * i).bitwise_and_(15)
     # q s is exact, 4 bits times 8: so that what is rounded is the sum alone, here as where both are one instruction.
     w = q.flatten(2).mul_(scales[..., :1].to(fine)).add_(scales[..., 1:].to(fine))
     return w.flatten(1)[:, : weight.inputs].to(dtype)
 
 
-def widened(values: Tensor, fine: torch.dtype) -> Tensor:
+def to_float(values: Tensor, fine: torch.dtype) -> Tensor:
     """int8 or float8 ``values`` as they are, in float32 or float64: a new tensor."""
     if values.dtype != FLOAT8 or values.device.type != "cpu":
         return values.to(fine)

@@ -2,7 +2,7 @@
 
 y = x Wᵀ + b with a quantised W: dequantise, then multiply. The specification, and what a CPU uses.
 
-A band of W's rows at a time: what is written out at once is :data:`BAND` numbers, which caches hold, however large the
+A band of W's rows at a time: what is written out at once is :data:`BAND_ELEMENTS` numbers, which caches hold, however large the
 model.
 
 A Bᵀ of two float8 matrices with their scales, as an equation: the specification of :mod:`scaled_mm`.
@@ -34,13 +34,13 @@ def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Ten
     return F.linear(x_TD, weight_FD, bias_F)
 
 
-BAND = 1 << 20
+BAND_ELEMENTS = 1 << 20
 """Weights written out at once."""
 
 
 def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Tensor:
     """y_TF; the last dimension of ``x_TD`` is multiplied, whatever comes before."""
-    step = band(weight)
+    step = band_rows(weight)
     parts = [
         F.linear(x_TD, dequantise(weight, x_TD.dtype, slice(start, start + step)))
         for start in range(0, weight.outputs, step)
@@ -49,9 +49,9 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
     return y_TF if bias_F is None else y_TF + bias_F
 
 
-def band(weight: Quantised) -> int:
+def band_rows(weight: Quantised) -> int:
     """Outputs of ``weight`` that are written out at once."""
-    return max(1, BAND // max(1, weight.inputs))
+    return max(1, BAND_ELEMENTS // max(1, weight.inputs))
 
 
 def scaled_product(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,7 +63,7 @@ Matrix = Tensor | Quantised
 """A weight as it is multiplied with."""
 
 
-class Scale(NamedTuple):
+class RmsNorm(NamedTuple):
     """An RMSNorm of rows."""
 
     weight_D: Tensor
@@ -84,7 +84,7 @@ def fused_linear(
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: Scale | None = None,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
     own: bool = False,

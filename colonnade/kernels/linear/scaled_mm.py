@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MULTIPLE = 16
+SIZE_MULTIPLE = 16
 
 
-def product(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_product(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """c_MN (see :func:`scaled.product`)."""
     row_wise, forward = a_scale.dim() == 2, a_MK.dtype == b_NK.dtype
-    if missing := -a_MK.shape[1] % MULTIPLE:
+    if missing := -a_MK.shape[1] % SIZE_MULTIPLE:
         # A number of tokens, summed over in the gradient of a weight; zeros add nothing.
         a_MK, b_NK = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (a_MK, b_NK))
     return torch._scaled_mm(

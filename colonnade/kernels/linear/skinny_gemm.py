@@ -26,9 +26,9 @@ from colonnade.kernels.linear import (
     triton_skinny_gemm,
 )
 from colonnade.kernels.linear import reference as fused
-from colonnade.kernels.linear.quantise import NIBBLES, Quantised
-from colonnade.kernels.linear.reference import Gate, Matrix, Scale
-from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
+from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 
 
 def linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None = None) -> Tensor:
@@ -40,12 +40,12 @@ def linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None = None) -> Tensor
     return launch(x, weight, bias_F, tiles=tiles).view(*x_TD.shape[:-1], _outputs(weight))
 
 
-def product(
+def fused_linear(
     x_TD: Tensor,
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: Scale | None = None,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
     own: bool = False,
@@ -57,15 +57,15 @@ def product(
     tiles = _tiles(x_TD, weight, gated=gate is not None)
     if tiles is not None:
         return launch(x_TD, weight, bias_F, tiles=tiles, **parts)
-    return composed(x_TD, weight, bias_F, **parts, own=own)
+    return unfused_linear(x_TD, weight, bias_F, **parts, own=own)
 
 
-def composed(
+def unfused_linear(
     x_TD: Tensor,
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: Scale | None = None,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
     own: bool = False,
@@ -85,7 +85,7 @@ def gated(gate_TF: Tensor, up_TF: Tensor, activation: str) -> Tensor:
     """act(g) ⊙ u in one kernel."""
     out = torch.empty_like(up_TF)
     if out.numel():
-        triton_skinny_gemm.gated[triton.cdiv(out.numel(), 1024),](
+        triton_skinny_gemm.gated_activation_kernel[triton.cdiv(out.numel(), 1024),](
             gate_TF, up_TF, out, out.numel(), ACT=activation, BLOCK=1024
         )
     return out
@@ -96,8 +96,8 @@ def launch(
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    tiles: Tiles,
-    norm: Scale | None = None,
+    tiles: SkinnyTiles,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
 ) -> Tensor:
@@ -112,7 +112,7 @@ def launch(
         assert (bias is None) == (second_bias is None), "both products have a bias, or neither"
     (w, w_scale), (u, u_scale) = _stored(first, y_TF), _stored(second, y_TF)
     blocks = triton.cdiv(outputs, tiles.BN)
-    programs = min(blocks, tiles.a_processor * processors(x_TD.device) or blocks)
+    programs = min(blocks, tiles.programs_per_sm * processors(x_TD.device) or blocks)
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
         "ADDED": more_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages, "num_warps": tiles.warps,
@@ -128,7 +128,7 @@ def launch(
     if tiles.units:
         assert isinstance(weight, Quantised), "the matrix units of this kernel multiply quantised weights"
         room = shared_bytes(x_TD.device)
-        constants |= skinny_gemm_tensor_core.cut(
+        constants |= skinny_gemm_tensor_core.tensor_core_constants(
             weight, T, tiles, gated=gate is not None, normed=norm is not None, room=room
         )
         skinny_gemm_tensor_core.launch(
@@ -139,30 +139,30 @@ def launch(
     BK = max(16, min(tiles.BK, triton.next_power_of_2(columns)))
     constants |= {"STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T), "BK": BK}
     if isinstance(weight, Quantised) and kind == "int4":
-        even = columns % BK == 0 and inputs == columns * NIBBLES
-        triton_skinny_gemm.thin4[programs,](
-            *tensors, *sizes, w.stride(0), groups, eps, *triton_skinny_gemm.BITS, WORDS=weight.group // NIBBLES,
+        even = columns % BK == 0 and inputs == columns * INT4_PER_WORD
+        triton_skinny_gemm.skinny_int4_kernel[programs,](
+            *tensors, *sizes, w.stride(0), groups, eps, *triton_skinny_gemm.NIBBLE_BITS, WORDS=weight.group // INT4_PER_WORD,
             EVEN=even,
             **constants,
         )  # fmt: skip
     else:
         neighbours = min(BK, 16 // w.element_size())
-        triton_skinny_gemm.thin[programs,](
+        triton_skinny_gemm.skinny_kernel[programs,](
             *tensors, *sizes, w.stride(0), eps, SCALED=kind != "plain", EVEN=inputs % BK == 0, V=neighbours, **constants
         )
     return y_TF
 
 
-def _tiles(x_TD: Tensor, weight: Matrix, *, gated: bool) -> Tiles | None:
+def _tiles(x_TD: Tensor, weight: Matrix, *, gated: bool) -> SkinnyTiles | None:
     T = len(x_TD)
-    if not 0 < T <= skinny_gemm_tiles.MOST or not x_TD.numel() or _differentiated(x_TD, weight):
+    if not 0 < T <= skinny_gemm_tiles.MAX_ROWS or not x_TD.numel() or _differentiated(x_TD, weight):
         return None
     if isinstance(weight, Tensor) and (weight.dtype != x_TD.dtype or weight.stride(1) != 1):
         return None
-    tiles = skinny_gemm_tiles.pick(_kind(weight), T, _outputs(weight), x_TD.shape[1], gated=gated)
-    if tiles is None or not tiles.units or skinny_gemm_tensor_core.fits(x_TD, weight):
+    tiles = skinny_gemm_tiles.select_tiles(_kind(weight), T, _outputs(weight), x_TD.shape[1], gated=gated)
+    if tiles is None or not tiles.units or skinny_gemm_tensor_core.tensor_cores_fit(x_TD, weight):
         return tiles
-    return skinny_gemm_tiles.WIDE if T <= skinny_gemm_tiles.IN_REGISTERS else None
+    return skinny_gemm_tiles.FALLBACK if T <= skinny_gemm_tiles.MAX_CUDA_CORE_ROWS else None
 
 
 def _differentiated(x_TD: Tensor, weight: Matrix) -> bool:

@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.linear import reference
-from colonnade.kernels.linear.quantise import NIBBLES, Quantised, widened
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, to_float
 
-FEW_ROWS = 32
+MAX_ROWS = 32
 """With more rows than this, x Wᵀ is left as it is."""
-NEAR_BYTES = 1 << 14
+L1_BYTES = 1 << 14
 """Half of a first-level cache: what x may take for the second line."""
 BLOCKS = 16
 """At least one for each core of a small machine, and large ones all the same."""
@@ -47,9 +47,9 @@ BLOCKS = 16
 def skinny_linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """y_TF (see :func:`reference.linear`)."""
     T = len(x_TD)
-    if x_TD.dim() != 2 or T > FEW_ROWS:
+    if x_TD.dim() != 2 or T > MAX_ROWS:
         return F.linear(x_TD, weight_FD, bias_F)
-    near = max(T, 2) * x_TD.shape[1] * x_TD.element_size() <= NEAR_BYTES
+    near = max(T, 2) * x_TD.shape[1] * x_TD.element_size() <= L1_BYTES
     if near or len(weight_FD) % BLOCKS:
         twice_TD = torch.cat((x_TD, x_TD)) if T == 1 else x_TD
         y_TF = (weight_FD @ twice_TD.T).T[:T].contiguous()
@@ -59,14 +59,14 @@ def skinny_linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None)
     return y_TF if bias_F is None else y_TF + bias_F
 
 
-FEW = 16
+MAX_QUANTISED_ROWS = 16
 """Rows for which it is faster; more use a weight that is written out often enough."""
 
 
 def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Tensor:
     """y_TF (see :func:`reference.linear`); reckoned in float32 at least."""
     rows = x_TD.shape[:-1].numel()
-    if not 0 < rows <= FEW or sys.byteorder != "little":
+    if not 0 < rows <= MAX_QUANTISED_ROWS or sys.byteorder != "little":
         return reference.quantised_linear(x_TD, weight, bias_F)
     fine = torch.promote_types(x_TD.dtype, torch.float32)
     times = _in_groups if weight.kind == "int4" else _in_rows
@@ -76,20 +76,20 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
 
 def _in_rows(x_TD: Tensor, weight: Quantised) -> Tensor:
     """With a scale for each output."""
-    bands = weight.values.split(reference.band(weight))
-    y_TF = torch.cat([F.linear(x_TD, widened(values_FD, x_TD.dtype)) for values_FD in bands], 1)
+    bands = weight.values.split(reference.band_rows(weight))
+    y_TF = torch.cat([F.linear(x_TD, to_float(values_FD, x_TD.dtype)) for values_FD in bands], 1)
     return y_TF.mul_(weight.scales[:, 0])
 
 
 def _in_groups(x_TD: Tensor, weight: Quantised) -> Tensor:
     """With two for each group of G inputs, of which i·G/8 + c is in bits 4i … 4i+3 of word c; i = 2b + h in byte b."""
-    words, groups = weight.group // NIBBLES, weight.scales.shape[1]
+    words, groups = weight.group // INT4_PER_WORD, weight.scales.shape[1]
     # (T, groups, bytes, halves of a byte, words), then (halves, groups, T, bytes in their order in memory)
-    spread = F.pad(x_TD, (0, -weight.inputs % weight.group)).unflatten(1, (groups, NIBBLES // 2, 2, words))
+    spread = F.pad(x_TD, (0, -weight.inputs % weight.group)).unflatten(1, (groups, INT4_PER_WORD // 2, 2, words))
     x_Tg = spread.sum((2, 3, 4))
     halves = spread.permute(3, 1, 0, 4, 2).flatten(3)
     bytes_FgB = weight.values.view(torch.uint8).unflatten(1, (groups, -1))
-    parts, step = [], reference.band(weight)
+    parts, step = [], reference.band_rows(weight)
     for b_FgB, scales_Fg2 in zip(bytes_FgB.split(step), weight.scales.to(x_TD.dtype).split(step), strict=True):
         y_gTF = torch.bmm(halves[0], (b_FgB & 15).to(x_TD.dtype).permute(1, 2, 0))
         y_gTF.baddbmm_(halves[1], (b_FgB >> 4).to(x_TD.dtype).permute(1, 2, 0))

@@ -14,9 +14,9 @@ import triton
 from torch import Tensor
 
 from colonnade.kernels.linear import triton_skinny_gemm_tensor_core
-from colonnade.kernels.linear.quantise import NIBBLES, Quantised
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.kernels.linear.reference import Matrix
-from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 
 COLUMNS = 8
 """The least that a matrix unit has of them."""
@@ -25,19 +25,25 @@ DEPTH = 16
 
 REGISTERS = 1 << 16
 """Of a multiprocessor."""
-CONVERTED = 8 << 10
+CONVERSION_BYTES = 8 << 10
 """Bytes of shared memory, at most, in which the compiler lays out anew what it has in registers."""
 
 
-def fits(x_TD: Tensor, weight: Matrix) -> bool:
+def tensor_cores_fit(x_TD: Tensor, weight: Matrix) -> bool:
     """Whether the kernel takes these: numbers of 16 bits, and rows of whole halves of 16 bits."""
     if not isinstance(weight, Quantised) or x_TD.dtype not in (torch.bfloat16, torch.float16):
         return False
     return weight.values.stride(1) == 1 and weight.values.stride(0) * weight.values.element_size() % 2 == 0
 
 
-def cut(
-    weight: Quantised, rows: int, tiles: Tiles, *, gated: bool = False, normed: bool = False, room: float = math.inf
+def tensor_core_constants(
+    weight: Quantised,
+    rows: int,
+    tiles: SkinnyTiles,
+    *,
+    gated: bool = False,
+    normed: bool = False,
+    room: float = math.inf,
 ) -> dict[str, Any]:
     """The kernel's constants that depend on sizes; BATCH · K halves of 16 bits are a step.
 
@@ -46,12 +52,12 @@ def cut(
     """
     while True:
         found = _cut(weight, rows, tiles)
-        if tiles.BK <= DEPTH or on_their_way(found, tiles, gated=gated, normed=normed) + CONVERTED <= room:
+        if tiles.BK <= DEPTH or prefetched_bytes(found, tiles, gated=gated, normed=normed) + CONVERSION_BYTES <= room:
             return found
         tiles = tiles._replace(BK=tiles.BK // 2)
 
 
-def on_their_way(constants: dict[str, Any], tiles: Tiles, *, gated: bool, normed: bool) -> int:
+def prefetched_bytes(constants: dict[str, Any], tiles: SkinnyTiles, *, gated: bool, normed: bool) -> int:
     """Bytes of shared memory of the steps that are brought ahead."""
     four, many = constants["KIND"] == "int4", constants["STEPS"] > 1
     halves = constants["BATCH"] * constants["K"]
@@ -62,13 +68,13 @@ def on_their_way(constants: dict[str, Any], tiles: Tiles, *, gated: bool, normed
     return (tiles.stages - 1) * step
 
 
-def _cut(weight: Quantised, rows: int, tiles: Tiles) -> dict[str, Any]:
+def _cut(weight: Quantised, rows: int, tiles: SkinnyTiles) -> dict[str, Any]:
     M = triton.next_power_of_2(rows)
     row_bytes = weight.values.shape[1] * weight.values.element_size()
     stored = max(DEPTH, min(tiles.BK, triton.next_power_of_2(weight.values.shape[1])))
     step, parts, words = stored * weight.values.element_size() // 2, max(1, COLUMNS // M), 1
     if weight.kind == "int4":
-        words = weight.group // NIBBLES
+        words = weight.group // INT4_PER_WORD
         parts = max(parts, DEPTH // (2 * words))
         span, depth = 2 * words, 2 * words * parts
         # A part of the inputs for every warp, if need be with a row twice and half as many groups beside it.
@@ -81,14 +87,14 @@ def _cut(weight: Quantised, rows: int, tiles: Tiles) -> dict[str, Any]:
     step = batch * depth
     even = row_bytes % (2 * step) == 0
     if weight.kind == "int4":
-        even = even and weight.inputs == weight.values.shape[1] * NIBBLES
+        even = even and weight.inputs == weight.values.shape[1] * INT4_PER_WORD
     found = {
         "KIND": weight.kind, "WORDS": words, "EVEN": even, "STEPS": triton.cdiv(row_bytes, 2 * step), "M": M,
         "BATCH": batch, "K": depth, "PARTS": parts, "SPAN": span,
     }  # fmt: skip
     # Left alone, the compiler takes registers that leave room for one program a multiprocessor.
-    most = REGISTERS // (32 * tiles.warps * max(1, tiles.a_processor)) // 8 * 8
-    return found | ({"maxnreg": most} if tiles.a_processor > 1 and most < 255 else {})
+    most = REGISTERS // (32 * tiles.warps * max(1, tiles.programs_per_sm)) // 8 * 8
+    return found | ({"maxnreg": most} if tiles.programs_per_sm > 1 and most < 255 else {})
 
 
 def launch(
@@ -96,7 +102,7 @@ def launch(
 ) -> None:
     """Run the kernel: weights (third and sixth of ``tensors``) are read as halves of 16 bits."""
     x, gain, w, w_scale, bias, u, *others = tensors
-    triton_skinny_gemm_tensor_core.units[programs,](
+    triton_skinny_gemm_tensor_core.tensor_core_kernel[programs,](
         x, gain, w.view(torch.int16), w_scale, bias, u.view(torch.int16), *others, *sizes, eps,
         ASM=x.is_cuda, **constants,  # the interpreter has no assembler
     )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Tiles(NamedTuple):
+class SkinnyTiles(NamedTuple):
     """How a kernel is cut up."""
 
     BN: int
@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     """Steps' weights that are on their way at once, the one in use among them."""
-    a_processor: int = 0
+    programs_per_sm: int = 0
     """Programs a multiprocessor that stay and take one block after another; 0: one program a block."""
     units: bool = False
     """Whether the matrix units multiply (:mod:`~colonnade.kernels.linear.triton_skinny_gemm_tensor_core`); else the
@@ -36,22 +36,22 @@ def table() -> list[dict[str, Any]]:
     return json.loads(Path(__file__).with_name("thin_tiles.json").read_text(encoding="utf-8"))["rows"]
 
 
-CHOSEN: list[Tiles] = []
+OVERRIDE: list[SkinnyTiles] = []
 """Where there is one, it stands above the table: for the tool that measures, and for tests."""
-MOST = 16
+MAX_ROWS = 16
 """Rows, at most, that a kernel of the table multiplies."""
-IN_REGISTERS = 4
+MAX_CUDA_CORE_ROWS = 4
 """Those that one without the matrix units does."""
-WIDE = Tiles(8, 512, 4, 4, 2)
+FALLBACK = SkinnyTiles(8, 512, 4, 4, 2)
 """Where the table has matrix units and x is not for them."""
 
 
-def pick(kind: str, rows: int, outputs: int, inputs: int, *, gated: bool) -> Tiles | None:
+def select_tiles(kind: str, rows: int, outputs: int, inputs: int, *, gated: bool) -> SkinnyTiles | None:
     """Of the nearest shape in the table, or None where the library is faster; ``kind`` is "plain" or one of
     :data:`~colonnade.kernels.linear.quantise.Kind`.
     """
-    if CHOSEN:
-        return CHOSEN[0]
+    if OVERRIDE:
+        return OVERRIDE[0]
     found = [row for row in table() if (row["kind"], row["gated"]) == (kind, gated) and rows <= row["rows"]]
     if not found:
         return None
@@ -60,4 +60,4 @@ def pick(kind: str, rows: int, outputs: int, inputs: int, *, gated: bool) -> Til
         (row for row in found if row["rows"] == least),
         key=lambda row: abs(math.log(row["outputs"] / outputs)) + abs(math.log(row["inputs"] / inputs)),
     )
-    return Tiles(**near["tiles"]) if near["tiles"] else None
+    return SkinnyTiles(**near["tiles"]) if near["tiles"] else None

@@ -35,7 +35,7 @@ def nibble(words, i: tl.constexpr):
 
 
 @triton.jit
-def thin(
+def gemv_kernel(
     x_ptr, w_ptr, scale_ptr, out_ptr,
     outputs, inputs, columns, groups, step,
     KIND: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -83,12 +83,12 @@ def thin(
 
 
 @triton.jit
-def tiles(
+def skinny_kernel(
     x_ptr, w_ptr, scale_ptr, out_ptr,
     rows, outputs, inputs, columns, groups, x_t, step,
     KIND: tl.constexpr, WORDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[split, rows, outputs] of at most BM rows, as :func:`thin`."""
+    """out[split, rows, outputs] of at most BM rows, as :func:`gemv_kernel`."""
     n = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None]
     split, m = tl.program_id(1), tl.arange(0, BM)
     inside = n < outputs
@@ -121,7 +121,7 @@ def tiles(
 
 
 @triton.jit
-def widen(
+def dequantise_kernel(
     w_ptr, scale_ptr, out_ptr, outputs, inputs, columns, groups,
     KIND: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def widen(
 
 
 @triton.jit
-def add(parts_ptr, out_ptr, numbers, splits, BLOCK: tl.constexpr):
+def sum_splits_kernel(parts_ptr, out_ptr, numbers, splits, BLOCK: tl.constexpr):
     """out = Σ parts, split by split."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

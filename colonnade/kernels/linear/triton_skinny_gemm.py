@@ -24,8 +24,8 @@ import triton.language as tl
 
 from colonnade.kernels.experts.triton_activation import activate
 
-BITS = (0xF000, 0x45000000, 0xF0000, 0x43000000)
-"""What of a shifted word is a nibble, and the bits of 2048.0 and of 128.0. Arguments of :func:`thin4`: as constants in
+NIBBLE_BITS = (0xF000, 0x45000000, 0xF0000, 0x43000000)
+"""What of a shifted word is a nibble, and the bits of 2048.0 and of 128.0. Arguments of :func:`skinny_int4_kernel`: as constants in
 its code the assembler makes two instructions of an ``and`` and an ``or``, which are one where they lie in registers.
 """
 
@@ -52,7 +52,7 @@ def _outputs(first, rows, outputs, M: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def residual(more_ptr, first, rows, outputs, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr):
+def load_residual(more_ptr, first, rows, outputs, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr):
     """(M, BN) of what is added to the outputs from ``first`` on."""
     more = tl.zeros([M, BN], tl.float32)
     if ADDED:
@@ -62,7 +62,7 @@ def residual(more_ptr, first, rows, outputs, ADDED: tl.constexpr, M: tl.constexp
 
 
 @triton.jit
-def finish(
+def epilogue(
     acc, acc_u, squares, more, first, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps,
     SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr,
@@ -94,7 +94,7 @@ def finish(
 
 
 @triton.jit
-def thin(
+def skinny_kernel(
     x_ptr, gain_ptr, w_ptr, w_scale_ptr, b_ptr, u_ptr, u_scale_ptr, c_ptr, more_ptr, y_ptr,
     rows, outputs, inputs, x_t, w_f, eps,
     SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
@@ -133,8 +133,8 @@ def thin(
             acc_u += tl.sum(tl.reshape(u, [1, BN, C, V]).to(tl.float32) * scaled, 3)
         if i % STEPS == STEPS - 1:
             start = (first + i // STEPS * programs) * BN
-            finish(
-                acc, acc_u, squares, residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
+            epilogue(
+                acc, acc_u, squares, load_residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
                 u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps, SCALED, NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip
             acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
@@ -143,7 +143,7 @@ def thin(
 
 @triton.jit
 def _nibbles(w, i: tl.constexpr, bits):
-    """Nibble ``i`` of words, and 2048 or 128; ``bits`` are :data:`BITS`."""
+    """Nibble ``i`` of words, and 2048 or 128; ``bits`` are :data:`NIBBLE_BITS`."""
     if i % 2 == 0:  # bits 4i … 4i+3 come to bits 12 … 15
         moved = w << (12 - 4 * i) if i < 3 else w >> (4 * i - 12)
         return ((moved & bits[0]) | bits[1]).to(tl.float32, bitcast=True)
@@ -186,13 +186,13 @@ def _product4(w, pairs, xs, sums, lifted, bits, BN: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def thin4(
+def skinny_int4_kernel(
     x_ptr, gain_ptr, w_ptr, w_scale_ptr, b_ptr, u_ptr, u_scale_ptr, c_ptr, more_ptr, y_ptr,
     rows, outputs, inputs, x_t, w_f, groups, eps, even, even_lift, odd, odd_lift,
     WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`thin`; BK are words, WORDS those of a group, of which a thread has four neighbours, and w_f those of a
+    """As :func:`skinny_kernel`; BK are words, WORDS those of a group, of which a thread has four neighbours, and w_f those of a
     row. Scales are pairs of s and m, in one int32.
     """
     C: tl.constexpr = BK // 4
@@ -220,8 +220,8 @@ def thin4(
             acc_u += _product4(u, pairs_u, xs, sums, lifted, bits, BN, C)
         if i % STEPS == STEPS - 1:
             start = (first + i // STEPS * programs) * BN
-            finish(
-                acc, acc_u, squares, residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
+            epilogue(
+                acc, acc_u, squares, load_residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
                 u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps, False, NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip
             acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
@@ -229,7 +229,7 @@ def thin4(
 
 
 @triton.jit
-def gated(gate_ptr, up_ptr, out_ptr, numbers, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def gated_activation_kernel(gate_ptr, up_ptr, out_ptr, numbers, ACT: tl.constexpr, BLOCK: tl.constexpr):
     """out = act(gate) · up."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_ptr + i, i < numbers, 0.0).to(tl.float32)

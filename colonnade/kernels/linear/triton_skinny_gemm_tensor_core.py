@@ -32,14 +32,14 @@ others.
 import triton
 import triton.language as tl
 
-from colonnade.kernels.linear.triton_skinny_gemm import finish, residual
+from colonnade.kernels.linear.triton_skinny_gemm import epilogue, load_residual
 
-SMALL = tl.constexpr(2.0**40)
+FLOAT8_SCALE = tl.constexpr(2.0**40)
 """What x is multiplied with where weights are 2^−120 times as large, lest products leave float32."""
 
 
 @triton.constexpr_function
-def assembly(what: str, j: int, brain: bool) -> str:
+def unpack_assembly(what: str, j: int, brain: bool) -> str:
     """What makes numbers of two halves at once (see :func:`_numbers`); ``brain``: bfloat16, else float16.
 
     As text, for constants in code become an ``and`` and an ``or`` of their own; as operands of a kernel they would
@@ -61,7 +61,7 @@ def _numbers(w, j: tl.constexpr, WHAT: tl.constexpr, T: tl.constexpr, ASM: tl.co
     """
     B: tl.constexpr = T.is_bf16()
     if ASM:
-        CODE: tl.constexpr = assembly(WHAT, j, B)
+        CODE: tl.constexpr = unpack_assembly(WHAT, j, B)
         bits = tl.inline_asm_elementwise(CODE, "=r,r", [w], tl.int16, is_pure=True, pack=2)
     elif WHAT == "float8":
         up = w << (8 - 8 * j)
@@ -187,7 +187,7 @@ def _summed(acc, M: tl.constexpr, BN: tl.constexpr, BATCH: tl.constexpr, PARTS: 
 
 
 @triton.jit
-def units(
+def tensor_core_kernel(
     x_ptr, gain_ptr, w_ptr, w_scale_ptr, b_ptr, u_ptr, u_scale_ptr, c_ptr, more_ptr, y_ptr,
     rows, outputs, inputs, x_t, w_f, groups, eps,
     KIND: tl.constexpr, WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr,
@@ -200,7 +200,7 @@ def units(
     WORDS are those of a group of int4, whose scales are pairs of s and m in one int32.
     """
     FOUR: tl.constexpr = KIND == "int4"
-    UP: tl.constexpr = SMALL if KIND == "float8" and x_ptr.dtype.element_ty.is_bf16() else 1.0
+    UP: tl.constexpr = FLOAT8_SCALE if KIND == "float8" and x_ptr.dtype.element_ty.is_bf16() else 1.0
     N: tl.constexpr = PARTS * M
     first, programs = tl.program_id(0), tl.num_programs(0)
     mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
@@ -226,7 +226,7 @@ def units(
         w = _some(w_here, row + at, at < w_f, EVEN)
         pairs = w
         if STEPS == 1:  # asked for before the product, lest its end waits for it
-            more = residual(more_ptr, start, rows, outputs, ADDED, M, BN)
+            more = load_residual(more_ptr, start, rows, outputs, ADDED, M, BN)
         if FOUR:
             scale_here = tl.where(turn == 0, w_scale_ptr, u_scale_ptr) if TURNS == 2 else w_scale_ptr
             pairs = _some(scale_here, pair_row + g, g < groups, EVEN)
@@ -251,8 +251,8 @@ def units(
             y = _summed(acc, M, BN, BATCH, PARTS)
             up = _summed(acc_u, M, BN, BATCH, PARTS) if ACT != "" else y
             if STEPS > 1:
-                more = residual(more_ptr, start, rows, outputs, ADDED, M, BN)
-            finish(
+                more = load_residual(more_ptr, start, rows, outputs, ADDED, M, BN)
+            epilogue(
                 y, up, square, more, start, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps,
                 KIND != "int4", NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from colonnade.kernels.experts.quantised import Stacks
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe.experts import Experts
 
@@ -54,7 +54,7 @@ class OffloadedExperts:
         """Of the buffers on the device."""
         return sum(w.nbytes for buffer in self._buffers for w in buffer.tensors)
 
-    def _at(self, place: int, ends_e: Tensor | None, rows: int) -> Weights | Stacks:
+    def _at(self, place: int, ends_e: Tensor | None, rows: int) -> Weights | QuantisedWeights:
         """The experts of the layer at this place, for work that is given to the device now; those that have some of
         the ``rows`` by ``ends_e`` at least.
         """
@@ -73,7 +73,7 @@ class OffloadedExperts:
             self._fetch((self._here[-1][0] + 1) % len(self._homes))
         return self._buffers[buffer]
 
-    def _chosen(self, place: int, ends_e: Tensor) -> Weights | Stacks:
+    def _chosen(self, place: int, ends_e: Tensor) -> Weights | QuantisedWeights:
         """Only the experts that have rows are brought, unless all are there already."""
         if (there := dict(self._here).get(place)) is not None:
             self._await(there)

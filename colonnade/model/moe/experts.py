@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.dropout import Hidden, choices, hidden_units
 from colonnade.kernels.experts import float8
-from colonnade.kernels.experts.deferred_wgrad import Later
-from colonnade.kernels.experts.loop import across
-from colonnade.kernels.experts.quantised import Stacks
+from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
+from colonnade.kernels.experts.loop import down_column_major
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.kernels.registry import CHOSEN, choose
@@ -121,12 +121,12 @@ class Experts(InFloat8):
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)
-        if device.type == "cpu" and across(f * D, dtype):  # the same numbers in another order in memory
+        if device.type == "cpu" and down_column_major(f * D, dtype):  # the same numbers in another order in memory
             self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
         self.quantised: dict[str, Quantised] = {}
         """What stands in the place of up, down and gate; no buffers, so that a cast of the model leaves them alone."""
-        self.fetch: Callable[[Tensor | None, int], Weights | Stacks] | None = None
+        self.fetch: Callable[[Tensor | None, int], Weights | QuantisedWeights] | None = None
         """Where this rank's weights come from, when they are not where they are stored (see
         :mod:`~colonnade.model.moe.expert_offload`)."""
         self.up_bias = self.gate_bias = self.down_bias = None
@@ -140,19 +140,19 @@ class Experts(InFloat8):
                 self.layout["gate_bias"] = Stack(1)
 
     @property
-    def stored(self) -> Weights | Stacks:
+    def stored(self) -> Weights | QuantisedWeights:
         """This rank's, where they are stored."""
         if made := self.quantised:
             biases = self.up_bias, self.gate_bias, self.down_bias
-            return Stacks(made["up"], made["down"], made.get("gate"), *biases)
+            return QuantisedWeights(made["up"], made["down"], made.get("gate"), *biases)
         return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
 
     @property
-    def weights(self) -> Weights | Stacks:
+    def weights(self) -> Weights | QuantisedWeights:
         """This rank's, as the kernels take them."""
         return self.stored if self.fetch is None else self.fetch(None, 0)
 
-    def weights_for(self, ends_e: Tensor, rows: int) -> Weights | Stacks:
+    def weights_for(self, ends_e: Tensor, rows: int) -> Weights | QuantisedWeights:
         """The same, where those of experts without any of the ``rows``, which end at ``ends_e``, may be anything."""
         return self.stored if self.fetch is None else self.fetch(ends_e, rows)
 
@@ -200,12 +200,12 @@ class Experts(InFloat8):
         order_R: Tensor,
         ends_e: Tensor,
         routing_TA: Tensor,
-        weights: Weights | Stacks,
+        weights: Weights | QuantisedWeights,
         dropout: Hidden | None = None,
     ) -> Tensor:
         """y_TD of choices that are sorted by ``weights``' experts, whose hidden units ``dropout`` drops."""
         kind, dtype = x_TD.device.type, x_TD.dtype
-        if isinstance(weights, Stacks):
+        if isinstance(weights, QuantisedWeights):
             assert dropout is None, "what is quantised is not trained"
             run = choose("quantised_experts", kind, dtype)
             return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
@@ -271,7 +271,7 @@ class Experts(InFloat8):
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
-    def later(self, grid: Grid, degree: int, kind: str, dtype: torch.dtype) -> Later | None:
+    def later(self, grid: Grid, degree: int, kind: str, dtype: torch.dtype) -> DeferredWgrad | None:
         """This rank's weights for :meth:`slice_of`, whose gradients may come after what is made after this; None where
         they are gathered, not trained so, or no kernel owes them.
         """
@@ -280,7 +280,7 @@ class Experts(InFloat8):
             return None
         weights = self.stored
         assert isinstance(weights, Weights)
-        return Later(weights if grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
+        return DeferredWgrad(weights if grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
 
     def slice_of(
         self,
@@ -290,7 +290,7 @@ class Experts(InFloat8):
         grid: Grid,
         degree: int,
         dropout: Hidden | None = None,
-        later: Later | None = None,
+        later: DeferredWgrad | None = None,
     ) -> Tensor:
         """What the hidden slice s mod ``degree`` adds to y_RD, in the order of x_RD; the output's bias is the first
         slice's. ``dropout`` is of the rows by expert; ``later`` is :meth:`later`'s, without dropout.
