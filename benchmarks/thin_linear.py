@@ -1,7 +1,7 @@
 """Products of a few rows on a GPU with norm, gate or residual beside them: TB/s of the weights, ours and a library's.
 
     python benchmarks/thin_linear.py                # Llama-2-7B's matrices, 1 to 16 rows, in bfloat16, int8, int4
-    python benchmarks/thin_linear.py --tune         # measures candidates of tiles; thin_tiles.json. Some four minutes
+    python benchmarks/thin_linear.py --tune         # measures candidates of tiles, about four minutes
     python benchmarks/thin_linear.py --tune --units # only those for the matrix units, beside the table's. Two minutes
     python benchmarks/thin_linear.py --tiny         # a CPU, to see that it runs
 
@@ -109,7 +109,7 @@ def on_units(cell: Product) -> list[SkinnyTiles]:
             held += held * cell.gated + 2 * step * (cell.rows + (SHAPES[cell.name][2] in ("norm", "gate")))
         if 60_000 <= (stages - 1) * held * stays <= 200_000:
             found.append(
-                SkinnyTiles(rows, step // 8 if cell.kind == "int4" else step, warps, stages, stays, units=True)
+                SkinnyTiles(rows, step // 8 if cell.kind == "int4" else step, warps, stages, stays, tensor_cores=True)
             )
     return found
 
@@ -136,7 +136,7 @@ def tensors(
         if beside == "gate":
             parts["gate"] = Gate(own[1], None, "silu")
         if beside == "more":
-            parts["more_TF"] = more
+            parts["residual_TF"] = more
         found.append((own[0], parts))
     return x, found, size
 
@@ -175,11 +175,11 @@ def tuned(cell: Product, hows: Sequence[SkinnyTiles]) -> dict[str, Any]:
             return float("inf")
 
     library_s = replayed(
-        lambda copy: skinny_gemm.unfused_linear(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda"
+        lambda copy: skinny_gemm.separate_kernels(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda"
     )
     took = {how: seconds(how) for how in hows}
     for how in sorted(took, key=lambda how: took[how])[:2]:
-        for programs in () if how.units else (1, 2, 3, 4):
+        for programs in () if how.tensor_cores else (1, 2, 3, 4):
             stays = how._replace(programs_per_sm=programs)
             took[stays] = seconds(stays)
     first, *others = sorted(took, key=lambda how: took[how])[:4]
@@ -227,7 +227,7 @@ def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
 def present(cell: Product) -> list[SkinnyTiles]:
     """The table's own tiles for a cell, if they are not the library's."""
     F, D, _ = SHAPES[cell.name]
-    tiles = skinny_gemm_tiles.select_tiles(cell.kind, cell.rows, F, D, gated=cell.gated)
+    tiles = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, F, D, gated=cell.gated)
     return [tiles] if tiles and tiles not in on_units(cell) else []
 
 
@@ -245,9 +245,9 @@ def measure() -> list[dict[str, Cell]]:
         x, copies, size = tensors(cell, "cuda")
         ours, theirs = (
             replayed(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies), "cuda")  # noqa: B023 - called at once
-            for run in (skinny_gemm.fused_linear, skinny_gemm.unfused_linear)
+            for run in (skinny_gemm.fused_linear, skinny_gemm.separate_kernels)
         )
-        tiles = skinny_gemm_tiles.select_tiles(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
+        tiles = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
         found.append(
             {
                 "matrix": cell.name, "beside": SHAPES[cell.name][2], "weights": cell.kind, "rows": cell.rows,
@@ -265,7 +265,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tune", action="store_true", help="measure tiles, not the table")
     parser.add_argument("--units", action="store_true", help="to tune, the matrix units' tiles only")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="to tune, for a look; else all")
-    parser.add_argument("--tiles", type=Path, default=Path(skinny_gemm_tiles.__file__).with_name("thin_tiles.json"))
+    parser.add_argument(
+        "--tiles", type=Path, default=Path(skinny_gemm_tiles.__file__).with_name("skinny_gemm_tiles.json")
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
     args = parser.parse_args(argv)

@@ -45,7 +45,7 @@ from moe_layer import FAILURES, SHAPES, reason
 TABLE = Path(tiles.__file__).with_name("tiles.json")
 TOKENS = (1, 16, 64, 256, 4096, 16384)
 FIRST: tuple[Kernel, ...] = (
-    "gated_weights_back", "hidden_back", "weights_back", "gated_up", "rows_back", "down"
+    "gated_wgrad", "hidden_dgrad", "wgrad", "gated_up", "input_dgrad", "down"
 )  # fmt: skip
 """The order at many tokens: what weighs most, and who lays out tokens before who uses them too."""
 STAYING = 1.03
@@ -145,9 +145,9 @@ class Tuner:
             print(f"{kernel} {tokens}: left as it is, the time is over", flush=True)
             return found
         layer, exact = self.layer(sizes), None
-        if kernel == "weights_back":
-            before = self.now("hidden_back", tokens)
-            layer.gathered_before = before.laid or before.library
+        if kernel == "wgrad":
+            before = self.now("hidden_dgrad", tokens)
+            layer.gathered_before = before.gather_first or before.library
         for how, job in jobs:
             why = self.answer(job)
             tiles.OVERRIDES[kernel] = how

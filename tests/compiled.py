@@ -35,7 +35,9 @@ def compiled(
 
 def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, str]:
     """Types of the arguments of a product of a few rows in bfloat16, but of the number of rows."""
-    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16") | {"eps": "fp32"}
+    types = dict.fromkeys(("x_ptr", "gain_ptr", "w_bias_ptr", "u_bias_ptr", "residual_ptr", "y_ptr"), "*bf16") | {
+        "eps": "fp32"
+    }
     types |= dict.fromkeys(("w_ptr", "u_ptr"), stored) | dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), scales)
     return types | dict.fromkeys(sizes, "i32")
 

@@ -97,27 +97,14 @@ def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[...,
         for start, end in itertools.pairwise(cuts):
             order_R, ends_E = permute.sort(case.ids()[start:end].to(x.device), case.E)
             out.append(run(x[start:end], order_R, ends_E, routing[start:end], later, case.activation))
-        assert not later.owed
+        assert not later.pending
         return torch.cat(out)
 
     return of
 
 
-def experts_of_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One of "experts", between the plain gather and combine."""
-
-    def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
-        order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
-        x_RD = permute.gather(x, order_R, case.A)
-        y_RD = run(x_RD, ends_E, Weights(*stacks), case.activation)
-        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
-        return permute.combine(y_RD, order_R, routing)
-
-    return of
-
-
 def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Callable[..., Tensor]:
-    """One of "dropout_experts", likewise."""
+    """An implementation of "dropout_experts", between the reference gather and combine."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
@@ -146,7 +133,7 @@ def written_out(weights: QuantisedWeights, dtype: torch.dtype) -> Weights:
     """What they stand for."""
 
     def stack(w: Quantised) -> Tensor:
-        return torch.stack([dequantise(w.of(e), dtype) for e in range(len(w.values))])
+        return torch.stack([dequantise(w.matrix(e), dtype) for e in range(len(w.values))])
 
     up, down, gate, *biases = weights
     biases = [None if b is None else b.to(dtype) for b in biases]

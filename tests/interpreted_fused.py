@@ -43,11 +43,11 @@ def case(
     act = "silu" if rows % 2 else "gelu_tanh"
     got = skinny_gemm.launch(
         x, weights[0], biases[0], tiles=tiles, norm=RmsNorm(gain, 1e-5) if "n" in parts else None,
-        gate=Gate(weights[1], biases[1], act) if "g" in parts else None, more_TF=more,
+        gate=Gate(weights[1], biases[1], act) if "g" in parts else None, residual_TF=more,
     )  # fmt: skip
     wanted = reference.fused_linear(
         x.double(), exact[0], exactly(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
-        gate=Gate(exact[1], exactly(biases[1]), act) if "g" in parts else None, more_TF=exactly(more),
+        gate=Gate(exact[1], exactly(biases[1]), act) if "g" in parts else None, residual_TF=exactly(more),
     )  # fmt: skip
     error = float((got.double() - wanted).norm() / wanted.norm())
     # Nibbles are summed beside 2048 times x.
@@ -88,11 +88,11 @@ def check_rows_of_the_table() -> int:
         bias, gate = draw(24), Gate(weight, draw(24), "silu")
         for rows in (0, 1, 3, skinny_gemm_tiles.MAX_ROWS + 1):
             x, more, norm = draw(rows, 70), draw(rows, 24), RmsNorm(draw(70), 1e-6)
-            for parts in ({}, {"norm": norm}, {"more_TF": more}, {"gate": gate, "norm": norm, "more_TF": more}):
+            for parts in ({}, {"norm": norm}, {"residual_TF": more}, {"gate": gate, "norm": norm, "residual_TF": more}):
                 b = bias if "gate" in parts or not parts else None
                 got = skinny_gemm.fused_linear(x, weight, b, **parts)
                 doubled = {
-                    "norm": RmsNorm(norm.weight_D.double(), 1e-6), "more_TF": more.double(),
+                    "norm": RmsNorm(norm.weight_D.double(), 1e-6), "residual_TF": more.double(),
                     "gate": Gate(exact, exactly(gate.bias_F), "silu"),
                 }  # fmt: skip
                 wanted = reference.fused_linear(x.double(), exact, exactly(b), **{k: doubled[k] for k in parts})
@@ -100,8 +100,10 @@ def check_rows_of_the_table() -> int:
                 count += 1
         for rows in (1, 9):  # what is added to may be written over
             x, more = draw(rows, 70), draw(rows, 24)
-            wanted = reference.fused_linear(x.double(), exact, more_TF=more.double())
-            assert (skinny_gemm.fused_linear(x, weight, more_TF=more, own=True) - wanted).norm() < 1e-4 * wanted.norm()
+            wanted = reference.fused_linear(x.double(), exact, residual_TF=more.double())
+            assert (
+                skinny_gemm.fused_linear(x, weight, residual_TF=more, inplace=True) - wanted
+            ).norm() < 1e-4 * wanted.norm()
         x = draw(2, 1, 70)
         wanted = reference.fused_linear(x.double(), exact)
         assert (skinny_gemm.linear(x, weight) - wanted).norm() < 1e-4 * wanted.norm()

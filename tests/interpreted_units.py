@@ -15,7 +15,7 @@ from colonnade.kernels.linear.quantise import Quantised, quantise
 from colonnade.kernels.linear.reference import Gate, RmsNorm
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from tests.interpreted_fused import draw, exactly
-from tests.units import codes, tolerance
+from tests.tensor_cores import codes, tolerance
 
 KINDS = [("int8", 64), ("float8", 64), ("int4", 32), ("int4", 64), ("int4", 128)]
 DTYPES = torch.float16, torch.bfloat16
@@ -31,11 +31,11 @@ def case(
     more = draw(rows, F).to(dtype) if "r" in parts else None
     got = skinny_gemm.launch(
         x, weights[0], biases[0], tiles=tiles, norm=RmsNorm(gain, 1e-5) if "n" in parts else None,
-        gate=Gate(weights[1], biases[1], "silu") if "g" in parts else None, more_TF=more,
+        gate=Gate(weights[1], biases[1], "silu") if "g" in parts else None, residual_TF=more,
     )  # fmt: skip
     wanted = reference.fused_linear(
         x.double(), weights[0], exactly(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
-        gate=Gate(weights[1], exactly(biases[1]), "silu") if "g" in parts else None, more_TF=exactly(more),
+        gate=Gate(weights[1], exactly(biases[1]), "silu") if "g" in parts else None, residual_TF=exactly(more),
     )  # fmt: skip
     error = float((got.double() - wanted).norm() / wanted.norm())
     # The interpreter cuts what does not fit into bfloat16 off, where a GPU rounds.
@@ -50,7 +50,7 @@ def check_products() -> int:
     for i, (how, dtype, rows) in enumerate(itertools.product(KINDS, DTYPES, (1, 3, 16))):
         step = (16, 64, 1024)[i % 3] * (1 if how[0] == "int4" else 8)
         shape = ((40, 318), (16, 512), (33, 130))[(i // 3) % 3]
-        tiles = SkinnyTiles(16 << i % 2, step, (1, 4, 2)[i // 2 % 3], 2, i % 3, units=True)
+        tiles = SkinnyTiles(16 << i % 2, step, (1, 4, 2)[i // 2 % 3], 2, i % 3, tensor_cores=True)
         case(how, shape, rows, tiles, parts=ways[i % len(ways)], dtype=dtype)
         count += 1
     return count
@@ -61,7 +61,7 @@ def check_bits() -> int:
     x = draw(7, 192).half()
     for kind in ("int8", "float8", "int4"):
         weight = quantise(draw(50, 192), kind, 32)
-        tiles = SkinnyTiles(16, 32 if kind == "int4" else 128, 2, 2, units=True)
+        tiles = SkinnyTiles(16, 32 if kind == "int4" else 128, 2, 2, tensor_cores=True)
         one, two, at_once = (skinny_gemm.launch(x, weight, tiles=tiles._replace(programs_per_sm=n)) for n in (1, 2, 0))
         assert torch.equal(one, two) and torch.equal(one, at_once)
         others = torch.cat((x[:4], 50 * draw(3, 192).half()))
@@ -72,7 +72,7 @@ def check_bits() -> int:
 def check_what_is_not_for_them() -> int:
     """float32, rows of an odd number of bytes and more than sixteen rows go to other kernels, whatever the table."""
     count = 0
-    skinny_gemm_tiles.OVERRIDE.append(SkinnyTiles(16, 32, 2, 2, units=True))
+    skinny_gemm_tiles.OVERRIDE.append(SkinnyTiles(16, 32, 2, 2, tensor_cores=True))
     for (kind, inputs), rows, dtype in itertools.product(
         (("int4", 70), ("int8", 70), ("int8", 61)), (2, 9, 17), (torch.float32, torch.float16)
     ):
@@ -90,7 +90,7 @@ def check_every_code() -> int:
     count = 0
     for dtype, weight in itertools.product(DTYPES, codes("cpu")):
         x, exact = torch.eye(weight.inputs, dtype=dtype), one_by_one(weight)
-        tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, units=True)
+        tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, tensor_cores=True)
         got = torch.cat([skinny_gemm.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
         if weight.kind == "float8" and dtype == torch.bfloat16:
             # 2^−120 of these is below bfloat16's normal numbers, which the interpreter reads wrongly; see tests/gpu.

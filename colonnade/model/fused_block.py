@@ -109,7 +109,7 @@ def _product(
     own: bool = False,
 ) -> Tensor:
     run = choose("fused_linear", x_TD.device.type, x_TD.dtype)
-    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, more_TF=more_TF, own=own)
+    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, residual_TF=more_TF, inplace=own)
 
 
 def _added(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, own: bool = False) -> Tensor:

@@ -102,8 +102,9 @@ def in_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = 
         has = torch.cuda.get_device_capability(device)
         if has != SCALED_CAPABILITY or not scaled_available:
             raise ConfigError(
-                f"float8 experts need torch's grouped product for compute capability {SCALED_CAPABILITY[0]}.{SCALED_CAPABILITY[1]} "
-                f"(Hopper), and this {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]} and torch "
+                "float8 experts need torch's grouped product for compute capability "
+                f"{SCALED_CAPABILITY[0]}.{SCALED_CAPABILITY[1]} (Hopper), and this "
+                f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]} and torch "
                 f"{torch.__version__} {'has it' if scaled_available else 'lacks it'}; set train.float8 none"
             )
     for module in modules:

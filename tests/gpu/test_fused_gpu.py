@@ -24,8 +24,8 @@ from colonnade.model import fused_block as steps
 from colonnade.model.weight_only_quant import quantisable
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
+from tests.tensor_cores import codes, tolerance
 from tests.unit.test_fused import SHAPES
-from tests.units import codes, tolerance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -59,11 +59,11 @@ def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtyp
     bias, gain = drawn(F, dtype=dtype), RmsNorm(drawn(D, dtype=dtype), 1e-5)
     for rows in (1, 3, 16):
         x, more = drawn(rows, D, dtype=dtype), drawn(rows, F, dtype=dtype, seed=1)
-        ways: list[dict[str, Any]] = [{}, {"more_TF": more}, {"norm": gain, "gate": Gate(made[1], None, "silu")}]
+        ways: list[dict[str, Any]] = [{}, {"residual_TF": more}, {"norm": gain, "gate": Gate(made[1], None, "silu")}]
         for way in ways:
             b = None if way else bias
             exact = {
-                "norm": RmsNorm(gain.weight_D.double(), 1e-5), "more_TF": more.double(),
+                "norm": RmsNorm(gain.weight_D.double(), 1e-5), "residual_TF": more.double(),
                 "gate": Gate(doubled(made[1]), None, "silu"),
             }  # fmt: skip
             wanted = reference.fused_linear(
@@ -73,12 +73,12 @@ def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtyp
             error = float((got.double() - wanted).norm() / wanted.norm())
             # The library's kernels round at every step, and widen quantised weights to the type of x.
             ours = (
-                skinny_gemm_tiles.select_tiles(kind, rows, F, D, gated="gate" in way)
+                skinny_gemm_tiles.table_tiles(kind, rows, F, D, gated="gate" in way)
                 if rows <= skinny_gemm_tiles.MAX_ROWS
                 else None
             )
             room = 1 if ours else 3
-            if ours and ours.units and kind == "int4" and dtype == torch.float16 and "gate" in way:
+            if ours and ours.tensor_cores and kind == "int4" and dtype == torch.float16 and "gate" in way:
                 room = 2  # matrix units sum nibbles beside 1024 times x, for both products of a gate
             assert got.dtype == dtype and error < room * TOLERANCE[dtype], (rows, list(way), error)
             assert torch.equal(got, skinny_gemm.fused_linear(x, made[0], b, **way))
@@ -105,11 +105,11 @@ def test_any_tiles(tiles: SkinnyTiles, kind: str) -> None:
     for rows in (1, 4):
         x, more = drawn(rows, 4096, dtype=torch.bfloat16), drawn(rows, 1000, dtype=torch.bfloat16)
         norm = RmsNorm(drawn(4096, dtype=torch.bfloat16), 1e-5)
-        got = skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, more_TF=more)
+        got = skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, residual_TF=more)
         exact = RmsNorm(norm.weight_D.double(), 1e-5)
-        wanted = reference.fused_linear(x.double(), doubled(weight), norm=exact, more_TF=more.double())
+        wanted = reference.fused_linear(x.double(), doubled(weight), norm=exact, residual_TF=more.double())
         assert (got.double() - wanted).norm() < 4e-3 * wanted.norm()
-        poisoned = [skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, more_TF=more) for _ in range(3)]
+        poisoned = [skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, residual_TF=more) for _ in range(3)]
         assert all(torch.equal(got, again) for again in poisoned)
 
 
@@ -140,7 +140,7 @@ def test_matrix_units(tiles: SkinnyTiles, how: tuple[str, int], size: tuple[int,
         if rows == 16 and tiles.programs_per_sm == 2:
             continue  # sixteen rows of x take the registers of a multiprocessor
         x, more = drawn(rows, D, dtype=dtype), drawn(rows, F, dtype=dtype, seed=1)
-        ways: list[dict[str, Any]] = [{}, {"more_TF": more, "norm": gain}, {"norm": gain, "gate": exact["gate"]}]
+        ways: list[dict[str, Any]] = [{}, {"residual_TF": more, "norm": gain}, {"norm": gain, "gate": exact["gate"]}]
         way = ways[(i + turn) % 3]
         b = None if way else drawn(F, dtype=dtype)
         wanted = reference.fused_linear(
@@ -170,7 +170,7 @@ def test_matrix_units_know_every_number_of_a_format(dtype: torch.dtype) -> None:
     for weight in codes("cuda"):
         x = torch.eye(weight.inputs, dtype=dtype, device="cuda")
         exact = reference.fused_linear(x.double(), weight).T
-        tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, units=True)
+        tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, tensor_cores=True)
         got = torch.cat([skinny_gemm.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
         near = 4e-3 if dtype == torch.bfloat16 else 6e-4
         assert torch.allclose(got.double(), exact, rtol=near, atol=1e-7), weight.kind

@@ -176,7 +176,7 @@ def test_each_product_goes_to_who_is_fastest(monkeypatch: pytest.MonkeyPatch, tm
         kernel: [False] * 6 if kernel in ("gated_up", "down") else [True] * 2 for kernel in rows
     }
     assert [how.BM == 256 for found in rows.values() for _, how in found].count(True) == 0, "they were wrong"
-    assert rows["down"][-1][1].BN == 128 and rows["hidden_back"][-1][1].BN == 256, "what did not compile was left"
+    assert rows["down"][-1][1].BN == 128 and rows["hidden_dgrad"][-1][1].BN == 256, "what did not compile was left"
     means = [T * active / shape.E for T in tune_experts.TOKENS]
     for mean, here in zip(means, rows["down"], strict=True):
         assert next(it for it in rows["down"] if it[0] is None or mean <= it[0]) is here, (
@@ -203,7 +203,16 @@ def test_the_nearest_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_profile_says_what_each_kernel_took(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["up", "down", "hidden_back", "down", "weights_back", "weights_back", "void cutlass_GEMM<x>", "copy"]
+    names = [
+        "up_kernel",
+        "down_kernel",
+        "hidden_dgrad_kernel",
+        "down_kernel",
+        "wgrad_kernel",
+        "wgrad_kernel",
+        "void cutlass_GEMM<x>",
+        "copy",
+    ]
     kernels = [(name, 10.0 * i, 8.0) for i, name in enumerate(names)]
     found = _layer_profile.lines(kernels, 4e9, 1e15)
     rates = [float(line.split()[-5]) if "TFLOP/s" in line else None for line in found[:-1]]
@@ -224,7 +233,13 @@ def test_a_layers_time_is_shared_out(monkeypatch: pytest.MonkeyPatch, capsys: py
     names = {
         "router": ["nvjet_small", "_best", "_tally", "aminmax", "Memset"],
         "dispatch": ["_count", "DeviceScanKernel", "_place", "_rank", "_invert", "_deal"],
-        "products": ["up", "down", "_hidden", "cutlass GroupProblemShape", "weights_back"],
+        "products": [
+            "up_kernel",
+            "down_kernel",
+            "activation_forward_kernel",
+            "cutlass GroupProblemShape",
+            "wgrad_kernel",
+        ],
         "combine": ["_sum"],
     }
     alone = {"nvjet_small", "_best"}

@@ -19,13 +19,13 @@ from colonnade.kernels.experts import loop as bf16
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.registry import TABLE, Row, choose
 from colonnade.model.moe.experts import are_few
-from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
+from tests.experts import LOADS, Case, experts_with_dropout, gradients, routed_experts
 from tests.worlds import assert_same
 
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
     for row in TABLE
-    if row.operation in ("experts", "routed_experts") and row.name != "reference" and "cpu" in row.devices
+    if row.operation == "routed_experts" and row.name != "reference" and "cpu" in row.devices
     for dtype in ((torch.float64 if torch.float64 in row.dtypes else torch.float32),)
 ]
 SHAPES = [(37, 2, 5, 24, 20), (9, 3, 8, 16, 32), (1, 2, 4, 7, 9), (0, 2, 3, 8, 8), (40, 1, 4, 10, 6)]
@@ -37,10 +37,6 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).abs().max() / exact.abs().max().clamp(min=1)) if exact.numel() else 0.0
 
 
-def of(row: Row) -> Callable[..., Tensor]:
-    return routed_experts(row.run) if row.operation == "routed_experts" else experts_of_rows(row.run)
-
-
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
@@ -50,7 +46,7 @@ def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: b
     case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
-    for name, got in gradients(of(row), case, dtype).items():
+    for name, got in gradients(routed_experts(row.run), case, dtype).items():
         assert error(got, exact[name]) <= tolerance, name
 
 
@@ -59,7 +55,7 @@ def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: b
 def test_however_the_weights_lie_in_memory(row: Row, dtype: torch.dtype, T: int) -> None:
     case = Case(T, 2, 4, 16, 24, across=True, biased=True)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
-    for name, got in gradients(of(row), case, dtype).items():
+    for name, got in gradients(routed_experts(row.run), case, dtype).items():
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
 
 
@@ -68,7 +64,7 @@ def test_however_the_weights_lie_in_memory(row: Row, dtype: torch.dtype, T: int)
 def test_every_activation(row: Row, dtype: torch.dtype, activation: str) -> None:
     case = Case(20, 2, 4, 12, 14, activation=activation)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
-    for name, got in gradients(of(row), case, dtype).items():
+    for name, got in gradients(routed_experts(row.run), case, dtype).items():
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
 
 

@@ -45,7 +45,7 @@ class Owes(Function):
             SAID.append(f"sums {what}")
             return [torch.ones_like(w) for w in weights.tensors]
 
-        ctx.later.owed[ctx.call] = sums
+        ctx.later.pending[ctx.call] = sums
         return 2 * grad, None, None, grad.new_zeros(())
 
 
@@ -62,7 +62,7 @@ def test_sums_come_after_all_rows_have_left() -> None:
     assert SAID[:5] == ["rows 1", "sends 1", "rows 0", "sends 0", "waits for 1"]
     assert sorted(SAID[5:7]) == ["sums 0", "sums 1"]
     assert SAID[7:] == ["waits for 0"]
-    assert not later.owed
+    assert not later.pending
     assert [sorted(set(grad.flatten().tolist())) for grad in grads] == [[4.0], [2.0], [2.0]]
 
 
@@ -73,7 +73,7 @@ def test_who_is_asked_for_rows_first_and_for_weights_afterwards_owes_once() -> N
     y = Owes.apply(x, later, "0", later.token) + Owes.apply(x, later, "1", later.token)
     (dx,) = torch.autograd.grad(y.sum(), [x], retain_graph=True)
     grads = torch.autograd.grad(y.sum(), [up, down])
-    assert not later.owed
+    assert not later.pending
     assert [sorted(set(grad.flatten().tolist())) for grad in (dx, *grads)] == [[4.0], [2.0], [2.0]]
 
 

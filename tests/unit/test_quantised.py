@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError):
         ServeConfig(weights="int5")
     for kind in ("int3", "INT8", 8, "stored"):
-        with pytest.raises(ConfigError, match=rf"there are no weights in {kind!r}; use int8, int4 or float8"):
+        with pytest.raises(ConfigError, match=rf"unknown weight format {kind!r}; use int8, int4 or float8"):
             quantise(draw(3, 32), kind)
 
 

@@ -110,15 +110,15 @@ def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
 def test_a_weight_is_few_instructions(
     kind: str, rows: int, gated: bool, inputs: int, tiles: SkinnyTiles, most: float, tmp_path: Path
 ) -> None:
-    from colonnade.kernels.linear import skinny_gemm_tensor_core, triton_skinny_gemm_tensor_core
+    from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm_tensor_core
 
     four, weight = kind == "int4", of_meta(kind, inputs)
-    constants: dict[str, Any] = skinny_gemm_tensor_core.tensor_core_constants(weight, rows, tiles)
+    constants: dict[str, Any] = skinny_gemm_tiles.tensor_core_constants(weight, rows, tiles)
     limited = "maxnreg" in constants
     assert limited == (tiles.programs_per_sm > 1)
     types = product_types("*i16", "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants |= {
-        "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": not gated,
+        "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "RESIDUAL": not gated,
         "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
     whole = [size for size in SIZES if size != "groups" or inputs // 64 % 16 == 0]
@@ -146,22 +146,22 @@ def test_a_weight_is_few_instructions(
 
 def test_rows_of_any_length_fit() -> None:
     """Tiles of the table were measured with 4096 and 11,008 inputs: they stay, and any other number fits too."""
-    from colonnade.kernels.linear import skinny_gemm_tensor_core, skinny_gemm_tiles
+    from colonnade.kernels.linear import skinny_gemm_tiles
 
     for row in skinny_gemm_tiles.table():
-        if not row["tiles"] or not row["tiles"].get("units"):
+        if not row["tiles"] or not row["tiles"].get("tensor_cores"):
             continue
         tiles, rows, gated = SkinnyTiles(**row["tiles"]), row["rows"], row["gated"]
         own = of_meta(row["kind"], row["inputs"])
-        assert skinny_gemm_tensor_core.tensor_core_constants(
-            own, rows, tiles, gated=gated, normed=True, room=SHARED_BYTES
-        ) == skinny_gemm_tensor_core.tensor_core_constants(own, rows, tiles)
+        assert skinny_gemm_tiles.tensor_core_constants(
+            own, rows, tiles, gated=gated, normed=True, shared=SHARED_BYTES
+        ) == skinny_gemm_tiles.tensor_core_constants(own, rows, tiles)
         for inputs, group in itertools.product((576, 5120, 8192, 11008, 28672), (32, 64)):
-            found = skinny_gemm_tensor_core.tensor_core_constants(
-                of_meta(row["kind"], inputs, group), rows, tiles, gated=gated, normed=True, room=SHARED_BYTES
+            found = skinny_gemm_tiles.tensor_core_constants(
+                of_meta(row["kind"], inputs, group), rows, tiles, gated=gated, normed=True, shared=SHARED_BYTES
             )
-            taken = skinny_gemm_tensor_core.prefetched_bytes(found, tiles, gated=gated, normed=True)
-            assert taken + skinny_gemm_tensor_core.CONVERSION_BYTES <= SHARED_BYTES, (row, inputs)
+            taken = skinny_gemm_tiles.prefetched_bytes(found, tiles, gated=gated, normed=True)
+            assert taken + skinny_gemm_tiles.CONVERSION_BYTES <= SHARED_BYTES, (row, inputs)
             assert found["STEPS"] * found["BATCH"] * found["K"] * (4 if row["kind"] == "int4" else 2) >= inputs
 
 
@@ -176,31 +176,31 @@ def test_rows_of_any_length_fit() -> None:
     ],
 )
 def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated: bool, inputs: int) -> None:
-    from colonnade.kernels.linear import skinny_gemm_tensor_core, skinny_gemm_tiles, triton_skinny_gemm_tensor_core
+    from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm_tensor_core
 
-    tiles = skinny_gemm_tiles.select_tiles(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
+    tiles = skinny_gemm_tiles.table_tiles(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
     assert tiles is not None
     weight = of_meta(kind, inputs)
-    constants = skinny_gemm_tensor_core.tensor_core_constants(
-        weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES
+    constants = skinny_gemm_tiles.tensor_core_constants(
+        weight, rows, tiles, gated=gated, normed=gated, shared=SHARED_BYTES
     )
-    reckoned = skinny_gemm_tensor_core.prefetched_bytes(constants, tiles, gated=gated, normed=gated)
+    reckoned = skinny_gemm_tiles.prefetched_bytes(constants, tiles, gated=gated, normed=gated)
     types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
     constants |= {
-        "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": False, "BN": tiles.BN,
+        "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "RESIDUAL": False, "BN": tiles.BN,
         "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
     built = compiled(triton_skinny_gemm_tensor_core.tensor_core_kernel, types, constants, SIZES, warps=tiles.warps)
-    assert reckoned <= built.metadata.shared <= reckoned + skinny_gemm_tensor_core.CONVERSION_BYTES
+    assert reckoned <= built.metadata.shared <= reckoned + skinny_gemm_tiles.CONVERSION_BYTES
 
 
 def test_how_a_product_is_cut_for_matrix_units() -> None:
-    from colonnade.kernels.linear import skinny_gemm_tensor_core
+    from colonnade.kernels.linear import skinny_gemm_tiles
     from colonnade.kernels.linear.quantise import quantise
 
     for kind, group, rows, warps in itertools.product(("int4", "int8", "float8"), (32, 64, 128), (1, 3, 8, 16), (1, 8)):
         weight = quantise(torch.randn(3, 640), kind, group)  # type: ignore[arg-type]
-        cut = skinny_gemm_tensor_core.tensor_core_constants(weight, rows, SkinnyTiles(16, 512, warps, 3, 1, True))
+        cut = skinny_gemm_tiles.tensor_core_constants(weight, rows, SkinnyTiles(16, 512, warps, 3, 1, True))
         step_bytes = 2 * cut["BATCH"] * cut["K"]
         row_bytes = weight.values[0].nbytes
         assert cut["K"] >= 16 and cut["M"] * cut["PARTS"] >= 8 and cut["M"] >= rows
@@ -209,9 +209,7 @@ def test_how_a_product_is_cut_for_matrix_units() -> None:
         # A group's inputs are never in two products.
         assert kind != "int4" or cut["K"] == cut["PARTS"] * 2 * group // 8
     x, weight = torch.randn(1, 640), quantise(torch.randn(3, 640), "int8")
-    assert not skinny_gemm_tensor_core.tensor_cores_fit(x, weight) and skinny_gemm_tensor_core.tensor_cores_fit(
-        x.half(), weight
-    )
-    assert not skinny_gemm_tensor_core.tensor_cores_fit(x.half(), torch.randn(3, 640).half())
+    assert not skinny_gemm_tiles.tensor_cores_fit(x, weight) and skinny_gemm_tiles.tensor_cores_fit(x.half(), weight)
+    assert not skinny_gemm_tiles.tensor_cores_fit(x.half(), torch.randn(3, 640).half())
     odd = quantise(torch.randn(3, 61), "int8")
-    assert not skinny_gemm_tensor_core.tensor_cores_fit(torch.randn(1, 61).half(), odd)
+    assert not skinny_gemm_tiles.tensor_cores_fit(torch.randn(1, 61).half(), odd)

@@ -36,7 +36,7 @@ class OffloadedExperts:
             for layer in layers:
                 layer.pin()
         self._homes = [layer.stored for layer in layers]
-        self._buffers = [self._homes[0].each(partial(torch.empty_like, device=device)) for _ in range(buffers)]
+        self._buffers = [self._homes[0].map(partial(torch.empty_like, device=device)) for _ in range(buffers)]
         self._free = deque(range(buffers))
         self._few: int | None = None
         """The buffer that is used for chosen experts alone."""
