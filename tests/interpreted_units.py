@@ -15,7 +15,7 @@ from colonnade.kernels.linear.quantise import Quantised, quantise
 from colonnade.kernels.linear.reference import Gate, RmsNorm
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from tests.interpreted_fused import draw, exactly
-from tests.tensor_cores import codes, tolerance
+from tests.units import codes, tolerance
 
 KINDS = [("int8", 64), ("float8", 64), ("int4", 32), ("int4", 64), ("int4", 128)]
 DTYPES = torch.float16, torch.bfloat16

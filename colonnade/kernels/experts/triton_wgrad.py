@@ -124,10 +124,8 @@ def bias_grad_kernel(
     total = tl.zeros((BM, BN), tl.float32)
     for r0 in range(start, end, BM):
         r = r0 + tl.arange(0, BM)
-        source = r.to(tl.int64)
-        if OF_TOKENS:
-            choice = tl.load(order_ptr + r, r < end, 0)
-            source = choice.to(tl.int64) // active
+        choice = tl.load(order_ptr + r, r < end, 0) if OF_TOKENS else r
+        source = choice.to(tl.int64) // active if OF_TOKENS else r.to(tl.int64)
         p = tl.load(p_ptr + source[:, None] * F + f[None, :], (r < end)[:, None] & (f < F)[None, :], 0.0).to(tl.float32)
         if OF_TOKENS:
             p *= tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[:, None]
