@@ -24,8 +24,8 @@ from colonnade.model import fused_block as steps
 from colonnade.model.weight_only_quant import quantisable
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
-from tests.units import codes, tolerance
 from tests.unit.test_fused import SHAPES
+from tests.units import codes, tolerance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
