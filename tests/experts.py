@@ -103,6 +103,19 @@ def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[...,
     return of
 
 
+def experts_of_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Experts of rows that are sorted already, between the reference gather and combine."""
+
+    def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
+        order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
+        x_RD = permute.gather(x, order_R, case.A)
+        y_RD = run(x_RD, ends_E, Weights(*stacks), case.activation)
+        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
+        return permute.combine(y_RD, order_R, routing)
+
+    return of
+
+
 def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Callable[..., Tensor]:
     """An implementation of "dropout_experts", between the reference gather and combine."""
 
