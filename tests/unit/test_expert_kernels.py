@@ -14,8 +14,7 @@ from torch import Tensor
 from colonnade.errors import ConfigError
 from colonnade.kernels import permute
 from colonnade.kernels.dropout import CHOICES, HIDDEN, column_hash, mix, row_hash
-from colonnade.kernels.experts import loop, reference
-from colonnade.kernels.experts import loop as bf16
+from colonnade.kernels.experts import grouped_mm, loop, reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.registry import TABLE, Row, choose
 from colonnade.model.moe.experts import are_few
@@ -76,12 +75,12 @@ def test_experts_without_a_gradient_in_bfloat16(
 ) -> None:
     """By a batched product, a grouped one and the loop, each where it is for; with a gradient always by the loop."""
     case, ran = Case(*shape, load=load, gated=gated, biased=biased, across=shape[0] == 7), []
-    parts = (bf16.batched, "experts", "batched"), (bf16.grouped, "product", "grouped"), (bf16.loop, "routed", "loop")
+    parts = (loop, "padded_batch", "batched"), (grouped_mm, "product", "grouped"), (loop, "routed", "loop")
     for module, name, said in parts:
         monkeypatch.setattr(module, name, _noted(getattr(module, name), ran, said))
     leaves = case.leaves(torch.bfloat16, "cpu")
     with torch.no_grad():
-        got = routed_experts(bf16.routed_bf16)(case, *leaves)
+        got = routed_experts(loop.routed_bf16)(case, *leaves)
         exact = routed_experts(reference.routed)(case, *(None if x is None else x.double() for x in leaves))
     assert float((got.double() - exact).norm()) <= 1.5e-2 * float(exact.norm())
     _, ends_E = permute.sort(case.ids(), case.E, case.rows())
@@ -91,7 +90,7 @@ def test_experts_without_a_gradient_in_bfloat16(
     wanted = "batched" if together and max(sizes) <= 128 else "grouped" if plain else "loop"
     assert not case.T or load == "bounded" or set(ran) == {wanted} or not sum(sizes)
     ran.clear()
-    routed_experts(bf16.routed_bf16)(case, *leaves)
+    routed_experts(loop.routed_bf16)(case, *leaves)
     assert set(ran) == {"loop"}
 
 
