@@ -153,7 +153,7 @@ def test_what_is_dropped_is_a_unit_of_a_choice() -> None:
 def test_an_expert_takes_its_own_of_many_tokens(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the loop does with more choices than it gathers at once."""
     case = Case(30, 2, 6, 12, 14, load=load, biased=True)
-    monkeypatch.setattr(loop, "AT_ONCE", 0)
+    monkeypatch.setattr(loop, "GATHER_ONCE_MAX_ROWS", 0)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(routed_experts(loop.routed), case, torch.float64).items():
         assert error(got, exact[name]) <= 1e-10, name
