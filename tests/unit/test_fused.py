@@ -123,7 +123,7 @@ def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
 
 def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
     table = skinny_gemm_tiles.table()
-    kept, ways = thin_linear.to_measure(thin_linear.CELLS, tensor_cores=True)
+    kept, ways = thin_linear.to_measure(thin_linear.CELLS, units=True)
     assert kept == [row for row in table if row["kind"] == "plain"]
     for cell, hows in ways.items():
         F, D, _ = thin_linear.SHAPES[cell.name]
