@@ -58,10 +58,21 @@ def test_experts_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -
     how = next(tiles for _, tiles in triton_quantised.TILES if rows == tiles.BM)
     types = dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"routing_ptr": "*fp32"}
     types |= dict.fromkeys(("order_ptr", "ends_ptr"), "*i64") | dict.fromkeys((*EXPERT_SIZES, "E", "active"), "i32")
-    for part in ("up", "gate", "down"):
-        types |= {f"{part}_ptr": STORED[kind], f"{part}_s_ptr": "*i32" if kind == "int4" else "*fp32"}
-    constants = {"GATED": True, "BIASED": False, "ACT": "silu", "KIND": kind, "WORDS": 8, "GROUP": 8, "E_PAD": 256}
-    constants |= {"BM": rows, "BN": how.BN, "BK": triton_quantised.INT4_WORDS if kind == "int4" else how.BK}
+    matrices = triton_quantised.Matrices(STORED[kind], "*i32" if kind == "int4" else "*fp32", "constexpr")
+    types |= dict.fromkeys(("up", "gate", "down"), matrices)
+    constants = {
+        "C": triton_quantised.Constants(
+            rows,
+            how.BN,
+            triton_quantised.INT4_WORDS if kind == "int4" else how.BK,
+            8,
+            256,
+            kind,
+            8,
+            GATED=True,
+            ACT="silu",
+        )
+    }
     types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
     whole = [size for size in EXPERT_SIZES if size in types]
     built = compiled(kernel, types, constants, whole, warps=how.warps, stages=how.stages)

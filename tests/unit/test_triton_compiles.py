@@ -25,11 +25,13 @@ WHOLE = ("R", "D", "F", "stride", "q_stride")
 """Numbers that are multiples of 16, as in any real layer."""
 
 
-def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tuple[str, dict[str, str], dict[str, Any]]:
+def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(the function, types of its arguments, constants) of a gated layer without biases in bfloat16."""
     common = {"order_ptr": "*i64", "ends_ptr": "*i64", "R": "i32", "F": "i32", "D": "i32", "E": "i32"}
-    sizes = {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "GROUP": tiles.GROUP}
-    rows = {**sizes, "E_PAD": 256, "EVEN": True, "TMA": tma}
+    from colonnade.kernels.experts import triton_grouped_gemm, triton_wgrad
+
+    sizes = (tiles.BM, tiles.BN, tiles.BK, tiles.GROUP)
+    common_constants = triton_grouped_gemm.Constants(*sizes, E_PAD=256, EVEN=True, TMA=tma)
 
     def of(*names: str) -> dict[str, str]:
         return dict.fromkeys(names, "*bf16")
@@ -48,15 +50,7 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
         return (
             "up_kernel",
             types,
-            {
-                "GATHER": gather,
-                "GATED": gated,
-                "BIASED": False,
-                "KEEP": True,
-                "ACT": "silu",
-                "ONE_TOKEN": alone,
-                **rows,
-            },
+            {"C": common_constants._replace(GATHER=gather, GATED=gated, KEEP=True, ACT="silu", ONE_TOKEN=alone)},
         )
     if kernel in ("down", "input_dgrad"):
         two = kernel == "input_dgrad"
@@ -67,19 +61,16 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
             "down_kernel",
             types,
             {
-                "TWO": two,
-                "BIASED": False,
-                "WEIGHTED": not two,
-                "ONE_TOKEN": alone,
-                "INTERLEAVED": two and tiles.interleaved,
-                **rows,
+                "C": common_constants._replace(
+                    TWO=two, WEIGHTED=not two, ONE_TOKEN=alone, INTERLEAVED=two and tiles.interleaved
+                )
             },
         )
     if kernel == "hidden_dgrad":
-        types = common | of("a_ptr", "u_ptr", "h_ptr", "da_ptr", "du_ptr") | gathered
+        types = common | gathered | {"tensors": triton_grouped_gemm.Activations(*["*bf16"] * 5)}
         types |= fetched("down_w", block=across) | {"routing_ptr": "*fp32", "dot_ptr": "*fp32"}
         types |= fetched("dy", block=laid, by_engine=tma and not gather)
-        return "hidden_dgrad_kernel", types, {"GATHER": gather, "GATED": True, "ACT": "silu", **rows}
+        return "hidden_dgrad_kernel", types, {"C": common_constants._replace(GATHER=gather, GATED=True, ACT="silu")}
     two = kernel == "gated_wgrad"
     types = (
         common
@@ -88,7 +79,7 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
     )
     types |= fetched("p", *(["s"] if two else []), block=(tiles.BK, tiles.BM))
     types |= fetched("q", block=(tiles.BK, tiles.BN), by_engine=tma and not gather)
-    return "wgrad_kernel", types, {"TWO": two, "GATHER": gather, **sizes, "EVEN": True, "TMA": tma}
+    return "wgrad_kernel", types, {"C": triton_wgrad.Constants(*sizes, EVEN=True, TMA=tma, TWO=two, GATHER=gather)}
 
 
 def cases() -> list[Any]:
@@ -205,12 +196,10 @@ def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
         {key: n for key, n in how.items() if key != "num_warps"}
         for how in (triton_few_tokens.UP_TILES, triton_few_tokens.DOWN_TILES)
     )
-    common = {"A": 8, "BIASED": False, "R_PAD": 8, "PDL": True}
-    built = compiled(
-        triton_few_tokens.few_tokens_up_kernel, types,
-        {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]},
-        ("F", "D", "x_t"), warps=4,
-    )  # fmt: skip
+    constants = triton_few_tokens.UpConstants(
+        A=8, GATED=True, BIASED=False, ACT="silu", STEPS=2048 // up["BK"], R_PAD=8, PDL=True, **up
+    )
+    built = compiled(triton_few_tokens.few_tokens_up_kernel, types, {"C": constants}, ("F", "D", "x_t"), warps=4)
     assert spilled(built, tmp_path) == 0
     assert built.metadata.shared * triton_few_tokens.PROGRAMS_PER_SM <= SHARED_BYTES
     weight_bytes = 2 * (up["STAGES"] - 1) * up["BN"] * up["BK"] * 2
@@ -219,8 +208,10 @@ def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
     assert copies * 16 * 32 * 4 > weight_bytes
     for outputs, room in ((triton_few_tokens.MIN_OUTPUTS, SHARED_BYTES), (triton_few_tokens.MAX_OUTPUTS, 99 << 10)):
         high = triton_few_tokens.tile_hidden_units(outputs, 2, room)
-        constants = {**common, **down, "STEPS": -(-768 // high), "BF": high, "BD": outputs}
-        built = compiled(triton_few_tokens.few_tokens_down_kernel, types, constants, ("F", "D", "x_t"), warps=4)
+        constants = triton_few_tokens.DownConstants(
+            A=8, BIASED=False, STEPS=-(-768 // high), R_PAD=8, BF=high, BD=outputs, STAGES=down["STAGES"], PDL=True
+        )
+        built = compiled(triton_few_tokens.few_tokens_down_kernel, types, {"C": constants}, ("F", "D", "x_t"), warps=4)
         assert spilled(built, tmp_path) == 0
         weight_bytes = (down["STAGES"] - 1) * high * outputs * 2
         assert weight_bytes < built.metadata.shared <= room

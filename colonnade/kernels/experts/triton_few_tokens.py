@@ -18,6 +18,8 @@ A choice without an expert adds nothing. Results are reproducible bit for bit.
 # pyright: reportPossiblyUnboundVariable=false
 # Triton kernels take launch options beside their arguments; constexpr arguments are plain numbers and decide branches.
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -38,6 +40,35 @@ MAX_SHARED_BYTES, SCRATCH_BYTES = 2**17, 1024
 """Shared memory for the tiles of the second kernel, and what the compiler needs beside them."""
 
 
+class UpConstants(NamedTuple):
+    """Constants of :func:`few_tokens_up_kernel`; D ≤ STEPS · BK, and a thread holds V neighbouring inputs."""
+
+    A: int
+    GATED: bool
+    BIASED: bool
+    ACT: str
+    STEPS: int
+    R_PAD: int
+    BN: int
+    BK: int
+    V: int
+    STAGES: int
+    PDL: bool
+
+
+class DownConstants(NamedTuple):
+    """Constants of :func:`few_tokens_down_kernel`; F ≤ STEPS · BF."""
+
+    A: int
+    BIASED: bool
+    STEPS: int
+    R_PAD: int
+    BF: int
+    BD: int
+    STAGES: int
+    PDL: bool
+
+
 @triton.jit
 def _expert_of(ids, r, E, R_PAD: tl.constexpr):
     """(the expert of choice ``r`` or 0, whether it has one); ``ids`` are in registers, so this waits for no load."""
@@ -48,78 +79,71 @@ def _expert_of(ids, r, E, R_PAD: tl.constexpr):
 
 @triton.jit
 def few_tokens_up_kernel(
-    x_ptr, ids_ptr, gate_ptr, up_ptr, gate_b_ptr, up_b_ptr, h_ptr, R, E, F, D, x_t,
-    A: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr,
-    STEPS: tl.constexpr, R_PAD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """h in float32; D ≤ STEPS · BK, and a thread holds V neighbouring inputs."""
-    C: tl.constexpr = BK // V
-    k, n = tl.arange(0, BK)[None, :], tl.arange(0, BN)
-    rows = tl.arange(0, R_PAD)
+    x_ptr, ids_ptr, gate_ptr, up_ptr, gate_b_ptr, up_b_ptr, h_ptr, R, E, F, D, x_t, C: tl.constexpr
+):
+    """h in float32."""
+    PARTS: tl.constexpr = C.BK // C.V
+    k, n = tl.arange(0, C.BK)[None, :], tl.arange(0, C.BN)
+    rows = tl.arange(0, C.R_PAD)
     ids = tl.load(ids_ptr + rows, rows < R, E).to(tl.int32)
-    first, programs, blocks = tl.program_id(0), tl.num_programs(0), (F + BN - 1) // BN
-    if PDL:
+    first, programs, blocks = tl.program_id(0), tl.num_programs(0), (F + C.BN - 1) // C.BN
+    if C.PDL:
         # The second kernel may be scheduled now; it waits for the end of this one before it reads h.
         tl.extra.cuda.gdc_launch_dependents()
     items = (R * blocks - first + programs - 1) // programs
-    acc, acc_u = tl.zeros([BN, C], tl.float32), tl.zeros([BN, C], tl.float32)
-    for i in tl.range(0, items * STEPS, num_stages=STAGES):
-        item = first + i // STEPS * programs
-        r, f = item // blocks, tl.minimum(item % blocks * BN + n, F - 1)
-        e, valid = _expert_of(ids, r, E, R_PAD)
-        d = i % STEPS * BK + k
+    acc, acc_u = tl.zeros([C.BN, PARTS], tl.float32), tl.zeros([C.BN, PARTS], tl.float32)
+    for i in tl.range(0, items * C.STEPS, num_stages=C.STAGES):
+        item = first + i // C.STEPS * programs
+        r, f = item // blocks, tl.minimum(item % blocks * C.BN + n, F - 1)
+        e, valid = _expert_of(ids, r, E, C.R_PAD)
+        d = i % C.STEPS * C.BK + k
         d_valid = d < tl.where(valid, D, 0)
         w_at = (e * F + f)[:, None] * D + d
-        x = tl.load(x_ptr + (r // A).to(tl.int64) * x_t + d, d_valid, 0.0)
-        x = tl.reshape(x.to(tl.float32), [1, C, V])
+        x = tl.load(x_ptr + (r // C.A).to(tl.int64) * x_t + d, d_valid, 0.0)
+        x = tl.reshape(x.to(tl.float32), [1, PARTS, C.V])
         w = tl.load(up_ptr + w_at, d_valid, 0.0)
-        acc_u += tl.sum(tl.reshape(w, [BN, C, V]).to(tl.float32) * x, 2)
-        if GATED:
+        acc_u += tl.sum(tl.reshape(w, [C.BN, PARTS, C.V]).to(tl.float32) * x, 2)
+        if C.GATED:
             w = tl.load(gate_ptr + w_at, d_valid, 0.0)
-            acc += tl.sum(tl.reshape(w, [BN, C, V]).to(tl.float32) * x, 2)
-        if i % STEPS == STEPS - 1:
-            f_valid = item % blocks * BN + n < tl.where(valid, F, 0)
+            acc += tl.sum(tl.reshape(w, [C.BN, PARTS, C.V]).to(tl.float32) * x, 2)
+        if i % C.STEPS == C.STEPS - 1:
+            f_valid = item % blocks * C.BN + n < tl.where(valid, F, 0)
             u = tl.sum(acc_u, 1)
-            if BIASED:
+            if C.BIASED:
                 u += tl.load(up_b_ptr + e * F + f, f_valid, 0.0).to(tl.float32)
-            if GATED:
+            if C.GATED:
                 a = tl.sum(acc, 1)
-                if BIASED:
+                if C.BIASED:
                     a += tl.load(gate_b_ptr + e * F + f, f_valid, 0.0).to(tl.float32)
-                h = activate(a, ACT)[0] * u
+                h = activate(a, C.ACT)[0] * u
             else:
-                h = activate(u, ACT)[0]
-            tl.store(h_ptr + r * F + item % blocks * BN + n, h, f_valid)
-            acc, acc_u = tl.zeros([BN, C], tl.float32), tl.zeros([BN, C], tl.float32)
+                h = activate(u, C.ACT)[0]
+            tl.store(h_ptr + r * F + item % blocks * C.BN + n, h, f_valid)
+            acc, acc_u = tl.zeros([C.BN, PARTS], tl.float32), tl.zeros([C.BN, PARTS], tl.float32)
 
 
 @triton.jit
-def few_tokens_down_kernel(
-    h_ptr, ids_ptr, routing_ptr, down_ptr, down_b_ptr, y_ptr, R, E, F, D,
-    A: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, R_PAD: tl.constexpr, BF: tl.constexpr,
-    BD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """BD outputs of one token; F ≤ STEPS · BF."""
-    t, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
-    f, rows = tl.arange(0, BF), tl.arange(0, R_PAD)
+def few_tokens_down_kernel(h_ptr, ids_ptr, routing_ptr, down_ptr, down_b_ptr, y_ptr, R, E, F, D, C: tl.constexpr):
+    """BD outputs of one token."""
+    t, d = tl.program_id(0), tl.program_id(1) * C.BD + tl.arange(0, C.BD)
+    f, rows = tl.arange(0, C.BF), tl.arange(0, C.R_PAD)
     ids = tl.load(ids_ptr + rows, rows < R, E).to(tl.int32)
-    acc = tl.zeros([BF, BD], tl.float32)
-    if PDL:
+    acc = tl.zeros([C.BF, C.BD], tl.float32)
+    if C.PDL:
         tl.extra.cuda.gdc_wait()
-    for i in tl.range(0, A * STEPS, num_stages=STAGES):
-        r = t * A + i // STEPS
-        e, valid = _expert_of(ids, r, E, R_PAD)
-        at = i % STEPS * BF + f
+    for i in tl.range(0, C.A * C.STEPS, num_stages=C.STAGES):
+        r = t * C.A + i // C.STEPS
+        e, valid = _expert_of(ids, r, E, C.R_PAD)
+        at = i % C.STEPS * C.BF + f
         f_valid = at < tl.where(valid, F, 0)
         h = tl.load(h_ptr + r * F + at, f_valid, 0.0) * tl.load(routing_ptr + r).to(tl.float32)
         w = tl.load(down_ptr + (e * F + at)[:, None] * D + d[None, :], f_valid[:, None] & (d < D)[None, :], 0.0)
         acc += h[:, None] * w.to(tl.float32)
     y = tl.sum(acc, 0)
-    if BIASED:
-        for j in range(A):
-            e, valid = _expert_of(ids, t * A + j, E, R_PAD)
-            weight = tl.load(routing_ptr + t * A + j).to(tl.float32)
+    if C.BIASED:
+        for j in range(C.A):
+            e, valid = _expert_of(ids, t * C.A + j, E, C.R_PAD)
+            weight = tl.load(routing_ptr + t * C.A + j).to(tl.float32)
             y += weight * tl.load(down_b_ptr + e * D + d, d < tl.where(valid, D, 0), 0.0).to(tl.float32)
     tl.store(y_ptr + t.to(tl.int64) * D + d, y.to(y_ptr.dtype.element_ty), d < D)
 
@@ -150,14 +174,19 @@ def _routed_unsorted(
     blocks = R * triton.cdiv(F, UP_TILES["BN"])
     pdl = x_TD.is_cuda and torch.cuda.get_device_capability(x_TD.device) >= (9, 0)
     few_tokens_up_kernel[min(blocks, PROGRAMS_PER_SM * sms),](
-        x_TD, ids_R, gate_EFD, up_EFD, gate_b, up_b, h_RF, R, E, F, D, x_TD.stride(0), A, gate_EFD is not None,
-        up_b is not None, activation, triton.cdiv(D, BK), R_PAD=R_PAD, **{**UP_TILES, "BK": BK}, PDL=pdl,
+        x_TD, ids_R, gate_EFD, up_EFD, gate_b, up_b, h_RF, R, E, F, D, x_TD.stride(0),
+        UpConstants(
+            A, gate_EFD is not None, up_b is not None, activation, triton.cdiv(D, BK), R_PAD, UP_TILES["BN"], BK,
+            UP_TILES["V"], UP_TILES["STAGES"], pdl,
+        ),
+        num_warps=UP_TILES["num_warps"],
     )  # fmt: skip
     BD = min(MAX_OUTPUTS, max(MIN_OUTPUTS, triton.next_power_of_2(T * D // sms)))
     BF = tile_hidden_units(BD, x_TD.itemsize, shared_bytes(x_TD.device))
     few_tokens_down_kernel[T, triton.cdiv(D, BD)](
-        h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D, A, down_b is not None, triton.cdiv(F, BF),
-        R_PAD=R_PAD, BD=BD, **{**DOWN_TILES, "BF": BF}, PDL=pdl, **({"launch_pdl": True} if pdl else {}),
+        h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D,
+        DownConstants(A, down_b is not None, triton.cdiv(F, BF), R_PAD, BF, BD, DOWN_TILES["STAGES"], pdl),
+        num_warps=DOWN_TILES["num_warps"], **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y_TD
 

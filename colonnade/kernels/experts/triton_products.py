@@ -86,10 +86,10 @@ class _Launch:
         self.tiles = tiles
         self.grid = (grid_size(rows.R, rows.ends_E, outer, tiles, one_token=one_token),)
         self.tma = tiles.descriptors and tma_compatible(*operands)
-        self.options = {
-            **tiles.launch_options, "GROUP": tiles.GROUP, "E_PAD": padded_experts(rows.ends_E),
-            "EVEN": inner % tiles.BK == 0, "TMA": self.tma,
-        }  # fmt: skip
+        self.constants = triton_grouped_gemm.Constants(
+            tiles.BM, tiles.BN, tiles.BK, tiles.GROUP, padded_experts(rows.ends_E), inner % tiles.BK == 0, self.tma
+        )
+        self.options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
     def weight(self, w: Tensor | None, *, inner_last: bool) -> Tensor | TensorDescriptor | None:
         """``w``, as a descriptor where TMA loads it."""
@@ -139,7 +139,11 @@ def up_forward(
     triton_grouped_gemm.up_kernel[launch.grid](
         x if gather else launch.rows(x), rows.order_R, rows.ends_E, launch.weight(up, inner_last=True),
         launch.weight(gate, inner_last=True), up_b, gate_b, h, a, u, D, F, E, x.stride(0), rows.active,
-        gather, gate is not None, up_b is not None, keep, activation, rows.one_token, **launch.options,
+        launch.constants._replace(
+            GATHER=gather, GATED=gate is not None, BIASED=up_b is not None, KEEP=keep, ACT=activation,
+            ONE_TOKEN=rows.one_token,
+        ),
+        **launch.options,
     )  # fmt: skip
     return h, a, u
 
@@ -154,7 +158,8 @@ def down_forward(rows: RoutedRows, h: Tensor, down: Tensor, down_b: Tensor | Non
     launch = _Launch(tiles, rows, D, F, h, down, one_token=rows.one_token)
     triton_grouped_gemm.down_kernel[launch.grid](
         launch.rows(h), None, rows.order_R, rows.ends_E, launch.weight(down, inner_last=False), None, down_b,
-        rows.routing_TA, y, F, D, E, False, down_b is not None, True, rows.one_token, False, **launch.options,
+        rows.routing_TA, y, F, D, E,
+        launch.constants._replace(BIASED=down_b is not None, WEIGHTED=True, ONE_TOKEN=rows.one_token), **launch.options,
     )  # fmt: skip
     return rows.combine(y, weighted=False)
 
@@ -177,8 +182,8 @@ def hidden_dgrad(
     launch = _Launch(tiles, rows, F, D, down, None if gather else dy)
     triton_grouped_gemm.hidden_dgrad_kernel[launch.grid](
         dy if gather else launch.rows(dy), rows.order_R, rows.ends_E, launch.weight(down, inner_last=True),
-        rows.routing_TA, a, u, h, da, du, dot, R, D, F, E, dy.stride(0), rows.active,
-        gather, a is not None, activation, **launch.options,
+        rows.routing_TA, triton_grouped_gemm.Activations(a, u, h, da, du), dot, R, D, F, E, dy.stride(0), rows.active,
+        launch.constants._replace(GATHER=gather, GATED=a is not None, ACT=activation), **launch.options,
     )  # fmt: skip
     return h, du, da, dot.sum(0)
 
@@ -196,8 +201,9 @@ def input_dgrad(rows: RoutedRows, du: Tensor, da: Tensor | None, up: Tensor, gat
     launch = _Launch(tiles, rows, D, F, du, da, up, gate)
     triton_grouped_gemm.down_kernel[launch.grid](
         launch.rows(du), launch.rows(da), rows.order_R, rows.ends_E, launch.weight(up, inner_last=False),
-        launch.weight(gate, inner_last=False), None, None, dx, F, D, E, gate is not None, False, False, False,
-        gate is not None and tiles.interleaved, **launch.options,
+        launch.weight(gate, inner_last=False), None, None, dx, F, D, E,
+        launch.constants._replace(TWO=gate is not None, INTERLEAVED=gate is not None and tiles.interleaved),
+        **launch.options,
     )  # fmt: skip
     return rows.combine(dx, weighted=False)
 
@@ -222,8 +228,11 @@ def wgrad(rows: RoutedRows, p: Tensor, s: Tensor | None, q_TD: Tensor) -> tuple[
     triton_wgrad.wgrad_kernel[E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),](
         operand(p, tiles.BM), operand(s, tiles.BM), q if gather else operand(q, tiles.BN),
         rows.row_tokens if gather else None, rows.experts_by_load, rows.ends_E, dp, ds, F, D, q.stride(0),
-        s is not None, gather, GROUP=tiles.GROUP, EVEN=F % tiles.BM == 0 and D % tiles.BN == 0, TMA=tma,
-        **tiles.launch_options,
+        triton_wgrad.Constants(
+            tiles.BM, tiles.BN, tiles.BK, tiles.GROUP, EVEN=F % tiles.BM == 0 and D % tiles.BN == 0, TMA=tma,
+            TWO=s is not None, GATHER=gather,
+        ),
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return dp, ds
 

@@ -11,8 +11,10 @@ expert's rows; a decode step has one tile per expert. :mod:`~colonnade.kernels.e
 order of tiles; rows past the last end are not written. Nothing synchronises with the device.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # Triton kernels take launch options beside their arguments; constexpr arguments are plain numbers.
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,41 +37,61 @@ from colonnade.kernels.linear.triton_quantised import nibble, scale_and_low
 from colonnade.kernels.triton_permute import rows_in, summed
 
 
+class Matrices(NamedTuple):
+    """Pointers of a stack of quantised matrices: stored values, scales, bias."""
+
+    stored: Any
+    scales: Any
+    bias: Any
+
+
+class Constants(NamedTuple):
+    """Compile-time constants of the kernels."""
+
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    E_PAD: int
+    KIND: str
+    WORDS: int
+    """Words per int4 group."""
+    GATED: bool = False
+    BIASED: bool = False
+    ACT: str = ""
+
+
 @triton.jit
-def _dot(
-    x_ptr, x_at, x_valid, w_ptr, w_s_ptr, v_ptr, v_s_ptr, row, K, columns, groups,
-    KIND: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def _dot(x_ptr, x_at, x_valid, w_mat, v_mat, row, K, columns, groups, TWO: tl.constexpr, C: tl.constexpr):
     """(w xᵀ, v xᵀ), (BN, BM) each, for ``x_valid`` rows of x at offsets ``x_at`` and rows ``row`` of the weights.
 
     ``columns`` counts stored columns: inputs, or int32 words of eight int4 inputs.
     """
-    k = tl.arange(0, BK)
+    k = tl.arange(0, C.BK)
     dtype = x_ptr.dtype.element_ty
     x_rows = x_ptr + x_at[None, :]
-    w_rows = w_ptr + (row * columns)[:, None]
+    w_rows = w_mat.stored + (row * columns)[:, None]
     v_rows = w_rows
     if TWO:
-        v_rows = v_ptr + (row * columns)[:, None]
-    acc_w = tl.zeros((BN, BM), tl.float32)
-    acc_v = tl.zeros((BN, BM), tl.float32)
-    for k0 in range(0, columns, BK):
+        v_rows = v_mat.stored + (row * columns)[:, None]
+    acc_w = tl.zeros((C.BN, C.BM), tl.float32)
+    acc_v = tl.zeros((C.BN, C.BM), tl.float32)
+    for k0 in range(0, columns, C.BK):
         c = k0 + k
         valid = (c < columns)[None, :]
         w = tl.load(w_rows + c[None, :], valid, 0.0)
         v = w
         if TWO:
             v = tl.load(v_rows + c[None, :], valid, 0.0)
-        if KIND == "int4":
-            group = c // WORDS
-            w_scale, w_low = scale_and_low(w_s_ptr, row[:, None], group[None, :], groups, valid)
+        if C.KIND == "int4":
+            group = c // C.WORDS
+            w_scale, w_low = scale_and_low(w_mat.scales, row[:, None], group[None, :], groups, valid)
             v_scale, v_low = w_scale, w_low
             if TWO:
-                v_scale, v_low = scale_and_low(v_s_ptr, row[:, None], group[None, :], groups, valid)
-            first = group * (8 * WORDS) + c % WORDS
+                v_scale, v_low = scale_and_low(v_mat.scales, row[:, None], group[None, :], groups, valid)
+            first = group * (8 * C.WORDS) + c % C.WORDS
             for i in tl.static_range(8):
-                d = (first + i * WORDS)[:, None]
+                d = (first + i * C.WORDS)[:, None]
                 x = tl.load(x_rows + d, x_valid[None, :] & (c < columns)[:, None] & (d < K), 0.0)
                 acc_w = tl.dot((nibble(w, i) * w_scale + w_low).to(dtype), x, acc_w, input_precision="ieee")
                 if TWO:
@@ -79,64 +101,53 @@ def _dot(
             acc_w = tl.dot(w.to(dtype), x, acc_w, input_precision="ieee")
             if TWO:
                 acc_v = tl.dot(v.to(dtype), x, acc_v, input_precision="ieee")
-    if KIND != "int4":
-        acc_w *= tl.load(w_s_ptr + row)[:, None]
+    if C.KIND != "int4":
+        acc_w *= tl.load(w_mat.scales + row)[:, None]
         if TWO:
-            acc_v *= tl.load(v_s_ptr + row)[:, None]
+            acc_v *= tl.load(v_mat.scales + row)[:, None]
     return acc_w, acc_v
 
 
 @triton.jit
 def quantised_up_kernel(
-    x_ptr, order_ptr, ends_ptr, up_ptr, up_s_ptr, up_b_ptr, gate_ptr, gate_s_ptr, gate_b_ptr, h_ptr,
-    D, F, E, stride, active, columns, groups,
-    GATED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
+    x_ptr, order_ptr, ends_ptr, up, gate, h_ptr, D, F, E, stride, active, columns, groups, C: tl.constexpr
+):
     """h (R, F) of the tokens of the choices in ``order``."""
-    column_tiles = tl.cdiv(F, BN)
-    first_e, tiles_e = count_tiles(ends_ptr, E, column_tiles, BM, E_PAD)
+    column_tiles = tl.cdiv(F, C.BN)
+    first_e, tiles_e = count_tiles(ends_ptr, E, column_tiles, C.BM, C.E_PAD)
     for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * column_tiles, tl.num_programs(0)):
-        expert, m, n = locate_tile(tile, first_e, tiles_e, column_tiles, E_PAD, GROUP)
+        expert, m, n = locate_tile(tile, first_e, tiles_e, column_tiles, C.E_PAD, C.GROUP)
         start, end = expert_rows(ends_ptr, expert)
-        r = start + m * BM + tl.arange(0, BM)
+        r = start + m * C.BM + tl.arange(0, C.BM)
         x_at = tl.load(order_ptr + r, r < end, 0).to(tl.int64) // active * stride
-        f = n * BN + tl.arange(0, BN)
+        f = n * C.BN + tl.arange(0, C.BN)
         row = expert.to(tl.int64) * F + tl.where(f < F, f, 0)
-        u, a = _dot(
-            x_ptr, x_at, r < end, up_ptr, up_s_ptr, gate_ptr, gate_s_ptr, row, D, columns, groups,
-            KIND, WORDS, GATED, BM, BN, BK,
-        )  # fmt: skip
-        if BIASED:
-            u += tl.load(up_b_ptr + row).to(tl.float32)[:, None]
-            if GATED:
-                a += tl.load(gate_b_ptr + row).to(tl.float32)[:, None]
-        h = activate(a, ACT)[0] * u if GATED else activate(u, ACT)[0]
+        u, a = _dot(x_ptr, x_at, r < end, up, gate, row, D, columns, groups, C.GATED, C)
+        if C.BIASED:
+            u += tl.load(up.bias + row).to(tl.float32)[:, None]
+            if C.GATED:
+                a += tl.load(gate.bias + row).to(tl.float32)[:, None]
+        h = activate(a, C.ACT)[0] * u if C.GATED else activate(u, C.ACT)[0]
         at = r.to(tl.int64)[None, :] * F + f[:, None]
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), (f < F)[:, None] & (r < end)[None, :])
 
 
 @triton.jit
 def quantised_down_kernel(
-    h_ptr, order_ptr, ends_ptr, down_ptr, down_s_ptr, down_b_ptr, routing_ptr, y_ptr, F, D, E, columns, groups,
-    BIASED: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
+    h_ptr, order_ptr, ends_ptr, down, routing_ptr, y_ptr, F, D, E, columns, groups, C: tl.constexpr
+):
     """y (R, D), each row times its routing weight."""
-    column_tiles = tl.cdiv(D, BN)
-    first_e, tiles_e = count_tiles(ends_ptr, E, column_tiles, BM, E_PAD)
+    column_tiles = tl.cdiv(D, C.BN)
+    first_e, tiles_e = count_tiles(ends_ptr, E, column_tiles, C.BM, C.E_PAD)
     for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * column_tiles, tl.num_programs(0)):
-        expert, m, n = locate_tile(tile, first_e, tiles_e, column_tiles, E_PAD, GROUP)
+        expert, m, n = locate_tile(tile, first_e, tiles_e, column_tiles, C.E_PAD, C.GROUP)
         start, end = expert_rows(ends_ptr, expert)
-        r = start + m * BM + tl.arange(0, BM)
-        d = n * BN + tl.arange(0, BN)
+        r = start + m * C.BM + tl.arange(0, C.BM)
+        d = n * C.BN + tl.arange(0, C.BN)
         row = expert.to(tl.int64) * D + tl.where(d < D, d, 0)
-        y, _ = _dot(
-            h_ptr, r.to(tl.int64) * F, r < end, down_ptr, down_s_ptr, down_ptr, down_s_ptr, row, F, columns, groups,
-            KIND, WORDS, False, BM, BN, BK,
-        )  # fmt: skip
-        if BIASED:
-            y += tl.load(down_b_ptr + row).to(tl.float32)[:, None]
+        y, _ = _dot(h_ptr, r.to(tl.int64) * F, r < end, down, down, row, F, columns, groups, False, C)
+        if C.BIASED:
+            y += tl.load(down.bias + row).to(tl.float32)[:, None]
         choice = tl.load(order_ptr + r, r < end, 0)
         y *= tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[None, :]
         at = r.to(tl.int64)[None, :] * D + d[:, None]
@@ -168,15 +179,15 @@ def routed(
         tiles = tiles or select_tiles(R, E, x_TD.dtype)
         launch = _Launch(up, tiles, R, ends_E)
         quantised_up_kernel[launch.grid](
-            x_TD, order_R, ends_E, up.values, launch.scales(up), up_b,
-            None if gate is None else gate.values, None if gate is None else launch.scales(gate), gate_b,
-            h, D, F, E, x_TD.stride(0), weights_TA.shape[1], *launch.stored_sizes,
-            gate is not None, up_b is not None, activation, **launch.options,
+            x_TD, order_R, ends_E, launch.matrices(up, up_b), launch.matrices(gate, gate_b), h, D, F, E, x_TD.stride(0),
+            weights_TA.shape[1], *launch.stored_sizes,
+            launch.constants._replace(GATED=gate is not None, BIASED=up_b is not None, ACT=activation),
+            **launch.options,
         )  # fmt: skip
         launch = _Launch(down, tiles, R, ends_E)
         quantised_down_kernel[launch.grid](
-            h, order_R, ends_E, down.values, launch.scales(down), down_b, weights_TA, y, F, D, E,
-            *launch.stored_sizes, down_b is not None, **launch.options,
+            h, order_R, ends_E, launch.matrices(down, down_b), weights_TA, y, F, D, E, *launch.stored_sizes,
+            launch.constants._replace(BIASED=down_b is not None), **launch.options,
         )  # fmt: skip
     return summed(y, order_R, *weights_TA.shape, ends_E=ends_E)
 
@@ -194,12 +205,14 @@ class _Launch:
         self.grid = (grid_size(rows, ends_E, weight.outputs, tiles),)
         self.stored_sizes = (weight.values.shape[2], weight.scales.shape[2] if self.int4 else 0)
         """Stored columns and groups per row."""
-        self.options = {
-            **tiles.launch_options, "BK": INT4_WORDS if self.int4 else tiles.BK, "GROUP": tiles.GROUP,
-            "E_PAD": padded_experts(ends_E), "KIND": weight.kind,
-            "WORDS": weight.group // INT4_PER_WORD if self.int4 else 1,
-        }  # fmt: skip
+        self.constants = Constants(
+            tiles.BM, tiles.BN, INT4_WORDS if self.int4 else tiles.BK, tiles.GROUP, padded_experts(ends_E), weight.kind,
+            weight.group // INT4_PER_WORD if self.int4 else 1,
+        )  # fmt: skip
+        self.options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
-    def scales(self, weight: Quantised) -> Tensor:
-        """Scales as the kernels read them: int4's pairs of bfloat16 as one int32."""
-        return weight.scales.view(torch.int32) if self.int4 else weight.scales
+    def matrices(self, weight: Quantised | None, bias: Tensor | None) -> Matrices:
+        """Tensors as the kernels read them: int4's pairs of bfloat16 as one int32."""
+        if weight is None:
+            return Matrices(None, None, None)
+        return Matrices(weight.values, weight.scales.view(torch.int32) if self.int4 else weight.scales, bias)

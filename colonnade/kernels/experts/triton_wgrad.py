@@ -15,12 +15,29 @@ instructions of each of 8 warps: computing each row's token (choice // active, i
 them, so it is computed once, before.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
 from colonnade.kernels.experts.triton_tile_schedule import expert_rows
+
+
+class Constants(NamedTuple):
+    """Compile-time constants of :func:`wgrad_kernel`."""
+
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    EVEN: bool
+    """Whether F is a multiple of BM and D of BN."""
+    TMA: bool
+    """Whether p, s and an ungathered q are tensor descriptors."""
+    TWO: bool
+    GATHER: bool
 
 
 @triton.jit
@@ -45,70 +62,59 @@ def _load_tile(
 
 
 @triton.jit
-def _step(
-    acc_p, acc_s, p, s, q, token_ptr, r0, end, f0, d0, F, D, q_stride,
-    TWO: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def _step(acc_p, acc_s, p, s, q, token_ptr, r0, end, f0, d0, F, D, q_stride, WHOLE: tl.constexpr, C: tl.constexpr):
     """(acc_p + pᵀ q, acc_s + sᵀ q) over BK rows from r0 on; with WHOLE, all of them are before ``end``."""
-    r = r0 + tl.arange(0, BK)
+    r = r0 + tl.arange(0, C.BK)
     valid = r < end
-    if GATHER:
+    if C.GATHER:
         t = tl.load(token_ptr + r) if WHOLE else tl.load(token_ptr + r, valid, 0)
-        c = tl.arange(0, BN)
+        c = tl.arange(0, C.BN)
         at = q + d0 + t.to(tl.int64)[:, None] * q_stride + c[None, :]
         if WHOLE:
-            q_tile = tl.load(at) if EVEN else tl.load(at, (c < D - d0)[None, :], 0.0)
+            q_tile = tl.load(at) if C.EVEN else tl.load(at, (c < D - d0)[None, :], 0.0)
         else:
             q_tile = tl.load(at, valid[:, None] & (c < D - d0)[None, :], 0.0)
     else:
-        q_tile = _load_tile(q, r0, d0, valid, D, BK, BN, WHOLE, EVEN, TMA)
-    p_tile = _load_tile(p, r0, f0, valid, F, BK, BM, WHOLE, EVEN, TMA)
+        q_tile = _load_tile(q, r0, d0, valid, D, C.BK, C.BN, WHOLE, C.EVEN, C.TMA)
+    p_tile = _load_tile(p, r0, f0, valid, F, C.BK, C.BM, WHOLE, C.EVEN, C.TMA)
     acc_p = tl.dot(tl.trans(p_tile), q_tile, acc_p, input_precision="ieee")
-    if TWO:
-        s_tile = _load_tile(s, r0, f0, valid, F, BK, BM, WHOLE, EVEN, TMA)
+    if C.TWO:
+        s_tile = _load_tile(s, r0, f0, valid, F, C.BK, C.BM, WHOLE, C.EVEN, C.TMA)
         acc_s = tl.dot(tl.trans(s_tile), q_tile, acc_s, input_precision="ieee")
     return acc_p, acc_s
 
 
 @triton.jit
-def wgrad_kernel(
-    p, s, q, token_ptr, by_load_ptr, ends_ptr, dp_ptr, ds_ptr, F, D, q_stride,
-    TWO: tl.constexpr, GATHER: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def wgrad_kernel(p, s, q, token_ptr, by_load_ptr, ends_ptr, dp_ptr, ds_ptr, F, D, q_stride, C: tl.constexpr):
     """pᵀ q, with TWO also sᵀ q, (E, F, D); p and s are (R, F), q is (R, D) or, with GATHER, (T, D).
 
-    EVEN: F is a multiple of BM and D of BN. ``by_load_ptr`` holds the experts, busiest first. With TMA, p, s and an
-    ungathered q are tensor descriptors.
+    ``by_load_ptr`` holds the experts, busiest first.
     """
-    rows, columns = tl.cdiv(F, BM), tl.cdiv(D, BN)
+    rows, columns = tl.cdiv(F, C.BM), tl.cdiv(D, C.BN)
     expert = tl.load(by_load_ptr + tl.program_id(0) // (rows * columns)).to(tl.int32)
     local = tl.program_id(0) % (rows * columns)
-    first = local // (GROUP * columns) * GROUP
-    size = tl.minimum(rows - first, GROUP)
-    local = local % (GROUP * columns)
-    f0, d0 = (first + local % size) * BM, local // size * BN
+    first = local // (C.GROUP * columns) * C.GROUP
+    size = tl.minimum(rows - first, C.GROUP)
+    local = local % (C.GROUP * columns)
+    f0, d0 = (first + local % size) * C.BM, local // size * C.BN
     start, end = expert_rows(ends_ptr, expert)
-    whole = start + (end - start) // BK * BK
-    acc_p = tl.zeros((BM, BN), tl.float32)
-    acc_s = tl.zeros((BM, BN), tl.float32)
-    for r0 in range(start, whole, BK):
+    whole = start + (end - start) // C.BK * C.BK
+    acc_p = tl.zeros((C.BM, C.BN), tl.float32)
+    acc_s = tl.zeros((C.BM, C.BN), tl.float32)
+    for r0 in range(start, whole, C.BK):
         acc_p, acc_s = _step(
-            acc_p, acc_s, p, s, q, token_ptr, r0, end, f0, d0, F, D, q_stride, TWO, GATHER, True,
-            BM, BN, BK, EVEN, TMA,
+            acc_p, acc_s, p, s, q, token_ptr, r0, end, f0, d0, F, D, q_stride, True, C
         )  # fmt: skip
     if whole < end:
         acc_p, acc_s = _step(
-            acc_p, acc_s, p, s, q, token_ptr, whole, end, f0, d0, F, D, q_stride, TWO, GATHER, False,
-            BM, BN, BK, EVEN, TMA,
+            acc_p, acc_s, p, s, q, token_ptr, whole, end, f0, d0, F, D, q_stride, False, C
         )  # fmt: skip
-    i, j = tl.arange(0, BM), tl.arange(0, BN)
+    i, j = tl.arange(0, C.BM), tl.arange(0, C.BN)
     base = (expert.to(tl.int64) * F + f0) * D + d0
     at = i[:, None] * D + j[None, :]
     valid = (i < F - f0)[:, None] & (j < D - d0)[None, :]
     tl.store(dp_ptr + base + at, acc_p.to(dp_ptr.dtype.element_ty), valid)
-    if TWO:
+    if C.TWO:
         tl.store(ds_ptr + base + at, acc_s.to(ds_ptr.dtype.element_ty), valid)
 
 
