@@ -72,7 +72,7 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
             stored = layer.experts.stored
             assert ends_e is not None and isinstance(stored, reference.Weights)
             none_e = ends_e.diff(prepend=ends_e.new_zeros(1)) == 0
-            return stored.each(lambda w: torch.where(none_e.view(-1, *[1] * (w.dim() - 1)), torch.nan, w.detach()))
+            return stored.map(lambda w: torch.where(none_e.view(-1, *[1] * (w.dim() - 1)), torch.nan, w.detach()))
 
         return fetch
 

@@ -70,7 +70,7 @@ def test_each_matrix_is_a_dense_layers_and_no_product_errs_further(kind: str, gr
         stack = torch.randn(3, 40, 50, generator=draw) + 0.3
         layer.quantise(part, stack, kind, group, SOLO_AXES.grid.sh, CPU)
         for e, w in enumerate(stack.mT if part == "down" else stack):
-            dense, mine = quantise(w, kind, group), layer.quantised[part].of(e)
+            dense, mine = quantise(w, kind, group), layer.quantised[part].matrix(e)
             assert torch.equal(mine.values.view(torch.uint8), dense.values.contiguous().view(torch.uint8))
             assert torch.equal(mine.scales, dense.scales) and mine[3:] == dense[3:]
             highest = w.abs().amax(1, keepdim=True)
