@@ -20,7 +20,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 
-from colonnade.kernels.experts.loop import across
+from colonnade.kernels.experts.loop import down_column_major
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.registry import choose
 from harness.paired_timing import Neighbours, timed, turns
@@ -60,7 +60,7 @@ def ours(experts: Any, shape: Shape) -> Callable[[Tensor, Tensor, Tensor], Tenso
     """Our kernels on copies of their weights, in our order."""
     gate_EFD, up_EFD = (w.clone() for w in experts.gate_up_proj.detach().chunk(2, 1))
     down_EFD = experts.down_proj.detach().transpose(1, 2)
-    down_EFD = down_EFD.clone() if across(shape.F * shape.D, down_EFD.dtype) else down_EFD.contiguous()
+    down_EFD = down_EFD.clone() if down_column_major(shape.F * shape.D, down_EFD.dtype) else down_EFD.contiguous()
     weights = Weights(up_EFD, down_EFD, gate_EFD)
     stacks = [w for w in weights if w is not None]
 

@@ -96,7 +96,7 @@ def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
         if kernels in ("auto", "sorted"):
             return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")
         x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, shape.A)
-        y_RD = choose("experts", kind, dtype, kernels)(x_RD, ends_E, weights, "silu")
+        y_RD = choose("dropout_experts", kind, dtype, kernels)(x_RD, ends_E, weights, "silu")
         return choose("combine_rows", kind, dtype)(y_RD, order_R, weights_TA)
 
     return run

@@ -31,8 +31,8 @@ def copies_of(weight: Quantised) -> list[Quantised]:
 
 
 def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
-    from colonnade.kernels.linear import quantised_gpu
-    from colonnade.kernels.linear.quantised_gpu import Tiles
+    from colonnade.kernels.linear import skinny_gemm
+    from colonnade.kernels.linear.skinny_gemm_tiles import SplitKTiles
 
     found: list[dict[str, Cell]] = []
     bandwidth = read_bandwidth("cuda")
@@ -44,18 +44,18 @@ def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
         found.append(_row(name, T, "bfloat16", base_s, plain.nbytes, bandwidth, base_s))
         for kind in ("int8", "int4", "float8"):
             each = copies_of(quantise(plain, kind, 64))
-            s = replayed(lambda i: quantised_gpu.linear(x, each[i]), len(each), "cuda")  # noqa: B023
+            s = replayed(lambda i: skinny_gemm.quantised_linear(x, each[i]), len(each), "cuda")  # noqa: B023
             found.append(_row(name, T, kind, s, each[0].nbytes, bandwidth, base_s))
             print(line(found[-1]), flush=True)
             if not tune:
                 continue
             tried = []
             columns = (16, 32, 64) if kind == "int4" else (64, 128, 256)
-            outs = (8, 16, 32, 64) if T == 1 else (64, 128)
+            outs = (64, 128)
             for out, column, warps, stages, splits in itertools.product(outs, columns, (2, 4, 8), (2, 4), (1, 2, 4, 8)):
-                how = Tiles(out, column, warps, stages)
+                how = SplitKTiles(out, column, warps, stages)
                 try:
-                    s = replayed(lambda i: quantised_gpu.few_rows(x, each[i], how, splits), len(each), "cuda")  # noqa: B023
+                    s = replayed(lambda i: skinny_gemm.split_k(x, each[i], how, splits), len(each), "cuda")  # noqa: B023
                 except Exception as why:  # noqa: BLE001 - too large a tile for the chip is one of many
                     print(how, splits, str(why).splitlines()[0][:80])
                     continue

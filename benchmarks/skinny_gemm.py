@@ -1,7 +1,7 @@
 """Products of a few rows on a GPU with norm, gate or residual beside them: TB/s of the weights, ours and a library's.
 
     python benchmarks/skinny_gemm.py                # Llama-2-7B's matrices, 1 to 16 rows, in bfloat16, int8, int4
-    python benchmarks/skinny_gemm.py --tune         # measures candidates of tiles; thin_tiles.json. Some four minutes
+    python benchmarks/skinny_gemm.py --tune         # measures candidates of tiles, about four minutes
     python benchmarks/skinny_gemm.py --tune --units # only those for the matrix units, beside the table's. Two minutes
     python benchmarks/skinny_gemm.py --tiny         # a CPU, to see that it runs
 
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from colonnade.kernels.linear import reference, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import Gate, Matrix, Scale
-from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from decoding.decode_cells import read_bandwidth, replayed
 from harness.report import RESULTS, Cell, Headline, report
 from harness.rows import line
@@ -61,16 +61,16 @@ CELLS = [
     for rows, kind, name in itertools.product((1, 2, 4, 8, 16), KINDS, SHAPES)
     # An output projection of four bits has eight; of bfloat16 the library multiplies more rows well.
     if (name != "unembed" or (rows == 1 and kind != "int4"))
-    and (kind != "plain" or rows <= skinny_gemm_tiles.IN_REGISTERS)
+    and (kind != "plain" or rows <= skinny_gemm_tiles.MAX_CUDA_CORE_ROWS)
 ]
 
 
-def candidates(cell: Product) -> list[Tiles]:
+def candidates(cell: Product) -> list[SkinnyTiles]:
     """Ways to cut it up, in registers for few rows, and on the matrix units for quantised weights."""
-    return (in_registers(cell) if cell.rows <= skinny_gemm_tiles.IN_REGISTERS else []) + on_units(cell)
+    return (in_registers(cell) if cell.rows <= skinny_gemm_tiles.MAX_CUDA_CORE_ROWS else []) + on_units(cell)
 
 
-def in_registers(cell: Product) -> list[Tiles]:
+def in_registers(cell: Product) -> list[SkinnyTiles]:
     """Threads that together read a row, and few or many rows of weights at once."""
     columns, each = SHAPES[cell.name][1], {"plain": 8, "int8": 16, "int4": 4}[cell.kind]
     columns = columns // 8 if cell.kind == "int4" else columns
@@ -82,11 +82,11 @@ def in_registers(cell: Product) -> list[Tiles]:
         if 4096 <= tile_bytes <= 32768 and columns > BK // 2 and (times == 1 or twice):
             # Five were never best for quantised weights, which wait for arithmetic.
             deep = (4,) if cell.rows > 1 else (3, 5) if cell.kind == "plain" else (3,)
-            found += [Tiles(rows, BK, warps, stages) for stages in deep]
+            found += [SkinnyTiles(rows, BK, warps, stages) for stages in deep]
     return found
 
 
-def on_units(cell: Product) -> list[Tiles]:
+def on_units(cell: Product) -> list[SkinnyTiles]:
     """All inputs at once in the registers of eight or sixteen warps, one program a multiprocessor or two; or in steps,
     also in four warps, of which several programs wait while another multiplies.
 
@@ -108,7 +108,9 @@ def on_units(cell: Product) -> list[Tiles]:
         if not at_once:  # a gate's other matrix, x, and a norm's gain
             held += held * cell.gated + 2 * step * (cell.rows + (SHAPES[cell.name][2] in ("norm", "gate")))
         if 60_000 <= (stages - 1) * held * stays <= 200_000:
-            found.append(Tiles(rows, step // 8 if cell.kind == "int4" else step, warps, stages, stays, units=True))
+            found.append(
+                SkinnyTiles(rows, step // 8 if cell.kind == "int4" else step, warps, stages, stays, tensor_cores=True)
+            )
     return found
 
 
@@ -121,7 +123,7 @@ def tensors(
     plain = [torch.randn(F, D, **on) / D**0.5 for _ in range(1 + cell.gated)]
     made: list[Matrix] = [w if cell.kind == "plain" else quantise(w, cell.kind, 64) for w in plain]  # type: ignore[arg-type]
     size = sum(w.nbytes for w in made)
-    norm, more = Scale(torch.ones(D, **on), 1e-5), torch.randn(cell.rows, F, **on)
+    norm, more = RmsNorm(torch.ones(D, **on), 1e-5), torch.randn(cell.rows, F, **on)
     found = []
     for _ in range(copies or max(2, -(-COLD_BYTES // size))):
         own: list[Matrix] = [
@@ -134,12 +136,12 @@ def tensors(
         if beside == "gate":
             parts["gate"] = Gate(own[1], None, "silu")
         if beside == "more":
-            parts["more_TF"] = more
+            parts["residual_TF"] = more
         found.append((own[0], parts))
     return x, found, size
 
 
-def compile_all(cell: Product, tiles: Sequence[Tiles]) -> int:
+def compile_all(cell: Product, tiles: Sequence[SkinnyTiles]) -> int:
     """Have the kernels of some tiles in the cache on disk; how many the chip takes."""
     from colonnade.kernels.linear import skinny_gemm
 
@@ -154,7 +156,7 @@ def compile_all(cell: Product, tiles: Sequence[Tiles]) -> int:
     return done
 
 
-def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
+def tuned(cell: Product, hows: Sequence[SkinnyTiles]) -> dict[str, Any]:
     """The cell's row of the table: the best tiles, or none."""
     from triton.runtime.errors import OutOfResources
 
@@ -162,7 +164,7 @@ def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
 
     x, copies, size = tensors(cell, "cuda")
 
-    def seconds(how: Tiles) -> float:
+    def seconds(how: SkinnyTiles) -> float:
         def run(copy: int) -> Tensor:
             weight, parts = copies[copy]
             return skinny_gemm.launch(x, weight, tiles=how, **parts)
@@ -172,11 +174,13 @@ def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
         except OutOfResources:
             return float("inf")
 
-    library_s = replayed(lambda copy: skinny_gemm.composed(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda")
+    library_s = replayed(
+        lambda copy: skinny_gemm.separate_kernels(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda"
+    )
     took = {how: seconds(how) for how in hows}
     for how in sorted(took, key=lambda how: took[how])[:2]:
-        for programs in () if how.units else (1, 2, 3, 4):
-            stays = how._replace(a_processor=programs)
+        for programs in () if how.tensor_cores else (1, 2, 3, 4):
+            stays = how._replace(programs_per_sm=programs)
             took[stays] = seconds(stays)
     first, *others = sorted(took, key=lambda how: took[how])[:4]
     F, D, _ = SHAPES[cell.name]
@@ -192,7 +196,9 @@ def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def to_measure(cells: Sequence[Product], *, units: bool) -> tuple[list[dict[str, Any]], dict[Product, list[Tiles]]]:
+def to_measure(
+    cells: Sequence[Product], *, units: bool
+) -> tuple[list[dict[str, Any]], dict[Product, list[SkinnyTiles]]]:
     """(rows of the table that stay, candidates of each cell that is measured)."""
     if not units:
         return [], {cell: candidates(cell) for cell in cells}
@@ -218,10 +224,10 @@ def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
     print(f"{path} in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def present(cell: Product) -> list[Tiles]:
+def present(cell: Product) -> list[SkinnyTiles]:
     """The table's own tiles for a cell, if they are not the library's."""
     F, D, _ = SHAPES[cell.name]
-    tiles = skinny_gemm_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
+    tiles = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, F, D, gated=cell.gated)
     return [tiles] if tiles and tiles not in on_units(cell) else []
 
 
@@ -239,9 +245,9 @@ def measure() -> list[dict[str, Cell]]:
         x, copies, size = tensors(cell, "cuda")
         ours, theirs = (
             replayed(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies), "cuda")  # noqa: B023 - called at once
-            for run in (skinny_gemm.product, skinny_gemm.composed)
+            for run in (skinny_gemm.fused_linear, skinny_gemm.separate_kernels)
         )
-        tiles = skinny_gemm_tiles.pick(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
+        tiles = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
         found.append(
             {
                 "matrix": cell.name, "beside": SHAPES[cell.name][2], "weights": cell.kind, "rows": cell.rows,
@@ -259,7 +265,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tune", action="store_true", help="measure tiles, not the table")
     parser.add_argument("--units", action="store_true", help="to tune, the matrix units' tiles only")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="to tune, for a look; else all")
-    parser.add_argument("--tiles", type=Path, default=Path(skinny_gemm_tiles.__file__).with_name("thin_tiles.json"))
+    parser.add_argument(
+        "--tiles", type=Path, default=Path(skinny_gemm_tiles.__file__).with_name("skinny_gemm_tiles.json")
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
     args = parser.parse_args(argv)

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.experts import tiles
-from colonnade.kernels.experts.tiles import Kernel, Tiles
+from colonnade.kernels.experts.tiles import GroupedTiles, Kernel
 from harness.clock import Clock
 from moe.products import BACKWARD, DECODE, FORWARD, Layer, Sizes, candidates
 from moe.tuning_table import merged, written
@@ -45,7 +45,7 @@ from moe_layer import FAILURES, SHAPES, reason
 TABLE = Path(tiles.__file__).with_name("tiles.json")
 TOKENS = (1, 16, 64, 256, 4096, 16384)
 FIRST: tuple[Kernel, ...] = (
-    "gated_weights_back", "hidden_back", "weights_back", "gated_up", "rows_back", "down"
+    "gated_wgrad", "hidden_dgrad", "wgrad", "gated_up", "input_dgrad", "down"
 )  # fmt: skip
 """The order at many tokens: what weighs most, and who lays out tokens before who uses them too."""
 STAYING = 1.03
@@ -55,7 +55,7 @@ WRONG = 2e-2
 """The relative norm by which a candidate's results may differ."""
 AGAIN = 6
 """The best so many are timed again with other groups, and at fewer tokens."""
-Submit = Callable[[Kernel, Tiles, Sizes], Any]
+Submit = Callable[[Kernel, GroupedTiles, Sizes], Any]
 
 
 class Found(NamedTuple):
@@ -63,10 +63,10 @@ class Found(NamedTuple):
 
     kernel: Kernel
     sizes: Sizes
-    seconds: dict[Tiles, float]
+    seconds: dict[GroupedTiles, float]
 
-    def best(self, count: int) -> list[Tiles]:
-        return sorted(self.seconds, key=lambda how: self.seconds[how] * (STAYING if how.a_processor else 1))[:count]
+    def best(self, count: int) -> list[GroupedTiles]:
+        return sorted(self.seconds, key=lambda how: self.seconds[how] * (STAYING if how.programs_per_sm else 1))[:count]
 
 
 @functools.cache
@@ -74,9 +74,9 @@ def _small(sizes: Sizes) -> Layer:
     return Layer(sizes.small())
 
 
-def compiled(kernel: Kernel, how: Tiles, sizes: Sizes) -> str | None:
+def compiled(kernel: Kernel, how: GroupedTiles, sizes: Sizes) -> str | None:
     """Leave a candidate in Triton's cache on disk; why it is none, or None."""
-    tiles.CHOSEN[kernel] = how
+    tiles.OVERRIDES[kernel] = how
     try:
         _small(sizes).run(kernel)
         torch.cuda.synchronize()
@@ -100,25 +100,27 @@ class Tuner:
     """One shape's products, in the order of what they matter."""
 
     def __init__(
-        self, shape: tiles.Shape, active: int, clock: Clock, submit: Submit, until: float, layer=Layer
+        self, shape: tiles.LayerShape, active: int, clock: Clock, submit: Submit, until: float, layer=Layer
     ) -> None:
         self.shape, self.active, self.clock, self.submit, self.until = shape, active, clock, submit, until
         self.layer: Callable[[Sizes], Layer] = functools.lru_cache(maxsize=1)(layer)
         self.waiting: list[AsyncResult] = []
-        self.chosen: dict[tuple[str, int], Tiles] = {}
+        self.chosen: dict[tuple[str, int], GroupedTiles] = {}
 
     def at(self, tokens: int) -> Sizes:
         return Sizes(self.shape.E, self.active, self.shape.D, self.shape.F, tokens)
 
-    def now(self, kernel: Kernel, tokens: int) -> Tiles:
+    def now(self, kernel: Kernel, tokens: int) -> GroupedTiles:
         """What the table has, or what was found."""
         known = self.chosen.get((kernel, tokens))
-        return known or tiles.pick(kernel, tokens * self.active, self.shape, 2)
+        return known or tiles.select_tiles(kernel, tokens * self.active, self.shape, 2)
 
     def over(self) -> bool:
         return time.perf_counter() > self.until
 
-    def begin(self, kernel: Kernel, tokens: int, hows: list[Tiles]) -> list[tuple[Tiles, AsyncResult | None]]:
+    def begin(
+        self, kernel: Kernel, tokens: int, hows: list[GroupedTiles]
+    ) -> list[tuple[GroupedTiles, AsyncResult | None]]:
         """Have candidates compiled."""
         jobs = [(how, None if how.library else self.submit(kernel, how, self.at(tokens))) for how in hows]
         self.waiting += [job for _, job in jobs if job is not None]
@@ -135,7 +137,7 @@ class Tuner:
             time.sleep(0.02)
         return job.get()
 
-    def measure(self, kernel: Kernel, tokens: int, jobs: list[tuple[Tiles, AsyncResult | None]]) -> Found:
+    def measure(self, kernel: Kernel, tokens: int, jobs: list[tuple[GroupedTiles, AsyncResult | None]]) -> Found:
         """The candidates' medians; the best stands from then on."""
         began, sizes, now = time.perf_counter(), self.at(tokens), self.now(kernel, tokens)
         found = Found(kernel, sizes, {})
@@ -143,12 +145,12 @@ class Tuner:
             print(f"{kernel} {tokens}: left as it is, the time is over", flush=True)
             return found
         layer, exact = self.layer(sizes), None
-        if kernel == "weights_back":
-            before = self.now("hidden_back", tokens)
-            layer.laid_by_another = before.laid or before.library
+        if kernel == "wgrad":
+            before = self.now("hidden_dgrad", tokens)
+            layer.gathered_before = before.gather_first or before.library
         for how, job in jobs:
             why = self.answer(job)
-            tiles.CHOSEN[kernel] = how
+            tiles.OVERRIDES[kernel] = how
             try:
                 if why is None:
                     result = layer.run(kernel)
@@ -165,13 +167,13 @@ class Tuner:
                 print(f"  {tuple(how)}: {why}", flush=True)
             if self.over():
                 break
-        tiles.CHOSEN.pop(kernel, None)
+        tiles.OVERRIDES.pop(kernel, None)
         self.decide(found, now, began, len(jobs))
         return found
 
-    def decide(self, found: Found, now: Tiles, began: float, count: int) -> None:
-        def of(how: Tiles) -> float:
-            return found.seconds.get(how, math.inf) * (STAYING if how.a_processor else 1)
+    def decide(self, found: Found, now: GroupedTiles, began: float, count: int) -> None:
+        def of(how: GroupedTiles) -> float:
+            return found.seconds.get(how, math.inf) * (STAYING if how.programs_per_sm else 1)
 
         best = next(iter(found.best(1)), now)
         if of(best) < 0.99 * of(now):
@@ -188,7 +190,7 @@ class Tuner:
             f"{len(found.seconds)} of {count} in {time.perf_counter() - began:.0f} s", flush=True,
         )  # fmt: skip
 
-    def hows(self, kernel: Kernel, tokens: int, more: list[Tiles]) -> list[Tiles]:
+    def hows(self, kernel: Kernel, tokens: int, more: list[GroupedTiles]) -> list[GroupedTiles]:
         """Torch's product, which says what is right, then what the table has, then the others."""
         now = self.now(kernel, tokens)._replace(library=False)
         return list(dict.fromkeys([now._replace(library=True), now, *more]))
@@ -253,10 +255,10 @@ def main() -> None:
     E, A, D, F = SHAPES[args.shape]
     pool = multiprocessing.get_context("spawn").Pool(args.processes)
 
-    def submit(kernel: Kernel, how: Tiles, sizes: Sizes) -> AsyncResult:
+    def submit(kernel: Kernel, how: GroupedTiles, sizes: Sizes) -> AsyncResult:
         return pool.apply_async(compiled, (kernel, how, sizes))
 
-    tuner = Tuner(tiles.Shape(E, F, D), A, Clock("cuda"), submit, began + 60 * args.minutes)
+    tuner = Tuner(tiles.LayerShape(E, F, D), A, Clock("cuda"), submit, began + 60 * args.minutes)
 
     def write() -> None:
         found = {"measured_on": torch.cuda.get_device_name(), "shapes": [tuner.record()]}

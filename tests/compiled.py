@@ -11,10 +11,12 @@ SHARED_BYTES, SPILLED_BYTES = 227 * 1024, 128
 
 
 def compiled(
-    function: Any, types: dict[str, str], constants: dict[str, Any], whole: Iterable[str] = (), *, warps: int,
+    function: Any, types: dict[str, Any], constants: dict[str, Any], whole: Iterable[str] = (), *, warps: int,
     stages: int = 3, **options: Any,
 ) -> Any:  # fmt: skip
     """``function`` with arguments of these types, those of ``whole`` and pointers multiples of 16.
+
+    The type of a tuple is a tuple of types, in which "constexpr" is None.
 
     ``constants`` may be a launch's own, with what it tells of registers among them.
     """
@@ -22,11 +24,16 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    places = {argument: i for i, argument in enumerate(function.arg_names)}
-    found = {argument: types.get(argument, "constexpr") for argument in places}
-    values = {(places[argument],): constants.get(argument) for argument in places if found[argument] == "constexpr"}
-    aligned = [a for a, kind in found.items() if a in tuple(whole) or kind.startswith("*")]
-    attributes = {(places[argument],): [["tt.divisibility", 16]] for argument in aligned}
+    found = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
+    values: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for i, (argument, kind) in enumerate(found.items()):
+        members = [((i,), kind)] if isinstance(kind, str) else [((i, j), k) for j, k in enumerate(kind)]
+        for path, member in members:
+            if member == "constexpr":
+                values[path] = constants.get(argument) if isinstance(kind, str) else None
+            elif member.startswith("*") or argument in tuple(whole):
+                attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(function, found, values, attributes)
     options |= {"num_warps": warps, "num_stages": stages}
     options |= {"maxnreg": constants["maxnreg"]} if "maxnreg" in constants else {}
@@ -35,7 +42,9 @@ def compiled(
 
 def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, str]:
     """Types of the arguments of a product of a few rows in bfloat16, but of the number of rows."""
-    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16") | {"eps": "fp32"}
+    types = dict.fromkeys(("x_ptr", "gain_ptr", "w_bias_ptr", "u_bias_ptr", "residual_ptr", "y_ptr"), "*bf16") | {
+        "eps": "fp32"
+    }
     types |= dict.fromkeys(("w_ptr", "u_ptr"), stored) | dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), scales)
     return types | dict.fromkeys(sizes, "i32")
 

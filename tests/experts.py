@@ -10,8 +10,8 @@ from torch import Tensor
 
 from colonnade.kernels import permute
 from colonnade.kernels.dropout import Hidden, choices, hidden_units
-from colonnade.kernels.experts.deferred_wgrad import Later
-from colonnade.kernels.experts.quantised import Stacks
+from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, quantise
 
@@ -92,19 +92,19 @@ def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[...,
     """One of "routed_later", called for a third of the tokens after another, some of which may be none."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
-        later, out = Later(Weights(*stacks)), list[Tensor]()
+        later, out = DeferredWgrad(Weights(*stacks)), list[Tensor]()
         cuts = [case.T * i // parts for i in range(parts + 1)]
         for start, end in itertools.pairwise(cuts):
             order_R, ends_E = permute.sort(case.ids()[start:end].to(x.device), case.E)
             out.append(run(x[start:end], order_R, ends_E, routing[start:end], later, case.activation))
-        assert not later.owed
+        assert not later.pending
         return torch.cat(out)
 
     return of
 
 
 def experts_of_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One of "experts", between the plain gather and combine."""
+    """Experts of rows that are sorted already, between the reference gather and combine."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
@@ -117,7 +117,7 @@ def experts_of_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Callable[..., Tensor]:
-    """One of "dropout_experts", likewise."""
+    """An implementation of "dropout_experts", between the reference gather and combine."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
@@ -130,7 +130,7 @@ def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Calla
     return of
 
 
-def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> Stacks:
+def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> QuantisedWeights:
     """Each expert's matrices as a dense layer's, those of W_down outputs first."""
 
     def stack(w_ENK: Tensor) -> Quantised:
@@ -139,14 +139,14 @@ def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> Stacks:
         return made[0]._replace(values=values, scales=scales)
 
     up, down, gate, *biases = weights
-    return Stacks(stack(up), stack(down.mT), None if gate is None else stack(gate), *biases)
+    return QuantisedWeights(stack(up), stack(down.mT), None if gate is None else stack(gate), *biases)
 
 
-def written_out(weights: Stacks, dtype: torch.dtype) -> Weights:
+def written_out(weights: QuantisedWeights, dtype: torch.dtype) -> Weights:
     """What they stand for."""
 
     def stack(w: Quantised) -> Tensor:
-        return torch.stack([dequantise(w.of(e), dtype) for e in range(len(w.values))])
+        return torch.stack([dequantise(w.matrix(e), dtype) for e in range(len(w.values))])
 
     up, down, gate, *biases = weights
     biases = [None if b is None else b.to(dtype) for b in biases]

@@ -16,8 +16,8 @@ from colonnade.kernels import triton_rotary, triton_sampling
 from colonnade.kernels.attention import cache_write, triton_cache_write
 from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import Gate, Matrix, Scale
-from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.kernels.rotary import Rotation
 
 DRAW = torch.Generator().manual_seed(0)
@@ -32,7 +32,7 @@ def exactly(x: Tensor | None) -> Tensor | None:
 
 
 def case(
-    kind: str, shape: tuple[int, int], rows: int, tiles: Tiles, *, parts: str, dtype: torch.dtype = torch.float32
+    kind: str, shape: tuple[int, int], rows: int, tiles: SkinnyTiles, *, parts: str, dtype: torch.dtype = torch.float32
 ) -> None:
     (F, D), made = shape, [(draw(*shape) / shape[1] ** 0.5).to(dtype) for _ in range(2)]
     weights: list[Matrix] = [w if kind == "plain" else quantise(w, kind, 32 if F % 2 else 64) for w in made]
@@ -42,12 +42,12 @@ def case(
     more = draw(rows, F).to(dtype) if "r" in parts else None
     act = "silu" if rows % 2 else "gelu_tanh"
     got = skinny_gemm.launch(
-        x, weights[0], biases[0], tiles=tiles, norm=Scale(gain, 1e-5) if "n" in parts else None,
-        gate=Gate(weights[1], biases[1], act) if "g" in parts else None, more_TF=more,
+        x, weights[0], biases[0], tiles=tiles, norm=RmsNorm(gain, 1e-5) if "n" in parts else None,
+        gate=Gate(weights[1], biases[1], act) if "g" in parts else None, residual_TF=more,
     )  # fmt: skip
     wanted = reference.fused_linear(
-        x.double(), exact[0], exactly(biases[0]), norm=Scale(gain.double(), 1e-5) if "n" in parts else None,
-        gate=Gate(exact[1], exactly(biases[1]), act) if "g" in parts else None, more_TF=exactly(more),
+        x.double(), exact[0], exactly(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
+        gate=Gate(exact[1], exactly(biases[1]), act) if "g" in parts else None, residual_TF=exactly(more),
     )  # fmt: skip
     error = float((got.double() - wanted).norm() / wanted.norm())
     # Nibbles are summed beside 2048 times x.
@@ -63,7 +63,7 @@ def check_products() -> int:
         for j, parts in enumerate(ways[i % 2 :: 2]):
             BK = (16, 128, 32)[(i + j) % 3]  # many steps, one, and some
             dtype = torch.float16 if (i + j) % 4 == 3 else torch.float32
-            case(kind, shape, 1 + (i + j) % 4, Tiles(4, BK, 1, 2, (i + j) % 2), parts=parts, dtype=dtype)
+            case(kind, shape, 1 + (i + j) % 4, SkinnyTiles(4, BK, 1, 2, (i + j) % 2), parts=parts, dtype=dtype)
             count += 1
     return count
 
@@ -73,7 +73,7 @@ def check_bits() -> int:
     w, x = draw(50, 90), draw(2, 90)
     for weight in (w, quantise(w, "int4", 32)):
         one, two, all_at_once = (
-            skinny_gemm.launch(x, weight, tiles=Tiles(4, 32, 1, 2, programs)) for programs in (1, 2, 0)
+            skinny_gemm.launch(x, weight, tiles=SkinnyTiles(4, 32, 1, 2, programs)) for programs in (1, 2, 0)
         )
         assert torch.equal(one, two) and torch.equal(one, all_at_once)
     return 2
@@ -86,13 +86,13 @@ def check_rows_of_the_table() -> int:
     for weight in (w, quantise(w, "int4", 32)):
         exact = weight.double() if isinstance(weight, Tensor) else weight
         bias, gate = draw(24), Gate(weight, draw(24), "silu")
-        for rows in (0, 1, 3, skinny_gemm_tiles.MOST + 1):
-            x, more, norm = draw(rows, 70), draw(rows, 24), Scale(draw(70), 1e-6)
-            for parts in ({}, {"norm": norm}, {"more_TF": more}, {"gate": gate, "norm": norm, "more_TF": more}):
+        for rows in (0, 1, 3, skinny_gemm_tiles.MAX_ROWS + 1):
+            x, more, norm = draw(rows, 70), draw(rows, 24), RmsNorm(draw(70), 1e-6)
+            for parts in ({}, {"norm": norm}, {"residual_TF": more}, {"gate": gate, "norm": norm, "residual_TF": more}):
                 b = bias if "gate" in parts or not parts else None
-                got = skinny_gemm.product(x, weight, b, **parts)
+                got = skinny_gemm.fused_linear(x, weight, b, **parts)
                 doubled = {
-                    "norm": Scale(norm.weight_D.double(), 1e-6), "more_TF": more.double(),
+                    "norm": RmsNorm(norm.weight_D.double(), 1e-6), "residual_TF": more.double(),
                     "gate": Gate(exact, exactly(gate.bias_F), "silu"),
                 }  # fmt: skip
                 wanted = reference.fused_linear(x.double(), exact, exactly(b), **{k: doubled[k] for k in parts})
@@ -100,13 +100,15 @@ def check_rows_of_the_table() -> int:
                 count += 1
         for rows in (1, 9):  # what is added to may be written over
             x, more = draw(rows, 70), draw(rows, 24)
-            wanted = reference.fused_linear(x.double(), exact, more_TF=more.double())
-            assert (skinny_gemm.product(x, weight, more_TF=more, own=True) - wanted).norm() < 1e-4 * wanted.norm()
+            wanted = reference.fused_linear(x.double(), exact, residual_TF=more.double())
+            assert (
+                skinny_gemm.fused_linear(x, weight, residual_TF=more, inplace=True) - wanted
+            ).norm() < 1e-4 * wanted.norm()
         x = draw(2, 1, 70)
         wanted = reference.fused_linear(x.double(), exact)
         assert (skinny_gemm.linear(x, weight) - wanted).norm() < 1e-4 * wanted.norm()
     wants = draw(2, 70).requires_grad_()
-    skinny_gemm.product(wants, draw(3, 70)).sum().backward()
+    skinny_gemm.fused_linear(wants, draw(3, 70)).sum().backward()
     assert wants.grad is not None
     return count + 3
 
@@ -120,7 +122,7 @@ def check_heads() -> int:
         T, page = 3, 4
         qkv = draw(T, K * (group + 2) * H + 2)[:, :-2]
         turn = Rotation(draw(T, 1, H), draw(T, 1, H)) if turned else None
-        norms = (Scale(draw(H), 1e-5), Scale(draw(H), 1e-3)) if normed else None
+        norms = (RmsNorm(draw(H), 1e-5), RmsNorm(draw(H), 1e-3)) if normed else None
         slots = torch.tensor([13, 0, 6])
         pools = [torch.zeros(5, page, 2 * K, H, dtype=pool)[:, :, ::2] for _ in range(4)]
         q = triton_cache_write.place(qkv, pools[0], pools[1], slots, turn=turn, norms=norms)

@@ -6,7 +6,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-PRODUCTS = {"few_up": [2], "few_down": [1], "up": [2], "down": [1, 2], "hidden_back": [1], "weights_back": [2, 1]}
+PRODUCTS = {
+    "few_tokens_up_kernel": [2], "few_tokens_down_kernel": [1], "up_kernel": [2], "down_kernel": [1, 2],
+    "hidden_dgrad_kernel": [1], "wgrad_kernel": [2, 1],
+}  # fmt: skip
 """How many products of 2RDF operations each of our kernels does, in the order of its calls, of a gated layer."""
 LIBRARYS = ("gemm", "cutlass", "nvjet")
 """Parts of the names of torch's products, each one of 2RDF."""

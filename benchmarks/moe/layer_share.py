@@ -22,7 +22,7 @@ from moe.layer_profile import LIBRARYS, PRODUCTS, timeline
 
 DISPATCH = ("_count", "_place", "_rank", "_invert", "_copy", "_deal")
 COMBINE = ("_sum", "_weighted_copy")
-BETWEEN = ("_hidden", "_hidden_back", "biases_back")
+BETWEEN = ("activation_forward_kernel", "activation_backward_kernel", "bias_grad_kernel")
 RUNS = 3
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.experts import triton_products as products
-from colonnade.kernels.experts.tiles import Kernel, Tiles
+from colonnade.kernels.experts.tiles import GroupedTiles, Kernel
 from colonnade.kernels.registry import choose
 
 FORWARD: tuple[Kernel, ...] = ("gated_up", "down")
-BACKWARD: tuple[Kernel, ...] = ("hidden_back", "rows_back", "gated_weights_back", "weights_back")
+BACKWARD: tuple[Kernel, ...] = ("hidden_dgrad", "input_dgrad", "gated_wgrad", "wgrad")
 
 DECODE = 256
 """Up to so many tokens a step has no way back."""
@@ -62,52 +62,56 @@ class Layer:
 
     def run(self, kernel: Kernel) -> list[Tensor]:
         """One product, as the table has it now."""
-        route = products.Route(self.order, self.ends, self.routing, len(self.order))
+        route = products.RoutedRows(self.order, self.ends, self.routing)
         if kernel == "gated_up":
-            found = products.hidden(route, self.x, self.up, self.gate, None, None, "silu", keep=self.back)
+            found = products.up_forward(route, self.x, self.up, self.gate, None, None, "silu", keep=self.back)
         elif kernel == "down":
-            found = (products.out(route, self.h, self.down, None),)
-        elif kernel == "hidden_back":
-            found = products.hidden_back(route, self.dy, self.down, self.a, self.u, "silu")
-        elif kernel == "rows_back":
-            found = (products.rows_back(route, self.du, self.da, self.up, self.gate),)
-        elif kernel == "gated_weights_back":
-            found = products.sums(route, self.du, self.da, self.x)
+            found = (products.down_forward(route, self.h, self.down, None),)
+        elif kernel == "hidden_dgrad":
+            found = products.hidden_dgrad(route, self.dy, self.down, self.a, self.u, "silu")
+        elif kernel == "input_dgrad":
+            found = (products.input_dgrad(route, self.du, self.da, self.up, self.gate),)
+        elif kernel == "gated_wgrad":
+            found = products.wgrad(route, self.du, self.da, self.x)
         else:
-            if self.laid_by_another:
-                route.adopt(self.dy, self.dy_laid())
-            found = products.sums(route, self.h, None, self.dy)
+            if self.gathered_before:
+                route.cache_gathered(self.dy, self.dy_laid())
+            found = products.wgrad(route, self.h, None, self.dy)
         return [it for it in found if it is not None]
 
-    laid_by_another = False
+    gathered_before = False
     """Whether the product before has laid out dy already."""
     _dy_RD: Tensor | None = None
 
     def dy_laid(self) -> Tensor:
         if self._dy_RD is None:
-            self._dy_RD = products.Route(self.order, self.ends, self.routing, len(self.order)).laid(self.dy)
+            self._dy_RD = products.RoutedRows(self.order, self.ends, self.routing).gather(self.dy)
         return self._dy_RD
 
 
-def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
-    """What may be best, from what is known of the chip: see ``tiles.py`` and ``triton_weights.py``."""
-    found: list[Tiles] = []
-    if kernel in ("weights_back", "gated_weights_back"):
-        if kernel == "weights_back":
+def candidates(kernel: Kernel, sizes: Sizes) -> list[GroupedTiles]:
+    """What may be best, from what is known of the chip: see ``tiles.py`` and ``triton_wgrad.py``."""
+    found: list[GroupedTiles] = []
+    if kernel in ("wgrad", "gated_wgrad"):
+        if kernel == "wgrad":
             shapes = [(128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 4), (128, 256, 128, 8)]
         else:
             shapes = [(128, 128, 64, 8), (64, 256, 64, 8), (128, 64, 64, 4), (64, 128, 64, 4), (128, 128, 128, 8)]
         for *shape, warps in shapes:
             deep = shape[2] == 128
             for stages in (2,) if deep else (3, 4):
-                found += [Tiles(*shape, warps, stages, descriptors=tma, laid=True) for tma in (True, False)]
+                found += [
+                    GroupedTiles(*shape, warps, stages, descriptors=tma, gather_first=True) for tma in (True, False)
+                ]
             if not deep:  # a step's tokens first, then their rows: twice the stages for as many rows on their way
-                found += [Tiles(*shape, warps, stages, descriptors=tma) for stages in (5, 7) for tma in (True, False)]
+                found += [
+                    GroupedTiles(*shape, warps, stages, descriptors=tma) for stages in (5, 7) for tma in (True, False)
+                ]
         return found
     if sizes.T > DECODE:
         shapes = [(128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 4), (128, 128, 64, 8)]
         # Rows that are not tokens' lie as they should without being laid out.
-        laid = (False, True) if kernel in ("gated_up", "hidden_back") else (False,)
+        laid = (False, True) if kernel in ("gated_up", "hidden_dgrad") else (False,)
         ways = [(0, False, False), (1, False, False)]
         ways += [(stay, True, lay) for stay in (0, 1) for lay in laid]
         shapes = [(*shape, stages) for shape in shapes for stages in (3, 4)]
@@ -122,7 +126,7 @@ def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
             if (m + n * (1 + (kernel == "gated_up")) // 2) * k * stages * 2 <= 200 * 1024
         ]
         ways = [(0, tma, False) for tma in (False, True)]
-    if kernel == "rows_back" and sizes.T > DECODE:
+    if kernel == "input_dgrad" and sizes.T > DECODE:
         both = [
             (128, 256, 64, 8, 2),
             (128, 256, 32, 8, 3),
@@ -131,8 +135,11 @@ def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
             (128, 128, 32, 4, 3),
         ]
         found += [
-            Tiles(*shape, 8, stay, tma, together=True) for shape in both for stay in (0, 1) for tma in (False, True)
+            GroupedTiles(*shape, 8, stay, tma, interleaved=True)
+            for shape in both
+            for stay in (0, 1)
+            for tma in (False, True)
         ]
     if kernel == "gated_up":  # two sums: half the columns
         shapes = sorted({(m, max(n // 2, 16), *rest) for m, n, *rest in shapes}, reverse=True)
-    return [Tiles(*shape, 8, *way) for shape in shapes for way in ways] + found
+    return [GroupedTiles(*shape, 8, *way) for shape in shapes for way in ways] + found

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from colonnade.kernels.experts.tiles import Tiles
+from colonnade.kernels.experts.tiles import GroupedTiles
 
 
 def merged(record: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def merged(record: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any
 
 def written(record: dict[str, Any]) -> str:
     """The table as text, a row's tiles on one line, without what they leave out."""
-    usual = Tiles(0, 0, 0, 0, 0)._asdict()
+    usual = GroupedTiles(0, 0, 0, 0, 0)._asdict()
 
     def line(row: dict[str, Any]) -> str:
         how = {key: value for key, value in row["tiles"].items() if value != usual[key] or key == "GROUP"}

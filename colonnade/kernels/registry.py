@@ -27,7 +27,6 @@ from colonnade.kernels.attention import cache_write, chunk, reference, sdpa, sha
 from colonnade.kernels.attention import chunk as chunk_flash
 from colonnade.kernels.attention import sdpa as varlen
 from colonnade.kernels.experts import grouped_mm, loop
-from colonnade.kernels.experts import loop as batched
 from colonnade.kernels.experts import loop as bf16
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
@@ -59,7 +58,6 @@ Operation = Literal[
     "routed_later",
     "few_experts",
     "quantised_experts",
-    "experts",
     "dropout_experts",
     "scores",
     "best_experts",
@@ -100,20 +98,20 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.attention import triton_cache_write, triton_dropout
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
-    from colonnade.kernels.linear import quantised_gpu, skinny_gemm
+    from colonnade.kernels.linear import skinny_gemm
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("dropout_attention", "triton", triton_dropout.packed, **on),
         Row("dropout", "triton", triton_elements.dropout, **on),
-        Row("quantised_linear", "triton", quantised_gpu.linear, **on),
-        Row("fused_linear", "triton", skinny_gemm.product, **on),
+        Row("quantised_linear", "triton", skinny_gemm.linear, **on),
+        Row("fused_linear", "triton", skinny_gemm.fused_linear, **on),
         Row("place_heads", "triton", triton_cache_write.place, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
-        Row("routed_later", "triton", triton_experts.routed_later, **on),
-        Row("few_experts", "triton", triton_few_tokens.few, **on),  # elsewhere choices are sorted for "routed_experts"
+        Row("routed_later", "triton", triton_experts.routed_deferred, **on),
+        # Elsewhere choices are sorted for "routed_experts".
+        Row("few_experts", "triton", triton_few_tokens.routed_unsorted, **on),
         Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
-        Row("experts", "triton", triton_experts.experts, **on),
         Row("best_experts", "triton", triton_routing.best, **on),
         Row("count_choices", "triton", triton_sort.count, devices=("cuda",), dtypes=(torch.int64,)),
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
@@ -179,7 +177,7 @@ def _grouped(device: str) -> tuple[Row, ...]:
     on = {"devices": (device,), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     if not grouped_mm.available:
         return ()
-    return tuple(Row(operation, "grouped", grouped_mm.experts, **on) for operation in ("experts", "dropout_experts"))
+    return (Row("dropout_experts", "grouped", grouped_mm.experts, **on),)
 
 
 def _scaled_grouped() -> tuple[Row, ...]:
@@ -189,7 +187,7 @@ def _scaled_grouped() -> tuple[Row, ...]:
         run = grouped_mm.scaled_product
         rows += (Row("scaled_grouped_product", "scaled_grouped_mm", run, ("cuda",), (torch.float8_e4m3fn,)),)
     if grouped_mm.available:
-        rows += (Row("expert_sums", "grouped", grouped_mm.sums, ("cuda",), (torch.bfloat16,)),)
+        rows += (Row("expert_sums", "grouped", grouped_mm.wgrad, ("cuda",), (torch.bfloat16,)),)
     return rows
 
 
@@ -222,24 +220,20 @@ TABLE: tuple[Row, ...] = (
     Row("quantised_linear", "reference", quantised.quantised_linear),
     Row("fused_linear", "reference", fused.fused_linear),
     Row("place_heads", "reference", cache_write.place),
-    Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
+    Row("scaled_product", "scaled_mm", scaled_mm.scaled_product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.scaled_product, dtypes=FLOATS8),
     *_scaled_grouped(),
     Row("scaled_grouped_product", "reference", grouped_mm.scaled_product_reference, dtypes=FLOATS8),
-    Row("expert_sums", "reference", grouped_mm.sums_reference),
+    Row("expert_sums", "reference", grouped_mm.wgrad_reference),
     *_grouped("cuda"),
     # On a CPU the loop, in bfloat16 other products where they are faster: their docstrings have the measurements.
     Row("routed_experts", "bf16", bf16.routed_bf16, devices=("cpu",), dtypes=(torch.bfloat16,)),
     Row("routed_experts", "loop", loop.routed),
     Row("routed_experts", "reference", experts_reference.routed),
     Row("quantised_experts", "reference", quantised_experts.routed),
-    Row("experts", "loop", loop.experts),
     # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.
     Row("dropout_experts", "loop", loop.experts),
     *_grouped("cpu"),
-    Row("experts", "batched", batched.batched_experts),
-    Row("experts", "reference", experts_reference.experts),
-    Row("dropout_experts", "batched", batched.batched_experts),
     Row("dropout_experts", "reference", experts_reference.experts),
     Row("scores", "wide", routing.scores_tensor_core, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("scores", "reference", routing_reference.scores),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.dropout import Pairs
-from colonnade.kernels.linear.reference import Scale
+from colonnade.kernels.linear.reference import RmsNorm
 from colonnade.kernels.registry import choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.cache import KVCache, Pools
@@ -145,7 +145,7 @@ class PagedView:
     window: int | None
     kernels: str
 
-    def from_qkv(self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
+    def from_qkv(self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[RmsNorm, RmsNorm] | None) -> Tensor:
         """o_TnH from the fused q/k/v projection; one kernel normalises, rotates and writes to the cache."""
         place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=rotation, norms=norms)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from colonnade.kernels.linear.reference import Gate, Scale
+from colonnade.kernels.linear.reference import Gate, RmsNorm
 from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
@@ -90,22 +90,22 @@ def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) ->
     return not (torch.is_grad_enabled() and (x_tD.requires_grad or any(x.requires_grad for x in part.parameters())))
 
 
-def _scale(norm: nn.Module) -> Scale:
+def _scale(norm: nn.Module) -> RmsNorm:
     assert isinstance(norm, Norm)
-    return Scale(norm.weight, norm.eps)
+    return RmsNorm(norm.weight, norm.eps)
 
 
 def _linear(
     x_TD: Tensor,
     layer: Linear,
     *,
-    norm: Scale | None = None,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
     residual_TF: Tensor | None = None,
     in_place: bool = False,
 ) -> Tensor:
     run = choose("fused_linear", x_TD.device.type, x_TD.dtype)
-    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, more_TF=residual_TF, own=in_place)
+    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, residual_TF=residual_TF, inplace=in_place)
 
 
 def _linear_residual(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, in_place: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.kernels.experts.grouped_mm import CAPABILITY, scaled_available
+from colonnade.kernels.experts.grouped_mm import SCALED_CAPABILITY, scaled_available
 from colonnade.kernels.linear import float8
 from colonnade.kernels.linear.quantise import Kind, Quantised, quantise
 from colonnade.kernels.registry import choose
@@ -98,10 +98,11 @@ def enable_float8(blocks: nn.Module, scaling: Float8, device: torch.device | Non
     modules = [module for module in blocks.modules() if isinstance(module, Float8Module)]
     if device.type == "cuda" and any(module.grouped for module in modules):
         has = torch.cuda.get_device_capability(device)
-        if has != CAPABILITY or not scaled_available:
+        if has != SCALED_CAPABILITY or not scaled_available:
             raise ConfigError(
-                f"float8 experts need torch's grouped product for compute capability {CAPABILITY[0]}.{CAPABILITY[1]} "
-                f"(Hopper), and this {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]} and torch "
+                "float8 experts need torch's grouped product for compute capability "
+                f"{SCALED_CAPABILITY[0]}.{SCALED_CAPABILITY[1]} (Hopper), and this "
+                f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]} and torch "
                 f"{torch.__version__} {'has it' if scaled_available else 'lacks it'}; set train.float8 none"
             )
     for module in modules:

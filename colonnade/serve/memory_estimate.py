@@ -20,7 +20,7 @@ import torch
 
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.config.memory_remedies import MemoryUse
-from colonnade.kernels.linear.reference import BAND
+from colonnade.kernels.linear.reference import BAND_ELEMENTS
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.weight_only_quant import quantisable_shapes, weight_bytes_as
@@ -145,7 +145,7 @@ class EngineSpec:
             outputs * inputs for name, (_, outputs, inputs) in quantisable_shapes(shape).items()
             if not (on_gpu and ".experts." in name)
         ]  # fmt: skip
-        return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16
+        return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND_ELEMENTS) * 16
 
     def replace(self, **changes: object) -> "EngineSpec":
         """The same with ``changes``, and its weights estimated unless given."""

@@ -10,11 +10,11 @@ from colonnade.kernels import permute
 from colonnade.kernels import registry as chosen
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
-from colonnade.kernels.experts.tiles import CHOSEN, Kernel, Tiles
+from colonnade.kernels.experts.tiles import OVERRIDES, GroupedTiles, Kernel
 from colonnade.kernels.registry import TABLE, Row, choose
 from colonnade.model.moe import LayerRouting, MixtureOfExperts
 from colonnade.parallel.axis import SOLO_AXES
-from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
+from tests.experts import LOADS, Case, experts_with_dropout, gradients, routed_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -37,13 +37,13 @@ CASES = [
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
     for row in TABLE
-    if row.operation in ("experts", "dropout_experts", "routed_experts")
+    if row.operation in ("dropout_experts", "routed_experts")
     if row.name != "reference" and "cuda" in row.devices
     for dtype in row.dtypes
 ]
 
 
-OF = {"routed_experts": routed_experts, "experts": experts_of_rows, "dropout_experts": experts_with_dropout}
+OF = {"routed_experts": routed_experts, "dropout_experts": experts_with_dropout}
 
 
 def run_of(row: Row):
@@ -51,15 +51,15 @@ def run_of(row: Row):
 
 
 def close(row: Row, case: Case, dtype: torch.dtype) -> None:
-    plain = experts_of_rows if row.operation == "routed_experts" else OF[row.operation]
-    exact = gradients(plain(reference.experts), case, torch.float64, "cuda", values=dtype)
+    exact_run = reference.routed if row.operation == "routed_experts" else reference.experts
+    exact = gradients(OF[row.operation](exact_run), case, torch.float64, "cuda", values=dtype)
     for name, got in gradients(run_of(row), case, dtype, "cuda").items():
         error = float((got.double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-3))
         assert error < TOLERANCE[dtype] * (1 if name == "y" else 2), (name, error)
 
 
 def test_our_kernels_are_chosen() -> None:
-    for operation in ("routed_experts", "experts", "sort_choices", "gather_rows", "combine_rows"):
+    for operation in ("routed_experts", "sort_choices", "gather_rows", "combine_rows"):
         assert choose(operation, "cuda", torch.bfloat16) is choose(operation, "cuda", torch.bfloat16, "triton")
 
 
@@ -76,22 +76,22 @@ def test_every_activation(activation: str) -> None:
 
 
 WAYS = [
-    {"a_processor": 1}, {"a_processor": 2, "GROUP": 1}, {"descriptors": True}, {"laid": True}, {"library": True},
-    {"descriptors": True, "laid": True}, {"together": True},
+    {"programs_per_sm": 1}, {"programs_per_sm": 2, "GROUP": 1}, {"descriptors": True}, {"gather_first": True},
+    {"library": True},    {"descriptors": True, "gather_first": True}, {"interleaved": True},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 def test_every_way_to_cut(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in get_args(Kernel):
-        monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3)._replace(**how))
+        monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3)._replace(**how))
     for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
         close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_each_product_by_torchs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3, library=True))
+    monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3, library=True))
     for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
         for load in ("skewed", "some dropped", "all dropped"):
             close(row, Case(700, 4, 32, 256, 320, load=load, gated=kernel != "up"), torch.bfloat16)
@@ -198,10 +198,10 @@ def test_a_few_choices_as_they_come(case: Case, dtype: torch.dtype) -> None:
     """And those of experts that another rank has, which are none here."""
     x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(dtype, "cuda"))
     weights, ids = Weights(*stacks), case.ids().cuda()
-    run, double = choose("few_experts", "cuda", dtype), weights.each(torch.Tensor.double)
+    run, double = choose("few_experts", "cuda", dtype), weights.map(torch.Tensor.double)
     for there in (ids, torch.where(torch.arange(case.A, device="cuda") % 2 == 1, case.E, ids)):
         got = run(x, there, routing, weights, case.activation)
-        exact = reference.few(x.double(), there, routing.double(), double, case.activation)
+        exact = reference.routed_unsorted(x.double(), there, routing.double(), double, case.activation)
         assert got.shape == exact.shape and got.dtype == dtype
         assert float((got.double() - exact).norm()) <= TOLERANCE[dtype] * float(exact.norm())
         assert torch.equal(run(x, there, routing, weights, case.activation), got)

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from colonnade.kernels.experts import float8, grouped_mm, reference
-from colonnade.kernels.experts.grouped_mm import sums
-from colonnade.kernels.linear.float8 import FORWARD, quantise
+from colonnade.kernels.experts.grouped_mm import wgrad
+from colonnade.kernels.linear.float8 import E4M3, quantise
 from colonnade.kernels.registry import choose
 from tests.experts import Case, gradients, routed_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != grouped_mm.CAPABILITY,
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != grouped_mm.SCALED_CAPABILITY,
     reason="torch's float8 grouped product is for compute capability 9.0",
 )
 
@@ -39,8 +39,8 @@ def test_the_product_is_its_reference(sizes: list[int]) -> None:
     """Any number of rows an expert, and rows past the last end; the same operands, so only the sums differ."""
     draw = torch.Generator("cuda").manual_seed(0)
     R, E, K, N = sum(sizes) + 9, len(sizes), 272, 144
-    a, a_scale = quantise(torch.randn(R, K, device="cuda", generator=draw).bfloat16(), FORWARD, row_wise=True)
-    b, b_scale = quantise(torch.randn(E * N, K, device="cuda", generator=draw).bfloat16(), FORWARD, row_wise=True)
+    a, a_scale = quantise(torch.randn(R, K, device="cuda", generator=draw).bfloat16(), E4M3, row_wise=True)
+    b, b_scale = quantise(torch.randn(E * N, K, device="cuda", generator=draw).bfloat16(), E4M3, row_wise=True)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
     operands = a, b.view(E, N, K), a_scale, b_scale.view(E, N, 1), ends, torch.bfloat16
     got, wanted = (
@@ -49,7 +49,7 @@ def test_the_product_is_its_reference(sizes: list[int]) -> None:
     # Fast accumulation keeps some 14 bits.
     assert error(got, wanted) < 6e-3
     p, q = (torch.randn(R, n, device="cuda", generator=draw).bfloat16() for n in (K, N))
-    assert error(sums(p, q, ends), grouped_mm.sums_reference(p.double(), q.double(), ends)) < 4e-3
+    assert error(wgrad(p, q, ends), grouped_mm.wgrad_reference(p.double(), q.double(), ends)) < 4e-3
 
 
 @hopper

@@ -18,8 +18,8 @@ from colonnade.kernels import triton_rotary, triton_sampling
 from colonnade.kernels.attention import cache_write, triton_cache_write
 from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import Gate, Scale
-from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.linear.reference import Gate, RmsNorm
+from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.model import fused_block as steps
 from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.serve import Engine, SamplingParams
@@ -56,47 +56,47 @@ def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtyp
     kind, group = how
     (F, D), weights = size, [drawn(*size, dtype=torch.float32, seed=i) / size[1] ** 0.5 for i in range(2)]
     made = [w.to(dtype) if kind == "plain" else quantise(w, kind, group) for w in weights]
-    bias, gain = drawn(F, dtype=dtype), Scale(drawn(D, dtype=dtype), 1e-5)
+    bias, gain = drawn(F, dtype=dtype), RmsNorm(drawn(D, dtype=dtype), 1e-5)
     for rows in (1, 3, 16):
         x, more = drawn(rows, D, dtype=dtype), drawn(rows, F, dtype=dtype, seed=1)
-        ways: list[dict[str, Any]] = [{}, {"more_TF": more}, {"norm": gain, "gate": Gate(made[1], None, "silu")}]
+        ways: list[dict[str, Any]] = [{}, {"residual_TF": more}, {"norm": gain, "gate": Gate(made[1], None, "silu")}]
         for way in ways:
             b = None if way else bias
             exact = {
-                "norm": Scale(gain.weight_D.double(), 1e-5), "more_TF": more.double(),
+                "norm": RmsNorm(gain.weight_D.double(), 1e-5), "residual_TF": more.double(),
                 "gate": Gate(doubled(made[1]), None, "silu"),
             }  # fmt: skip
             wanted = reference.fused_linear(
                 x.double(), doubled(made[0]), None if b is None else b.double(), **{k: exact[k] for k in way}
             )
-            got = skinny_gemm.product(x, made[0], b, **way)
+            got = skinny_gemm.fused_linear(x, made[0], b, **way)
             error = float((got.double() - wanted).norm() / wanted.norm())
             # The library's kernels round at every step, and widen quantised weights to the type of x.
             ours = (
-                skinny_gemm_tiles.pick(kind, rows, F, D, gated="gate" in way)
-                if rows <= skinny_gemm_tiles.MOST
+                skinny_gemm_tiles.table_tiles(kind, rows, F, D, gated="gate" in way)
+                if rows <= skinny_gemm_tiles.MAX_ROWS
                 else None
             )
             room = 1 if ours else 3
-            if ours and ours.units and kind == "int4" and dtype == torch.float16 and "gate" in way:
+            if ours and ours.tensor_cores and kind == "int4" and dtype == torch.float16 and "gate" in way:
                 room = 2  # matrix units sum nibbles beside 1024 times x, for both products of a gate
             assert got.dtype == dtype and error < room * TOLERANCE[dtype], (rows, list(way), error)
-            assert torch.equal(got, skinny_gemm.product(x, made[0], b, **way))
+            assert torch.equal(got, skinny_gemm.fused_linear(x, made[0], b, **way))
 
 
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiles(8, 1024, 4, 4),
-        Tiles(16, 1024, 4, 3, 2),
-        Tiles(4, 4096, 8, 4, 1),
-        Tiles(8, 512, 2, 6, 4),
-        Tiles(2, 64, 1, 2),
+        SkinnyTiles(8, 1024, 4, 4),
+        SkinnyTiles(16, 1024, 4, 3, 2),
+        SkinnyTiles(4, 4096, 8, 4, 1),
+        SkinnyTiles(8, 512, 2, 6, 4),
+        SkinnyTiles(2, 64, 1, 2),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["plain", "int8", "int4"])
-def test_any_tiles(tiles: Tiles, kind: str) -> None:
+def test_any_tiles(tiles: SkinnyTiles, kind: str) -> None:
     """One step, several, a last one that is not full; a program a block, or programs that stay."""
     if kind == "int4":
         tiles = tiles._replace(BK=tiles.BK // 8)
@@ -104,18 +104,18 @@ def test_any_tiles(tiles: Tiles, kind: str) -> None:
     weight = w.bfloat16() if kind == "plain" else quantise(w, kind, 64)
     for rows in (1, 4):
         x, more = drawn(rows, 4096, dtype=torch.bfloat16), drawn(rows, 1000, dtype=torch.bfloat16)
-        norm = Scale(drawn(4096, dtype=torch.bfloat16), 1e-5)
-        got = skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, more_TF=more)
-        exact = Scale(norm.weight_D.double(), 1e-5)
-        wanted = reference.fused_linear(x.double(), doubled(weight), norm=exact, more_TF=more.double())
+        norm = RmsNorm(drawn(4096, dtype=torch.bfloat16), 1e-5)
+        got = skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, residual_TF=more)
+        exact = RmsNorm(norm.weight_D.double(), 1e-5)
+        wanted = reference.fused_linear(x.double(), doubled(weight), norm=exact, residual_TF=more.double())
         assert (got.double() - wanted).norm() < 4e-3 * wanted.norm()
-        poisoned = [skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, more_TF=more) for _ in range(3)]
+        poisoned = [skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, residual_TF=more) for _ in range(3)]
         assert all(torch.equal(got, again) for again in poisoned)
 
 
 UNITS = [
-    Tiles(16, 512, 8, 4, 1, True), Tiles(16, 512, 8, 4, 2, True), Tiles(32, 512, 16, 3, 1, True),
-    Tiles(32, 128, 8, 3, 1, True), Tiles(16, 64, 2, 3, 0, True),
+    SkinnyTiles(16, 512, 8, 4, 1, True), SkinnyTiles(16, 512, 8, 4, 2, True), SkinnyTiles(32, 512, 16, 3, 1, True),
+    SkinnyTiles(32, 128, 8, 3, 1, True), SkinnyTiles(16, 64, 2, 3, 0, True),
 ]  # fmt: skip
 """In words of int4."""
 ODD_EVEN = 333, 1000
@@ -127,20 +127,20 @@ UNIT_CASES += [(tiles, ODD_EVEN, torch.float16) for tiles in (UNITS[0], UNITS[3]
 
 @pytest.mark.parametrize(("tiles", "size", "dtype"), UNIT_CASES, ids=str)
 @pytest.mark.parametrize("how", [("int8", 64), ("float8", 64), ("int4", 64)], ids=str)
-def test_matrix_units(tiles: Tiles, how: tuple[str, int], size: tuple[int, int], dtype: torch.dtype) -> None:
+def test_matrix_units(tiles: SkinnyTiles, how: tuple[str, int], size: tuple[int, int], dtype: torch.dtype) -> None:
     """All inputs at once and in steps, a program or two a multiprocessor, whatever the other rows."""
     (kind, group), (F, D) = how, size
     turn = UNITS.index(tiles)
     if kind != "int4":
         tiles = tiles._replace(BN=16, BK=tiles.BK * 8, stages=2 if tiles.BK == 512 else tiles.stages)
     made = [quantise(drawn(*size, dtype=torch.float32, seed=i) / D**0.5, kind, group) for i in range(2)]
-    gain = Scale(drawn(D, dtype=dtype), 1e-5)
-    exact = {"norm": Scale(gain.weight_D.double(), 1e-5), "gate": Gate(made[1], None, "silu")}
+    gain = RmsNorm(drawn(D, dtype=dtype), 1e-5)
+    exact = {"norm": RmsNorm(gain.weight_D.double(), 1e-5), "gate": Gate(made[1], None, "silu")}
     for i, rows in enumerate((1, 3, 16)):
-        if rows == 16 and tiles.a_processor == 2:
+        if rows == 16 and tiles.programs_per_sm == 2:
             continue  # sixteen rows of x take the registers of a multiprocessor
         x, more = drawn(rows, D, dtype=dtype), drawn(rows, F, dtype=dtype, seed=1)
-        ways: list[dict[str, Any]] = [{}, {"more_TF": more, "norm": gain}, {"norm": gain, "gate": exact["gate"]}]
+        ways: list[dict[str, Any]] = [{}, {"residual_TF": more, "norm": gain}, {"norm": gain, "gate": exact["gate"]}]
         way = ways[(i + turn) % 3]
         b = None if way else drawn(F, dtype=dtype)
         wanted = reference.fused_linear(
@@ -170,7 +170,7 @@ def test_matrix_units_know_every_number_of_a_format(dtype: torch.dtype) -> None:
     for weight in codes("cuda"):
         x = torch.eye(weight.inputs, dtype=dtype, device="cuda")
         exact = reference.fused_linear(x.double(), weight).T
-        tiles = Tiles(16, weight.values.shape[1], 2, 2, units=True)
+        tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, tensor_cores=True)
         got = torch.cat([skinny_gemm.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
         near = 4e-3 if dtype == torch.bfloat16 else 6e-4
         assert torch.allclose(got.double(), exact, rtol=near, atol=1e-7), weight.kind
@@ -184,7 +184,7 @@ def test_heads_on_their_way(pool: torch.dtype, group: int, K: int, H: int, norme
     T, dtype = 13, torch.bfloat16
     qkv = drawn(T, K * (group + 2) * H, dtype=dtype)
     turn = rotary_reference.Rotation(drawn(T, 1, H, dtype=dtype, seed=1), drawn(T, 1, H, dtype=dtype, seed=2))
-    norms = (Scale(drawn(H, dtype=dtype), 1e-5), Scale(drawn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
+    norms = (RmsNorm(drawn(H, dtype=dtype), 1e-5), RmsNorm(drawn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
     slots = torch.randperm(20 * 16, device="cuda")[:T]
     ours, theirs = ([torch.zeros(20, 16, K, H, device="cuda", dtype=pool) for _ in range(2)] for _ in range(2))
     q = triton_cache_write.place(qkv, *ours, slots, turn=turn, norms=norms)

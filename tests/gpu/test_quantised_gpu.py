@@ -15,8 +15,8 @@ from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.linear import quantised_gpu
 from colonnade.kernels.linear import reference as quantised
+from colonnade.kernels.linear import skinny_gemm
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import SamplingParams
@@ -41,14 +41,14 @@ def test_any_number_of_rows(kind: str, group: int, shape: tuple[int, int], dtype
     for rows in (0, 1, 2, 7, 16, 33, 64, 65, 300):
         x = torch.randn(rows, shape[1], generator=draw, device="cuda").to(dtype)
         exact = quantised.quantised_linear(x.double(), weight, bias.double())
-        got = quantised_gpu.linear(x, weight, bias)
+        got = skinny_gemm.linear(x, weight, bias)
         assert got.shape == exact.shape and got.dtype == dtype
         tolerance = TOLERANCE[dtype]
         if kind == "float8" and dtype == torch.bfloat16 and rows > 64 and shape[0] % 16 == shape[1] % 16 == 0:
             tolerance = 4e-2  # x is in float8 too
         error = float((got.double() - exact).norm() / exact.norm().clamp(min=1e-9))
         assert error < tolerance, (rows, error)
-        assert torch.equal(got, quantised_gpu.linear(x, weight, bias))
+        assert torch.equal(got, skinny_gemm.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
@@ -58,7 +58,7 @@ def test_every_number_of_splits(kind: str, group: int) -> None:
         x = torch.randn(rows, 5000, device="cuda", dtype=torch.bfloat16)
         exact = quantised.quantised_linear(x.double(), weight)
         for splits in (1, 2, 3, 9):
-            got = quantised_gpu.few_rows(x, weight, splits=splits)
+            got = skinny_gemm.split_k(x, weight, splits=splits)
             assert (got.double() - exact).norm() < 4e-3 * exact.norm()
 
 

@@ -189,7 +189,7 @@ def same_files(a: Path, b: Path) -> bool:
 
 
 def test_weights_that_lie_column_by_column_are_read_and_written_alike(tmp_path: Path) -> None:
-    """float16 on a CPU (colonnade.kernels.experts.loop.across)."""
+    """float16 on a CPU (colonnade.kernels.experts.loop.down_column_major)."""
     theirs = reference("mixtral").half()
     theirs.save_pretrained(tmp_path / "hf")
     ours = colonnade.load(tmp_path / "hf", dtype="float16", device="cpu")

@@ -38,7 +38,7 @@ DROPS: dict[str, dict[str, Any]] = {
     "as large as any": {"capacity": 0.0, "priority": True},
     "bounded": {"capacity": -1.5},
 }
-COMPUTES = {"loop": torch.float64, "batched": torch.float64, "grouped": torch.float32}
+COMPUTES = {"loop": torch.float64, "grouped": torch.float32}
 """By which kernel, and in which type: torch's grouped product knows no float64."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLANS = [
@@ -143,7 +143,7 @@ def by(compute: str) -> Callable[..., Any]:
             return kernels.choose(operation, device, dtype)
         if compute in ("loop", "reference"):
             return kernels.choose(operation, device, dtype, compute)
-        of_rows = kernels.choose("experts", device, dtype, compute)
+        of_rows = kernels.choose("dropout_experts", device, dtype, compute)
         gather, combine = (kernels.choose(move, device, dtype) for move in ("gather_rows", "combine_rows"))
 
         def routed(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, stacks: Any, activation: str) -> Tensor:

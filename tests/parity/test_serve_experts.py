@@ -65,14 +65,14 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
 
     def counted(*given: object) -> torch.Tensor:
         calls.append(given)
-        return reference.few(*given)  # type: ignore[arg-type]
+        return reference.routed_unsorted(*given)  # type: ignore[arg-type]
 
     def fetch_of(layer: MixtureOfExperts):
         def fetch(ends_e: torch.Tensor | None, rows: int) -> reference.Weights:
             stored = layer.experts.stored
             assert ends_e is not None and isinstance(stored, reference.Weights)
             none_e = ends_e.diff(prepend=ends_e.new_zeros(1)) == 0
-            return stored.each(lambda w: torch.where(none_e.view(-1, *[1] * (w.dim() - 1)), torch.nan, w.detach()))
+            return stored.map(lambda w: torch.where(none_e.view(-1, *[1] * (w.dim() - 1)), torch.nan, w.detach()))
 
         return fetch
 

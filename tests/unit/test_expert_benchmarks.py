@@ -136,7 +136,7 @@ class Pretended:
     back, laid_by_another = True, False
 
     def run(self, kernel: str) -> list[torch.Tensor]:
-        self.kernel, self.how = kernel, tiles.CHOSEN[kernel]
+        self.kernel, self.how = kernel, tiles.OVERRIDES[kernel]
         return [torch.full((4,), 2.0 if self.how.BM == 256 else 1.0)]
 
     def median(self, run, budget_s: float) -> float:
@@ -147,12 +147,12 @@ class Pretended:
 
 
 def test_each_product_goes_to_who_is_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shape, active = tiles.Shape(8, 512, 256), 2
-    monkeypatch.setattr(tiles, "CHOSEN", {})
+    shape, active = tiles.LayerShape(8, 512, 256), 2
+    monkeypatch.setattr(tiles, "OVERRIDES", {})
     pretended = Pretended()
     jobs = []
 
-    def submit(kernel: str, how: tiles.Tiles, _: object) -> Answered:
+    def submit(kernel: str, how: tiles.GroupedTiles, _: object) -> Answered:
         jobs.append((kernel, how))
         return Answered("does not fit" if how.BN == 256 and kernel == "down" else None)
 
@@ -169,12 +169,12 @@ def test_each_product_goes_to_who_is_fastest(monkeypatch: pytest.MonkeyPatch, tm
         "a shape's new rows replace its old"
     )
     (mine,) = [s for s in table["shapes"] if (s["E"], s["F"], s["D"]) == shape]
-    rows = tiles.rows_of(mine["kernels"])
+    rows = tiles.parse_rows(mine["kernels"])
     assert {kernel: [how.library for _, how in found] for kernel, found in rows.items()} == {
         kernel: [False] * 6 if kernel in ("gated_up", "down") else [True] * 2 for kernel in rows
     }
     assert [how.BM == 256 for found in rows.values() for _, how in found].count(True) == 0, "they were wrong"
-    assert rows["down"][-1][1].BN == 128 and rows["hidden_back"][-1][1].BN == 256, "what did not compile was left"
+    assert rows["down"][-1][1].BN == 128 and rows["hidden_dgrad"][-1][1].BN == 256, "what did not compile was left"
     means = [T * active / shape.E for T in tune_experts.TOKENS]
     for mean, here in zip(means, rows["down"], strict=True):
         assert next(it for it in rows["down"] if it[0] is None or mean <= it[0]) is here, (
@@ -182,26 +182,35 @@ def test_each_product_goes_to_who_is_fastest(monkeypatch: pytest.MonkeyPatch, tm
         )
     late = tune_experts.Tuner(shape, active, pretended, submit, -math.inf, layer=lambda _: pretended)  # type: ignore[arg-type]
     late.run(lambda: None)
-    assert late.record()["kernels"]["down"][-1]["tiles"] == tiles.pick("down", 2**20, shape, 2)._asdict()
+    assert late.record()["kernels"]["down"][-1]["tiles"] == tiles.select_tiles("down", 2**20, shape, 2)._asdict()
 
 
 def test_the_nearest_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two, other = (tiles.Tiles(16, 16, 16, 4, stages) for stages in (1, 2, 3))
+    one, two, other = (tiles.GroupedTiles(16, 16, 16, 4, stages) for stages in (1, 2, 3))
     measured = {
-        tiles.Shape(8, 14336, 4096): {"down": [(None, one)]},
-        tiles.Shape(128, 768, 2048): {"down": [(None, two)]},
+        tiles.LayerShape(8, 14336, 4096): {"down": [(None, one)]},
+        tiles.LayerShape(128, 768, 2048): {"down": [(None, two)]},
     }
     monkeypatch.setattr(tiles, "table", lambda: ({"down": [], "up": [(4, one), (None, other)]}, measured))
-    asked = tiles.rows.__wrapped__
-    assert asked("down", tiles.Shape(64, 8192, 4096)) == [(None, one)]
-    assert asked("down", tiles.Shape(8, 1408, 2048)) == [(None, two)]
-    assert asked("up", tiles.Shape(8, 1408, 2048))[-1] == (None, other), "what is measured nowhere is reckoned"
+    asked = tiles.table_rows.__wrapped__
+    assert asked("down", tiles.LayerShape(64, 8192, 4096)) == [(None, one)]
+    assert asked("down", tiles.LayerShape(8, 1408, 2048)) == [(None, two)]
+    assert asked("up", tiles.LayerShape(8, 1408, 2048))[-1] == (None, other), "what is measured nowhere is reckoned"
 
 
 def test_a_profile_says_what_each_kernel_took(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["up", "down", "hidden_back", "down", "weights_back", "weights_back", "void cutlass_GEMM<x>", "copy"]
+    names = [
+        "up_kernel",
+        "down_kernel",
+        "hidden_dgrad_kernel",
+        "down_kernel",
+        "wgrad_kernel",
+        "wgrad_kernel",
+        "void cutlass_GEMM<x>",
+        "copy",
+    ]
     kernels = [(name, 10.0 * i, 8.0) for i, name in enumerate(names)]
     found = layer_profile.lines(kernels, 4e9, 1e15)
     rates = [float(line.split()[-5]) if "TFLOP/s" in line else None for line in found[:-1]]
@@ -222,7 +231,13 @@ def test_a_layers_time_is_shared_out(monkeypatch: pytest.MonkeyPatch, capsys: py
     names = {
         "router": ["nvjet_small", "_best", "_tally", "aminmax", "Memset"],
         "dispatch": ["_count", "DeviceScanKernel", "_place", "_rank", "_invert", "_deal"],
-        "products": ["up", "down", "_hidden", "cutlass GroupProblemShape", "weights_back"],
+        "products": [
+            "up_kernel",
+            "down_kernel",
+            "activation_forward_kernel",
+            "cutlass GroupProblemShape",
+            "wgrad_kernel",
+        ],
         "combine": ["_sum"],
     }
     alone = {"nvjet_small", "_best"}

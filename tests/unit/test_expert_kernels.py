@@ -14,18 +14,17 @@ from torch import Tensor
 from colonnade.errors import ConfigError
 from colonnade.kernels import permute
 from colonnade.kernels.dropout import CHOICES, HIDDEN, column_hash, mix, row_hash
-from colonnade.kernels.experts import loop, reference
-from colonnade.kernels.experts import loop as bf16
+from colonnade.kernels.experts import grouped_mm, loop, reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.registry import TABLE, Row, choose
 from colonnade.model.moe.experts import sorting_costs_more
-from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
+from tests.experts import LOADS, Case, experts_with_dropout, gradients, routed_experts
 from tests.worlds import assert_same
 
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
     for row in TABLE
-    if row.operation in ("experts", "routed_experts") and row.name != "reference" and "cpu" in row.devices
+    if row.operation == "routed_experts" and row.name != "reference" and "cpu" in row.devices
     for dtype in ((torch.float64 if torch.float64 in row.dtypes else torch.float32),)
 ]
 SHAPES = [(37, 2, 5, 24, 20), (9, 3, 8, 16, 32), (1, 2, 4, 7, 9), (0, 2, 3, 8, 8), (40, 1, 4, 10, 6)]
@@ -37,10 +36,6 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).abs().max() / exact.abs().max().clamp(min=1)) if exact.numel() else 0.0
 
 
-def of(row: Row) -> Callable[..., Tensor]:
-    return routed_experts(row.run) if row.operation == "routed_experts" else experts_of_rows(row.run)
-
-
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
@@ -50,7 +45,7 @@ def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: b
     case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
-    for name, got in gradients(of(row), case, dtype).items():
+    for name, got in gradients(routed_experts(row.run), case, dtype).items():
         assert error(got, exact[name]) <= tolerance, name
 
 
@@ -59,7 +54,7 @@ def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: b
 def test_however_the_weights_lie_in_memory(row: Row, dtype: torch.dtype, T: int) -> None:
     case = Case(T, 2, 4, 16, 24, across=True, biased=True)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
-    for name, got in gradients(of(row), case, dtype).items():
+    for name, got in gradients(routed_experts(row.run), case, dtype).items():
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
 
 
@@ -68,7 +63,7 @@ def test_however_the_weights_lie_in_memory(row: Row, dtype: torch.dtype, T: int)
 def test_every_activation(row: Row, dtype: torch.dtype, activation: str) -> None:
     case = Case(20, 2, 4, 12, 14, activation=activation)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
-    for name, got in gradients(of(row), case, dtype).items():
+    for name, got in gradients(routed_experts(row.run), case, dtype).items():
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
 
 
@@ -80,12 +75,12 @@ def test_experts_without_a_gradient_in_bfloat16(
 ) -> None:
     """By a batched product, a grouped one and the loop, each where it is for; with a gradient always by the loop."""
     case, ran = Case(*shape, load=load, gated=gated, biased=biased, across=shape[0] == 7), []
-    parts = (bf16.batched, "experts", "batched"), (bf16.grouped, "product", "grouped"), (bf16.loop, "routed", "loop")
+    parts = (loop, "padded_batch", "batched"), (grouped_mm, "product", "grouped"), (loop, "routed", "loop")
     for module, name, said in parts:
         monkeypatch.setattr(module, name, _noted(getattr(module, name), ran, said))
     leaves = case.leaves(torch.bfloat16, "cpu")
     with torch.no_grad():
-        got = routed_experts(bf16.routed_bf16)(case, *leaves)
+        got = routed_experts(loop.routed_bf16)(case, *leaves)
         exact = routed_experts(reference.routed)(case, *(None if x is None else x.double() for x in leaves))
     assert float((got.double() - exact).norm()) <= 1.5e-2 * float(exact.norm())
     _, ends_E = permute.sort(case.ids(), case.E, case.rows())
@@ -95,7 +90,7 @@ def test_experts_without_a_gradient_in_bfloat16(
     wanted = "batched" if together and max(sizes) <= 128 else "grouped" if plain else "loop"
     assert not case.T or load == "bounded" or set(ran) == {wanted} or not sum(sizes)
     ran.clear()
-    routed_experts(bf16.routed_bf16)(case, *leaves)
+    routed_experts(loop.routed_bf16)(case, *leaves)
     assert set(ran) == {"loop"}
 
 
@@ -158,7 +153,7 @@ def test_what_is_dropped_is_a_unit_of_a_choice() -> None:
 def test_an_expert_takes_its_own_of_many_tokens(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the loop does with more choices than it gathers at once."""
     case = Case(30, 2, 6, 12, 14, load=load, biased=True)
-    monkeypatch.setattr(loop, "AT_ONCE", 0)
+    monkeypatch.setattr(loop, "GATHER_ONCE_MAX_ROWS", 0)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(routed_experts(loop.routed), case, torch.float64).items():
         assert error(got, exact[name]) <= 1e-10, name

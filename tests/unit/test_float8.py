@@ -87,7 +87,9 @@ def test_the_fast_file_takes_its_operands_as_the_reference_does(shape: tuple[int
     M, K, N = shape
     a, a_scale = float8.quantise(normal(K, M, seed=0).bfloat16().T, torch.float8_e4m3fn, row_wise=row_wise)
     b, b_scale = float8.quantise(normal(N, K, seed=1).bfloat16(), torch.float8_e4m3fn, row_wise=row_wise)
-    got, wanted = (run(a, b, a_scale, b_scale, torch.bfloat16) for run in (scaled_mm.product, reference.scaled_product))
+    got, wanted = (
+        run(a, b, a_scale, b_scale, torch.bfloat16) for run in (scaled_mm.scaled_product, reference.scaled_product)
+    )
     assert got.shape == (M, N) and got.dtype == torch.bfloat16
     assert (got.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm()
 

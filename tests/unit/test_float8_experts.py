@@ -40,7 +40,7 @@ def test_the_products_are_of_what_was_rounded(load: str, gated: bool, biased: bo
     def by_hand(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
         y_RD, start = torch.zeros_like(x_RD), 0
         for e, end in enumerate(ends_E.tolist()):
-            up, down, gate, up_b, gate_b, down_b = weights.of(e)
+            up, down, gate, up_b, gate_b, down_b = weights.expert(e)
             act = ACTIVATIONS[activation]
             x8 = by_row(x_RD[start:end])
             u = x8 @ by_row(up).T + (0 if up_b is None else up_b)
@@ -87,7 +87,7 @@ def test_the_gradient_of_weights_is_not_rounded() -> None:
     """Σ_r p_r ⊗ q_r of what came out and what went in, to float32."""
     p, q = torch.randn(13, 16), torch.randn(13, 32)
     ends = torch.tensor([4, 4, 11])
-    got = grouped_mm.sums_reference(p, q, ends)
+    got = grouped_mm.wgrad_reference(p, q, ends)
     wanted = torch.stack([p[a:b].double().T @ q[a:b].double() for a, b in ((0, 4), (4, 4), (4, 11))])
     assert_same(got.double(), wanted, 1e-6)
 

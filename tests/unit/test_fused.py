@@ -120,7 +120,7 @@ def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
     rows = [{"kind": "plain", "tiles": tiles._asdict()}, {"kind": "int4", "tiles": None}]
     record = json.loads(skinny_gemm.written("none", rows))
     assert record == {"measured_on": "none", "rows": rows}
-    assert skinny_gemm_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
+    assert skinny_gemm_tiles.SkinnyTiles(**record["rows"][0]["tiles"]) == tiles
 
 
 def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
@@ -129,20 +129,20 @@ def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
     assert kept == [row for row in table if row["kind"] == "plain"]
     for cell, hows in ways.items():
         F, D, _ = skinny_gemm.SHAPES[cell.name]
-        now = skinny_gemm_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
-        assert cell.kind != "plain" and any(how.units for how in hows) and len(set(hows)) == len(hows)
+        now = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, F, D, gated=cell.gated)
+        assert cell.kind != "plain" and any(how.tensor_cores for how in hows) and len(set(hows)) == len(hows)
         assert now is None or now in hows
     # Each shape that the table had is measured, and more rows.
     had = {(row["kind"], row["gated"], row["rows"]) for row in table if row["kind"] != "float8"}
     assert had - {(row["kind"], row["gated"], row["rows"]) for row in kept} <= {(c.kind, c.gated, c.rows) for c in ways}
     assert {c.rows for c in ways} == {1, 2, 4, 8, 16}
-    assert not any(how.units for how in skinny_gemm.in_registers(skinny_gemm.CELLS[-1]))
+    assert not any(how.tensor_cores for how in skinny_gemm.in_registers(skinny_gemm.CELLS[-1]))
 
 
 def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:
     for kind, gated in (("plain", False), ("plain", True), ("int8", False), ("float8", True), ("int4", False)):
         for rows in (1, 2, 3, 4):
-            tiles = skinny_gemm_tiles.pick(kind, rows, 12288, 4096, gated=gated)
+            tiles = skinny_gemm_tiles.table_tiles(kind, rows, 12288, 4096, gated=gated)
             assert tiles is None or (tiles.BK & (tiles.BK - 1) == 0 and tiles.stages > 1)
-        assert skinny_gemm_tiles.pick(kind, skinny_gemm_tiles.MOST + 1, 4096, 4096, gated=gated) is None
-    assert skinny_gemm_tiles.pick("plain", 1, 4096, 4096, gated=False) is not None
+        assert skinny_gemm_tiles.table_tiles(kind, skinny_gemm_tiles.MAX_ROWS + 1, 4096, 4096, gated=gated) is None
+    assert skinny_gemm_tiles.table_tiles("plain", 1, 4096, 4096, gated=False) is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from colonnade.kernels.experts.deferred_wgrad import Later
+from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
 from colonnade.kernels.experts.reference import Weights
 
 SAID: list[str] = []
@@ -32,7 +32,7 @@ class Owes(Function):
     """Multiplies by 2, and owes both weights ones."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, later: Later, what: str, _: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, later: DeferredWgrad, what: str, _: Tensor) -> Tensor:
         ctx.later, ctx.call, ctx.what = later, later.call(), what
         return 2 * x
 
@@ -45,7 +45,7 @@ class Owes(Function):
             SAID.append(f"sums {what}")
             return [torch.ones_like(w) for w in weights.tensors]
 
-        ctx.later.owed[ctx.call] = sums
+        ctx.later.pending[ctx.call] = sums
         return 2 * grad, None, None, grad.new_zeros(())
 
 
@@ -54,7 +54,7 @@ def test_sums_come_after_all_rows_have_left() -> None:
     SAID.clear()
     x, up, down = (torch.ones(2, 2, 2, requires_grad=True) for _ in range(3))
     first = Says.apply(x, "waits for 0")
-    later = Later(Weights(up, down))
+    later = DeferredWgrad(Weights(up, down))
     second = Says.apply(x, "waits for 1")
     y = Owes.apply(Says.apply(first, "sends 0"), later, "0", later.token)
     y = y + Owes.apply(Says.apply(second, "sends 1"), later, "1", later.token)
@@ -62,24 +62,24 @@ def test_sums_come_after_all_rows_have_left() -> None:
     assert SAID[:5] == ["rows 1", "sends 1", "rows 0", "sends 0", "waits for 1"]
     assert sorted(SAID[5:7]) == ["sums 0", "sums 1"]
     assert SAID[7:] == ["waits for 0"]
-    assert not later.owed
+    assert not later.pending
     assert [sorted(set(grad.flatten().tolist())) for grad in grads] == [[4.0], [2.0], [2.0]]
 
 
 def test_who_is_asked_for_rows_first_and_for_weights_afterwards_owes_once() -> None:
     """As a pipeline without bubbles goes back, twice through each call."""
     x, up, down = (torch.ones(2, 2, 2, requires_grad=True) for _ in range(3))
-    later = Later(Weights(up, down))
+    later = DeferredWgrad(Weights(up, down))
     y = Owes.apply(x, later, "0", later.token) + Owes.apply(x, later, "1", later.token)
     (dx,) = torch.autograd.grad(y.sum(), [x], retain_graph=True)
     grads = torch.autograd.grad(y.sum(), [up, down])
-    assert not later.owed
+    assert not later.pending
     assert [sorted(set(grad.flatten().tolist())) for grad in (dx, *grads)] == [[4.0], [2.0], [2.0]]
 
 
 def test_who_owes_nothing_gives_zeros() -> None:
     up, down = (torch.ones(1, 2, 2, requires_grad=True) for _ in range(2))
-    grads = torch.autograd.grad(Later(Weights(up, down)).token, [up, down])
+    grads = torch.autograd.grad(DeferredWgrad(Weights(up, down)).token, [up, down])
     assert not any(grad.any() for grad in grads)
 
 
@@ -88,7 +88,7 @@ def test_nothing_of_it_is_left_behind() -> None:
     gc.disable()
     try:
         up = torch.ones(1, 2, 2, requires_grad=True)
-        later = Later(Weights(up, up))
+        later = DeferredWgrad(Weights(up, up))
         y = Owes.apply(torch.ones(2, requires_grad=True), later, "", later.token)
         y.sum().backward()
         gone = weakref.ref(later)

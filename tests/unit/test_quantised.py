@@ -13,7 +13,7 @@ from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
 from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.kernels.linear import reference, skinny_gemm_cpu
-from colonnade.kernels.linear.quantise import dequantise, quantise, widened
+from colonnade.kernels.linear.quantise import dequantise, quantise, to_float
 from colonnade.kernels.registry import TABLE
 from colonnade.model.linear import Linear
 from colonnade.model.weight_only_quant import quantised_kind, weight_bytes
@@ -70,9 +70,16 @@ def test_a_word_holds_what_the_docstring_says() -> None:
 def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int, monkeypatch) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
-    monkeypatch.setattr(reference, "BAND", 1000)
+    monkeypatch.setattr(reference, "BAND_ELEMENTS", 1000)
     w, bias = quantise(draw(37, 90), kind, group), draw(37).double()
-    for shape in ((0, 90), (1, 90), (5, 90), (2, 3, 90), (skinny_gemm_cpu.FEW, 90), (skinny_gemm_cpu.FEW + 1, 90)):
+    for shape in (
+        (0, 90),
+        (1, 90),
+        (5, 90),
+        (2, 3, 90),
+        (skinny_gemm_cpu.MAX_QUANTISED_ROWS, 90),
+        (skinny_gemm_cpu.MAX_QUANTISED_ROWS + 1, 90),
+    ):
         x = draw(*shape).double()
         exact = x @ dequantise(w, torch.float64).T
         assert (row.run(x, w) - exact).abs().max().nan_to_num() < 1e-12 if x.numel() else row.run(x, w).shape == (0, 37)
@@ -97,7 +104,7 @@ def test_every_number_of_float8_is_widened_to_itself() -> None:
     every = every[every.float().isfinite()]
     assert len(every) == 254
     for dtype in (torch.float32, torch.float64):
-        got, expected = widened(every, dtype), every.to(dtype)
+        got, expected = to_float(every, dtype), every.to(dtype)
         assert torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
 
 
@@ -182,7 +189,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError):
         ServeConfig(weights="int5")
     for kind in ("int3", "INT8", 8, "stored"):
-        with pytest.raises(ConfigError, match=rf"there are no weights in {kind!r}; use int8, int4 or float8"):
+        with pytest.raises(ConfigError, match=rf"unknown weight format {kind!r}; use int8, int4 or float8"):
             quantise(draw(3, 32), kind)
 
 

@@ -13,7 +13,7 @@ from colonnade.config import ExpertsConfig, ServeConfig
 from colonnade.errors import CheckpointError
 from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
-from colonnade.kernels.experts.quantised import Stacks
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.quantise import dequantise, quantise
@@ -43,7 +43,7 @@ SHAPES = [(37, 2, 5, 24, 20), (1, 2, 4, 70, 9), (0, 2, 3, 8, 8), (9, 3, 8, 16, 3
 def test_it_is_the_reference_with_what_is_stored(row, kind: str, group: int, shape: tuple, monkeypatch) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
-    monkeypatch.setattr(quantised, "BAND", 100)
+    monkeypatch.setattr(quantised, "BAND_ELEMENTS", 100)
     activations = itertools.cycle(reference.ACTIVATIONS)
     for load, gated, biased in itertools.product(LOADS, (True, False), (True, False)):
         case = Case(*shape, load=load, gated=gated, biased=biased, activation=next(activations))
@@ -70,7 +70,7 @@ def test_each_matrix_is_a_dense_layers_and_no_product_errs_further(kind: str, gr
         stack = torch.randn(3, 40, 50, generator=draw) + 0.3
         layer.quantise(part, stack, kind, group, SOLO_AXES.experts.sh, CPU)
         for e, w in enumerate(stack.mT if part == "down" else stack):
-            dense, mine = quantise(w, kind, group), layer.quantised[part].of(e)
+            dense, mine = quantise(w, kind, group), layer.quantised[part].matrix(e)
             assert torch.equal(mine.values.view(torch.uint8), dense.values.contiguous().view(torch.uint8))
             assert torch.equal(mine.scales, dense.scales) and mine[3:] == dense[3:]
             highest = w.abs().amax(1, keepdim=True)
@@ -83,7 +83,7 @@ def test_each_matrix_is_a_dense_layers_and_no_product_errs_further(kind: str, gr
             apart = (quantised.quantised_linear(rows, mine) - rows @ w.T).abs()
             bound = rows.abs() @ moved[kind].expand_as(w).T
             assert (apart <= 1.001 * bound + 1e-5).all() and (apart > bound / 100).any()
-    assert not hasattr(layer, "up") and isinstance(layer.stored, Stacks)
+    assert not hasattr(layer, "up") and isinstance(layer.stored, QuantisedWeights)
 
 
 @pytest.mark.parametrize("part", ["up", "down"])

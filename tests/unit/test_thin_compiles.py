@@ -38,16 +38,19 @@ SIZES = ("outputs", "inputs", "x_t", "w_f", "groups", "even", "even_lift", "odd"
 def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, tmp_path: Path) -> None:
     from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm
 
-    tiles = skinny_gemm_tiles.pick(kind, rows, 11008 if gated else 4096, inputs, gated=gated)
+    tiles = skinny_gemm_tiles.table_tiles(kind, rows, 11008 if gated else 4096, inputs, gated=gated)
     assert tiles is not None
-    if tiles.units:  # another kernel's, but where x is not for it
-        tiles = skinny_gemm_tiles.WIDE
+    if tiles.tensor_cores:  # another kernel's, but where x is not for it
+        tiles = skinny_gemm_tiles.FALLBACK
     four = kind == "int4"
-    kernel, columns = triton_skinny_gemm.thin4 if four else triton_skinny_gemm.thin, inputs // 8 if four else inputs
+    kernel, columns = (
+        triton_skinny_gemm.skinny_int4_kernel if four else triton_skinny_gemm.skinny_kernel,
+        inputs // 8 if four else inputs,
+    )
     types = product_types(STORED[kind], "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants: dict[str, Any] = {
         "rows": rows, "SCALED": kind in ("int8", "float8"), "NORM": gated, "ACT": "silu" if gated else "",
-        "BIASED": False, "ADDED": not gated, "EVEN": columns % tiles.BK == 0, "STEPS": -(-columns // tiles.BK),
+        "BIASED": False, "RESIDUAL": not gated, "EVEN": columns % tiles.BK == 0, "STEPS": -(-columns // tiles.BK),
         "M": rows, "BN": tiles.BN, "BK": tiles.BK, "V": 8 if kind == "plain" else 16, "STAGES": tiles.stages,
         "WORDS": 8,
     }  # fmt: skip

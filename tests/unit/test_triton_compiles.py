@@ -25,11 +25,13 @@ WHOLE = ("R", "D", "F", "stride", "q_stride")
 """Numbers that are multiples of 16, as in any real layer."""
 
 
-def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tuple[str, dict[str, str], dict[str, Any]]:
+def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(the function, types of its arguments, constants) of a gated layer without biases in bfloat16."""
     common = {"order_ptr": "*i64", "ends_ptr": "*i64", "R": "i32", "F": "i32", "D": "i32", "E": "i32"}
-    sizes = {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "GROUP": tiles.GROUP}
-    rows = {**sizes, "E_PAD": 256, "EVEN": True, "TMA": tma}
+    from colonnade.kernels.experts import triton_grouped_gemm, triton_wgrad
+
+    sizes = (tiles.BM, tiles.BN, tiles.BK, tiles.GROUP)
+    common_constants = triton_grouped_gemm.Constants(*sizes, E_PAD=256, EVEN=True, TMA=tma)
 
     def of(*names: str) -> dict[str, str]:
         return dict.fromkeys(names, "*bf16")
@@ -46,42 +48,38 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
         types |= fetched("up_w", *(["gate_w"] if gated else []), block=across)
         types |= fetched("x", block=laid, by_engine=tma and not gather)
         return (
-            "up",
+            "up_kernel",
             types,
-            {"GATHER": gather, "GATED": gated, "BIASED": False, "KEEP": True, "ACT": "silu", "ALONE": alone, **rows},
+            {"C": common_constants._replace(GATHER=gather, GATED=gated, KEEP=True, ACT="silu", ONE_TOKEN=alone)},
         )
-    if kernel in ("down", "rows_back"):
-        two = kernel == "rows_back"
+    if kernel in ("down", "input_dgrad"):
+        two = kernel == "input_dgrad"
         types = common | of("y_ptr") | {"routing_ptr": "*fp32"}
-        types |= fetched("one", *(["two"] if two else []), block=laid)
-        types |= fetched("one_w", *(["two_w"] if two else []), block=along)
+        types |= fetched("x1", *(["x2"] if two else []), block=laid)
+        types |= fetched("w1", *(["w2"] if two else []), block=along)
         return (
-            "down",
+            "down_kernel",
             types,
             {
-                "TWO": two,
-                "BIASED": False,
-                "WEIGHTED": not two,
-                "TAIL": False,
-                "ALONE": alone,
-                "TOGETHER": two and tiles.together,
-                **rows,
+                "C": common_constants._replace(
+                    TWO=two, WEIGHTED=not two, ONE_TOKEN=alone, INTERLEAVED=two and tiles.interleaved
+                )
             },
         )
-    if kernel == "hidden_back":
-        types = common | of("a_ptr", "u_ptr", "h_ptr", "da_ptr", "du_ptr") | gathered
-        types |= fetched("down_w", block=across) | {"routing_ptr": "*fp32", "part_ptr": "*fp32"}
+    if kernel == "hidden_dgrad":
+        types = common | gathered | {"tensors": triton_grouped_gemm.Activations(*["*bf16"] * 5)}
+        types |= fetched("down_w", block=across) | {"routing_ptr": "*fp32", "dot_ptr": "*fp32"}
         types |= fetched("dy", block=laid, by_engine=tma and not gather)
-        return "hidden_back", types, {"GATHER": gather, "GATED": True, "WEIGHTED": True, "ACT": "silu", **rows}
-    two = kernel == "gated_weights_back"
+        return "hidden_dgrad_kernel", types, {"C": common_constants._replace(GATHER=gather, GATED=True, ACT="silu")}
+    two = kernel == "gated_wgrad"
     types = (
         common
         | of("dp_ptr", *(["ds_ptr"] if two else []))
-        | {"q_stride": "i32", "token_ptr": "*i32", "turn_ptr": "*i64"}
+        | {"q_stride": "i32", "token_ptr": "*i32", "by_load_ptr": "*i64"}
     )
     types |= fetched("p", *(["s"] if two else []), block=(tiles.BK, tiles.BM))
     types |= fetched("q", block=(tiles.BK, tiles.BN), by_engine=tma and not gather)
-    return "weights_back", types, {"TWO": two, "GATHER": gather, **sizes, "EVEN": True, "TMA": tma}
+    return "wgrad_kernel", types, {"C": triton_wgrad.Constants(*sizes, EVEN=True, TMA=tma, TWO=two, GATHER=gather)}
 
 
 def cases() -> list[Any]:
@@ -91,8 +89,8 @@ def cases() -> list[Any]:
     from colonnade.kernels.experts.tiles import table
 
     reckoned, measured = table()
-    ways = {"down": [(False, True), (True, True)], "weights_back": [(False, True), (True, False)]}
-    ways |= {"rows_back": ways["down"], "gated_weights_back": ways["weights_back"]}
+    ways = {"down": [(False, True), (True, True)], "wgrad": [(False, True), (True, False)]}
+    ways |= {"input_dgrad": ways["down"], "gated_wgrad": ways["wgrad"]}
     found = {
         (kernel, how, *way): ()
         for kernel, rows in reckoned.items()
@@ -101,11 +99,11 @@ def cases() -> list[Any]:
         if way[1] or most is None  # rows are laid out where there are many
     }
     found |= {
-        (kernel, how, how.descriptors, not how.laid): pytest.mark.long
+        (kernel, how, how.descriptors, not how.gather_first): pytest.mark.long
         for kernels in measured.values()
         for kernel, rows in kernels.items()
         for _, how in rows
-        if (kernel, how, how.descriptors, not how.laid) not in found
+        if (kernel, how, how.descriptors, not how.gather_first) not in found
     }
     names = {True: "tma", False: "pointers"}, {True: "gathered", False: "laid"}
     return [
@@ -192,27 +190,28 @@ def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
     from colonnade.kernels.experts import triton_few_tokens
 
     names = ("x_ptr", "gate_ptr", "up_ptr", "gate_b_ptr", "up_b_ptr", "down_ptr", "down_b_ptr", "y_ptr")
-    types = dict.fromkeys(names, "*bf16") | {"ids_ptr": "*i64", "h_ptr": "*fp32", "weights_ptr": "*fp32"}
+    types = dict.fromkeys(names, "*bf16") | {"ids_ptr": "*i64", "h_ptr": "*fp32", "routing_ptr": "*fp32"}
     types |= dict.fromkeys(("R", "E", "F", "D", "x_t"), "i32")
     up, down = (
         {key: n for key, n in how.items() if key != "num_warps"}
-        for how in (triton_few_tokens.UP, triton_few_tokens.DOWN)
+        for how in (triton_few_tokens.UP_TILES, triton_few_tokens.DOWN_TILES)
     )
-    common = {"A": 8, "BIASED": False, "R_PAD": 8, "EARLY": True}
-    built = compiled(
-        triton_few_tokens.few_up, types, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]},
-        ("F", "D", "x_t"), warps=4,
-    )  # fmt: skip
+    constants = triton_few_tokens.UpConstants(
+        A=8, GATED=True, BIASED=False, ACT="silu", STEPS=2048 // up["BK"], R_PAD=8, PDL=True, **up
+    )
+    built = compiled(triton_few_tokens.few_tokens_up_kernel, types, {"C": constants}, ("F", "D", "x_t"), warps=4)
     assert spilled(built, tmp_path) == 0
-    assert built.metadata.shared * triton_few_tokens.A_PROCESSOR <= SHARED_BYTES
+    assert built.metadata.shared * triton_few_tokens.PROGRAMS_PER_SM <= SHARED_BYTES
     weight_bytes = 2 * (up["STAGES"] - 1) * up["BN"] * up["BK"] * 2
     assert built.metadata.shared > weight_bytes
     copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
     assert copies * 16 * 32 * 4 > weight_bytes
-    for outputs, room in ((triton_few_tokens.LEAST, SHARED_BYTES), (triton_few_tokens.WIDEST, 99 << 10)):
-        high = triton_few_tokens.tile_rows(outputs, 2, room)
-        constants = {**common, **down, "STEPS": -(-768 // high), "BF": high, "BD": outputs}
-        built = compiled(triton_few_tokens.few_down, types, constants, ("F", "D", "x_t"), warps=4)
+    for outputs, room in ((triton_few_tokens.MIN_OUTPUTS, SHARED_BYTES), (triton_few_tokens.MAX_OUTPUTS, 99 << 10)):
+        high = triton_few_tokens.tile_hidden_units(outputs, 2, room)
+        constants = triton_few_tokens.DownConstants(
+            A=8, BIASED=False, STEPS=-(-768 // high), R_PAD=8, BF=high, BD=outputs, STAGES=down["STAGES"], PDL=True
+        )
+        built = compiled(triton_few_tokens.few_tokens_down_kernel, types, {"C": constants}, ("F", "D", "x_t"), warps=4)
         assert spilled(built, tmp_path) == 0
         weight_bytes = (down["STAGES"] - 1) * high * outputs * 2
         assert weight_bytes < built.metadata.shared <= room

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colonnade.kernels.linear.quantise import FLOAT8
-from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from tests.compiled import SHARED_BYTES, compiled, disassembled, loop, product_types, registers, spilled
 
 pytestmark = [
@@ -23,8 +23,12 @@ pytestmark = [
 
 SIZES = ("outputs", "inputs", "x_t", "w_f", "groups")
 """Multiples of 16, as in any real layer."""
-AT_ONCE, TWO, STEPS = Tiles(16, 512, 8, 4, 1, True), Tiles(16, 512, 8, 4, 2, True), Tiles(32, 512, 8, 3, 1, True)
-THREE = Tiles(32, 128, 4, 3, 3, True)
+AT_ONCE, TWO, STEPS = (
+    SkinnyTiles(16, 512, 8, 4, 1, True),
+    SkinnyTiles(16, 512, 8, 4, 2, True),
+    SkinnyTiles(32, 512, 8, 3, 1, True),
+)
+THREE = SkinnyTiles(32, 128, 4, 3, 3, True)
 
 
 def run(text: str, words: torch.Tensor) -> torch.Tensor:
@@ -54,13 +58,13 @@ def run(text: str, words: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "lift"), [(torch.bfloat16, 128), (torch.float16, 1024)])
 def test_what_the_assembler_is_told_makes_numbers_of_all_halves(dtype: torch.dtype, lift: int) -> None:
-    from colonnade.kernels.linear.triton_skinny_gemm_tensor_core import assembly
+    from colonnade.kernels.linear.triton_skinny_gemm_tensor_core import unpack_assembly
 
     low = torch.arange(1 << 16)
     high = low.flip(0)
 
     def made(what: str, j: int) -> list[torch.Tensor]:
-        bits = run(assembly(what, j, dtype == torch.bfloat16), low | high << 16)
+        bits = run(unpack_assembly(what, j, dtype == torch.bfloat16), low | high << 16)
         halves = (bits & 0xFFFF, bits >> 16)
         return [half.to(torch.int32).to(torch.int16).view(dtype).double() for half in halves]
 
@@ -88,9 +92,9 @@ def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
     ("kind", "rows", "gated", "inputs", "tiles", "most"),
     [
         ("int4", 1, False, 4096, AT_ONCE, 1.75),
-        ("int8", 1, True, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.6),
+        ("int8", 1, True, 4096, SkinnyTiles(16, 4096, 8, 4, 1, True), 2.6),
         pytest.param("int4", 1, True, 4096, AT_ONCE, 2, marks=pytest.mark.long),
-        pytest.param("int8", 1, True, 8192, Tiles(16, 2048, 8, 3, 1, True), 3.9, marks=pytest.mark.long),
+        pytest.param("int8", 1, True, 8192, SkinnyTiles(16, 2048, 8, 3, 1, True), 3.9, marks=pytest.mark.long),
         pytest.param("int4", 1, False, 4096, TWO, 1.85, marks=pytest.mark.long),
         pytest.param("int4", 4, False, 4096, AT_ONCE, 2.2, marks=pytest.mark.long),
         pytest.param("int4", 8, False, 4096, AT_ONCE, 2.5, marks=pytest.mark.long),
@@ -98,27 +102,27 @@ def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
         pytest.param("int4", 1, False, 11008, STEPS, 2.7, marks=pytest.mark.long),
         pytest.param("int4", 1, False, 11008, THREE, 3.4, marks=pytest.mark.long),
         pytest.param("int4", 4, True, 4096, THREE._replace(stages=2), 4, marks=pytest.mark.long),
-        pytest.param("int8", 1, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.4, marks=pytest.mark.long),
-        pytest.param("int8", 8, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.7, marks=pytest.mark.long),
-        pytest.param("float8", 1, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.8, marks=pytest.mark.long),
+        pytest.param("int8", 1, False, 4096, SkinnyTiles(16, 4096, 8, 4, 1, True), 2.4, marks=pytest.mark.long),
+        pytest.param("int8", 8, False, 4096, SkinnyTiles(16, 4096, 8, 4, 1, True), 2.7, marks=pytest.mark.long),
+        pytest.param("float8", 1, False, 4096, SkinnyTiles(16, 4096, 8, 4, 1, True), 2.8, marks=pytest.mark.long),
     ],
 )
 def test_a_weight_is_few_instructions(
-    kind: str, rows: int, gated: bool, inputs: int, tiles: Tiles, most: float, tmp_path: Path
+    kind: str, rows: int, gated: bool, inputs: int, tiles: SkinnyTiles, most: float, tmp_path: Path
 ) -> None:
-    from colonnade.kernels.linear import skinny_gemm_tensor_core, triton_skinny_gemm_tensor_core
+    from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm_tensor_core
 
     four, weight = kind == "int4", of_meta(kind, inputs)
-    constants: dict[str, Any] = skinny_gemm_tensor_core.cut(weight, rows, tiles)
+    constants: dict[str, Any] = skinny_gemm_tiles.tensor_core_constants(weight, rows, tiles)
     limited = "maxnreg" in constants
-    assert limited == (tiles.a_processor > 1)
+    assert limited == (tiles.programs_per_sm > 1)
     types = product_types("*i16", "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants |= {
-        "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": not gated,
+        "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "RESIDUAL": not gated,
         "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
     whole = [size for size in SIZES if size != "groups" or inputs // 64 % 16 == 0]
-    built = compiled(triton_skinny_gemm_tensor_core.units, types, constants, whole, warps=tiles.warps)
+    built = compiled(triton_skinny_gemm_tensor_core.tensor_core_kernel, types, constants, whole, warps=tiles.warps)
     body = loop(disassembled(built, tmp_path), "HMMA")
     step = tiles.BN * constants["BATCH"] * constants["K"] * (4 if four else 2)
     if constants["STEPS"] > 1:
@@ -129,7 +133,7 @@ def test_a_weight_is_few_instructions(
     reads = sum("LDSM.16.M88.4" in line for line in body)
     assert reads >= step // (8 if four else 4) / 128 / tiles.warps
     assert spilled(built, tmp_path) <= (512 if rows == 16 else 256 if limited else 0)
-    room = max(1, tiles.a_processor)
+    room = max(1, tiles.programs_per_sm)
     assert built.metadata.shared * room <= SHARED_BYTES
     assert registers(built, tmp_path) * 32 * tiles.warps * room <= 65536
     # As many bytes on their way as keep a multiprocessor busy, 16 at a time.
@@ -142,22 +146,22 @@ def test_a_weight_is_few_instructions(
 
 def test_rows_of_any_length_fit() -> None:
     """Tiles of the table were measured with 4096 and 11,008 inputs: they stay, and any other number fits too."""
-    from colonnade.kernels.linear import skinny_gemm_tensor_core, skinny_gemm_tiles
+    from colonnade.kernels.linear import skinny_gemm_tiles
 
     for row in skinny_gemm_tiles.table():
-        if not row["tiles"] or not row["tiles"].get("units"):
+        if not row["tiles"] or not row["tiles"].get("tensor_cores"):
             continue
-        tiles, rows, gated = Tiles(**row["tiles"]), row["rows"], row["gated"]
+        tiles, rows, gated = SkinnyTiles(**row["tiles"]), row["rows"], row["gated"]
         own = of_meta(row["kind"], row["inputs"])
-        assert skinny_gemm_tensor_core.cut(
-            own, rows, tiles, gated=gated, normed=True, room=SHARED_BYTES
-        ) == skinny_gemm_tensor_core.cut(own, rows, tiles)
+        assert skinny_gemm_tiles.tensor_core_constants(
+            own, rows, tiles, gated=gated, normed=True, shared=SHARED_BYTES
+        ) == skinny_gemm_tiles.tensor_core_constants(own, rows, tiles)
         for inputs, group in itertools.product((576, 5120, 8192, 11008, 28672), (32, 64)):
-            found = skinny_gemm_tensor_core.cut(
-                of_meta(row["kind"], inputs, group), rows, tiles, gated=gated, normed=True, room=SHARED_BYTES
+            found = skinny_gemm_tiles.tensor_core_constants(
+                of_meta(row["kind"], inputs, group), rows, tiles, gated=gated, normed=True, shared=SHARED_BYTES
             )
-            taken = skinny_gemm_tensor_core.on_their_way(found, tiles, gated=gated, normed=True)
-            assert taken + skinny_gemm_tensor_core.CONVERTED <= SHARED_BYTES, (row, inputs)
+            taken = skinny_gemm_tiles.prefetched_bytes(found, tiles, gated=gated, normed=True)
+            assert taken + skinny_gemm_tiles.CONVERSION_BYTES <= SHARED_BYTES, (row, inputs)
             assert found["STEPS"] * found["BATCH"] * found["K"] * (4 if row["kind"] == "int4" else 2) >= inputs
 
 
@@ -172,29 +176,31 @@ def test_rows_of_any_length_fit() -> None:
     ],
 )
 def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated: bool, inputs: int) -> None:
-    from colonnade.kernels.linear import skinny_gemm_tensor_core, skinny_gemm_tiles, triton_skinny_gemm_tensor_core
+    from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm_tensor_core
 
-    tiles = skinny_gemm_tiles.pick(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
+    tiles = skinny_gemm_tiles.table_tiles(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
     assert tiles is not None
     weight = of_meta(kind, inputs)
-    constants = skinny_gemm_tensor_core.cut(weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES)
-    reckoned = skinny_gemm_tensor_core.on_their_way(constants, tiles, gated=gated, normed=gated)
+    constants = skinny_gemm_tiles.tensor_core_constants(
+        weight, rows, tiles, gated=gated, normed=gated, shared=SHARED_BYTES
+    )
+    reckoned = skinny_gemm_tiles.prefetched_bytes(constants, tiles, gated=gated, normed=gated)
     types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
     constants |= {
-        "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": False, "BN": tiles.BN,
+        "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "RESIDUAL": False, "BN": tiles.BN,
         "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
-    built = compiled(triton_skinny_gemm_tensor_core.units, types, constants, SIZES, warps=tiles.warps)
-    assert reckoned <= built.metadata.shared <= reckoned + skinny_gemm_tensor_core.CONVERTED
+    built = compiled(triton_skinny_gemm_tensor_core.tensor_core_kernel, types, constants, SIZES, warps=tiles.warps)
+    assert reckoned <= built.metadata.shared <= reckoned + skinny_gemm_tiles.CONVERSION_BYTES
 
 
 def test_how_a_product_is_cut_for_matrix_units() -> None:
-    from colonnade.kernels.linear import skinny_gemm_tensor_core
+    from colonnade.kernels.linear import skinny_gemm_tiles
     from colonnade.kernels.linear.quantise import quantise
 
     for kind, group, rows, warps in itertools.product(("int4", "int8", "float8"), (32, 64, 128), (1, 3, 8, 16), (1, 8)):
         weight = quantise(torch.randn(3, 640), kind, group)  # type: ignore[arg-type]
-        cut = skinny_gemm_tensor_core.cut(weight, rows, Tiles(16, 512, warps, 3, 1, True))
+        cut = skinny_gemm_tiles.tensor_core_constants(weight, rows, SkinnyTiles(16, 512, warps, 3, 1, True))
         step_bytes = 2 * cut["BATCH"] * cut["K"]
         row_bytes = weight.values[0].nbytes
         assert cut["K"] >= 16 and cut["M"] * cut["PARTS"] >= 8 and cut["M"] >= rows
@@ -203,7 +209,7 @@ def test_how_a_product_is_cut_for_matrix_units() -> None:
         # A group's inputs are never in two products.
         assert kind != "int4" or cut["K"] == cut["PARTS"] * 2 * group // 8
     x, weight = torch.randn(1, 640), quantise(torch.randn(3, 640), "int8")
-    assert not skinny_gemm_tensor_core.fits(x, weight) and skinny_gemm_tensor_core.fits(x.half(), weight)
-    assert not skinny_gemm_tensor_core.fits(x.half(), torch.randn(3, 640).half())
+    assert not skinny_gemm_tiles.tensor_cores_fit(x, weight) and skinny_gemm_tiles.tensor_cores_fit(x.half(), weight)
+    assert not skinny_gemm_tiles.tensor_cores_fit(x.half(), torch.randn(3, 640).half())
     odd = quantise(torch.randn(3, 61), "int8")
-    assert not skinny_gemm_tensor_core.fits(torch.randn(1, 61).half(), odd)
+    assert not skinny_gemm_tiles.tensor_cores_fit(torch.randn(1, 61).half(), odd)

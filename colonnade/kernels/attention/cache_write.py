@@ -31,7 +31,7 @@ from torch import Tensor
 
 from colonnade.kernels import norm as norm_reference
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import Scale
+from colonnade.kernels.linear.reference import RmsNorm
 from colonnade.kernels.rotary import Rotation, rotate
 
 MOST = torch.finfo(torch.float8_e4m3fn).max
@@ -114,7 +114,7 @@ def place(
     slots_T: Tensor,
     *,
     turn: Rotation | None = None,
-    norms: tuple[Scale, Scale] | None = None,
+    norms: tuple[RmsNorm, RmsNorm] | None = None,
 ) -> Tensor:
     """q_TnH; writes a key and a value for each row into the slots (page · page_tokens + offset)."""
     K, H = k_PpKH.shape[2:]

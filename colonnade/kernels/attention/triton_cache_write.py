@@ -18,7 +18,7 @@ from triton import language as tl
 
 from colonnade.kernels.attention.cache_write import DTYPES, kind_of
 from colonnade.kernels.linear import quantise
-from colonnade.kernels.linear.reference import Scale
+from colonnade.kernels.linear.reference import RmsNorm
 from colonnade.kernels.rotary import Rotation
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -76,7 +76,7 @@ def place(
     slots_T: Tensor,
     *,
     turn: Rotation | None = None,
-    norms: tuple[Scale, Scale] | None = None,
+    norms: tuple[RmsNorm, RmsNorm] | None = None,
 ) -> Tensor:
     """q_TnH (see :func:`place.place`)."""
     (T, z), (P, page_tokens, K, H) = qkv_Tz.shape, k_PpKH.shape

@@ -1,1 +1,1 @@
-"""Feed-forward networks of several experts on rows that stand in the order of the experts."""
+"""Grouped GEMM kernels for mixture-of-experts feed-forward layers."""

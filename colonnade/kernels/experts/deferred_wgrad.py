@@ -1,10 +1,10 @@
-"""Gradients of weights, summed when what others wait for has left.
+"""Defers weight gradients (wgrad) until input gradients (dgrad) have been sent.
 
-The way back through experts is two things: the gradient of the rows, which travel on to other ranks, and sums over the
-rows for the weights, half of all arithmetic, for which nobody waits. As one node of autograd's graph the rows leave
-after both. Here the sums are owed, and paid by a node of their own, which autograd reaches after whatever was called
-after its making: whoever makes a :class:`Later` before rows are received has the sums behind the sending of these rows'
-gradients. (Qi et al., Zero Bubble, arXiv 2401.10241, section 2, part the two to fill a pipeline.)
+The backward pass of the experts has two parts: the gradient of the rows, which other ranks wait for, and the weight
+gradients, half of all arithmetic, which no rank waits for. As one autograd node, both finish before the rows are sent.
+Here the weight gradients are computed by a node of their own. Autograd runs it after every node created later than it,
+so a :class:`DeferredWgrad` created before the rows are received computes weight gradients while the gradients of those
+rows are being sent. (Qi et al., Zero Bubble, arXiv 2401.10241, section 2, which fills a pipeline with the second part.)
 """
 
 import itertools
@@ -18,30 +18,30 @@ from torch.autograd.function import once_differentiable
 
 from colonnade.kernels.experts.reference import Weights
 
-Payment = Callable[[], list[Tensor]]
-"""What one call owes: gradients of the weights' tensors, in their order, fresh ones."""
+WgradFn = Callable[[], list[Tensor]]
+"""Computes the weight gradients of one call: new tensors, in the order of ``Weights.tensors``."""
 
 
-class Later:
-    """Weights for one or more calls, and what these owe them."""
+class DeferredWgrad:
+    """Weights shared by one or more calls, and the weight gradients these calls have deferred."""
 
     def __init__(self, weights: Weights):
         self.weights, self._calls = weights, itertools.count()
-        self.owed: dict[int, Payment] = {}
-        """By call: a pipeline that asks for rows' gradients first and for weights' afterwards (zero bubble) goes back
-        through a call twice, and owes once."""
-        self.token = _Pay.apply(self.owed, *weights.tensors)
-        """A 0 that a call takes for its weights, so that it comes before the payment on the way back."""
+        self.pending: dict[int, WgradFn] = {}
+        """Keyed by call, because a zero-bubble pipeline runs a call's backward twice (first for the rows, then for the
+        weights), and must add its weight gradients once."""
+        self.token = _AccumulateWgrad.apply(self.pending, *weights.tensors)
+        """A scalar 0 that each call takes as an input, so that its backward runs before the deferred node."""
 
     def call(self) -> int:
-        """A number for one more call."""
+        """A key for one more call."""
         return next(self._calls)
 
 
-class _Pay(Function):
+class _AccumulateWgrad(Function):
     @staticmethod
-    def forward(ctx: Any, owed: dict[int, Payment], *tensors: Tensor) -> Tensor:
-        ctx.owed = owed
+    def forward(ctx: Any, pending: dict[int, WgradFn], *tensors: Tensor) -> Tensor:
+        ctx.pending = pending
         ctx.save_for_backward(*tensors)
         return tensors[0].new_zeros(())
 
@@ -49,10 +49,10 @@ class _Pay(Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         total: list[Tensor] = []
-        while ctx.owed:
-            found = ctx.owed.popitem()[1]()
+        while ctx.pending:
+            grads = ctx.pending.popitem()[1]()
             if total:
-                torch._foreach_add_(total, found)
+                torch._foreach_add_(total, grads)
             else:
-                total = found
+                total = grads
         return None, *(total or map(torch.zeros_like, ctx.saved_tensors))

@@ -1,37 +1,33 @@
-"""Experts one after another, only those that have rows: what a CPU does best, where a product is a call to a library.
+"""Experts computed one at a time, skipping those without rows: fastest on a CPU, where a GEMM is a library call.
 
-:func:`routed` never lays many tokens out in the order of the experts: each expert takes its own out of x, and adds what
-it makes of them to y while both are in the cache. An expert that nobody chose is not touched, so a decode step of one
-token reads A experts' weights, whatever E is. Milliseconds of one core of an EPYC 9004, uniform loads, no gradient,
-D × F of 512 × 1024 for 8 experts (2 a token) and 512 × 256 for 64 (8 a token):
+:func:`routed` does not gather all tokens into expert order: each expert gathers its own tokens from x and adds its
+result to y while both are in the cache. An expert without rows is not read, so a decode step of one token reads the
+weights of A experts, whatever E is. The backward pass is written out, y_r = w_r (h_r W_down + b) and
+dh_r = W_downᵀ dy_t, with dw_r = h_r · dh_r + b · dy_t: with autograd, the gradient of each expert's slice would be as
+large as all stacked weights. Milliseconds of one core of an EPYC 9004, uniform loads, no gradient, D × F of 512 × 1024
+for 8 experts (2 a token) and 512 × 256 for 64 (8 a token):
 
                           float32, E = 8                 bfloat16, E = 64
     tokens           1     16    256   1024           1     16    256   1024
     loop          0.67   4.77   22.6   71.2        0.97   10.2   19.3   44.3
-    batched       4.04   7.58   25.5   77.7        5.62   7.24   20.2   69.8
+    padded        4.04   7.58   25.5   77.7        5.62   7.24   20.2   69.8
     grouped_mm    0.41   6.74   23.3   77.2        0.93   8.43   19.3   50.2
     reference     0.86   6.58   22.4   71.0        1.60   10.4   19.5   43.2
 
-The way back is written out, y_r = w_r (h_r W_down + b) and dh_r = W_downᵀ dy_t, with dw_r = h_r · dh_r + b · dy_t: left
-to autograd, each expert's slice of the stacked weights would have a gradient of the size of all of them.
+:func:`padded_batch` is one batched GEMM per matrix, with each expert's rows padded to those of the busiest expert. It
+computes E · max n_e rows instead of Σ n_e and reads every expert's weights: good for few, evenly loaded experts, bad
+for skewed loads and for few tokens among many experts.
 
-Experts in one batched product, each padded to the rows of the busiest.
-
-It multiplies E · max n_e rows for Σ n_e, and reads every expert's weights: right for few experts used alike, wrong for
-skewed loads and for a few tokens among many experts.
-
-Experts in bfloat16 on a CPU where no gradient is wanted: by whoever begins least often.
-
-A product of a few rows with a small matrix costs a library more to begin than to compute: at 512 × 256 some 35 µs, a
-third of it arithmetic, and the loop begins three for each expert in use. torch's grouped product begins one for all of
-them; where most of many small experts have rows, a batched product, each expert's rows padded to those of the busiest,
-spreads better over the cores. Milliseconds of two cores of an EPYC, even loads, D × F of 512 × 256 with 8 of 64
-experts, of 512 × 1024 with 2 of 8, and of 1024 × 3584 with 2 of 8:
+:func:`routed_bf16` is for bfloat16 without gradients, and picks the variant with the fewest library calls. Calling a
+GEMM of a few rows and a small matrix costs more than its arithmetic: at 512 × 256 some 35 µs, a third of it arithmetic,
+and the loop makes three calls per expert. torch's grouped GEMM makes one for all experts; where most of many small
+experts have rows, a padded batch spreads better over the cores. Milliseconds of two cores of an EPYC, even loads, D × F
+of 512 × 256 with 8 of 64 experts, of 512 × 1024 with 2 of 8, and of 1024 × 3584 with 2 of 8:
 
     tokens       1     2     4     8    16    64   256  1024  |     1     4    16   256  |     1     4    16   256
     loop      1.24  2.11  3.90  6.55  8.75  11.3  15.9  43.1  |  0.58  1.35  2.29  6.77  |  3.03  7.90  14.1  40.2
     grouped   1.14  1.73  2.93  4.76  6.43   9.1  13.2  37.9  |  0.55  1.18  2.02  6.65  |  2.85  7.82  13.8  39.8
-    batched                     4.61  4.84   7.0  12.8  28.2  |              1.77  6.94  |
+    padded                      4.61  4.84   7.0  12.8  28.2  |              1.77  6.94  |
 """
 
 from typing import Any
@@ -46,19 +42,19 @@ from colonnade.kernels.experts import grouped_mm
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.linear import skinny_gemm_cpu
 
-THIN = (torch.float32, torch.float64)
-"""The types whose products with few rows torch leaves to one core (see
+SKINNY_DTYPES = (torch.float32, torch.float64)
+"""The dtypes for which torch computes GEMMs of few rows on one core (see
 :mod:`colonnade.kernels.linear.skinny_gemm_cpu`)."""
 
-FEW_ROWS, SMALL = 2, 1 << 20
-LARGE = 1 << 21
-"""From so many elements on, :func:`across` is what few rows in bfloat16 want; smaller matrices stay in a cache."""
+BAG_MAX_ROWS, BAG_MAX_ELEMENTS = 2, 1 << 20
+"""Limits up to which :func:`_down` uses an embedding bag."""
+COLUMN_MAJOR_MIN_ELEMENTS = 1 << 21
+"""Larger bfloat16 matrices are stored column-major (:func:`down_column_major`); smaller ones stay in a cache."""
+GATHER_ONCE_MAX_ROWS = 2048
+"""Up to this many choices, one gather and one sum cost less than one of each per expert."""
 
-AT_ONCE = 2048
-"""Up to so many choices, one gather and one sum cost less than one of each for every expert."""
 
-
-def _slopes(activation: str, dh: Tensor, a: Tensor) -> Tensor:
+def _activation_grad(activation: str, dh: Tensor, a: Tensor) -> Tensor:
     """dh ⊙ act'(a)."""
     if activation == "silu":
         return torch.ops.aten.silu_backward(dh, a)
@@ -68,9 +64,9 @@ def _slopes(activation: str, dh: Tensor, a: Tensor) -> Tensor:
 
 
 def _down(h_cF: Tensor, down_FD: Tensor) -> Tensor:
-    """h W_down, where there is no gradient to be found: of a row or two and a small matrix as a weighted sum of rows.
+    """h W_down without a gradient; for one or two rows and a small matrix, as an embedding bag.
 
-    Microseconds in bfloat16, one core and two of an EPYC 9004, as a product and as a bag of rows:
+    Microseconds in bfloat16, one core and two of an EPYC 9004, as a GEMM and as an embedding bag:
 
         F × D         rows      one core         two
         256 × 512        1       37    19       37    18
@@ -80,17 +76,17 @@ def _down(h_cF: Tensor, down_FD: Tensor) -> Tensor:
         3584 × 1024      2      976   919      522   882
     """
     c, F_ = h_cF.shape
-    small = c <= FEW_ROWS and down_FD.numel() <= SMALL
+    small = c <= BAG_MAX_ROWS and down_FD.numel() <= BAG_MAX_ELEMENTS
     if not small or h_cF.is_cuda or h_cF.dtype == torch.float64 or not down_FD.is_contiguous():
         return h_cF @ down_FD
     index_cF = torch.arange(F_).expand(c, -1)
     return F.embedding_bag(index_cF, down_FD, per_sample_weights=h_cF, mode="sum")
 
 
-def across(matrix: int, dtype: torch.dtype) -> bool:
-    """Whether W_down (F, D) of ``matrix`` elements should lie in memory column by column, for products with few rows.
+def down_column_major(elements: int, dtype: torch.dtype) -> bool:
+    """Whether W_down (F, D) of ``elements`` elements should be stored column-major, for GEMMs of few rows.
 
-    Milliseconds of h W_down, one core of an EPYC 9004, rows of W_down after one another and columns:
+    Milliseconds of h W_down, one core of an EPYC 9004, with W_down row-major and column-major:
 
         F × D            rows     bfloat16         float16          float32
         14336 × 4096        1    17.1   10.9      383   10.7       10.9   10.6
@@ -99,11 +95,11 @@ def across(matrix: int, dtype: torch.dtype) -> bool:
         4096 × 1024         2    0.74   0.58     30.6    1.2        1.4    1.6
         768 × 2048          2    0.35   0.38     10.5    0.4       0.44   0.73
     """
-    return dtype == torch.float16 or (dtype == torch.bfloat16 and matrix > LARGE)
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and elements > COLUMN_MAJOR_MIN_ELEMENTS)
 
 
-def _busy(ends_E: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first row, end) of those that have rows."""
+def _experts_with_rows(ends_E: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end) of each expert that has rows."""
     ends = ends_E.tolist()
     return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start]
 
@@ -115,22 +111,22 @@ class _Loop(torch.autograd.Function):
         keep: bool, dropout: Hidden | None, *stacks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         x = tokens
-        weights, act, busy = Weights(*stacks), ACTIVATIONS[activation], _busy(ends_E)  # type: ignore[arg-type]
-        linear = skinny_gemm_cpu.skinny_linear if x.dtype in THIN and not x.is_cuda else F.linear
-        held, token_R, w_R1, y_RD = [], None, None, None
+        weights, act, ranges = Weights(*stacks), ACTIVATIONS[activation], _experts_with_rows(ends_E)  # type: ignore[arg-type]
+        linear = skinny_gemm_cpu.skinny_linear if x.dtype in SKINNY_DTYPES and not x.is_cuda else F.linear
+        saved, token_R, w_R1, y_RD = [], None, None, None
         if order_R is not None and routing_TA is not None:
             token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)
             y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, routing_TA.dtype))
-            if len(order_R) <= AT_ONCE:
+            if len(order_R) <= GATHER_ONCE_MAX_ROWS:
                 x, y_RD = x[token_R], x.new_zeros(len(order_R), x.shape[1])
         else:
             y = y_RD = torch.zeros_like(x)
-        for e, start, end in busy:
-            up, down, gate, up_b, gate_b, down_b = weights.of(e)
+        for e, start, end in ranges:
+            up, down, gate, up_b, gate_b, down_b = weights.expert(e)
             x_cD = x[start:end] if y_RD is not None or token_R is None else x[token_R[start:end]]
             u = linear(x_cD, up, up_b)
             a = u if gate is None else linear(x_cD, gate, gate_b)
-            h = act(a) if gate is None else (act(a) if keep else _over(activation, act, a)) * u
+            h = act(a) if gate is None else (act(a) if keep else _activate_inplace(activation, act, a)) * u
             if dropout is not None:
                 h = dropout.rows(slice(start, end)).drop(h)
             y_cD = _down(h, down) if down_b is None else _down(h, down) + down_b
@@ -139,52 +135,52 @@ class _Loop(torch.autograd.Function):
             elif token_R is not None and w_R1 is not None:
                 y.index_add_(0, token_R[start:end], (y_cD * w_R1[start:end]).to(y.dtype))
             if keep:
-                held += [a, u] if gate is not None else [u]
+                saved += [a, u] if gate is not None else [u]
         if token_R is not None and w_R1 is not None and y_RD is not None:
             y.index_add_(0, token_R, (y_RD * w_R1).to(y.dtype))
         if keep:
-            ctx.save_for_backward(tokens, order_R, routing_TA, *stacks, *held)
-            ctx.activation, ctx.busy, ctx.dropout = activation, busy, dropout
+            ctx.save_for_backward(tokens, order_R, routing_TA, *stacks, *saved)
+            ctx.activation, ctx.ranges, ctx.dropout = activation, ranges, dropout
         return y.to(tokens.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (x, order_R, routing_TA, *rest) = grads, ctx.saved_tensors
-        weights, held = Weights(*rest[:6]), iter(rest[6:])
+        weights, saved = Weights(*rest[:6]), iter(rest[6:])
         act, needs = ACTIVATIONS[ctx.activation], ctx.needs_input_grad
-        of_weights, token_R, w_R1, dw_R = any(needs[7:]), None, None, None
+        weight_grads, token_R, w_R1, dw_R = any(needs[7:]), None, None, None
         if order_R is not None:
             token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)
             dw_R = torch.zeros_like(w_R1).squeeze(1)
         dx = torch.zeros_like(x) if needs[0] else None
-        d_stacks = [None if w is None or not of_weights else torch.empty_like(w) for w in weights]
+        d_stacks = [None if w is None or not weight_grads else torch.empty_like(w) for w in weights]
         d = Weights(*d_stacks)  # type: ignore[arg-type]
-        busy = {e: (start, end) for e, start, end in ctx.busy}
-        for e in range(len(weights.up_EFD)) if of_weights else busy:
-            if e not in busy:
+        ranges = {e: (start, end) for e, start, end in ctx.ranges}
+        for e in range(len(weights.up_EFD)) if weight_grads else ranges:
+            if e not in ranges:
                 for stack in d:
                     if stack is not None:
                         stack[e].zero_()
                 continue
-            start, end = busy[e]
-            up, down, gate, _, _, down_b = weights.of(e)
+            start, end = ranges[e]
+            up, down, gate, _, _, down_b = weights.expert(e)
             token_c = None if token_R is None else token_R[start:end]
-            dy_cD, a, u = dy[start:end] if token_c is None else dy[token_c], next(held), None
+            dy_cD, a, u = dy[start:end] if token_c is None else dy[token_c], next(saved), None
             if gate is not None:
-                u = next(held)
+                u = next(saved)
             dh = dy_cD @ down.T
             h = act(a) if u is None else act(a) * u
             if ctx.dropout is not None:
-                of_rows = ctx.dropout.rows(slice(start, end))
-                dh, h = of_rows.drop(dh), of_rows.drop(h)
+                row_dropout = ctx.dropout.rows(slice(start, end))
+                dh, h = row_dropout.drop(dh), row_dropout.drop(h)
             if w_R1 is not None and dw_R is not None:
                 w = w_R1[start:end]
                 dw_R[start:end] = (h * dh).sum(1, dtype=w.dtype)
                 if down_b is not None:
                     dw_R[start:end] += (dy_cD @ down_b).to(w.dtype)
                 dh, dy_cD = (dh * w).to(x.dtype), (dy_cD * w).to(x.dtype)
-            du = _slopes(ctx.activation, dh, a) if u is None else dh * act(a)
-            da = None if u is None else _slopes(ctx.activation, dh * u, a)
+            du = _activation_grad(ctx.activation, dh, a) if u is None else dh * act(a)
+            da = None if u is None else _activation_grad(ctx.activation, dh * u, a)
             if dx is not None:
                 dx_cD = du @ up
                 if da is not None and gate is not None:
@@ -193,7 +189,7 @@ class _Loop(torch.autograd.Function):
                     dx[start:end] = dx_cD
                 else:
                     dx.index_add_(0, token_c, dx_cD)
-            if of_weights:
+            if weight_grads:
                 x_cD = x[start:end] if token_c is None else x[token_c]
                 for stack, left, right in ((d.up_EFD, du, x_cD), (d.gate_EFD, da, x_cD), (d.down_EFD, h, dy_cD)):
                     if stack is not None and left is not None:
@@ -207,8 +203,8 @@ class _Loop(torch.autograd.Function):
         return dx, None, None, d_routing, None, None, None, *d
 
 
-def _over(activation: str, act: Any, a: Tensor) -> Tensor:
-    """act(a), over a where there is such an operation: nobody needs a again."""
+def _activate_inplace(activation: str, act: Any, a: Tensor) -> Tensor:
+    """act(a), in place where torch can; ``a`` is not used again."""
     return F.silu(a, inplace=True) if activation == "silu" else act(a)
 
 
@@ -232,59 +228,53 @@ def routed(
     return _run(x_TD, order_R, ends_E, weights_TA, weights, activation)
 
 
-def batched_experts(
-    x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None
-) -> Tensor:
-    """y_RD (see :func:`reference.experts`)."""
+def padded_batch(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y_RD (see :func:`reference.experts`), with one batched GEMM per matrix."""
     E, D, R = len(ends_E), x_RD.shape[1], len(x_RD)
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     longest = int(sizes_E.max()) if E else 0
     row = torch.arange(R, device=x_RD.device)
     expert_R = torch.searchsorted(ends_E, row, right=True)
-    kept = row[expert_R < E]
-    expert_c = expert_R[kept]
-    slot_c = expert_c * longest + kept - (ends_E - sizes_E)[expert_c]
-    x_ECD = x_RD.new_zeros(E * longest, D).index_copy(0, slot_c, x_RD[kept]).view(E, longest, D)
+    valid = row[expert_R < E]
+    expert_c = expert_R[valid]
+    slot_c = expert_c * longest + valid - (ends_E - sizes_E)[expert_c]
+    x_ECD = x_RD.new_zeros(E * longest, D).index_copy(0, slot_c, x_RD[valid]).view(E, longest, D)
 
-    def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return torch.bmm(x, w) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, w)
 
-    u = product(x_ECD, weights.up_EFD.transpose(1, 2), weights.up_bias_EF)
+    h = linear(x_ECD, weights.up_EFD.transpose(1, 2), weights.up_bias_EF)
     act = ACTIVATIONS[activation]
     if weights.gate_EFD is None:
-        h = act(u)
+        h = act(h)
     else:
-        h = act(product(x_ECD, weights.gate_EFD.transpose(1, 2), weights.gate_bias_EF)) * u
-    if dropout is not None:
-        row_EC = dropout.row_R.new_zeros(E * longest).index_copy(0, slot_c, dropout.row_R[kept]).view(E, longest)
-        h = dropout._replace(row_R=row_EC).drop(h)
-    y_ECD = product(h, weights.down_EFD, weights.down_bias_ED)
-    return torch.zeros_like(x_RD).index_copy(0, kept, y_ECD.flatten(0, 1)[slot_c])
+        h = act(linear(x_ECD, weights.gate_EFD.transpose(1, 2), weights.gate_bias_EF)) * h
+    y_ECD = linear(h, weights.down_EFD, weights.down_bias_ED)
+    return torch.zeros_like(x_RD).index_copy(0, valid, y_ECD.flatten(0, 1)[slot_c])
 
 
-SMALL_BF16 = 1 << 19
-"""Numbers of a matrix, up to which experts go together in a batch."""
-MOST, PADDED = 128, 4
-"""Rows of the busiest of these, and all rows, padded, for one that is there."""
-BUFFER_BF16 = 1 << 22
-"""Numbers of all experts' rows together, D or F wide, up to which they are laid out one after another: of more, only
-those of one expert stay in a cache.
-"""
-ALIGNED_BF16 = 8
-"""Numbers in 16 bytes, of which the grouped product wants whole ones."""
+PADDED_MAX_ELEMENTS = 1 << 19
+"""Elements of an expert's matrix up to which :func:`padded_batch` is used."""
+PADDED_MAX_ROWS, PADDED_MAX_RATIO = 128, 4
+"""Limits of :func:`padded_batch`: rows of the busiest expert, and padded rows per actual row."""
+GATHERED_MAX_ELEMENTS = 1 << 22
+"""Elements of all gathered rows, D or F wide, up to which they are gathered; beyond, only one expert's rows fit a
+cache."""
+GROUPED_ALIGNMENT = 8
+"""bfloat16 elements in 16 bytes; torch's grouped GEMM needs widths that are multiples of it."""
 
 
 def routed_bf16(
     x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Weights, activation: str
 ) -> Tensor:
-    """y_TD (see :func:`reference.routed`); by the loop where it is faster or a gradient is wanted."""
-    differs = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, weights_TA, *weights.tensors))
-    widest = max(weights.up_EFD.shape[1:])
-    if differs or not 0 < len(order_R) * widest <= BUFFER_BF16 or not len(ends_E):
+    """y_TD (see :func:`reference.routed`); falls back to the loop where that is faster or a gradient is needed."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, weights_TA, *weights.tensors))
+    width = max(weights.up_EFD.shape[1:])
+    if needs_grad or not 0 < len(order_R) * width <= GATHERED_MAX_ELEMENTS or not len(ends_E):
         return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
-    if weights.up_EFD[0].numel() <= SMALL_BF16 and _most_have_rows(ends_E):
-        run = batched_experts
-    elif grouped_mm.available and _plain(weights):
+    if weights.up_EFD[0].numel() <= PADDED_MAX_ELEMENTS and _padding_pays(ends_E):
+        run = padded_batch
+    elif grouped_mm.available and _needs_no_padding(weights):
         run = grouped_mm.experts
     else:
         return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
@@ -292,13 +282,14 @@ def routed_bf16(
     return permute.combine(run(x_RD, ends_E, weights, activation), order_R, weights_TA)
 
 
-def _most_have_rows(ends_E: Tensor) -> bool:
+def _padding_pays(ends_E: Tensor) -> bool:
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    most, E = int(sizes_E.max()), len(ends_E)
-    return 0 < most <= MOST and 2 * int(sizes_E.count_nonzero()) > E and most * E <= PADDED * int(ends_E[-1])
+    longest, E = int(sizes_E.max()), len(ends_E)
+    most_have_rows = 2 * int(sizes_E.count_nonzero()) > E
+    return 0 < longest <= PADDED_MAX_ROWS and most_have_rows and longest * E <= PADDED_MAX_RATIO * int(ends_E[-1])
 
 
-def _plain(weights: Weights) -> bool:
-    """Whether a grouped product takes these as they are, with nothing to be filled up."""
+def _needs_no_padding(weights: Weights) -> bool:
+    """Whether the grouped GEMM takes the weights as they are."""
     biased = any(bias is not None for bias in weights[3:])
-    return not biased and all(n % ALIGNED_BF16 == 0 for n in weights.up_EFD.shape[1:])
+    return not biased and all(n % GROUPED_ALIGNMENT == 0 for n in weights.up_EFD.shape[1:])

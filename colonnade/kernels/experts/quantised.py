@@ -1,12 +1,10 @@
-"""Each token through its experts, whose matrices are quantised: the specification, and what a CPU uses.
+"""Reference implementation of experts with weight-only quantisation, also used on a CPU; inference only.
 
-    h_r = act(W_gate x_t(r)) ⊙ W_up x_t(r),    y_t = Σ_j w_tj W_down h_r(t, j)        as :mod:`reference`
+    h_r = act(W_gate x_t(r)) ⊙ W_up x_t(r),    y_t = Σ_j w_tj W_down h_r(t, j)        as in :mod:`reference`
 
-Each matrix of each expert is what a dense layer's would be (:mod:`colonnade.kernels.linear.quantise`): a scale for each
-output, or for each group of its inputs. So W_down, which others hold hidden units first, stands here outputs first.
-Experts without rows are not looked at, and a band of a matrix at a time is widened, as in dense products.
-
-Kernels of this kind are for serving: there is no way back through them.
+Each expert's matrices are quantised like a dense layer's (:mod:`colonnade.kernels.linear.quantise`): a scale per
+output, or per group of inputs of an output. Therefore W_down is stored outputs first here, and hidden units first
+elsewhere. Experts without rows are skipped. Weights are dequantised a band of rows at a time, as in dense layers.
 """
 
 from collections.abc import Callable
@@ -21,8 +19,8 @@ from colonnade.kernels.linear.quantise import Quantised
 from colonnade.kernels.linear.skinny_gemm_cpu import quantised_linear
 
 
-class Stacks(NamedTuple):
-    """The weights of E experts, as :class:`~colonnade.kernels.experts.reference.Weights` but for the matrices."""
+class QuantisedWeights(NamedTuple):
+    """The weights of E experts: :class:`~colonnade.kernels.experts.reference.Weights` with quantised matrices."""
 
     up: Quantised
     """E matrices of F outputs and D inputs."""
@@ -34,25 +32,25 @@ class Stacks(NamedTuple):
     gate_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
 
-    def each(self, f: Callable[[Tensor], Tensor]) -> "Stacks":
-        """What ``f`` makes of every tensor."""
+    def map(self, f: Callable[[Tensor], Tensor]) -> "QuantisedWeights":
+        """Weights with ``f`` applied to each tensor."""
 
-        def of(part: Quantised | Tensor) -> Quantised | Tensor:
+        def apply(part: Quantised | Tensor) -> Quantised | Tensor:
             if isinstance(part, Quantised):
                 return part._replace(values=f(part.values), scales=f(part.scales))
             return f(part)
 
-        return Stacks(*(None if part is None else of(part) for part in self))  # type: ignore[arg-type]
+        return QuantisedWeights(*(None if part is None else apply(part) for part in self))  # type: ignore[arg-type]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are; the experts are the first dimension of each."""
+        """All tensors that are not None; the first dimension of each is the expert."""
         matrices = [t for w in self[:3] if w is not None for t in (w.values, w.scales)]
         return matrices + [w for w in self[3:] if w is not None]
 
 
 def routed(
-    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Stacks, activation: str
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: QuantisedWeights, activation: str
 ) -> Tensor:
     """y_TD (see :func:`reference.routed`)."""
     x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
@@ -61,11 +59,11 @@ def routed(
     for e, end in enumerate(ends_E.tolist()):
         if end > start:
             x_cD = x_RD[start:end]
-            u_cF = quantised_linear(x_cD, up.of(e), None if up_b is None else up_b[e])
+            u_cF = quantised_linear(x_cD, up.matrix(e), None if up_b is None else up_b[e])
             if gate is None:
                 h_cF = act(u_cF)
             else:
-                h_cF = act(quantised_linear(x_cD, gate.of(e), None if gate_b is None else gate_b[e])) * u_cF
-            y_RD[start:end] = quantised_linear(h_cF, down.of(e), None if down_b is None else down_b[e])
+                h_cF = act(quantised_linear(x_cD, gate.matrix(e), None if gate_b is None else gate_b[e])) * u_cF
+            y_RD[start:end] = quantised_linear(h_cF, down.matrix(e), None if down_b is None else down_b[e])
             start = end
     return permute.combine(y_RD, order_R, weights_TA)

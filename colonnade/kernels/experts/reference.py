@@ -1,13 +1,14 @@
-"""Each expert's feed-forward part on its own rows: the specification, in plain torch.
+"""Reference implementation of the experts' feed-forward layers, in plain torch.
 
     y_r = W_down act(W_up x_r)                        for the rows r of expert e, with e's weights
     y_r = W_down (act(W_gate x_r) ⊙ W_up x_r)         gated
 
-With dropout the hidden units, W_down's input, are dropped one by one (expert dropout: Switch, arXiv 2101.03961, section
-2.4), by a mask that belongs to a token's choice and to the unit's number among all: no order of rows changes it.
+With dropout, hidden units (W_down's input) are dropped one by one (expert dropout: Switch, arXiv 2101.03961, section
+2.4). The mask is a function of the token's choice and of the hidden unit's index in the whole layer, so it does not
+depend on the order of rows.
 
-All weights are stored hidden units first, (E, F, D), so that each is cut along the same dimension however the hidden
-units are shared out. Rows past the last end belong to no expert: 0.
+All weights are stored hidden units first, (E, F, D), so that tensor parallelism shards each of them along the same
+dimension. Rows past the last end belong to no expert; their result is 0.
 """
 
 import functools
@@ -39,26 +40,26 @@ class Weights(NamedTuple):
     gate_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
 
-    def of(self, e: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Those of one of them."""
+    def expert(self, e: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The weights of expert ``e``."""
         gate, up_b, gate_b, down_b = (None if w is None else w[e] for w in self[2:])
         return self.up_EFD[e], self.down_EFD[e], gate, up_b, gate_b, down_b
 
-    def each(self, f: Callable[[Tensor], Tensor]) -> "Weights":
-        """What ``f`` makes of each."""
+    def map(self, f: Callable[[Tensor], Tensor]) -> "Weights":
+        """Weights with ``f`` applied to each tensor."""
         return Weights(*(None if w is None else f(w) for w in self))  # type: ignore[arg-type]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are; the experts are the first dimension of each."""
+        """All tensors that are not None; the first dimension of each is the expert."""
         return [w for w in self if w is not None]
 
 
 def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
-    """y_RD: rows ends[e − 1]:ends[e] through expert e, whose hidden units ``dropout`` drops."""
+    """y_RD: rows ends[e − 1]:ends[e] through expert e, with optional dropout of hidden units."""
     act, start, parts = ACTIVATIONS[activation], 0, []
     for e, end in enumerate(ends_E.tolist()):
-        up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.of(e)
+        up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.expert(e)
         x_cD = x_RD[start:end]
         up_cF = F.linear(x_cD, up_FD, up_b)
         h_cF = act(up_cF) if gate_FD is None else act(F.linear(x_cD, gate_FD, gate_b)) * up_cF
@@ -74,12 +75,12 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dro
 def routed(
     x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Weights, activation: str
 ) -> Tensor:
-    """y_TD: each token through its experts, Σ_j w_tj expert_j(x_t), of choices sorted by ``permute.sort``."""
+    """y_TD = Σ_j w_tj expert_j(x_t), for choices sorted by ``permute.sort``."""
     x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
     return permute.combine(experts(x_RD, ends_E, weights, activation), order_R, weights_TA)
 
 
-def few(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
-    """y_TD: the same of choices as they come; those of expert E are none."""
+def routed_unsorted(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y_TD as in :func:`routed`, for unsorted choices; a choice with id E has no expert."""
     order_R, ends_E = permute.sort(ids_TA, len(weights.up_EFD))
     return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)

@@ -1,58 +1,55 @@
-"""Who computes each of the experts' products, and how the Triton kernels are cut up: a table read once, never tuned
-while a model runs.
+"""Tile sizes of the experts' grouped GEMMs, and whether a Triton kernel or torch computes each: a measured table.
 
-The load of each expert is known to the device only, so a row of the table is chosen by what the host knows: the
-product, the size of an element, the layer's (F, D), and the mean rows an expert has when all are used alike, R / E.
-A decode step has few: its tiles are as low as the matrix units allow (16), since each weight is read once whatever the
-tile. Training has many: tiles as large as the registers hold (128 × 256 float32 sums, 128 registers a thread of 256).
+Only the device knows the load of each expert, so a table row is chosen by what the host knows: the GEMM, the element
+size, the layer's (F, D), and the mean rows per expert, R / E. A decode step has few rows: its tiles are as low as
+tensor cores allow (16), since each weight is read once whatever the tile. Training has many rows: its tiles are as
+large as the registers allow (128 × 256 float32 accumulators, 128 registers a thread of 256).
 
-``tiles.json`` stands beside this file. Under "shapes" is what ``benchmarks/tune_experts.py`` measured, layer by layer;
-a layer takes the rows of the measured one that is nearest to it in log(F, D), and for what is measured nowhere those
-under "kernels", which are reckoned. A row may also give a product to torch's grouped one (``library``), each for
-itself, forward or back.
+In ``tiles.json``, "shapes" holds what ``benchmarks/tune_experts.py`` measured, layer by layer; a layer uses the
+measured one nearest to it in log(F, D). "kernels" holds estimates, used for GEMMs without a measurement. A row may also
+hand a GEMM to torch's grouped GEMM (``library``), each GEMM on its own, forward or backward.
 """
 
 import functools
-import json
-import math
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-Kernel = Literal["up", "gated_up", "down", "hidden_back", "rows_back", "weights_back", "gated_weights_back"]
+from colonnade.kernels import tuning
+
+Kernel = Literal["up", "gated_up", "down", "hidden_dgrad", "input_dgrad", "wgrad", "gated_wgrad"]
 
 
-class Tiles(NamedTuple):
-    """How one product is done."""
+class GroupedTiles(NamedTuple):
+    """How one grouped GEMM is computed."""
 
     BM: int
-    """Rows of the result in a tile."""
+    """Rows of an output tile."""
     BN: int
-    """Columns of the result in a tile."""
+    """Columns of an output tile."""
     BK: int
-    """What is summed over, a step."""
+    """Elements of the summed dimension per step."""
     warps: int
     stages: int
-    """How many steps' operands are on their way at once."""
+    """Steps of the software pipeline whose operands are loaded at once."""
     GROUP: int = 8
-    """Tiles of rows that pass all columns together."""
-    a_processor: int = 0
-    """Programs a multiprocessor that stay and take one tile after another; 0: one program a tile."""
+    """Tiles of rows that go through all columns together, for L2 reuse."""
+    programs_per_sm: int = 0
+    """Persistent programs per SM, each taking one tile after another; 0: one program per tile."""
     descriptors: bool = False
-    """Whether weights, and rows that lie one after another, are fetched by the tensor copy engine (TMA)."""
-    laid: bool = False
-    """Whether tokens are laid out in the order of the experts before, in a pass of its own, not gathered meanwhile."""
-    together: bool = False
-    """Of two products that add to one sum, whether a step does one of each: one loop, with twice the operands."""
+    """Whether weights, and contiguous rows, are loaded by TMA (tensor descriptors)."""
+    gather_first: bool = False
+    """Whether tokens are gathered into expert order in a pass of their own, not within the GEMM."""
+    interleaved: bool = False
+    """Whether two GEMMs that add into one result share a loop, a step of each in turn, with twice the operands."""
     library: bool = False
-    """Whether torch's grouped product does it, and a pass of its own what our kernel does beside the product."""
+    """Whether torch's grouped GEMM computes it, with a separate pass for our kernel's epilogue."""
 
     @property
-    def launch(self) -> dict[str, int]:
-        """What the launch of a kernel takes."""
+    def launch_options(self) -> dict[str, int]:
+        """Block sizes and launch options of the Triton kernel."""
         return {"BM": self.BM, "BN": self.BN, "BK": self.BK, "num_warps": self.warps, "num_stages": self.stages}
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """E experts of widths D and F."""
 
     E: int
@@ -60,46 +57,46 @@ class Shape(NamedTuple):
     D: int
 
 
-Rows = list[tuple[int | None, Tiles]]
-"""(mean rows of an expert at most, how), the last without a bound."""
+Rows = list[tuple[int | None, GroupedTiles]]
+"""(maximum mean rows per expert, tiles), ascending; None in the last: no maximum."""
 
 
-def rows_of(record: dict[str, Any]) -> dict[str, Rows]:
-    """By kernel, of one part of the file."""
-    return {kernel: [(row["rows_an_expert"], Tiles(**row["tiles"])) for row in rows] for kernel, rows in record.items()}
-
-
-@functools.cache
-def table() -> tuple[dict[str, Rows], dict[Shape, dict[str, Rows]]]:
-    """(what is reckoned, what is measured of each layer)."""
-    record = json.loads(Path(__file__).with_name("tiles.json").read_text(encoding="utf-8"))
-    measured = {Shape(s["E"], s["F"], s["D"]): rows_of(s["kernels"]) for s in record["shapes"]}
-    return rows_of(record["kernels"]), measured
+def parse_rows(kernels: dict[str, Any]) -> dict[str, Rows]:
+    """Table rows by kernel."""
+    return {
+        kernel: [(row["rows_an_expert"], GroupedTiles(**row["tiles"])) for row in rows]
+        for kernel, rows in kernels.items()
+    }
 
 
 @functools.cache
-def rows(kernel: Kernel, shape: Shape) -> Rows:
-    """Those of the measured layer that is nearest, else those that are reckoned."""
-    reckoned, measured = table()
+def table() -> tuple[dict[str, Rows], dict[LayerShape, dict[str, Rows]]]:
+    """(estimated rows, measured rows by layer)."""
+    record = tuning.load(__file__, "tiles.json")
+    measured = {LayerShape(s["E"], s["F"], s["D"]): parse_rows(s["kernels"]) for s in record["shapes"]}
+    return parse_rows(record["kernels"]), measured
 
-    def away(other: Shape) -> float:
-        return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(shape[1:], other[1:], strict=True))
 
+@functools.cache
+def table_rows(kernel: Kernel, shape: LayerShape) -> Rows:
+    """Rows of the nearest measured layer, else the estimated rows."""
+    estimated, measured = table()
     known = [other for other, kernels in measured.items() if kernel in kernels]
-    return measured[min(known, key=away)][kernel] if known else reckoned[kernel]
+    if not known:
+        return estimated[kernel]
+    return measured[tuning.nearest(known, shape[1:], lambda other: other[1:])][kernel]
 
 
-WIDE = Tiles(64, 64, 32, 4, 2)
-"""float32, which no tensor unit multiplies without rounding it first."""
-CHOSEN: dict[str, Tiles] = {}
-"""What stands above the table, by kernel: for the tool that measures, and for tests."""
+FLOAT32_TILES = GroupedTiles(64, 64, 32, 4, 2)
+"""For float32, which tensor cores would round."""
+OVERRIDES: dict[str, GroupedTiles] = {}
+"""Tiles by kernel that take precedence over the table, for tuning and tests."""
 
 
-def pick(kernel: Kernel, count: int, shape: Shape, element_bytes: int) -> Tiles:
-    """How to do a product of ``count`` rows over a layer's experts."""
-    if kernel in CHOSEN:
-        return CHOSEN[kernel]
+def select_tiles(kernel: Kernel, rows: int, shape: LayerShape, element_bytes: int) -> GroupedTiles:
+    """Tiles for a GEMM of ``rows`` rows over all of a layer's experts."""
+    if kernel in OVERRIDES:
+        return OVERRIDES[kernel]
     if element_bytes > 2:
-        return WIDE
-    mean = count / max(shape.E, 1)
-    return next(tiles for most, tiles in rows(kernel, shape) if most is None or mean <= most)
+        return FLOAT32_TILES
+    return tuning.first_fitting(table_rows(kernel, shape), rows / max(shape.E, 1))

@@ -1,207 +1,218 @@
-"""Experts' products with quantised weights: grouped as in :mod:`~colonnade.kernels.experts.triton_grouped_gemm`,
-widened in registers as in
-:mod:`colonnade.kernels.linear.triton_quantised`.
+"""Experts with weight-only quantisation on a GPU: two grouped GEMM kernels and a sum.
 
-    up      h_r = act(a) ⊙ u,  u = W_up x_t(r) + b, a = W_gate x_t(r) + b; x gathered, h in its epilogue
+    up      h_r = act(a) ⊙ u,  u = W_up x_t(r) + b, a = W_gate x_t(r) + b; gathers x, computes h in its epilogue
     down    y_r = w_r (W_down h_r + b)
 
-Both are (W xᵀ), a tile of weights on the left, since the matrix units take their left side from registers, where the
-weights are widened. Stored weights are read once for each tile of an expert's rows, in their few bits; a decoding step
-has one tile an expert. The order of tiles is :mod:`~colonnade.kernels.experts.triton_tile_schedule`'s; rows past the
-last end are left alone.
-
-Experts with quantised weights on a GPU (see :mod:`quantised`): two products of
-:mod:`~colonnade.kernels.experts.triton_quantised`, and a sum.
-
-Weights are widened within the products at any number of rows: nothing is written out, so that prompts take no more
-memory than tokens do. Nothing waits for the device.
+Grouped as in :mod:`~colonnade.kernels.experts.triton_grouped_gemm`; weights are dequantised in registers as in
+:mod:`colonnade.kernels.linear.triton_quantised`, at any number of rows: no dequantised copy is written, so prompts take
+no more memory than single tokens. Both compute (W xᵀ), with a tile of weights on the left, since tensor cores can take
+the left operand from registers, where the weights are dequantised. Quantised weights are read once per tile of an
+expert's rows; a decode step has one tile per expert. :mod:`~colonnade.kernels.experts.triton_tile_schedule` defines the
+order of tiles; rows past the last end are not written. Nothing synchronises with the device.
 """
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# Triton kernels take launch options beside their arguments; constexpr arguments are plain numbers.
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.experts.quantised import Stacks
-from colonnade.kernels.experts.tiles import Tiles
+from colonnade.kernels import tuning
+from colonnade.kernels.experts.quantised import QuantisedWeights
+from colonnade.kernels.experts.tiles import GroupedTiles
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.experts.triton_tile_schedule import padded, place, programs, rows_of, spread
-from colonnade.kernels.linear.quantise import NIBBLES, Quantised
+from colonnade.kernels.experts.triton_tile_schedule import (
+    count_tiles,
+    expert_rows,
+    grid_size,
+    locate_tile,
+    padded_experts,
+)
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.kernels.linear.triton_quantised import nibble, scale_and_low
 from colonnade.kernels.triton_permute import rows_in, summed
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# Constants are plain numbers to a kernel, and its unrolled ranges are nobody else's.
+
+class Matrices(NamedTuple):
+    """Pointers of a stack of quantised matrices: stored values, scales, bias."""
+
+    stored: Any
+    scales: Any
+    bias: Any
+
+
+class Constants(NamedTuple):
+    """Compile-time constants of the kernels."""
+
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    E_PAD: int
+    KIND: str
+    WORDS: int
+    """Words per int4 group."""
+    GATED: bool = False
+    BIASED: bool = False
+    ACT: str = ""
 
 
 @triton.jit
-def _products(
-    x_ptr, at, here, w_ptr, w_s_ptr, v_ptr, v_s_ptr, row, K, columns, groups,
-    KIND: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """(w xᵀ, v xᵀ), (BN, BM) each, for those rows of x that are ``here``, which start at ``at``, and the outputs
-    ``row`` of all experts; ``columns`` are those of the stored weights: inputs, or words of eight.
+def _dot(x_ptr, x_at, x_valid, w_mat, v_mat, row, K, columns, groups, TWO: tl.constexpr, C: tl.constexpr):
+    """(w xᵀ, v xᵀ), (BN, BM) each, for ``x_valid`` rows of x at offsets ``x_at`` and rows ``row`` of the weights.
+
+    ``columns`` counts stored columns: inputs, or int32 words of eight int4 inputs.
     """
-    k = tl.arange(0, BK)
-    kind = x_ptr.dtype.element_ty
-    x_rows = x_ptr + at[None, :]
-    w_rows = w_ptr + (row * columns)[:, None]
+    k = tl.arange(0, C.BK)
+    dtype = x_ptr.dtype.element_ty
+    x_rows = x_ptr + x_at[None, :]
+    w_rows = w_mat.stored + (row * columns)[:, None]
     v_rows = w_rows
     if TWO:
-        v_rows = v_ptr + (row * columns)[:, None]
-    one = tl.zeros((BN, BM), tl.float32)
-    two = tl.zeros((BN, BM), tl.float32)
-    for k0 in range(0, columns, BK):
+        v_rows = v_mat.stored + (row * columns)[:, None]
+    acc_w = tl.zeros((C.BN, C.BM), tl.float32)
+    acc_v = tl.zeros((C.BN, C.BM), tl.float32)
+    for k0 in range(0, columns, C.BK):
         c = k0 + k
-        there = (c < columns)[None, :]
-        w = tl.load(w_rows + c[None, :], there, 0.0)
+        valid = (c < columns)[None, :]
+        w = tl.load(w_rows + c[None, :], valid, 0.0)
         v = w
         if TWO:
-            v = tl.load(v_rows + c[None, :], there, 0.0)
-        if KIND == "int4":
-            group = c // WORDS
-            w_scale, w_low = scale_and_low(w_s_ptr, row[:, None], group[None, :], groups, there)
+            v = tl.load(v_rows + c[None, :], valid, 0.0)
+        if C.KIND == "int4":
+            group = c // C.WORDS
+            w_scale, w_low = scale_and_low(w_mat.scales, row[:, None], group[None, :], groups, valid)
             v_scale, v_low = w_scale, w_low
             if TWO:
-                v_scale, v_low = scale_and_low(v_s_ptr, row[:, None], group[None, :], groups, there)
-            first = group * (8 * WORDS) + c % WORDS
+                v_scale, v_low = scale_and_low(v_mat.scales, row[:, None], group[None, :], groups, valid)
+            first = group * (8 * C.WORDS) + c % C.WORDS
             for i in tl.static_range(8):
-                d = (first + i * WORDS)[:, None]
-                x = tl.load(x_rows + d, here[None, :] & (c < columns)[:, None] & (d < K), 0.0)
-                one = tl.dot((nibble(w, i) * w_scale + w_low).to(kind), x, one, input_precision="ieee")
+                d = (first + i * C.WORDS)[:, None]
+                x = tl.load(x_rows + d, x_valid[None, :] & (c < columns)[:, None] & (d < K), 0.0)
+                acc_w = tl.dot((nibble(w, i) * w_scale + w_low).to(dtype), x, acc_w, input_precision="ieee")
                 if TWO:
-                    two = tl.dot((nibble(v, i) * v_scale + v_low).to(kind), x, two, input_precision="ieee")
+                    acc_v = tl.dot((nibble(v, i) * v_scale + v_low).to(dtype), x, acc_v, input_precision="ieee")
         else:
-            x = tl.load(x_rows + c[:, None], here[None, :] & (c < columns)[:, None], 0.0)
-            one = tl.dot(w.to(kind), x, one, input_precision="ieee")
+            x = tl.load(x_rows + c[:, None], x_valid[None, :] & (c < columns)[:, None], 0.0)
+            acc_w = tl.dot(w.to(dtype), x, acc_w, input_precision="ieee")
             if TWO:
-                two = tl.dot(v.to(kind), x, two, input_precision="ieee")
-    if KIND != "int4":
-        one *= tl.load(w_s_ptr + row)[:, None]
+                acc_v = tl.dot(v.to(dtype), x, acc_v, input_precision="ieee")
+    if C.KIND != "int4":
+        acc_w *= tl.load(w_mat.scales + row)[:, None]
         if TWO:
-            two *= tl.load(v_s_ptr + row)[:, None]
-    return one, two
+            acc_v *= tl.load(v_mat.scales + row)[:, None]
+    return acc_w, acc_v
 
 
 @triton.jit
-def up(
-    x_ptr, order_ptr, ends_ptr, up_ptr, up_s_ptr, up_b_ptr, gate_ptr, gate_s_ptr, gate_b_ptr, h_ptr,
-    R, D, F, E, stride, active, columns, groups,
-    GATED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
+def quantised_up_kernel(
+    x_ptr, order_ptr, ends_ptr, up, gate, h_ptr, D, F, E, stride, active, columns, groups, C: tl.constexpr
+):
     """h (R, F) of the tokens of the choices in ``order``."""
-    across = tl.cdiv(F, BN)
-    first_e, tiles_e = spread(ends_ptr, R, E, across, BM, E_PAD, False)
-    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * across, tl.num_programs(0)):
-        expert, m, n = place(tile, first_e, tiles_e, across, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
-        r = start + m * BM + tl.arange(0, BM)
-        at = tl.load(order_ptr + r, r < end, 0).to(tl.int64) // active * stride
-        f = n * BN + tl.arange(0, BN)
+    column_tiles = tl.cdiv(F, C.BN)
+    first_e, tiles_e = count_tiles(ends_ptr, E, column_tiles, C.BM, C.E_PAD)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * column_tiles, tl.num_programs(0)):
+        expert, m, n = locate_tile(tile, first_e, tiles_e, column_tiles, C.E_PAD, C.GROUP)
+        start, end = expert_rows(ends_ptr, expert)
+        r = start + m * C.BM + tl.arange(0, C.BM)
+        x_at = tl.load(order_ptr + r, r < end, 0).to(tl.int64) // active * stride
+        f = n * C.BN + tl.arange(0, C.BN)
         row = expert.to(tl.int64) * F + tl.where(f < F, f, 0)
-        u, a = _products(
-            x_ptr, at, r < end, up_ptr, up_s_ptr, gate_ptr, gate_s_ptr, row, D, columns, groups,
-            KIND, WORDS, GATED, BM, BN, BK,
-        )  # fmt: skip
-        if BIASED:
-            u += tl.load(up_b_ptr + row).to(tl.float32)[:, None]
-            if GATED:
-                a += tl.load(gate_b_ptr + row).to(tl.float32)[:, None]
-        h = activate(a, ACT)[0] * u if GATED else activate(u, ACT)[0]
-        to = r.to(tl.int64)[None, :] * F + f[:, None]
-        tl.store(h_ptr + to, h.to(h_ptr.dtype.element_ty), (f < F)[:, None] & (r < end)[None, :])
+        u, a = _dot(x_ptr, x_at, r < end, up, gate, row, D, columns, groups, C.GATED, C)
+        if C.BIASED:
+            u += tl.load(up.bias + row).to(tl.float32)[:, None]
+            if C.GATED:
+                a += tl.load(gate.bias + row).to(tl.float32)[:, None]
+        h = activate(a, C.ACT)[0] * u if C.GATED else activate(u, C.ACT)[0]
+        at = r.to(tl.int64)[None, :] * F + f[:, None]
+        tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), (f < F)[:, None] & (r < end)[None, :])
 
 
 @triton.jit
-def down(
-    h_ptr, order_ptr, ends_ptr, down_ptr, down_s_ptr, down_b_ptr, routing_ptr, y_ptr, R, F, D, E, columns, groups,
-    BIASED: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
-    """y (R, D), each row by its routing weight."""
-    across = tl.cdiv(D, BN)
-    first_e, tiles_e = spread(ends_ptr, R, E, across, BM, E_PAD, False)
-    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * across, tl.num_programs(0)):
-        expert, m, n = place(tile, first_e, tiles_e, across, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
-        r = start + m * BM + tl.arange(0, BM)
-        d = n * BN + tl.arange(0, BN)
+def quantised_down_kernel(
+    h_ptr, order_ptr, ends_ptr, down, routing_ptr, y_ptr, F, D, E, columns, groups, C: tl.constexpr
+):
+    """y (R, D), each row times its routing weight."""
+    column_tiles = tl.cdiv(D, C.BN)
+    first_e, tiles_e = count_tiles(ends_ptr, E, column_tiles, C.BM, C.E_PAD)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * column_tiles, tl.num_programs(0)):
+        expert, m, n = locate_tile(tile, first_e, tiles_e, column_tiles, C.E_PAD, C.GROUP)
+        start, end = expert_rows(ends_ptr, expert)
+        r = start + m * C.BM + tl.arange(0, C.BM)
+        d = n * C.BN + tl.arange(0, C.BN)
         row = expert.to(tl.int64) * D + tl.where(d < D, d, 0)
-        y, _ = _products(
-            h_ptr, r.to(tl.int64) * F, r < end, down_ptr, down_s_ptr, down_ptr, down_s_ptr, row, F, columns, groups,
-            KIND, WORDS, False, BM, BN, BK,
-        )  # fmt: skip
-        if BIASED:
-            y += tl.load(down_b_ptr + row).to(tl.float32)[:, None]
+        y, _ = _dot(h_ptr, r.to(tl.int64) * F, r < end, down, down, row, F, columns, groups, False, C)
+        if C.BIASED:
+            y += tl.load(down.bias + row).to(tl.float32)[:, None]
         choice = tl.load(order_ptr + r, r < end, 0)
         y *= tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[None, :]
-        to = r.to(tl.int64)[None, :] * D + d[:, None]
-        tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), (d < D)[:, None] & (r < end)[None, :])
+        at = r.to(tl.int64)[None, :] * D + d[:, None]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), (d < D)[:, None] & (r < end)[None, :])
 
 
-# pyright: reportCallIssue=false, reportArgumentType=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
-
-
-CHOSEN: tuple[tuple[int | None, Tiles], ...] = (
-    (16, Tiles(16, 64, 64, 4, 4)),
-    (64, Tiles(64, 64, 64, 4, 3)),
-    (None, Tiles(128, 128, 64, 8, 3)),
+TILES: tuple[tuple[int | None, GroupedTiles], ...] = (
+    (16, GroupedTiles(16, 64, 64, 4, 4)),
+    (64, GroupedTiles(64, 64, 64, 4, 3)),
+    (None, GroupedTiles(128, 128, 64, 8, 3)),
 )
-"""By the mean rows of an expert, at most; of int4 a step has 16 words. Reckoned, not measured: they fit the chip."""
-WORDS = 16
-"""The least that the matrix units sum over at once."""
-EXACT = Tiles(16, 64, 32, 4, 2)
-"""float32, which no tensor unit multiplies without rounding it first."""
+"""(maximum mean rows per expert, tiles); for int4, BK is :data:`INT4_WORDS` instead. Estimated, not measured."""
+INT4_WORDS = 16
+"""Words per step of int4: the smallest summed dimension of tensor cores."""
+FLOAT32_TILES = GroupedTiles(16, 64, 32, 4, 2)
+"""For float32, which tensor cores would round."""
 
 
 def routed(
-    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Stacks, activation: str,
-    how: Tiles | None = None,
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: QuantisedWeights, activation: str,
+    tiles: GroupedTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """y_TD (see :func:`quantised.routed`); ``how`` cuts the products up, where that is not chosen here."""
+    """y_TD (see :func:`quantised.routed`); ``tiles`` overrides the choice made here."""
     x_TD, weights_TA, ends_E = rows_in(x_TD), weights_TA.contiguous(), ends_E.contiguous()
     up_w, down_w, gate_w, up_b, gate_b, down_b = weights
     R, E, F, D = len(order_R), len(ends_E), up_w.outputs, down_w.outputs
     h, y = x_TD.new_empty(R, F), x_TD.new_empty(R, D)
     if y.numel():
-        how = how or pick(R, E, x_TD.dtype)
-        cut = _Cut(up_w, how, R, ends_E)
-        up[cut.grid](
-            x_TD, order_R, ends_E, up_w.values, cut.scales(up_w), up_b,
-            None if gate_w is None else gate_w.values, None if gate_w is None else cut.scales(gate_w), gate_b,
-            h, R, D, F, E, x_TD.stride(0), weights_TA.shape[1], *cut.stored,
-            gate_w is not None, up_b is not None, activation, **cut.how,
+        tiles = tiles or select_tiles(R, E, x_TD.dtype)
+        launch = _Launch(up_w, tiles, R, ends_E)
+        quantised_up_kernel[launch.grid](
+            x_TD, order_R, ends_E, launch.matrices(up_w, up_b), launch.matrices(gate_w, gate_b), h, D, F, E,
+            x_TD.stride(0), weights_TA.shape[1], *launch.stored_sizes,
+            launch.constants._replace(GATED=gate_w is not None, BIASED=up_b is not None, ACT=activation),
+            **launch.options,
         )  # fmt: skip
-        cut = _Cut(down_w, how, R, ends_E)
-        down[cut.grid](
-            h, order_R, ends_E, down_w.values, cut.scales(down_w), down_b, weights_TA, y, R, F, D, E, *cut.stored,
-            down_b is not None, **cut.how,
+        launch = _Launch(down_w, tiles, R, ends_E)
+        quantised_down_kernel[launch.grid](
+            h, order_R, ends_E, launch.matrices(down_w, down_b), weights_TA, y, F, D, E, *launch.stored_sizes,
+            launch.constants._replace(BIASED=down_b is not None), **launch.options,
         )  # fmt: skip
     return summed(y, order_R, *weights_TA.shape, ends_E=ends_E)
 
 
-def pick(rows: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """The sizes for ``rows`` rows over ``experts`` experts."""
-    if dtype.itemsize > 2:
-        return EXACT
-    return next(tiles for most, tiles in CHOSEN if most is None or rows <= most * max(1, experts))
+def select_tiles(rows: int, experts: int, dtype: torch.dtype) -> GroupedTiles:
+    """Tiles for ``rows`` rows over ``experts`` experts."""
+    return FLOAT32_TILES if dtype.itemsize > 2 else tuning.first_fitting(TILES, rows / max(1, experts))
 
 
-class _Cut:
-    """How a product with ``weight`` is cut up, and what its launch takes."""
+class _Launch:
+    """Grid and block sizes of a GEMM with ``weight``."""
 
-    def __init__(self, weight: Quantised, how: Tiles, rows: int, ends_E: Tensor):
-        self.four = weight.kind == "int4"
-        self.grid = (programs(rows, ends_E, weight.outputs, how),)
-        self.stored = (weight.values.shape[2], weight.scales.shape[2] if self.four else 0)
-        """Columns and groups of a row, as it is stored."""
-        self.how = {
-            **how.launch, "BK": WORDS if self.four else how.BK, "GROUP": how.GROUP,
-            "E_PAD": padded(ends_E), "KIND": weight.kind, "WORDS": weight.group // NIBBLES if self.four else 1,
-        }  # fmt: skip
+    def __init__(self, weight: Quantised, tiles: GroupedTiles, rows: int, ends_E: Tensor):
+        self.int4 = weight.kind == "int4"
+        self.grid = (grid_size(rows, ends_E, weight.outputs, tiles),)
+        self.stored_sizes = (weight.values.shape[2], weight.scales.shape[2] if self.int4 else 0)
+        """Stored columns and groups per row."""
+        self.constants = Constants(
+            tiles.BM, tiles.BN, INT4_WORDS if self.int4 else tiles.BK, tiles.GROUP, padded_experts(ends_E), weight.kind,
+            weight.group // INT4_PER_WORD if self.int4 else 1,
+        )  # fmt: skip
+        self.options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
-    def scales(self, weight: Quantised) -> Tensor:
-        return weight.scales.view(torch.int32) if self.four else weight.scales
+    def matrices(self, weight: Quantised | None, bias: Tensor | None) -> Matrices:
+        """Tensors as the kernels read them: int4's pairs of bfloat16 as one int32."""
+        if weight is None:
+            return Matrices(None, None, None)
+        return Matrices(weight.values, weight.scales.view(torch.int32) if self.int4 else weight.scales, bias)

@@ -1,1 +1,1 @@
-"""Rows times a weight matrix."""
+"""Kernels of linear layers: reference, float8, weight-only quantised, skinny and batch-invariant GEMMs."""

@@ -1,16 +1,16 @@
-"""Weights of 8 or 4 bits: how they are made, what they mean.
+"""Weight-only quantisation to int8, int4 and float8: quantise and dequantise.
 
-    int8     w ≈ q s          q in −127 … 127; one s a row (an output), float32
-    int4     w ≈ q s + m      q in 0 … 15; s and m for each group of 32, 64 or 128 inputs of a row, bfloat16
-    float8   w ≈ q s          q in e4m3; one s a row, a power of two (:mod:`float8` says why)
+    int8     w ≈ q s          q in −127 … 127; one s per row (output), float32
+    int4     w ≈ q s + m      q in 0 … 15; s and m per group of 32, 64 or 128 inputs of a row, bfloat16
+    float8   w ≈ q s          q in e4m3; one s per row, a power of two (:mod:`float8` says why)
 
-Four bits go eight to a word of int32: bits 4i … 4i+3 of word c of a group of G are its input i·G/8 + c, so that one
-shift of a run of words gives a run of neighbouring inputs. The last group of a row is filled up with zeros. A group's
-range always contains 0, which keeps m within 15 s of it, and q is rounded against s and m as they are stored: no weight
-moves by more than 0.6 s.
+int4 packs eight values into an int32 word: bits 4i … 4i+3 of word c of a group of G inputs hold its input i·G/8 + c, so
+that one shift of consecutive words gives consecutive inputs. The last group of a row is padded with zeros. A group's
+range always contains 0, which keeps m within 15 s of it, and q is rounded with s and m as stored: no weight changes by
+more than 0.6 s.
 
-All arithmetic is float32's whatever the weights' type. Where a row is cut over ranks, ``over`` takes the largest number
-among them: then a weight's bits do not depend on the layout. (Groups belong to one rank each: see
+All arithmetic is float32, whatever the weights' dtype. Where a row is sharded over ranks, ``reduce_max`` takes the
+maximum over them, so that quantised values do not depend on the layout. (A group belongs to one rank: see
 :mod:`colonnade.config.feature_checks`.)
 """
 
@@ -26,83 +26,81 @@ from colonnade.errors import ConfigError
 Kind = Literal["int8", "int4", "float8"]
 KINDS = get_args(Kind)
 FLOAT8 = torch.float8_e4m3fn
-NIBBLES = 8
-"""Weights in a word."""
+INT4_PER_WORD = 8
+"""int4 values in an int32 word."""
 SMALLEST = 2.0**-100
-"""Of a maximum: keeps the scale of a row of zeros finite, and products of two scales within float32."""
+"""Lower bound of a maximum: keeps the scale of a row of zeros finite, and products of two scales within float32."""
 EXPONENT = 0x7F800000
-"""The exponent's bits of a float32: what is left of a positive number when it is rounded down to a power of two."""
+"""Exponent bits of a float32; masking a positive value with them rounds it down to a power of two."""
 
 
 class Quantised(NamedTuple):
-    """A matrix of F outputs and D inputs; or a stack of E of them, whose tensors have E in front."""
+    """A matrix of F outputs and D inputs, or a stack of E of them, with E as the first dimension of its tensors."""
 
     kind: Kind
     values: Tensor
-    """int8 or float8 (F, D); int4's words (F, groups · G / 8)."""
+    """int8 or float8 (F, D); for int4, words (F, groups · G / 8)."""
     scales: Tensor
-    """(F, 1) float32; of int4 (F, groups, 2) bfloat16: s and m."""
+    """(F, 1) float32; for int4, s and m as (F, groups, 2) bfloat16."""
     inputs: int
     """D."""
     group: int
-    """G; D where there are no groups."""
+    """G; D without groups."""
 
     @property
     def outputs(self) -> int:
         """F."""
         return self.values.shape[-2]
 
-    def of(self, e: int) -> "Quantised":
-        """One matrix of a stack."""
+    def matrix(self, e: int) -> "Quantised":
+        """Matrix ``e`` of a stack."""
         return self._replace(values=self.values[e], scales=self.scales[e])
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes [bytes]."""
+        """Memory in bytes."""
         return self.values.nbytes + self.scales.nbytes
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
+def quantise(
+    weight_FD: Tensor, kind: Kind, group: int = 64, reduce_max: Callable[[Tensor], Tensor] = lambda highest: highest
+) -> Quantised:
+    """``weight_FD`` quantised to ``kind``; values that are not finite give scales that are not finite.
 
-
-def quantise(weight_FD: Tensor, kind: Kind, group: int = 64, over: Callable[[Tensor], Tensor] = _itself) -> Quantised:
-    """``weight_FD`` in ``kind``; numbers that are not finite give scales that are not.
-
-    Raises :class:`ConfigError` for a ``kind`` that there is not.
+    Raises :class:`ConfigError` for an unknown ``kind``.
     """
     if kind not in KINDS:
-        raise ConfigError(f"there are no weights in {kind!r}; use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+        raise ConfigError(f"unknown weight format {kind!r}; use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     w_FD = weight_FD.float()
     if kind == "int4":
-        return _in_groups(w_FD, group)
-    highest_F1 = over(w_FD.abs().amax(1, keepdim=True))
+        return _quantise_int4(w_FD, group)
+    highest_F1 = reduce_max(w_FD.abs().amax(1, keepdim=True))
     if kind == "int8":
-        # Divided by a tensor: by a number a GPU multiplies with its reciprocal, and the last bit is another.
+        # Divide by a tensor: dividing by a number, a GPU multiplies by the reciprocal, which changes the last bit.
         scale_F1 = highest_F1.clamp(min=SMALLEST) / highest_F1.new_tensor(127.0)
         values_FD = (w_FD / scale_F1).round().clamp(-127, 127).to(torch.int8)
         return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
-    up_F1 = upscale(highest_F1, FLOAT8)
-    values_FD = (w_FD * up_F1).to(FLOAT8)
-    scale_F1 = up_F1.reciprocal() + 0 * highest_F1  # no finite scale for a row that is not finite
+    inverse_F1 = power_of_two_scale(highest_F1, FLOAT8)
+    values_FD = (w_FD * inverse_F1).to(FLOAT8)
+    scale_F1 = inverse_F1.reciprocal() + 0 * highest_F1  # not finite for a row that is not finite
     return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
 
 
 def stored_bytes(outputs: int, inputs: int, kind: Kind, group: int) -> int:
-    """Memory of such a matrix in ``kind`` [bytes]."""
+    """Bytes of a matrix quantised to ``kind``."""
     if kind == "int4":
         return outputs * -(-inputs // group) * (group // 2 + 4)
     return outputs * (inputs + 4)
 
 
-def upscale(highest: Tensor, kind: torch.dtype) -> Tensor:
-    """The power of two that brings ``highest`` just within what the format ``kind`` holds."""
-    room = torch.finfo(kind).max / highest.float().clamp(min=SMALLEST)
-    return (room.view(torch.int32) & EXPONENT).view(torch.float32)
+def power_of_two_scale(highest: Tensor, kind: torch.dtype) -> Tensor:
+    """The largest power of two that scales ``highest`` into the range of the format ``kind``."""
+    ratio = torch.finfo(kind).max / highest.float().clamp(min=SMALLEST)
+    return (ratio.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
-def _in_groups(w_FD: Tensor, group: int) -> Quantised:
-    inputs, words = w_FD.shape[1], group // NIBBLES
+def _quantise_int4(w_FD: Tensor, group: int) -> Quantised:
+    inputs, words = w_FD.shape[1], group // INT4_PER_WORD
     w = F.pad(w_FD, (0, -inputs % group)).unflatten(1, (-1, group))
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low).clamp(min=SMALLEST) / w_FD.new_tensor(15.0)).bfloat16()
@@ -115,25 +113,25 @@ def _in_groups(w_FD: Tensor, group: int) -> Quantised:
 
 
 def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    """Some rows of the matrix that ``weight`` stands for, rounded to ``dtype``; reckoned in float32 at least."""
+    """Dequantises some rows of ``weight``, rounded to ``dtype``; computed in float32 or float64."""
     values, scales = weight.values[rows], weight.scales[rows]
-    fine = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
     if weight.kind != "int4":
-        return widened(values, fine).mul_(scales.to(fine)).to(dtype)
-    words = values.unflatten(1, (-1, weight.group // NIBBLES))
-    q = torch.empty(*words.shape[:2], NIBBLES, words.shape[2], dtype=fine, device=words.device)
-    for i in range(NIBBLES):
+        return to_float(values, wide).mul_(scales.to(wide)).to(dtype)
+    words = values.unflatten(1, (-1, weight.group // INT4_PER_WORD))
+    q = torch.empty(*words.shape[:2], INT4_PER_WORD, words.shape[2], dtype=wide, device=words.device)
+    for i in range(INT4_PER_WORD):
         q[:, :, i] = (words >> 4 * i).bitwise_and_(15)
-    # q s is exact, 4 bits times 8: so that what is rounded is the sum alone, here as where both are one instruction.
-    w = q.flatten(2).mul_(scales[..., :1].to(fine)).add_(scales[..., 1:].to(fine))
+    # q s is exact (4 bits times 8 bits), so only the sum is rounded, here as in a fused multiply-add.
+    w = q.flatten(2).mul_(scales[..., :1].to(wide)).add_(scales[..., 1:].to(wide))
     return w.flatten(1)[:, : weight.inputs].to(dtype)
 
 
-def widened(values: Tensor, fine: torch.dtype) -> Tensor:
-    """int8 or float8 ``values`` as they are, in float32 or float64: a new tensor."""
+def to_float(values: Tensor, wide: torch.dtype) -> Tensor:
+    """int8 or float8 ``values`` converted to float32 or float64, as a new tensor."""
     if values.dtype != FLOAT8 or values.device.type != "cpu":
-        return values.to(fine)
-    # torch's own conversion on a CPU takes 3.1 ns a number, this 0.3. Its bits, put where those of a float16 are, make
-    # the number times 2^-8, since exponents are counted from 7 here and from 15 there; small numbers without one too.
+        return values.to(wide)
+    # torch's own conversion on a CPU takes 3.1 ns per value, this 0.3. The bits of an e4m3 value in the corresponding
+    # places of a float16 are that value times 2^-8, since exponent biases are 7 and 15; subnormal values too.
     bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
-    return bits.view(torch.float16).to(fine).mul_(256)
+    return bits.view(torch.float16).to(wide).mul_(256)

@@ -1,91 +1,103 @@
-"""Products of a few rows on a GPU, with norm, gate and residual in the same launch
-(:mod:`~colonnade.kernels.linear.triton_skinny_gemm`,
-:mod:`~colonnade.kernels.linear.triton_skinny_gemm_tensor_core`), or without.
+"""Linear layers on a GPU without gradients: skinny GEMMs (few rows), fused with norm, gate and residual, or quantised.
 
-With more rows than the table has (:mod:`~colonnade.kernels.linear.skinny_gemm_tiles`) the library multiplies, and a
-gate is one kernel. Nothing here has a gradient: where one is wanted, plain torch computes
-(:mod:`~colonnade.kernels.linear.reference`).
+    rows         weights       kernel
+    1 to 16      any           as the table says (:mod:`~colonnade.kernels.linear.skinny_gemm_tiles`): with CUDA cores
+                               (``triton_skinny_gemm.py``), tensor cores (``triton_skinny_gemm_tensor_core.py``), or
+                               as below, with norm, gate and residual as kernels of their own
+    any          16, 32 bits   the library's GEMM
+    to 64        quantised     split-K, with weights dequantised in registers (``triton_quantised.py``)
+    more         float8        x quantised to float8, row-wise scales, float8 tensor cores (as in float8 training)
+    more         quantised     W dequantised once to memory, then the library's GEMM
+
+So float8 weights round x to e4m3 for prompts but not for single tokens, and near ties can resolve differently. Where a
+gradient is needed, plain torch computes (:mod:`~colonnade.kernels.linear.reference`).
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+# Triton kernels take launch options beside their arguments, and their constexpr arguments are plain numbers.
 
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional as F
 
 from colonnade.kernels import norm as norm_reference
 from colonnade.kernels.device import processors, shared_bytes
 from colonnade.kernels.linear import (
-    quantised_gpu,
     reference,
-    skinny_gemm_tensor_core,
+    scaled_mm,
     skinny_gemm_tiles,
+    triton_quantised,
     triton_skinny_gemm,
+    triton_skinny_gemm_tensor_core,
 )
-from colonnade.kernels.linear import reference as fused
-from colonnade.kernels.linear.quantise import NIBBLES, Quantised
-from colonnade.kernels.linear.reference import Gate, Matrix, Scale
-from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, power_of_two_scale
+from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles, SplitKTiles, select_tiles
+
+MAX_SPLIT_K_ROWS = 64
+"""Rows up to which reading quantised weights is the limit."""
+PROGRAMS_PER_SM = 4
+"""Programs per SM that splitting the inputs aims at."""
 
 
 def linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None = None) -> Tensor:
-    """y_TF (see :func:`reference.linear`), of any number of rows."""
+    """y_TF (see :func:`reference.linear` and :func:`reference.quantised_linear`), for any number of rows."""
     x = x_TD if x_TD.dim() == 2 else x_TD.reshape(-1, x_TD.shape[-1])
-    tiles = _tiles(x, weight, gated=False)
+    tiles = None if _needs_grad(x, weight) else select_tiles(x, weight, gated=False)
     if tiles is None:
-        return _library(x_TD, weight, bias_F)
+        return _unfused_linear(x_TD, weight, bias_F)
     return launch(x, weight, bias_F, tiles=tiles).view(*x_TD.shape[:-1], _outputs(weight))
 
 
-def product(
+def fused_linear(
     x_TD: Tensor,
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: Scale | None = None,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
-    more_TF: Tensor | None = None,
-    own: bool = False,
+    residual_TF: Tensor | None = None,
+    inplace: bool = False,
 ) -> Tensor:
-    """y_TF (see :func:`reference.linear`)."""
-    parts: dict[str, Any] = {"norm": norm, "gate": gate, "more_TF": more_TF}
-    if _differentiated(x_TD, weight):
-        return fused.fused_linear(x_TD, weight, bias_F, **parts)
-    tiles = _tiles(x_TD, weight, gated=gate is not None)
+    """y_TF (see :func:`reference.fused_linear`)."""
+    parts: dict[str, Any] = {"norm": norm, "gate": gate, "residual_TF": residual_TF}
+    if _needs_grad(x_TD, weight):
+        return reference.fused_linear(x_TD, weight, bias_F, **parts)
+    tiles = select_tiles(x_TD, weight, gated=gate is not None)
     if tiles is not None:
         return launch(x_TD, weight, bias_F, tiles=tiles, **parts)
-    return composed(x_TD, weight, bias_F, **parts, own=own)
+    return separate_kernels(x_TD, weight, bias_F, **parts, inplace=inplace)
 
 
-def composed(
+def separate_kernels(
     x_TD: Tensor,
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: Scale | None = None,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
-    more_TF: Tensor | None = None,
-    own: bool = False,
+    residual_TF: Tensor | None = None,
+    inplace: bool = False,
 ) -> Tensor:
-    """y_TF by the library's product, and a kernel for each of what it cannot take along."""
+    """y_TF with an unfused GEMM, and a kernel for each of norm, gate and residual."""
     if norm is not None:
         x_TD = norm_reference.norm(x_TD, norm.weight_D, None, norm.eps)
-    if own and gate is None and bias_F is None and more_TF is not None and isinstance(weight, Tensor):
-        return more_TF.addmm_(x_TD, weight.T)
-    y_TF = _library(x_TD, weight, bias_F)
+    if inplace and gate is None and bias_F is None and residual_TF is not None and isinstance(weight, Tensor):
+        return residual_TF.addmm_(x_TD, weight.T)
+    y_TF = _unfused_linear(x_TD, weight, bias_F)
     if gate is not None:
-        y_TF = gated(_library(x_TD, gate.weight, gate.bias_F), y_TF, gate.activation)
-    return y_TF if more_TF is None else y_TF.add_(more_TF)
+        y_TF = gated_activation(_unfused_linear(x_TD, gate.weight, gate.bias_F), y_TF, gate.activation)
+    return y_TF if residual_TF is None else y_TF.add_(residual_TF)
 
 
-def gated(gate_TF: Tensor, up_TF: Tensor, activation: str) -> Tensor:
+def gated_activation(gate_TF: Tensor, up_TF: Tensor, activation: str) -> Tensor:
     """act(g) ⊙ u in one kernel."""
     out = torch.empty_like(up_TF)
     if out.numel():
-        triton_skinny_gemm.gated[triton.cdiv(out.numel(), 1024),](
+        triton_skinny_gemm.gated_activation_kernel[triton.cdiv(out.numel(), 1024),](
             gate_TF, up_TF, out, out.numel(), ACT=activation, BLOCK=1024
         )
     return out
@@ -96,95 +108,155 @@ def launch(
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    tiles: Tiles,
-    norm: Scale | None = None,
+    tiles: SkinnyTiles,
+    norm: RmsNorm | None = None,
     gate: Gate | None = None,
-    more_TF: Tensor | None = None,
+    residual_TF: Tensor | None = None,
 ) -> Tensor:
-    """y_TF of 1 to :data:`skinny_gemm_tiles.MOST` rows, cut up like this."""
+    """y_TF of 1 to :data:`skinny_gemm_tiles.MAX_ROWS` rows, in one kernel launch."""
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    (T, inputs), outputs, kind = x_TD.shape, _outputs(weight), _kind(weight)
+    (T, inputs), outputs = x_TD.shape, _outputs(weight)
     y_TF = x_TD.new_empty(T, outputs)
-    # The kernel's first matrix is the one whose product is activated.
+    # The kernel activates the product with its first matrix.
     first, bias, second, second_bias = weight, bias_F, weight, None
     if gate is not None:
         first, bias, second_bias = gate.weight, gate.bias_F, bias_F
-        assert (bias is None) == (second_bias is None), "both products have a bias, or neither"
-    (w, w_scale), (u, u_scale) = _stored(first, y_TF), _stored(second, y_TF)
+        assert (bias is None) == (second_bias is None), "both projections have a bias, or neither"
+    unused = y_TF  # in place of a tensor that is not read
+    (w, w_scale), (u, u_scale) = _stored(first, unused), _stored(second, unused)
     blocks = triton.cdiv(outputs, tiles.BN)
-    programs = min(blocks, tiles.a_processor * processors(x_TD.device) or blocks)
+    grid = (min(blocks, tiles.programs_per_sm * processors(x_TD.device) or blocks),)
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
-        "ADDED": more_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages, "num_warps": tiles.warps,
+        "RESIDUAL": residual_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages, "num_warps": tiles.warps,
     }  # fmt: skip
-    none = y_TF  # in place of a tensor that is not read
-    tensors = (
-        x_TD, none if norm is None else norm.weight_D, w, w_scale, none if bias is None else bias, u, u_scale,
-        none if second_bias is None else second_bias, none if more_TF is None else more_TF.contiguous(), y_TF,
+    gain = unused if norm is None else norm.weight_D
+    bias = unused if bias is None else bias
+    outs = (
+        unused if second_bias is None else second_bias,
+        unused if residual_TF is None else residual_TF.contiguous(), y_TF,
     )  # fmt: skip
     sizes = T, outputs, inputs, x_TD.stride(0)
     eps = 0.0 if norm is None else norm.eps
-    groups = weight.scales.shape[1] if isinstance(weight, Quantised) and kind == "int4" else 0
-    if tiles.units:
-        assert isinstance(weight, Quantised), "the matrix units of this kernel multiply quantised weights"
-        room = shared_bytes(x_TD.device)
-        constants |= skinny_gemm_tensor_core.cut(
-            weight, T, tiles, gated=gate is not None, normed=norm is not None, room=room
+    _, groups, words = _scales(weight) if isinstance(weight, Quantised) else (None, 0, 1)
+    if tiles.tensor_cores:
+        assert isinstance(weight, Quantised), "the tensor core kernel is for quantised weights"
+        constants |= skinny_gemm_tiles.tensor_core_constants(
+            weight, T, tiles, gated=gate is not None, normed=norm is not None, shared=shared_bytes(x_TD.device)
         )
-        skinny_gemm_tensor_core.launch(
-            programs, tensors, (*sizes, w.stride(0) * w.element_size() // 2, groups), eps, constants
-        )
+        w_stride = w.stride(0) * w.element_size() // 2
+        triton_skinny_gemm_tensor_core.tensor_core_kernel[grid](
+            x_TD, gain, w.view(torch.int16), w_scale, bias, u.view(torch.int16), u_scale, *outs, *sizes, w_stride,
+            groups, eps, ASM=x_TD.is_cuda, **constants,  # the interpreter cannot run assembly
+        )  # fmt: skip
         return y_TF
     columns = w.shape[1]
     BK = max(16, min(tiles.BK, triton.next_power_of_2(columns)))
     constants |= {"STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T), "BK": BK}
-    if isinstance(weight, Quantised) and kind == "int4":
-        even = columns % BK == 0 and inputs == columns * NIBBLES
-        triton_skinny_gemm.thin4[programs,](
-            *tensors, *sizes, w.stride(0), groups, eps, *triton_skinny_gemm.BITS, WORDS=weight.group // NIBBLES,
-            EVEN=even,
-            **constants,
+    tensors = (x_TD, gain, w, w_scale, bias, u, u_scale, *outs)
+    if groups:  # int4
+        even = columns % BK == 0 and inputs == columns * INT4_PER_WORD
+        triton_skinny_gemm.skinny_int4_kernel[grid](
+            *tensors, *sizes, w.stride(0), groups, eps, *triton_skinny_gemm.NIBBLE_BITS,
+            WORDS=words, EVEN=even, **constants,
         )  # fmt: skip
     else:
         neighbours = min(BK, 16 // w.element_size())
-        triton_skinny_gemm.thin[programs,](
-            *tensors, *sizes, w.stride(0), eps, SCALED=kind != "plain", EVEN=inputs % BK == 0, V=neighbours, **constants
-        )
+        triton_skinny_gemm.skinny_kernel[grid](
+            *tensors, *sizes, w.stride(0), eps, SCALED=isinstance(weight, Quantised), EVEN=inputs % BK == 0,
+            V=neighbours, **constants,
+        )  # fmt: skip
     return y_TF
 
 
-def _tiles(x_TD: Tensor, weight: Matrix, *, gated: bool) -> Tiles | None:
-    T = len(x_TD)
-    if not 0 < T <= skinny_gemm_tiles.MOST or not x_TD.numel() or _differentiated(x_TD, weight):
-        return None
-    if isinstance(weight, Tensor) and (weight.dtype != x_TD.dtype or weight.stride(1) != 1):
-        return None
-    tiles = skinny_gemm_tiles.pick(_kind(weight), T, _outputs(weight), x_TD.shape[1], gated=gated)
-    if tiles is None or not tiles.units or skinny_gemm_tensor_core.fits(x_TD, weight):
-        return tiles
-    return skinny_gemm_tiles.WIDE if T <= skinny_gemm_tiles.IN_REGISTERS else None
+def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Tensor:
+    """y_TF (see :func:`reference.quantised_linear`), of any number of rows, with an unfused GEMM."""
+    x = x_TD if x_TD.dim() == 2 else x_TD.reshape(-1, weight.inputs)
+    if 0 < len(x) <= MAX_SPLIT_K_ROWS and x.numel():
+        y = split_k(x, weight)
+    elif _float8_fits(x, weight):
+        y = _float8_gemm(x, weight)
+    else:
+        y = F.linear(x, dequantise(weight, x.dtype))
+    y = y if bias_F is None else y + bias_F
+    return y if x_TD.dim() == 2 else y.view(*x_TD.shape[:-1], weight.outputs)
 
 
-def _differentiated(x_TD: Tensor, weight: Matrix) -> bool:
-    """Whether a gradient of a product is wanted."""
+def split_k(x_TD: Tensor, weight: Quantised, tiles: SplitKTiles | None = None, splits: int | None = None) -> Tensor:
+    """y_TF of 1 to :data:`MAX_SPLIT_K_ROWS` rows; ``tiles`` and ``splits`` override the choice made here."""
+    T, outputs = len(x_TD), weight.outputs
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    tiles = tiles or skinny_gemm_tiles.SPLIT_K_TILES[weight.kind]
+    columns = weight.values.shape[1]
+    blocks = triton.cdiv(outputs, tiles.outputs)
+    if splits is None:
+        most = triton.cdiv(columns, 2 * tiles.columns)
+        splits = max(1, min(most, PROGRAMS_PER_SM * processors(x_TD.device) // blocks))
+    step = triton.cdiv(triton.cdiv(columns, splits), tiles.columns) * tiles.columns
+    splits = triton.cdiv(columns, step)
+    out = parts = x_TD.new_empty(T, outputs)
+    if splits > 1:
+        parts = x_TD.new_empty(splits, T, outputs, dtype=torch.float32)
+    scales, groups, words = _scales(weight)
+    triton_quantised.split_k_kernel[blocks, splits](
+        x_TD, weight.values, scales, parts, T, outputs, weight.inputs, columns, groups, x_TD.stride(0), step,
+        KIND=weight.kind, WORDS=words, BM=max(16, triton.next_power_of_2(T)), BN=tiles.outputs, BK=tiles.columns,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    if splits > 1:
+        triton_quantised.sum_splits_kernel[triton.cdiv(T * outputs, 1024),](
+            parts, out, T * outputs, splits, BLOCK=1024
+        )  # fmt: skip
+    return out
+
+
+def dequantise(weight: Quantised, dtype: torch.dtype) -> Tensor:
+    """The dequantised matrix (see :func:`quantise.dequantise`)."""
+    out = weight.values.new_empty(weight.outputs, weight.inputs, dtype=dtype)
+    columns = weight.values.shape[1]
+    scales, groups, words = _scales(weight)
+    BN, BK = 16, 64 if weight.kind == "int4" else 256
+    triton_quantised.dequantise_kernel[triton.cdiv(weight.outputs, BN), triton.cdiv(columns, BK)](
+        weight.values, scales, out, weight.outputs, weight.inputs, columns, groups,
+        KIND=weight.kind, WORDS=words, BN=BN, BK=BK, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _needs_grad(x_TD: Tensor, weight: Matrix) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, weight) if isinstance(x, Tensor))
 
 
-def _library(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None) -> Tensor:
-    run = quantised_gpu if isinstance(weight, Quantised) else reference
-    return run.linear(x_TD, weight, bias_F)
+def _unfused_linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None) -> Tensor:
+    if isinstance(weight, Quantised):
+        return quantised_linear(x_TD, weight, bias_F)
+    return F.linear(x_TD, weight, bias_F)
+
+
+def _float8_fits(x_TD: Tensor, weight: Quantised) -> bool:
+    """Whether the float8 tensor cores can multiply these."""
+    hopper = x_TD.is_cuda and torch.cuda.get_device_capability(x_TD.device) >= (9, 0)
+    whole = weight.inputs % scaled_mm.SIZE_MULTIPLE == weight.outputs % scaled_mm.SIZE_MULTIPLE == 0
+    return weight.kind == "float8" and hopper and whole and x_TD.dtype == torch.bfloat16 and x_TD.numel() > 0
+
+
+def _float8_gemm(x_TD: Tensor, weight: Quantised) -> Tensor:
+    inverse_T1 = power_of_two_scale(x_TD.abs().amax(1, keepdim=True), weight.values.dtype)
+    x8_TD = (x_TD * inverse_T1.to(x_TD.dtype)).to(weight.values.dtype)
+    return scaled_mm.scaled_product(x8_TD, weight.values, inverse_T1.reciprocal(), weight.scales, x_TD.dtype)
 
 
 def _outputs(weight: Matrix) -> int:
     return len(weight) if isinstance(weight, Tensor) else weight.outputs
 
 
-def _kind(weight: Matrix) -> str:
-    return "plain" if isinstance(weight, Tensor) else weight.kind
+def _stored(weight: Matrix, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """(stored values, scales as the kernels read them)."""
+    return (weight, unused) if isinstance(weight, Tensor) else (weight.values, _scales(weight)[0])
 
 
-def _stored(weight: Matrix, none: Tensor) -> tuple[Tensor, Tensor]:
-    """(what is multiplied, its scales)."""
-    if isinstance(weight, Tensor):
-        return weight, none
-    return weight.values, weight.scales.view(torch.int32) if weight.kind == "int4" else weight.scales
+def _scales(weight: Quantised) -> tuple[Tensor, int, int]:
+    """(scales as the kernels read them, groups per row, words per group); int4's pairs are read as one int32."""
+    if weight.kind != "int4":
+        return weight.scales, 0, 1
+    return weight.scales.view(torch.int32), weight.scales.shape[1], weight.group // INT4_PER_WORD

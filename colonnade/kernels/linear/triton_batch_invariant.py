@@ -1,7 +1,8 @@
-"""y = x Wᵀ + b in tiles that are the same for any number of rows: a row's numbers are the same bits in any company.
+"""Batch-invariant y = x Wᵀ + b: a row's result is bitwise the same whatever the other rows are.
 
-A library picks tiles, and how it cuts the sum, by the number of rows; here the tile is one, the sum runs along the
-inputs in order, and nothing is cut. What it costs: a tile is too small for many rows and too large for one.
+A library chooses tiles, and how the summed dimension is split, by the number of rows. Here the tile is fixed, and each
+output is summed over the inputs in order by one program. The cost: the tile is too small for many rows and too large
+for one.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = {"BM": 64, "BN": 32, "BK": 128}
-"""Rows, outputs and inputs of a tile; the widest type halves the inputs."""
+"""Rows, outputs and inputs of a tile; float32 has half the inputs."""
 
 
 @triton.jit
@@ -26,10 +27,10 @@ def _linear(
     x_row = x_ptr + m[:, None].to(tl.int64) * x_t
     w_row = w_ptr + n[None, :].to(tl.int64) * w_f
     total = tl.zeros([BM, BN], tl.float32)
-    for at in range(0, inputs, BK):
-        here = at + k < inputs
-        x = tl.load(x_row + (at + k)[None, :], mask=(m < rows)[:, None] & here[None, :], other=0)
-        w = tl.load(w_row + (at + k)[:, None], mask=(n < outputs)[None, :] & here[:, None], other=0)
+    for k0 in range(0, inputs, BK):
+        valid = k0 + k < inputs
+        x = tl.load(x_row + (k0 + k)[None, :], mask=(m < rows)[:, None] & valid[None, :], other=0)
+        w = tl.load(w_row + (k0 + k)[:, None], mask=(n < outputs)[None, :] & valid[:, None], other=0)
         total = tl.dot(x, w, total, input_precision="ieee")
     if BIASED:
         total += tl.load(b_ptr + n, mask=n < outputs, other=0).to(tl.float32)[None, :]

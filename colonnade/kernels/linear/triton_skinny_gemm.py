@@ -1,18 +1,19 @@
-"""Products of a few rows at the speed of memory, with what stands before and after them: one launch for all of it.
+"""Skinny GEMM (few rows) at memory bandwidth on CUDA cores, fused with norm, gate and residual in one launch.
 
     y = act(W x̂) ⊙ (U x̂)   or   y = W x̂ + b,    + r         x̂ = x ⊙ g / √(mean(x²) + ε)   or   x
 
-A weight is read once and multiplied with M rows in registers. What decides is how many bytes are on their way at once:
-tiles of BN outputs × BK inputs travel to shared memory STAGES − 1 ahead of the one in use, and a program goes on from
-one block of outputs to the next without a pause, since both loops are one. Nothing is cut between programs, sums are
-taken in one order: two runs give the same bits, and a row's do not depend on the other rows.
+Each weight is read once and multiplied with M rows in registers. Bandwidth depends on the bytes in flight: tiles of BN
+outputs × BK inputs are loaded to shared memory STAGES − 1 ahead of the one in use, and a persistent program goes from
+one block of outputs to the next without a pause, since both loops are one. Nothing is split between programs, and sums
+are in a fixed order, so results are reproducible bit for bit, and a row's do not depend on the other rows.
 
-The norm costs no launch and no pass of its own: its factor is one number a row, which comes last, so squares are summed
-beside the products. Where STEPS is 1 the whole of x stays in registers.
+The norm needs no launch and no pass of its own: its factor is one value per row, applied last, so squares are summed
+beside the products. Where STEPS is 1 all of x stays in registers.
 
-``thin`` is for weights that are numbers, ``thin4`` for words of eight numbers of four bits (:mod:`quantise`): a nibble
-put into bits 16 … 19 of the bits of 128.0 *is* 128 + q, and in bits 12 … 15 of those of 2048.0 it is 2048 + q. So there
-are two nibbles a shift, one ``and``-``or`` each; what was added to all comes off once for four words, with the scale.
+``skinny_kernel`` is for weights of 8, 16 or 32 bits, ``skinny_int4_kernel`` for words of eight int4 values
+(:mod:`quantise`). A nibble q as bits 16 … 19 of the bit pattern of 128.0 makes 128 + q, and as bits 12 … 15 of that of
+2048.0 it makes 2048 + q. So there are two nibbles per shift, and one ``and``-``or`` each; the sum of what was added
+(the lift) is subtracted once for four words, with the scale.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
@@ -24,105 +25,108 @@ import triton.language as tl
 
 from colonnade.kernels.experts.triton_activation import activate
 
-BITS = (0xF000, 0x45000000, 0xF0000, 0x43000000)
-"""What of a shifted word is a nibble, and the bits of 2048.0 and of 128.0. Arguments of :func:`thin4`: as constants in
-its code the assembler makes two instructions of an ``and`` and an ``or``, which are one where they lie in registers.
+NIBBLE_BITS = (0xF000, 0x45000000, 0xF0000, 0x43000000)
+"""Masks of a nibble in a shifted word, and the bit patterns of 2048.0 and 128.0.
+
+Arguments of :func:`skinny_int4_kernel`: for constants in its code the assembler makes two instructions of an ``and``
+and an ``or``, for values in registers one.
 """
 
 
 @triton.jit
-def _some(ptr, at, most, EVEN: tl.constexpr):
-    """What stands at these places, of which there are ``most``."""
+def _load(ptr, at, size, EVEN: tl.constexpr):
+    """Elements ``at``, masked by ``size`` unless EVEN."""
     if EVEN:
         return tl.load(ptr + at)
-    return tl.load(ptr + at, at < most, 0.0)
+    return tl.load(ptr + at, at < size, 0.0)
 
 
 @triton.jit
-def _row(ptr, at, inputs, EVEN: tl.constexpr):
-    """Numbers of each input, as float32."""
-    return _some(ptr, at, inputs, EVEN).to(tl.float32)
+def _load_float32(ptr, at, inputs, EVEN: tl.constexpr):
+    """Elements of a row of inputs, as float32."""
+    return _load(ptr, at, inputs, EVEN).to(tl.float32)
 
 
 @triton.jit
-def _outputs(first, rows, outputs, M: tl.constexpr, BN: tl.constexpr):
-    """(places (M, BN) of the outputs from ``first`` on, which of them there are)."""
+def _output_offsets(first, rows, outputs, M: tl.constexpr, BN: tl.constexpr):
+    """(offsets (M, BN) of the outputs from ``first`` on, their mask)."""
     m, n = tl.arange(0, M), first + tl.arange(0, BN)
     return m[:, None].to(tl.int64) * outputs + n[None, :], (m < rows)[:, None] & (n < outputs)[None, :]
 
 
 @triton.jit
-def residual(more_ptr, first, rows, outputs, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr):
-    """(M, BN) of what is added to the outputs from ``first`` on."""
-    more = tl.zeros([M, BN], tl.float32)
-    if ADDED:
-        place, there = _outputs(first, rows, outputs, M, BN)
-        more = tl.load(more_ptr + place, there, 0.0).to(tl.float32)
-    return more
+def load_residual(residual_ptr, first, rows, outputs, RESIDUAL: tl.constexpr, M: tl.constexpr, BN: tl.constexpr):
+    """The residual (M, BN) of the outputs from ``first`` on."""
+    residual = tl.zeros([M, BN], tl.float32)
+    if RESIDUAL:
+        at, valid = _output_offsets(first, rows, outputs, M, BN)
+        residual = tl.load(residual_ptr + at, valid, 0.0).to(tl.float32)
+    return residual
 
 
 @triton.jit
-def finish(
-    acc, acc_u, squares, more, first, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps,
-    SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+def epilogue(
+    acc, acc_u, squares, residual, first, w_scale_ptr, u_scale_ptr, w_bias_ptr, u_bias_ptr, y_ptr,
+    rows, outputs, inputs, eps,
+    SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs from ``first`` on; sums are (M, BN, parts)."""
+    """Writes the outputs from ``first`` on; ``acc``, ``acc_u`` and ``squares`` are (M, BN or 1, parts)."""
     n = first + tl.arange(0, BN)
-    inside = n < outputs
+    valid_n = n < outputs
     y = tl.sum(acc, 2)
     if SCALED:
-        y *= tl.load(w_scale_ptr + n, inside, 0.0)[None, :]
+        y *= tl.load(w_scale_ptr + n, valid_n, 0.0)[None, :]
     if NORM:
-        shrink = tl.rsqrt(tl.sum(squares, 2) / inputs + eps)
-        y *= shrink
+        inverse_rms = tl.rsqrt(tl.sum(squares, 2) / inputs + eps)
+        y *= inverse_rms
     if BIASED:
-        y += tl.load(b_ptr + n, inside, 0.0).to(tl.float32)[None, :]
+        y += tl.load(w_bias_ptr + n, valid_n, 0.0).to(tl.float32)[None, :]
     if ACT != "":
         u = tl.sum(acc_u, 2)
         if SCALED:
-            u *= tl.load(u_scale_ptr + n, inside, 0.0)[None, :]
+            u *= tl.load(u_scale_ptr + n, valid_n, 0.0)[None, :]
         if NORM:
-            u *= shrink
+            u *= inverse_rms
         if BIASED:
-            u += tl.load(c_ptr + n, inside, 0.0).to(tl.float32)[None, :]
+            u += tl.load(u_bias_ptr + n, valid_n, 0.0).to(tl.float32)[None, :]
         y = activate(y, ACT)[0] * u
-    place, there = _outputs(first, rows, outputs, M, BN)
-    if ADDED:
-        y += more
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), there)
+    at, valid = _output_offsets(first, rows, outputs, M, BN)
+    if RESIDUAL:
+        y += residual
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), valid)
 
 
 @triton.jit
-def thin(
-    x_ptr, gain_ptr, w_ptr, w_scale_ptr, b_ptr, u_ptr, u_scale_ptr, c_ptr, more_ptr, y_ptr,
+def skinny_kernel(
+    x_ptr, gain_ptr, w_ptr, w_scale_ptr, w_bias_ptr, u_ptr, u_scale_ptr, u_bias_ptr, residual_ptr, y_ptr,
     rows, outputs, inputs, x_t, w_f, eps,
-    SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+    SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes blocks of BN outputs in turn; a thread has V neighbouring inputs, which are STEPS · BK."""
+    """Persistent over blocks of BN outputs; inputs ≤ STEPS · BK, and a thread holds V neighbouring inputs."""
     C: tl.constexpr = BK // V
     k = tl.arange(0, BK)[None, :]
     first, programs = tl.program_id(0), tl.num_programs(0)
-    mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
+    blocks = ((outputs + BN - 1) // BN - first + programs - 1) // programs
     x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
     acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
     squares = tl.zeros([M, 1, C], tl.float32)
     if STEPS == 1:
-        x = _row(x_row, k, inputs, EVEN)
-        gain = _row(gain_ptr, k, inputs, EVEN) if NORM else 1.0
-    for i in tl.range(0, mine * STEPS, num_stages=STAGES):
+        x = _load_float32(x_row, k, inputs, EVEN)
+        gain = _load_float32(gain_ptr, k, inputs, EVEN) if NORM else 1.0
+    for i in tl.range(0, blocks * STEPS, num_stages=STAGES):
         at = i % STEPS * BK + k
         n = tl.minimum((first + i // STEPS * programs) * BN + tl.arange(0, BN), outputs - 1)
         row = n[:, None].to(tl.int64) * w_f
-        w = _some(w_ptr + row, at, inputs, EVEN)
+        w = _load(w_ptr + row, at, inputs, EVEN)
         if ACT != "":
-            u = _some(u_ptr + row, at, inputs, EVEN)
+            u = _load(u_ptr + row, at, inputs, EVEN)
         if STEPS > 1:
-            x = _row(x_row, at, inputs, EVEN)
+            x = _load_float32(x_row, at, inputs, EVEN)
             if NORM:
-                gain = _row(gain_ptr, at, inputs, EVEN)
+                gain = _load_float32(gain_ptr, at, inputs, EVEN)
         if NORM:
             squares += tl.sum(tl.reshape(x * x, [M, 1, C, V]), 3)
             scaled = tl.reshape(x * gain, [M, 1, C, V])
@@ -133,105 +137,108 @@ def thin(
             acc_u += tl.sum(tl.reshape(u, [1, BN, C, V]).to(tl.float32) * scaled, 3)
         if i % STEPS == STEPS - 1:
             start = (first + i // STEPS * programs) * BN
-            finish(
-                acc, acc_u, squares, residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
-                u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps, SCALED, NORM, ACT, BIASED, ADDED, M, BN,
+            residual = load_residual(residual_ptr, start, rows, outputs, RESIDUAL, M, BN)
+            epilogue(
+                acc, acc_u, squares, residual, start, w_scale_ptr, u_scale_ptr, w_bias_ptr, u_bias_ptr, y_ptr,
+                rows, outputs, inputs, eps, SCALED, NORM, ACT, BIASED, RESIDUAL, M, BN,
             )  # fmt: skip
             acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
             squares = tl.zeros([M, 1, C], tl.float32)
 
 
 @triton.jit
-def _nibbles(w, i: tl.constexpr, bits):
-    """Nibble ``i`` of words, and 2048 or 128; ``bits`` are :data:`BITS`."""
-    if i % 2 == 0:  # bits 4i … 4i+3 come to bits 12 … 15
-        moved = w << (12 - 4 * i) if i < 3 else w >> (4 * i - 12)
-        return ((moved & bits[0]) | bits[1]).to(tl.float32, bitcast=True)
-    # to bits 16 … 19
-    moved = w << (16 - 4 * i) if i < 4 else w >> (4 * i - 16)
-    return ((moved & bits[2]) | bits[3]).to(tl.float32, bitcast=True)
+def _lifted_nibbles(w, i: tl.constexpr, bits):
+    """Nibble ``i`` of each word, plus 2048 or 128; ``bits`` are :data:`NIBBLE_BITS`."""
+    if i % 2 == 0:  # bits 4i … 4i+3 move to bits 12 … 15
+        shifted = w << (12 - 4 * i) if i < 3 else w >> (4 * i - 12)
+        return ((shifted & bits[0]) | bits[1]).to(tl.float32, bitcast=True)
+    # move to bits 16 … 19
+    shifted = w << (16 - 4 * i) if i < 4 else w >> (4 * i - 16)
+    return ((shifted & bits[2]) | bits[3]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _inputs(
+def _load_inputs(
     x_row, gain_ptr, c, inputs, WORDS: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """(x of the eight nibbles of words c, their sum, the sum of what nibbles are lifted by, squares) of each four."""
+    """(x for each of the eight nibbles of words c; sums over four words of x, of x times its lift, and of squares)."""
     xs = ()
     squares = tl.zeros([M, 1, C, 4], tl.float32)
-    sums, lifted = tl.zeros([M, 1, C, 4], tl.float32), tl.zeros([M, 1, C, 4], tl.float32)
+    sums, lift = tl.zeros([M, 1, C, 4], tl.float32), tl.zeros([M, 1, C, 4], tl.float32)
     for j in tl.static_range(8):
         at = c // WORDS * (8 * WORDS) + j * WORDS + c % WORDS
-        x = _row(x_row, at, inputs, EVEN)
+        x = _load_float32(x_row, at, inputs, EVEN)
         if NORM:
             squares += tl.reshape(x * x, [M, 1, C, 4])
-            x *= _row(gain_ptr, at, inputs, EVEN)
+            x *= _load_float32(gain_ptr, at, inputs, EVEN)
         x = tl.reshape(x, [M, 1, C, 4])
         sums += x
-        lifted += x * (2048.0 if j % 2 == 0 else 128.0)
+        lift += x * (2048.0 if j % 2 == 0 else 128.0)
         xs = xs + (x,)  # noqa: RUF005 - what Triton compiles
-    return xs, tl.sum(sums, 3), tl.sum(lifted, 3), tl.sum(squares, 3)
+    return xs, tl.sum(sums, 3), tl.sum(lift, 3), tl.sum(squares, 3)
 
 
 @triton.jit
-def _product4(w, pairs, xs, sums, lifted, bits, BN: tl.constexpr, C: tl.constexpr):
-    """Of BN rows of words with x, (M, BN, C)."""
+def _dot_int4(w, pairs, xs, sums, lift, bits, BN: tl.constexpr, C: tl.constexpr):
+    """Products (M, BN, C) of BN rows of words with x."""
     w, pairs = tl.reshape(w, [1, BN, C, 4]), tl.reshape(pairs, [1, BN, C])
-    part = _nibbles(w, 0, bits) * xs[0]
+    part = _lifted_nibbles(w, 0, bits) * xs[0]
     for j in tl.static_range(1, 8):
-        part += _nibbles(w, j, bits) * xs[j]
+        part += _lifted_nibbles(w, j, bits) * xs[j]
     scale, low = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
-    return (tl.sum(part, 3) - lifted) * scale + sums * low
+    return (tl.sum(part, 3) - lift) * scale + sums * low
 
 
 @triton.jit
-def thin4(
-    x_ptr, gain_ptr, w_ptr, w_scale_ptr, b_ptr, u_ptr, u_scale_ptr, c_ptr, more_ptr, y_ptr,
+def skinny_int4_kernel(
+    x_ptr, gain_ptr, w_ptr, w_scale_ptr, w_bias_ptr, u_ptr, u_scale_ptr, u_bias_ptr, residual_ptr, y_ptr,
     rows, outputs, inputs, x_t, w_f, groups, eps, even, even_lift, odd, odd_lift,
-    WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+    WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`thin`; BK are words, WORDS those of a group, of which a thread has four neighbours, and w_f those of a
-    row. Scales are pairs of s and m, in one int32.
+    """As :func:`skinny_kernel` for int4; BK, WORDS and w_f count words of a step, of a group and of a row.
+
+    A thread holds four neighbouring words. Scales are pairs of s and m, in one int32.
     """
     C: tl.constexpr = BK // 4
     bits = (even, even_lift, odd, odd_lift)
     first, programs = tl.program_id(0), tl.num_programs(0)
-    mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
+    blocks = ((outputs + BN - 1) // BN - first + programs - 1) // programs
     x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
     acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
     squares = tl.zeros([M, 1, C], tl.float32)
     if STEPS == 1:
-        xs, sums, lifted, new = _inputs(x_row, gain_ptr, tl.arange(0, BK)[None, :], inputs, WORDS, NORM, EVEN, M, C)
-    for i in tl.range(0, mine * STEPS, num_stages=STAGES):
+        xs, sums, lift, new = _load_inputs(x_row, gain_ptr, tl.arange(0, BK)[None, :], inputs, WORDS, NORM, EVEN, M, C)
+    for i in tl.range(0, blocks * STEPS, num_stages=STAGES):
         step = i % STEPS * BK
         n = tl.minimum((first + i // STEPS * programs) * BN + tl.arange(0, BN), outputs - 1)[:, None]
         c = step + tl.arange(0, BK)[None, :]
         group = (step // 4 + tl.arange(0, C)[None, :]) // (WORDS // 4)
         row, pair_row = n.to(tl.int64) * w_f, n.to(tl.int64) * groups
-        w, pairs = _some(w_ptr + row, c, w_f, EVEN), _some(w_scale_ptr + pair_row, group, groups, EVEN)
+        w, pairs = _load(w_ptr + row, c, w_f, EVEN), _load(w_scale_ptr + pair_row, group, groups, EVEN)
         if STEPS > 1:
-            xs, sums, lifted, new = _inputs(x_row, gain_ptr, c, inputs, WORDS, NORM, EVEN, M, C)
+            xs, sums, lift, new = _load_inputs(x_row, gain_ptr, c, inputs, WORDS, NORM, EVEN, M, C)
         squares += new
-        acc += _product4(w, pairs, xs, sums, lifted, bits, BN, C)
+        acc += _dot_int4(w, pairs, xs, sums, lift, bits, BN, C)
         if ACT != "":
-            u, pairs_u = _some(u_ptr + row, c, w_f, EVEN), _some(u_scale_ptr + pair_row, group, groups, EVEN)
-            acc_u += _product4(u, pairs_u, xs, sums, lifted, bits, BN, C)
+            u, pairs_u = _load(u_ptr + row, c, w_f, EVEN), _load(u_scale_ptr + pair_row, group, groups, EVEN)
+            acc_u += _dot_int4(u, pairs_u, xs, sums, lift, bits, BN, C)
         if i % STEPS == STEPS - 1:
             start = (first + i // STEPS * programs) * BN
-            finish(
-                acc, acc_u, squares, residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
-                u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps, False, NORM, ACT, BIASED, ADDED, M, BN,
+            residual = load_residual(residual_ptr, start, rows, outputs, RESIDUAL, M, BN)
+            epilogue(
+                acc, acc_u, squares, residual, start, w_scale_ptr, u_scale_ptr, w_bias_ptr, u_bias_ptr, y_ptr,
+                rows, outputs, inputs, eps, False, NORM, ACT, BIASED, RESIDUAL, M, BN,
             )  # fmt: skip
             acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
             squares = tl.zeros([M, 1, C], tl.float32)
 
 
 @triton.jit
-def gated(gate_ptr, up_ptr, out_ptr, numbers, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def gated_activation_kernel(gate_ptr, up_ptr, out_ptr, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
     """out = act(gate) · up."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gate_ptr + i, i < numbers, 0.0).to(tl.float32)
-    u = tl.load(up_ptr + i, i < numbers, 0.0).to(tl.float32)
-    tl.store(out_ptr + i, (activate(g, ACT)[0] * u).to(out_ptr.dtype.element_ty), i < numbers)
+    g = tl.load(gate_ptr + i, i < size, 0.0).to(tl.float32)
+    u = tl.load(up_ptr + i, i < size, 0.0).to(tl.float32)
+    tl.store(out_ptr + i, (activate(g, ACT)[0] * u).to(out_ptr.dtype.element_ty), i < size)

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from colonnade.kernels.experts.quantised import Stacks
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe.experts import Experts
 
@@ -36,7 +36,7 @@ class OffloadedExperts:
             for layer in layers:
                 layer.pin()
         self._host = [layer.stored for layer in layers]
-        self._buffers = [self._host[0].each(partial(torch.empty_like, device=device)) for _ in range(buffers)]
+        self._buffers = [self._host[0].map(partial(torch.empty_like, device=device)) for _ in range(buffers)]
         self._free = deque(range(buffers))
         self._partial: int | None = None
         """The buffer for chosen experts alone."""
@@ -54,7 +54,7 @@ class OffloadedExperts:
         """Memory of the buffers on the device [bytes]."""
         return sum(w.nbytes for buffer in self._buffers for w in buffer.tensors)
 
-    def _weights(self, layer: int, ends_e: Tensor | None, rows: int) -> Weights | Stacks:
+    def _weights(self, layer: int, ends_e: Tensor | None, rows: int) -> Weights | QuantisedWeights:
         """A layer's experts for kernels launched now; at least those with some of the ``rows`` by ``ends_e``."""
         if ends_e is not None and 2 * rows <= len(ends_e):
             return self._chosen(layer, ends_e)
@@ -71,7 +71,7 @@ class OffloadedExperts:
             self._load((self._loaded[-1][0] + 1) % len(self._host))
         return self._buffers[buffer]
 
-    def _chosen(self, layer: int, ends_e: Tensor) -> Weights | Stacks:
+    def _chosen(self, layer: int, ends_e: Tensor) -> Weights | QuantisedWeights:
         """Copy only the experts that have rows, unless the whole layer is loaded."""
         if (loaded := dict(self._loaded).get(layer)) is not None:
             self._wait_for_copy(loaded)

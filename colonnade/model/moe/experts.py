@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.dropout import Hidden, choices, hidden_units
 from colonnade.kernels.experts import float8
-from colonnade.kernels.experts.deferred_wgrad import Later
-from colonnade.kernels.experts.loop import across
-from colonnade.kernels.experts.quantised import Stacks
+from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
+from colonnade.kernels.experts.loop import down_column_major
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.kernels.registry import CHOSEN, choose
@@ -88,7 +88,7 @@ class ExpertRows(NamedTuple):
     output_bias: bool = True
     """Whether to add the output bias: one of the ranks that share an expert adds it."""
     dropout: ExpertDropout | None = None
-    deferred: Later | None = None
+    deferred: DeferredWgrad | None = None
     """This rank's weights, whose gradients are computed after the rows' gradients have been sent."""
 
 
@@ -115,7 +115,7 @@ def unsorted_kernel(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> C
 
 
 class Experts(Float8Module):
-    """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
+    """QuantisedWeights of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
 
     grouped = True
 
@@ -146,12 +146,12 @@ class Experts(Float8Module):
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)
-        if device.type == "cpu" and across(f * D, dtype):  # transposed in memory: the CPU's kernel is faster
+        if device.type == "cpu" and down_column_major(f * D, dtype):  # transposed in memory: the CPU's kernel is faster
             self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
         self.quantised: dict[str, Quantised] = {}
         """Replaces up, down and gate; not buffers, so that a cast of the model does not touch them."""
-        self.fetch: Callable[[Tensor | None, int], Weights | Stacks] | None = None
+        self.fetch: Callable[[Tensor | None, int], Weights | QuantisedWeights] | None = None
         """Fetches offloaded weights (:mod:`~colonnade.model.moe.expert_offload`); None: they are on the device."""
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
@@ -164,11 +164,11 @@ class Experts(Float8Module):
                 self.layout["gate_bias"] = Stack(1)
 
     @property
-    def stored(self) -> Weights | Stacks:
+    def stored(self) -> Weights | QuantisedWeights:
         """This rank's weights, where they are stored."""
         if stacks := self.quantised:
             biases = self.up_bias, self.gate_bias, self.down_bias
-            return Stacks(stacks["up"], stacks["down"], stacks.get("gate"), *biases)
+            return QuantisedWeights(stacks["up"], stacks["down"], stacks.get("gate"), *biases)
         return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
 
     @property
@@ -229,7 +229,7 @@ class Experts(Float8Module):
             weights = weights._replace(down_bias_ED=None)
         if rows.mask_TA is not None:
             routing_TA = routing_TA * rows.mask_TA
-        if isinstance(weights, Stacks):
+        if isinstance(weights, QuantisedWeights):
             assert rows.dropout is None, "quantised experts are not trained"
             run = choose("quantised_experts", kind, dtype)
             return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
@@ -264,7 +264,7 @@ class Experts(Float8Module):
         weights = weights if rows.output_bias else weights._replace(down_bias_ED=None)
         return run(rows.x_TD, rows.ids_TA, rows.weights_TA, weights, self.activation)
 
-    def _local_weights(self, ends_e: Tensor, rows: int) -> Weights | Stacks:
+    def _local_weights(self, ends_e: Tensor, rows: int) -> Weights | QuantisedWeights:
         """This rank's weights; those of experts with none of the ``rows`` by ``ends_e`` may be undefined."""
         return self.stored if self.fetch is None else self.fetch(ends_e, rows)
 
@@ -301,7 +301,7 @@ class Experts(Float8Module):
         output_bias = None if weights.down_bias_ED is None else select(weights.down_bias_ED)  # not cut by hidden units
         return Weights(*(whole(w) for w in weights[:5]), output_bias)  # type: ignore[arg-type]
 
-    def deferred(self, degree: int, kind: str, dtype: torch.dtype) -> Later | None:
+    def deferred(self, degree: int, kind: str, dtype: torch.dtype) -> DeferredWgrad | None:
         """This rank's weights with gradients deferred until nodes made after this one have run backward.
 
         None if weights are gathered, offloaded, quantised or float8, or if no kernel defers.
@@ -312,7 +312,7 @@ class Experts(Float8Module):
             return None
         weights = self.stored
         assert isinstance(weights, Weights)
-        return Later(weights if self.grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
+        return DeferredWgrad(weights if self.grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
 
     def slice_rows(
         self,
@@ -320,7 +320,7 @@ class Experts(Float8Module):
         order: tuple[Tensor, Tensor],
         degree: int,
         dropout: ExpertDropout | None = None,
-        deferred: Later | None = None,
+        deferred: DeferredWgrad | None = None,
     ) -> ExpertRows:
         """Received rows, one choice each, for hidden slice s mod ``degree``; slice 0 adds the output bias."""
         axis = self.grid.hidden_slice(degree)
