@@ -6,11 +6,9 @@ answers after 0.8 µs is kept busy by 3.2 MB on their way, 24 KB a multiprocesso
 tiles of 64 keys and values of 128 numbers on their way, have 128 KB, and take 140 of 227 KB of its shared memory.
 """
 
-import functools
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from colonnade.kernels import tuning
 from colonnade.kernels.attention.split_plan import Costs
 
 
@@ -32,10 +30,9 @@ class Tiles(NamedTuple):
     """Whether the merge is started while the reading goes on, and waits (programmatic dependent launch)."""
 
 
-@functools.cache
 def table() -> dict[str, Any]:
-    """The file."""
-    return json.loads(Path(__file__).with_name("decode_tiles.json").read_text(encoding="utf-8"))
+    """Tile sizes and costs, as measured."""
+    return tuning.load(__file__, "decode_tiles.json")
 
 
 CHOSEN: list[Tiles] = []
