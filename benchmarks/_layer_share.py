@@ -20,8 +20,8 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe import MixtureOfExperts, Routed, Routing
 from colonnade.parallel.axis import SOLO_AXES
 
-DISPATCH = ("_count", "_place", "_rank", "_invert", "_copy", "_deal")
-COMBINE = ("_sum", "_weighted_copy")
+DISPATCH = ("_count", "_scatter", "_sort_by_counting", "_inverse_permutation", "_gather_by_row", "_gather_by_token")
+COMBINE = ("_combine_kernel", "_combine_grad")
 BETWEEN = ("_hidden", "_hidden_back", "biases_back")
 RUNS = 3
 

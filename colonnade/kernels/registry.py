@@ -1,8 +1,8 @@
-"""One table: which implementation serves an operation on a device and a dtype.
+"""Kernel registry: which implementation runs an operation for a device and dtype.
 
-Rows stand in order of preference; the first that fits is taken. ``kernels="reference"`` asks for the plain version,
-which is how anyone can tell a kernel's bug from a model's. The contract test is parametrised over this table, so a new
-kernel is tested by being listed.
+Implementations are listed in order of preference; the first that fits is used. ``kernels="reference"`` selects the
+plain one, which tells a kernel's bug from a model's. The contract tests are parametrised over this table, so a kernel
+that is listed is tested.
 """
 
 import difflib
@@ -41,10 +41,10 @@ Operation = Literal[
     "packed_attention",
     "dropout_attention",
     "paged_attention",
-    "place_heads",
-    "held_attention",
+    "rope_and_kv_write",
+    "sharded_attention",
     "merge_states",
-    "store_latents",
+    "mla_cache_write",
     "chunk_forward",
     "chunk_backward",
     "dropout",
@@ -52,24 +52,24 @@ Operation = Literal[
     "norm",
     "quantised_linear",
     "fused_linear",
-    "scaled_product",
-    "scaled_grouped_product",
-    "expert_sums",
+    "scaled_mm",
+    "scaled_grouped_mm",
+    "grouped_wgrad",
     "routed_experts",
-    "routed_later",
-    "few_experts",
+    "routed_experts_deferred_wgrad",
+    "few_token_experts",
     "quantised_experts",
     "experts",
     "dropout_experts",
-    "scores",
-    "best_experts",
-    "count_choices",
-    "sort_choices",
+    "router_scores",
+    "top_experts",
+    "count_by_expert",
+    "sort_by_expert",
     "gather_rows",
     "combine_rows",
     "greedy_tokens",
-    "told_tokens",
-    "rotation",
+    "write_next_tokens",
+    "rope_cos_sin",
     "adamw",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -77,8 +77,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One implementation of an operation, and where it runs."""
+class Implementation:
+    """An implementation of an operation, with the devices and dtypes it supports."""
 
     operation: Operation
     name: str
@@ -88,11 +88,10 @@ class Row:
 
 
 TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
-"""Where torch was built for no GPU, triton costs a second to import and serves nobody."""
+"""False in torch builds without CUDA, where importing triton would cost a second for nothing."""
 
 
-def _written_in_triton() -> tuple[Row, ...]:
-    """Kernels of ours for GPUs."""
+def _triton() -> tuple[Implementation, ...]:
     if not TRITON:
         return ()
     from colonnade.kernels import triton_adamw, triton_permute, triton_routing, triton_sampling, triton_sort
@@ -104,46 +103,50 @@ def _written_in_triton() -> tuple[Row, ...]:
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
-        Row("dropout_attention", "triton", triton_dropout.packed, **on),
-        Row("dropout", "triton", triton_elements.dropout, **on),
-        Row("quantised_linear", "triton", quantised_gpu.linear, **on),
-        Row("fused_linear", "triton", skinny_gemm.product, **on),
-        Row("place_heads", "triton", triton_cache_write.place, **on),
-        Row("routed_experts", "triton", triton_experts.routed, **on),
-        Row("routed_later", "triton", triton_experts.routed_later, **on),
-        Row("few_experts", "triton", triton_few_tokens.few, **on),  # elsewhere choices are sorted for "routed_experts"
-        Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
-        Row("experts", "triton", triton_experts.experts, **on),
-        Row("best_experts", "triton", triton_routing.best, **on),
-        Row("count_choices", "triton", triton_sort.count, devices=("cuda",), dtypes=(torch.int64,)),
-        Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
-        Row("gather_rows", "triton", triton_permute.gather, **on),
-        Row("combine_rows", "triton", triton_permute.combine, **on),
-        Row("greedy_tokens", "triton", triton_sampling.greedy, **on),
-        Row("told_tokens", "triton", triton_sampling.tell_, devices=("cuda",), dtypes=(torch.int64,)),
-        Row("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
+        Implementation("dropout_attention", "triton", triton_dropout.packed, **on),
+        Implementation("dropout", "triton", triton_elements.dropout, **on),
+        Implementation("quantised_linear", "triton", quantised_gpu.linear, **on),
+        Implementation("fused_linear", "triton", skinny_gemm.product, **on),
+        Implementation("rope_and_kv_write", "triton", triton_cache_write.rope_and_kv_write, **on),
+        Implementation("routed_experts", "triton", triton_experts.routed, **on),
+        Implementation("routed_experts_deferred_wgrad", "triton", triton_experts.routed_later, **on),
+        Implementation(
+            "few_token_experts", "triton", triton_few_tokens.few, **on
+        ),  # without it, "routed_experts" sorts the token choices first
+        Implementation("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
+        Implementation("experts", "triton", triton_experts.experts, **on),
+        Implementation("top_experts", "triton", triton_routing.top_experts, **on),
+        Implementation("count_by_expert", "triton", triton_sort.count, devices=("cuda",), dtypes=(torch.int64,)),
+        Implementation("sort_by_expert", "triton", triton_sort.sort, devices=("cuda",)),
+        Implementation("gather_rows", "triton", triton_permute.gather, **on),
+        Implementation("combine_rows", "triton", triton_permute.combine, **on),
+        Implementation("greedy_tokens", "triton", triton_sampling.greedy, **on),
+        Implementation(
+            "write_next_tokens", "triton", triton_sampling.write_next_tokens_, devices=("cuda",), dtypes=(torch.int64,)
+        ),
+        Implementation("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
     )
 
 
-def _decoding() -> tuple[Row, ...]:
-    """Flash-Decoding; ``mixed`` takes SDPA for prompts, each of the two for what it is faster at by measurement."""
+def _decode_attention() -> tuple[Implementation, ...]:
+    """Flash-Decoding; ``dispatch`` uses SDPA for long prompts and Flash-Decoding for the rest, as measured."""
     if not TRITON:
         return ()
     from colonnade.kernels.attention import dispatch, triton_cache_write, triton_decode, triton_merge
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
-        Row("paged_attention", "mixed", dispatch.paged, **on),
-        Row("paged_attention", "cuda", functools.partial(triton_decode.paged, kernels="auto"), **on),
-        Row("paged_attention", "triton", triton_decode.paged, **on),
-        Row("held_attention", "triton", triton_decode.held_state, **on),
-        Row("merge_states", "triton", triton_merge.merge_states, devices=("cuda",), dtypes=(torch.float32,)),
-        Row("store_latents", "triton", triton_cache_write.store, **on),
+        Implementation("paged_attention", "dispatch", dispatch.paged, **on),
+        Implementation("paged_attention", "cuda", functools.partial(triton_decode.paged, kernels="auto"), **on),
+        Implementation("paged_attention", "triton", triton_decode.paged, **on),
+        Implementation("sharded_attention", "triton", triton_decode.sharded_state, **on),
+        Implementation("merge_states", "triton", triton_merge.merge_states, devices=("cuda",), dtypes=(torch.float32,)),
+        Implementation("mla_cache_write", "triton", triton_cache_write.write_latents, **on),
     )
 
 
-def _thin() -> tuple[Row, ...]:
-    """Products that are ours up to a few rows, and angles in one launch: for serving, which asks for them by name."""
+def _skinny() -> tuple[Implementation, ...]:
+    """GEMMs of a few rows, and rotary tables in one launch; serving selects them by name."""
     if not TRITON:
         return ()
     from colonnade.kernels import triton_rotary
@@ -151,14 +154,14 @@ def _thin() -> tuple[Row, ...]:
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
-        Row("linear", "thin", skinny_gemm.linear, **on),
-        Row("quantised_linear", "thin", skinny_gemm.linear, **on),
-        Row("rotation", "thin", triton_rotary.rotation, **on),
+        Implementation("linear", "skinny", skinny_gemm.linear, **on),
+        Implementation("quantised_linear", "skinny", skinny_gemm.linear, **on),
+        Implementation("rope_cos_sin", "skinny", triton_rotary.rotation, **on),
     )
 
 
-def _fixed() -> tuple[Row, ...]:
-    """A row's bits whatever the number of rows: only for those who ask for it by name."""
+def _batch_invariant() -> tuple[Implementation, ...]:
+    """Kernels whose result for a row does not depend on the number of rows; selected by name only."""
     if not TRITON:
         return ()
     from colonnade.kernels import triton_norm
@@ -167,108 +170,122 @@ def _fixed() -> tuple[Row, ...]:
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
-        Row("paged_attention", "fixed", batch_invariant.paged, **on),
-        Row("linear", "fixed", triton_batch_invariant.linear, **on),
-        Row("norm", "fixed", triton_norm.norm, **on),
-        Row("rotation", "fixed", rotary_reference.rotation, devices=("cuda",)),
+        Implementation("paged_attention", "batch_invariant", batch_invariant.paged, **on),
+        Implementation("linear", "batch_invariant", triton_batch_invariant.linear, **on),
+        Implementation("norm", "batch_invariant", triton_norm.norm, **on),
+        Implementation("rope_cos_sin", "batch_invariant", rotary_reference.rotation, devices=("cuda",)),
     )
 
 
-def _grouped(device: str) -> tuple[Row, ...]:
-    """torch's grouped product, where this torch has it; it knows no float64, and on a CPU is slower than a loop."""
+def _grouped_mm(device: str) -> tuple[Implementation, ...]:
+    """torch's grouped GEMM where available; it has no float64, and on a CPU a loop over experts is faster."""
     on = {"devices": (device,), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     if not grouped_mm.available:
         return ()
-    return tuple(Row(operation, "grouped", grouped_mm.experts, **on) for operation in ("experts", "dropout_experts"))
+    return tuple(
+        Implementation(operation, "grouped", grouped_mm.experts, **on) for operation in ("experts", "dropout_experts")
+    )
 
 
-def _scaled_grouped() -> tuple[Row, ...]:
-    """What experts in float8 are made of on a GPU, where this torch has it."""
-    rows: tuple[Row, ...] = ()
+def _float8_experts() -> tuple[Implementation, ...]:
+    """Scaled grouped GEMMs for float8 experts, where this torch has them."""
+    rows: tuple[Implementation, ...] = ()
     if grouped_mm.scaled_available:
         run = grouped_mm.scaled_product
-        rows += (Row("scaled_grouped_product", "scaled_grouped_mm", run, ("cuda",), (torch.float8_e4m3fn,)),)
+        rows += (Implementation("scaled_grouped_mm", "scaled_grouped_mm", run, ("cuda",), (torch.float8_e4m3fn,)),)
     if grouped_mm.available:
-        rows += (Row("expert_sums", "grouped", grouped_mm.sums, ("cuda",), (torch.bfloat16,)),)
+        rows += (Implementation("grouped_wgrad", "grouped", grouped_mm.sums, ("cuda",), (torch.bfloat16,)),)
     return rows
 
 
-TABLE: tuple[Row, ...] = (
-    *_written_in_triton(),
-    Row("packed_attention", "varlen", varlen.packed_varlen, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
-    Row("packed_attention", "sdpa", sdpa.packed),
-    Row("packed_attention", "reference", reference.packed),
-    *_decoding(),
-    Row("paged_attention", "sdpa", sdpa.paged),
-    Row("paged_attention", "reference", reference.paged),
-    Row("held_attention", "reference", sharded_cache.attend),
-    Row("merge_states", "reference", sharded_cache.merge_states),
-    Row("store_latents", "reference", cache_write.store),
-    Row("chunk_forward", "flash", chunk_flash.flash_forward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
-    Row(
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    *_triton(),
+    Implementation(
+        "packed_attention", "varlen", varlen.packed_varlen, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)
+    ),
+    Implementation("packed_attention", "sdpa", sdpa.packed),
+    Implementation("packed_attention", "reference", reference.packed),
+    *_decode_attention(),
+    Implementation("paged_attention", "sdpa", sdpa.paged),
+    Implementation("paged_attention", "reference", reference.paged),
+    Implementation("sharded_attention", "reference", sharded_cache.attend),
+    Implementation("merge_states", "reference", sharded_cache.merge_states),
+    Implementation("mla_cache_write", "reference", cache_write.write_latents),
+    Implementation(
+        "chunk_forward", "flash", chunk_flash.flash_forward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)
+    ),
+    Implementation(
         "chunk_backward", "flash", chunk_flash.flash_backward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)
     ),
-    Row("chunk_forward", "reference", chunk.forward),
-    Row("chunk_backward", "reference", chunk.backward),
-    # Library kernels do not drop: their masks would be a generator's.
-    Row("dropout_attention", "reference", reference.packed),
-    Row("dropout", "recompute", dropout.recomputed_dropout),
-    Row("dropout", "reference", dropout_reference.dropout),
-    # In bfloat16 torch takes oneDNN, which needs no help.
-    Row("linear", "thin", skinny_gemm_cpu.skinny_linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    Row("linear", "reference", linear_reference.linear),
-    Row("norm", "reference", norm_reference.norm),
-    Row("quantised_linear", "few", skinny_gemm_cpu.quantised_linear, devices=("cpu",)),
-    Row("quantised_linear", "reference", quantised.quantised_linear),
-    Row("fused_linear", "reference", fused.fused_linear),
-    Row("place_heads", "reference", cache_write.place),
-    Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
-    Row("scaled_product", "reference", scaled.scaled_product, dtypes=FLOATS8),
-    *_scaled_grouped(),
-    Row("scaled_grouped_product", "reference", grouped_mm.scaled_product_reference, dtypes=FLOATS8),
-    Row("expert_sums", "reference", grouped_mm.sums_reference),
-    *_grouped("cuda"),
-    # On a CPU the loop, in bfloat16 other products where they are faster: their docstrings have the measurements.
-    Row("routed_experts", "bf16", bf16.routed_bf16, devices=("cpu",), dtypes=(torch.bfloat16,)),
-    Row("routed_experts", "loop", loop.routed),
-    Row("routed_experts", "reference", experts_reference.routed),
-    Row("quantised_experts", "reference", quantised_experts.routed),
-    Row("experts", "loop", loop.experts),
-    # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.
-    Row("dropout_experts", "loop", loop.experts),
-    *_grouped("cpu"),
-    Row("experts", "batched", batched.batched_experts),
-    Row("experts", "reference", experts_reference.experts),
-    Row("dropout_experts", "batched", batched.batched_experts),
-    Row("dropout_experts", "reference", experts_reference.experts),
-    Row("scores", "wide", routing.scores_tensor_core, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
-    Row("scores", "reference", routing_reference.scores),
-    Row("best_experts", "reference", routing_reference.best),
-    Row("count_choices", "reference", permute_reference.count, dtypes=(torch.int64,)),
-    Row("sort_choices", "reference", permute_reference.sort),
-    Row("gather_rows", "reference", permute_reference.gather),
-    Row("combine_rows", "reference", permute_reference.combine),
-    Row("greedy_tokens", "reference", sample_reference.greedy),
-    Row("told_tokens", "reference", sample_reference.tell_, dtypes=(torch.int64,)),
-    Row("rotation", "reference", rotary_reference.rotation),
-    Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
-    *_thin(),
-    *_fixed(),
+    Implementation("chunk_forward", "reference", chunk.forward),
+    Implementation("chunk_backward", "reference", chunk.backward),
+    # Library kernels draw their dropout masks from a generator; ours are hashes.
+    Implementation("dropout_attention", "reference", reference.packed),
+    Implementation("dropout", "recompute", dropout.recomputed_dropout),
+    Implementation("dropout", "reference", dropout_reference.dropout),
+    # In bfloat16 torch uses oneDNN, which is fast enough.
+    Implementation(
+        "linear", "skinny", skinny_gemm_cpu.skinny_linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)
+    ),
+    Implementation("linear", "reference", linear_reference.linear),
+    Implementation("norm", "reference", norm_reference.norm),
+    Implementation("quantised_linear", "skinny", skinny_gemm_cpu.quantised_linear, devices=("cpu",)),
+    Implementation("quantised_linear", "reference", quantised.quantised_linear),
+    Implementation("fused_linear", "reference", fused.fused_linear),
+    Implementation("rope_and_kv_write", "reference", cache_write.rope_and_kv_write),
+    Implementation("scaled_mm", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
+    Implementation("scaled_mm", "reference", scaled.scaled_product, dtypes=FLOATS8),
+    *_float8_experts(),
+    Implementation("scaled_grouped_mm", "reference", grouped_mm.scaled_product_reference, dtypes=FLOATS8),
+    Implementation("grouped_wgrad", "reference", grouped_mm.sums_reference),
+    *_grouped_mm("cuda"),
+    # The loop on a CPU, and another formulation in bfloat16 where it is faster; see their docstrings for measurements.
+    Implementation("routed_experts", "bf16", bf16.routed_bf16, devices=("cpu",), dtypes=(torch.bfloat16,)),
+    Implementation("routed_experts", "loop", loop.routed),
+    Implementation("routed_experts", "reference", experts_reference.routed),
+    Implementation("quantised_experts", "reference", quantised_experts.routed),
+    Implementation("experts", "loop", loop.experts),
+    # These apply dropout between the gather and the sum; kernels that fuse the whole expert do not support dropout.
+    Implementation("dropout_experts", "loop", loop.experts),
+    *_grouped_mm("cpu"),
+    Implementation("experts", "batched", batched.batched_experts),
+    Implementation("experts", "reference", experts_reference.experts),
+    Implementation("dropout_experts", "batched", batched.batched_experts),
+    Implementation("dropout_experts", "reference", experts_reference.experts),
+    Implementation(
+        "router_scores",
+        "tensor_core",
+        routing.scores_tensor_core,
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
+    Implementation("router_scores", "reference", routing_reference.scores),
+    Implementation("top_experts", "reference", routing_reference.top_experts),
+    Implementation("count_by_expert", "reference", permute_reference.count, dtypes=(torch.int64,)),
+    Implementation("sort_by_expert", "reference", permute_reference.sort),
+    Implementation("gather_rows", "reference", permute_reference.gather),
+    Implementation("combine_rows", "reference", permute_reference.combine),
+    Implementation("greedy_tokens", "reference", sample_reference.greedy),
+    Implementation("write_next_tokens", "reference", sample_reference.write_next_tokens_, dtypes=(torch.int64,)),
+    Implementation("rope_cos_sin", "reference", rotary_reference.rotation),
+    Implementation("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
+    *_skinny(),
+    *_batch_invariant(),
 )
 
-CHOSEN = {
+LOOKUP = {
     (row.operation, device, dtype, kernels): row.run
-    for row in reversed(TABLE)
+    for row in reversed(IMPLEMENTATIONS)
     for device in row.devices
     for dtype in row.dtypes
     for kernels in ("auto", row.name)
 }
-"""The table as it is asked, many times a forward pass; an earlier row overwrites a later one."""
+"""The table by (operation, device, dtype, name), since it is queried many times per forward; earlier rows win."""
 
 
 def choose(operation: Operation, device: str, dtype: torch.dtype, kernels: str = "auto") -> Callable[..., Any]:
-    """The implementation for ``device`` ("cpu", "cuda") and ``dtype``; ``kernels`` names one, or is "auto"."""
-    if run := CHOSEN.get((operation, device, dtype, kernels)):
+    """The implementation for ``device`` ("cpu" or "cuda") and ``dtype``; ``kernels`` is a name or "auto"."""
+    if run := LOOKUP.get((operation, device, dtype, kernels)):
         return run
     names = kernel_names(operation, device, dtype)
     close = difflib.get_close_matches(kernels, names, n=1, cutoff=0.5)
@@ -277,6 +294,8 @@ def choose(operation: Operation, device: str, dtype: torch.dtype, kernels: str =
 
 
 def kernel_names(operation: Operation, device: str, dtype: torch.dtype) -> list[str]:
-    """The implementations of ``operation`` for ``device`` and ``dtype``, in order of preference."""
-    fits = (row for row in TABLE if row.operation == operation and device in row.devices and dtype in row.dtypes)
+    """Names of the implementations of ``operation`` for ``device`` and ``dtype``, in order of preference."""
+    fits = (
+        row for row in IMPLEMENTATIONS if row.operation == operation and device in row.devices and dtype in row.dtypes
+    )
     return list(dict.fromkeys(row.name for row in fits))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.linear.reference import Scale
 from colonnade.kernels.registry import choose
 from colonnade.kernels.rotary import Rotation
@@ -64,7 +64,7 @@ class Packed:
     kernels: str = "auto"
     noise: Dropout | None = None
     head: int = 0
-    dropout: Pairs | None = None
+    dropout: AttentionDropout | None = None
 
     @staticmethod
     def of(lengths: list[int], device: torch.device | str = "cpu", **options: object) -> "Packed":
@@ -145,7 +145,7 @@ class PagedView:
 
     def of_product(self, qkv_Tz: Tensor, turn: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
         """o_TnH of heads as the first projection gives them, which are normalised and turned on their way."""
-        place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
+        place = choose("rope_and_kv_write", qkv_Tz.device.type, qkv_Tz.dtype)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=turn, norms=norms)
         return self._attend(q_TnH)
 

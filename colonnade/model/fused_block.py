@@ -37,9 +37,9 @@ def prepare(model: "Transformer") -> None:
         block.fused = True  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Linear) and module.kernels == "auto":
-            module.kernels = "thin"
+            module.kernels = "skinny"
     if model.kernels == "auto":
-        model.kernels = "thin"
+        model.kernels = "skinny"
 
 
 def attends(block: "Block", x_tD: Tensor, attend: Attend) -> bool:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention import chunk
-from colonnade.kernels.attention.chunk import Rows
+from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.sharded_cache import packed
+from colonnade.kernels.attention.sharded_cache import pack_state
 from colonnade.kernels.registry import choose
 from colonnade.kernels.softmax_state import State
 from colonnade.model.cache import KVCache, Pools
@@ -40,7 +40,7 @@ class Past:
 
     slots_S: Tensor
     """Where they are: page · page_tokens + offset."""
-    rows: Rows
+    rows: TokenRows
     """Their positions, their requests."""
 
 
@@ -57,7 +57,7 @@ class ShardedPaged:
     table: PageTable
     """Of the keys that this rank holds."""
     slots_T: Tensor
-    new: Rows
+    new: TokenRows
     """The new tokens' positions, their requests."""
     past: Mapping[int | None, Past]
     """For layers with this window; those that are not here read the new tokens' keys from the cache too."""
@@ -81,7 +81,7 @@ class ShardedPagedView:
     table: PageTable
     slots_T: Tensor
     pools: Pools
-    new: Rows
+    new: TokenRows
     past: Past | None
     window: int | None
     kernels: str
@@ -92,17 +92,17 @@ class ShardedPagedView:
         pools.write(self.slots_T, k_TkH, v_TkH)
         kind, dtype = q_TnH.device.type, q_TnH.dtype
         if self.past is None:
-            run = choose("held_attention", kind, dtype, self.kernels)
+            run = choose("sharded_attention", kind, dtype, self.kernels)
             mine, own = run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, **pools.seen), []
         else:
             k_SkH, v_SkH = pools.read(self.past.slots_S, dtype)
             mine = self._chunk(q_TnH, k_SkH, v_SkH, self.past.rows, causal=False)
             k_TkH, v_TkH = pools.rounded(k_TkH, v_TkH)
             own = [self._chunk(q_TnH, k_TkH, v_TkH[..., : pools.values], self.new, causal=True)]
-        each_STnz = self.axis.everyones_(packed(mine))
+        each_STnz = self.axis.everyones_(pack_state(mine))
         return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, own, dtype)
 
-    def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:
+    def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: TokenRows, *, causal: bool) -> State:
         """The state of all queries over some keys."""
         plain = self.kernels == "reference" or q_TnH.shape[2] > WIDEST or self.pools.values is not None
         run = choose("chunk_forward", q_TnH.device.type, q_TnH.dtype, "reference" if plain else "auto")
@@ -116,6 +116,6 @@ class ShardedPagedView:
         return State(torch.cat([part.o for part in parts]), torch.cat([part.lse for part in parts]))
 
 
-def _some(rows: Rows, some: slice) -> Rows:
+def _some(rows: TokenRows, some: slice) -> TokenRows:
     """Of these rows some, for plain torch, which reads no more of them."""
     return rows._replace(index_T=rows.index_T[some], segment_T=rows.segment_T[some])

@@ -220,7 +220,7 @@ class Transformer(nn.Module):
             return None
         if self._theta.device != positions_T.device:
             self._theta = self._theta.to(positions_T.device)
-        run = choose("rotation", positions_T.device.type, dtype, self.kernels)
+        run = choose("rope_cos_sin", positions_T.device.type, dtype, self.kernels)
         return run(positions_T, self._theta, self._turn_factor, dtype)
 
     def whole_shapes(self) -> dict[str, torch.Size]:

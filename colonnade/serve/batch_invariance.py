@@ -54,9 +54,9 @@ def prepare(model: Transformer) -> str:
         )
     for module in model.modules():
         if isinstance(module, Linear | Norm | HeadsNorm):
-            module.kernels = "fixed"
-    model.kernels = "fixed"
-    return "fixed"
+            module.kernels = "batch_invariant"
+    model.kernels = "batch_invariant"
+    return "batch_invariant"
 
 
 def one_by_one(work: Work, page_tokens: int) -> list[Work]:

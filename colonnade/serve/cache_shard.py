@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention.chunk import Rows
+from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Transformer
@@ -79,7 +79,7 @@ class CacheShard:
         counts = [len(piece.tokens) for piece in slices]
         counts += [1] * (len(positions_T) - sum(counts))  # what pads a step of fixed shape
         ordered = upload([r for r, n in enumerate(counts) for _ in range(n)], torch.int64, device)
-        new = Rows(positions_T, ordered, table.cu_queries, max(counts), 0)
+        new = TokenRows(positions_T, ordered, table.cu_queries, max(counts), 0)
         chunks = max(counts) > 1
         past = {
             window: self._past(slices, len(counts), window, device)
@@ -111,5 +111,5 @@ class CacheShard:
 
         segment_S = torch.arange(requests).repeat_interleave(torch.tensor(counts))
         cu = upload([0, *accumulate(counts)], torch.int32, device)
-        rows = Rows(put(torch.cat(positions)), put(segment_S), cu, max(counts), 0)
+        rows = TokenRows(put(torch.cat(positions)), put(segment_S), cu, max(counts), 0)
         return Past(put(torch.cat(slots)), rows)

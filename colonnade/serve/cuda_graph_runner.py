@@ -197,7 +197,7 @@ class _Size:
             upload_into(self.pages[:, :widest], self._rows[:, :widest])
             self._tables = tables
         if min(tokens) < 0:
-            choose("told_tokens", self.device.type, torch.int64)(self.numbers[0], last_R)
+            choose("write_next_tokens", self.device.type, torch.int64)(self.numbers[0], last_R)
         return lengths
 
     def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged:
@@ -215,7 +215,7 @@ class _Size:
     def _record(self, lengths: list[int], work: Work, pool: Any, *, shares: bool) -> None:
         """Run once as it is, which compiles kernels and shows what plans there must be; then record."""
         attend = self._attend(self.context, work)
-        prepared = attend.table.prepared
+        prepared = attend.table.plan_cache
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -224,7 +224,7 @@ class _Size:
                 layout = ready.layout
                 capacity = layout.capacity(self.size, 1, self.context)
                 theirs = layout.shared_capacity(self.size, 1) if shares and layout.shared else None
-                plan = layout.plan(lengths, [1] * self.size, room=self._room)
+                plan = layout.plan(lengths, [1] * self.size, max_keys=self._room)
                 prepared[key] = (layout.prepare(plan, self.device, capacity, theirs),)
             self._run(attend)  # what a graph calls must have run before
         torch.cuda.current_stream().wait_stream(stream)
@@ -237,16 +237,16 @@ class _Size:
         """Plans for these lengths, where those at hand are not good for them; whether prefixes are read once."""
         if self._planned is None or not self._planned.holds(lengths, tables):
             page, new = self.cache.page_tokens, [1] * self.size
-            how = {"room": self._room, "ahead": AHEAD, "tables": tables, "page_tokens": page}
-            prepared = self._recorded[False].table.prepared
+            how = {"max_keys": self._room, "ahead": AHEAD, "tables": tables, "page_tokens": page}
+            prepared = self._recorded[False].table.plan_cache
             plans = {key: ready.layout.plan(lengths, new, **how) for key, (ready,) in prepared.items()}
             layouts = [ready.layout for (ready,) in prepared.values()]
             shorter = all(each.shape.window is None and each.chunk is None for each in layouts)
             planned = Planned.of(plans.values(), lengths, tables, page, shorter=shorter)
             if planned.shares not in self._recorded:
                 self._record(lengths, work, pool, shares=True)
-            for key, (ready,) in self._recorded[planned.shares].table.prepared.items():
-                ready.take(plans[key])
+            for key, (ready,) in self._recorded[planned.shares].table.plan_cache.items():
+                ready.update(plans[key])
             self._planned = planned
         return self._planned.shares
 

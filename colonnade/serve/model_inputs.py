@@ -66,7 +66,7 @@ class Runner:
             assert isinstance(attend, Paged), "invariance is for one rank"
             attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, each=True)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
-            choose("told_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
+            choose("write_next_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
         return self.model(stream, attend, head)
 
 
@@ -115,7 +115,7 @@ def arguments(held: CacheShard, work: Work, *, share: bool = True) -> tuple[Stre
         lengths_R=whole(lengths, torch.int32),
         longest_query=max(counts),
         longest_context=max(lengths),
-        known=(counts, lengths),
+        known_lengths=(counts, lengths),
         known_pages=tables,
         share=share,
     )

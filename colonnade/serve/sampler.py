@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.device import upload
-from colonnade.kernels.dropout import column_hash, mix
+from colonnade.kernels.dropout import column_hash, lowbias32
 from colonnade.kernels.registry import choose
 from colonnade.model.head import Projection, shares
 from colonnade.parallel.axis import SOLO, Axis
@@ -125,7 +125,7 @@ class Asked:
             top_p,
             floor,
             # The seed is mixed before the index joins it: people choose 0, 1, 2, … for both.
-            mix(mix(mix(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int()),
+            lowbias32(lowbias32(lowbias32(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int()),
             max(draw.top_k for draw in draws),
             all(draw.top_k for draw in draws),
         )
@@ -201,5 +201,5 @@ def _log_clocks(noise_R: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     with float32's 24 bits, one step in a few hundred would see an e of exactly 0 somewhere in a large vocabulary, and
     emit that token however improbable it is.
     """
-    u = mix(noise_R[:, None] ^ column_hash(0, ids)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
+    u = lowbias32(noise_R[:, None] ^ column_hash(0, ids)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
     return u.log_().neg_().to(dtype).log_()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from colonnade.config import TrainConfig
-from colonnade.kernels.adamw import Weight, rates
+from colonnade.kernels.adamw import ParameterState, step_sizes
 from colonnade.kernels.registry import choose
 from colonnade.parallel.fsdp import Masters
 
@@ -193,7 +193,7 @@ class FusedAdamW(AdamW):
         skip, factor = self._zero if skip is None else skip, self._one if clip is None else clip
         factor = (factor if scale is None else factor / scale).to(self._one.dtype)
         weights = [
-            Weight(grad, w.detach(), self._of(w)["exp_avg"], self._of(w)["exp_avg_sq"], self._copy(name))
+            ParameterState(grad, w.detach(), self._of(w)["exp_avg"], self._of(w)["exp_avg_sq"], self._copy(name))
             for name, w in self.weights.items()
             if (grad := graded[name].grad) is not None
         ]
@@ -205,7 +205,7 @@ class FusedAdamW(AdamW):
             steps_P[held] += 1 - skip
             steps_P, decay_P = steps_P[held], decay_P[held]
         # Where a step is skipped a count may still be 0, and a rate not a number: nothing reads it.
-        found = rates(steps_P, decay_P, self._one.dtype, lr=lr, beta1=t.beta1, beta2=t.beta2)
+        found = step_sizes(steps_P, decay_P, self._one.dtype, lr=lr, beta1=t.beta1, beta2=t.beta2)
         self._run(weights, *found, factor, skip, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
         for tensor in graded.values():
             tensor.grad = None

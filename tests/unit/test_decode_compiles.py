@@ -62,17 +62,17 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("width", "rows", "cache", "more"), cases())
 def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_split_kv
-    from colonnade.kernels.attention.decode_tiles import pick
-    from colonnade.kernels.attention.triton_decode import beginning
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
+    from colonnade.kernels.attention.triton_decode import prefetch_options
 
-    tiles = pick(rows, width, 2, 2)
+    tiles = choose_tiles(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "SINGLE": not more["SINKS"],
         "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    constants |= beginning(rows, tiles, more["PAGE"], eight=False)
+    constants |= prefetch_options(rows, tiles, more["PAGE"], eight=False)
     built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
@@ -101,16 +101,16 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     width: int, rows: int, kind: str, queries: str, page: int, most: int, tmp_path: Path
 ) -> None:
     from colonnade.kernels.attention import triton_split_kv
-    from colonnade.kernels.attention.decode_tiles import pick
-    from colonnade.kernels.attention.triton_decode import beginning
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
+    from colonnade.kernels.attention.triton_decode import prefetch_options
 
-    tiles = pick(rows, width, 2, 2)
+    tiles = choose_tiles(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": page, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
         "SCALED": True, "LAUNCH_NEXT": True, "SINGLE": True, "ALIKE": page == 16, "ROWS": rows, "TILE": tiles.tile,
         "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "EIGHT": kind, "ASM": True,
     }  # fmt: skip
-    constants |= beginning(rows, tiles, page, eight=True)
+    constants |= prefetch_options(rows, tiles, page, eight=True)
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
     built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
@@ -142,9 +142,9 @@ def test_numbers_of_eight_bits_are_made_in_registers(
 )
 def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_prefill
-    from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
 
-    tiles = pick(rows, width, 2, 2)
+    tiles = choose_tiles(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
         "SCALED": False, "LISTED": listed, "COPIED": False, "BESIDE": False, "ALIKE": True, "ROWS": rows,
@@ -166,15 +166,15 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_mla_decode
-    from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
 
-    tiles = pick(rows, 576, 2, 2)
+    tiles = choose_tiles(rows, 576, 2, 2)
     constants = {
         "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_NEXT": False, "ROWS": rows,
         "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
     built = compiled(
-        triton_mla_decode.read,
+        triton_mla_decode.mla_attend,
         {**POINTERS, **NUMBERS, "scale": "fp32"},
         constants,
         STRIDES,
@@ -197,16 +197,16 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
 def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Path) -> None:
     """Half the tiles' shared memory, and one tile that was widened; of 64 rows some registers are put away."""
     from colonnade.kernels.attention import triton_mla_decode
-    from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
 
-    tiles = pick(rows, 576, 2, 2)
+    tiles = choose_tiles(rows, 576, 2, 2)
     constants = {
         "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_NEXT": False, "ROWS": rows,
         "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "k_ptr": cache, "scales_ptr": "*fp32"}
     types |= dict.fromkeys(("scales_page", "scales_p"), "i32")
-    built = compiled(triton_mla_decode.read, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_mla_decode.mla_attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 700)
     assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
@@ -219,7 +219,7 @@ def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
     types = {"k_ptr": "*bf16", "slots_ptr": "*i64", "scales_ptr": "*fp32", "k_t": "i32"}
     types["values_ptr"] = {"int8": "*i8", "float8": "*fp8e4nv"}[kind]
     constants = {"RANK": 512, "ROPE": 64, "KIND": kind, "BLOCK_C": 512, "BLOCK_R": 64}
-    built = compiled(triton_cache_write._store, types, constants, ["k_t"], warps=4)
+    built = compiled(triton_cache_write._write_latents, types, constants, ["k_t"], warps=4)
     assert spilled(built, tmp_path) == 0
     assert "div.rn.f32" in built.asm["ptx"]  # the bits of plain torch
     assert (kind == "float8") == ("cvt.rn.satfinite.e4m3x2" in built.asm["ptx"])
@@ -254,7 +254,7 @@ def test_the_merge_of_chunks_fits_the_chip(width: int, part: int, pieces: int, t
 
     constants = {
         "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": True, "ROWS": 16, "CHUNK": 512,
-        "FEW": triton_merge.FEW_PIECES, "WHOLE": min(triton_merge.WHOLE, 1 << (width - 1).bit_length()),
+        "FEW": triton_merge.FEW_CHUNKS, "WHOLE": min(triton_merge.MAX_WIDTH, 1 << (width - 1).bit_length()),
         "PIECES": pieces, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge_chunks, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)

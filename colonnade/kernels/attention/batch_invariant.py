@@ -7,7 +7,7 @@ queries share a block changes nothing: to a row, keys that it does not see are s
 
 from torch import Tensor
 
-from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.triton_decode import attend
 
@@ -25,10 +25,10 @@ def paged(
     values: int | None = None,
 ) -> Tensor:
     """o_TNH (see :func:`reference.paged`), of heads up to 256 wide."""
-    layout = Layout.of(q_TNH, k_PpKH, 1, window=window, chunk=CHUNK)
-    if layout not in table.prepared:
-        new, lengths = table.host
-        plan = layout.plan(lengths, new, room=table.room)
-        table.prepared[layout] = (layout.prepare(plan, q_TNH.device),)
-    (ready,) = table.prepared[layout]
+    layout = KernelLayout.of(q_TNH, k_PpKH, 1, window=window, chunk=CHUNK)
+    if layout not in table.plan_cache:
+        new, lengths = table.host_lengths
+        plan = layout.plan(lengths, new, max_keys=table.max_keys)
+        table.plan_cache[layout] = (layout.prepare(plan, q_TNH.device),)
+    (ready,) = table.plan_cache[layout]
     return attend(q_TNH, k_PpKH, v_PpKH, table, ready).o[..., :values]

@@ -34,47 +34,47 @@ from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.reference import Scale
 from colonnade.kernels.rotary import Rotation, rotate
 
-MOST = torch.finfo(torch.float8_e4m3fn).max
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 """The largest number of e4m3."""
 
 
-def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in a cache's type."""
     # Not every torch saturates in the cast.
-    return x.clamp(-MOST, MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
-def rows(x: Tensor, where: Tensor) -> Tensor:
+def select_rows(x: Tensor, where: Tensor) -> Tensor:
     """x[where]; by bytes where a number has 8 bits, which not every torch moves otherwise."""
     if x.element_size() > 1:
         return x.index_select(0, where)
     return x.view(torch.uint8).index_select(0, where).view(x.dtype)
 
 
-def put(x: Tensor, where: Tensor, new: Tensor) -> None:
+def copy_rows(x: Tensor, where: Tensor, new: Tensor) -> None:
     """x[where] = new, of one type; likewise."""
     if x.element_size() == 1:
         x, new = x.view(torch.uint8), new.contiguous().view(torch.uint8)
     x.index_copy_(0, where, new)
 
 
-def write(pool_PpKH: Tensor, slots_T: Tensor, x_TKH: Tensor) -> None:
+def write_kv(pool_PpKH: Tensor, slots_T: Tensor, x_TKH: Tensor) -> None:
     """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
-    put(pool_PpKH.flatten(0, 1), slots_T, as_kept(x_TKH, pool_PpKH.dtype))
+    copy_rows(pool_PpKH.flatten(0, 1), slots_T, to_cache_dtype(x_TKH, pool_PpKH.dtype))
 
 
-def read(pool_PpKH: Tensor, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
+def read_kv(pool_PpKH: Tensor, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
     """x_SKH of what is in these slots, in ``dtype``."""
-    return rows(pool_PpKH.flatten(0, 1), slots_S).to(dtype)
+    return select_rows(pool_PpKH.flatten(0, 1), slots_S).to(dtype)
 
 
-Kind = Literal["int8", "float8"]
+LatentKind = Literal["int8", "float8"]
 DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
-SCALES = 2
+SCALES_PER_TOKEN = 2
 """Of a token: of its latent, of its rotary key."""
 
 
-def keep(k_TH: Tensor, rank: int, kind: Kind) -> tuple[Tensor, Tensor]:
+def quantise_latents(k_TH: Tensor, rank: int, kind: LatentKind) -> tuple[Tensor, Tensor]:
     """(values_TH in ``kind``, scales_T2) of vectors whose first ``rank`` numbers are the latent; scales of vectors that
     are not finite are not.
     """
@@ -82,19 +82,19 @@ def keep(k_TH: Tensor, rank: int, kind: Kind) -> tuple[Tensor, Tensor]:
     return torch.cat((c.values, r.values), 1), torch.cat((c.scales, r.scales), 1)
 
 
-def store(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
+def write_latents(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
     """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
-    values_TH, scales_T2 = keep(k_TH, rank, kind_of(k_Pp1H))
-    put(k_Pp1H.flatten(0, 1), slots_T, values_TH[:, None])
+    values_TH, scales_T2 = quantise_latents(k_TH, rank, latent_kind(k_Pp1H))
+    copy_rows(k_Pp1H.flatten(0, 1), slots_T, values_TH[:, None])
     scales_Pp2.flatten(0, 1).index_copy_(0, slots_T, scales_T2)
 
 
-def kind_of(k_Pp1H: Tensor) -> Kind:
+def latent_kind(k_Pp1H: Tensor) -> LatentKind:
     """What a cache's latents are."""
     return "int8" if k_Pp1H.dtype == torch.int8 else "float8"
 
 
-def written_out(values: Tensor, scales: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+def dequantise_latents(values: Tensor, scales: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """What ``values`` (…, 1, H) with ``scales`` (…, 2) stand for, in ``dtype``; reckoned in float32 at least."""
     fine = torch.promote_types(dtype, torch.float32)
     c, r = values.to(fine).split([rank, values.shape[-1] - rank], -1)
@@ -102,12 +102,12 @@ def written_out(values: Tensor, scales: Tensor, rank: int, dtype: torch.dtype) -
     return torch.cat((c * s, r * z), -1).to(dtype)
 
 
-def gathered(values: Tensor, scales: Tensor, where: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+def gather_latents(values: Tensor, scales: Tensor, where: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """The same of some rows: positions of a cache, or its pages."""
-    return written_out(rows(values, where), scales.index_select(0, where), rank, dtype)
+    return dequantise_latents(select_rows(values, where), scales.index_select(0, where), rank, dtype)
 
 
-def place(
+def rope_and_kv_write(
     qkv_Tz: Tensor,
     k_PpKH: Tensor,
     v_PpKH: Tensor,
@@ -128,5 +128,5 @@ def place(
     if turn is not None:
         q_TnH, k_TkH = (rotate(x, turn) for x in (q_TnH, k_TkH))
     for pool, new in ((k_PpKH, k_TkH), (v_PpKH, v_TkH)):
-        write(pool, slots_T, new)
+        write_kv(pool, slots_T, new)
     return q_TnH

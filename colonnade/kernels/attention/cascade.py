@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from colonnade.errors import CapacityError
 from colonnade.kernels.attention import split_planner
-from colonnade.kernels.attention.split_plan import Costs, Plan, Shape, rows
+from colonnade.kernels.attention.split_plan import Costs, Plan, Shape, pack_rows
 
 
 class Group(NamedTuple):
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     end: int
 
 
-class Reader(NamedTuple):
+class KernelCosts(NamedTuple):
     """Who reads: blocks of ``shape`` on ``workers`` workers at these costs."""
 
     shape: Shape
@@ -48,7 +48,7 @@ class Reader(NamedTuple):
     costs: Costs
 
 
-class Room(NamedTuple):
+class CascadeCapacity(NamedTuple):
     """Sizes of the array that tells who is in which group: what a captured graph is given."""
 
     requests: int
@@ -57,7 +57,7 @@ class Room(NamedTuple):
     """Queries of all groups."""
 
     @property
-    def places(self) -> tuple[int, int, int]:
+    def offsets(self) -> tuple[int, int, int]:
         """(where the groups and where the rows begin in the flat form, its length)."""
         groups = 4 * self.requests
         rows = groups + 4 * self.groups
@@ -91,24 +91,24 @@ class Cascade:
         return sum(keys for keys, _ in each), sum(keys * others for keys, others in each)
 
     @property
-    def room(self) -> Room:
+    def capacity(self) -> CascadeCapacity:
         """The least that holds this."""
         rows = sum(self.queries[r] for group in self.groups for r in group.requests)
-        return Room(len(self.queries), len(self.groups), rows)
+        return CascadeCapacity(len(self.queries), len(self.groups), rows)
 
-    def flat(self, room: Room | None = None) -> list[int]:
+    def flat(self, capacity: CascadeCapacity | None = None) -> list[int]:
         """Who is in which group, for kernels; ``room`` may be larger.
 
         Of each request: its group's first line among the merges of ``shared`` (−1: it is in none), the blocks of a
         head there, how many of the group's queries come before its own. Of each group: a request whose pages are
         read, where its rows begin in this list, how many they are. Of each row: request and number of the query.
         """
-        room = room or self.room
-        if any(have > most for have, most in zip(self.room, room, strict=True)):
-            raise CapacityError(f"groups of {self.room} do not fit {room}; capture the graph for more requests")
-        groups_at, rows_at, total = room.places
+        capacity = capacity or self.capacity
+        if any(have > most for have, most in zip(self.capacity, capacity, strict=True)):
+            raise CapacityError(f"groups of {self.capacity} do not fit {capacity}; capture the graph for more requests")
+        groups_at, rows_at, total = capacity.offsets
         flat = [0] * total
-        flat[: 4 * room.requests : 4] = [-1] * room.requests
+        flat[: 4 * capacity.requests : 4] = [-1] * capacity.requests
         line = 0
         for g, group in enumerate(self.groups):
             start, before = rows_at, 0
@@ -128,10 +128,10 @@ def plan(
     lengths: Sequence[int],
     queries: Sequence[int],
     page_tokens: int,
-    few: Reader,
-    many: Reader,
+    few: KernelCosts,
+    many: KernelCosts,
     *,
-    room: int | None = None,
+    max_keys: int | None = None,
     ahead: int = 0,
 ) -> Cascade | Plan:
     """How requests with these tables of pages are read: a :class:`Cascade` where it ends earlier than a plan without.
@@ -139,7 +139,7 @@ def plan(
     ``few`` reads requests, ``many`` groups; otherwise as :func:`split_planner.plan`, which says what is refused.
     ``many``'s shape is taken as not causal.
     """
-    plain = split_planner.plan(lengths, queries, few.shape, few.workers, few.costs, room=room, ahead=ahead)
+    plain = split_planner.plan(lengths, queries, few.shape, few.workers, few.costs, max_keys=max_keys, ahead=ahead)
     shape = many.shape._replace(causal=False)
     many = many._replace(shape=shape)
     found = groups(tables, lengths, queries, page_tokens, few, many)
@@ -149,11 +149,13 @@ def plan(
     for group in found:
         for r in group.requests:
             skip[r] = group.end
-    own = split_planner.plan(lengths, queries, few.shape, few.workers, few.costs, room=room, ahead=ahead, skip=skip)
+    own = split_planner.plan(
+        lengths, queries, few.shape, few.workers, few.costs, max_keys=max_keys, ahead=ahead, skip=skip
+    )
     stacked = [sum(queries[r] for r in group.requests) for group in found]
     ends, firsts = [group.end for group in found], [group.first for group in found]
     shared = split_planner.plan(ends, stacked, shape, many.workers, many.costs, skip=firsts)
-    shared = replace(shared, merge_rows=rows(sorted(shared.merges)))
+    shared = replace(shared, merge_rows=pack_rows(sorted(shared.merges)))
     blocks = tuple(map(shape.blocks, stacked))
     cascade = Cascade(tuple(found), own, shared, tuple(queries), blocks, shape.kv_heads)
     return cascade if cascade.finish < plain.finish else plain
@@ -164,8 +166,8 @@ def groups(
     lengths: Sequence[int],
     queries: Sequence[int],
     page_tokens: int,
-    few: Reader,
-    many: Reader,
+    few: KernelCosts,
+    many: KernelCosts,
 ) -> list[Group]:
     """Of all ways to put each request into one group or none, the one that saves most, in order of requests."""
 
@@ -192,8 +194,8 @@ def groups(
     # As bytes, which are compared a thousand at a time.
     names = [array("q", table[:n]).tobytes() for table, n in zip(tables, full, strict=True)]
     order = sorted((r for r, n in enumerate(full) if n), key=lambda r: names[r])
-    common = [_common(names[a], names[b]) // 8 for a, b in pairwise(order)]
-    stack: list[_Node] = []
+    common = [_common_prefix_bytes(names[a], names[b]) // 8 for a, b in pairwise(order)]
+    stack: list[_PrefixNode] = []
     saved, found = 0, list[Group]()
     for i, down in enumerate([*common, 0][: len(order)]):
         saved, found, start = 0, [], i
@@ -206,13 +208,13 @@ def groups(
         if stack and stack[-1].pages == down:
             stack[-1].saved, stack[-1].groups = stack[-1].saved + saved, stack[-1].groups + found
         else:
-            stack.append(_Node(down, start, saved, found))
+            stack.append(_PrefixNode(down, start, saved, found))
     # The node of no common pages, which all others are below, is left.
     return sorted(stack[0].groups) if stack else []
 
 
 @dataclass
-class _Node:
+class _PrefixNode:
     """A common beginning of the requests from ``start`` of the order on, while later ones may still join."""
 
     pages: int
@@ -222,7 +224,7 @@ class _Node:
     groups: list[Group] = field(default_factory=list)
 
 
-def _common(a: bytes, b: bytes) -> int:
+def _common_prefix_bytes(a: bytes, b: bytes) -> int:
     """How many bytes are the same before the first that is not, by halves."""
     low, high = 0, min(len(a), len(b))
     while low < high:

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.softmax_state import State
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """Which rows of a stream some queries or keys are."""
 
     index_T: Tensor
@@ -58,18 +58,18 @@ def forward(
     q_TNH: Tensor,
     k_SKH: Tensor,
     v_SKH: Tensor,
-    queries: Rows,
-    keys: Rows,
+    queries: TokenRows,
+    keys: TokenRows,
     *,
     causal: bool,
     window: int | None = None,
-    dropout: Pairs | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> State:
     """The state (o_TNH, lse_TN) of these queries over these keys, in at least float32."""
     s_KGTS, _, v_SKH = _scores(q_TNH, k_SKH, v_SKH, queries, keys, causal, window)
     lse_KGT = torch.logsumexp(s_KGTS, -1) if len(k_SKH) else s_KGTS.new_full(s_KGTS.shape[:-1], -torch.inf)
     p_KGTS = torch.exp(s_KGTS - torch.where(lse_KGT == -torch.inf, 0.0, lse_KGT)[..., None])
-    o_TNH = torch.einsum("kgts,skh->tkgh", _drop(p_KGTS, queries, keys, dropout), v_SKH).flatten(1, 2)
+    o_TNH = torch.einsum("kgts,skh->tkgh", _apply_dropout(p_KGTS, queries, keys, dropout), v_SKH).flatten(1, 2)
     return State(o_TNH, lse_KGT.flatten(0, 1).T)
 
 
@@ -80,12 +80,12 @@ def backward(
     v_SKH: Tensor,
     o_TNH: Tensor,
     lse_TN: Tensor,
-    queries: Rows,
-    keys: Rows,
+    queries: TokenRows,
+    keys: TokenRows,
     *,
     causal: bool,
     window: int | None = None,
-    dropout: Pairs | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Gradients:
     """This chunk's part of the gradients, in at least float32, given the final ``o_TNH`` and ``lse_TN``."""
     K, H = k_SKH.shape[1:]
@@ -94,17 +94,17 @@ def backward(
     do_TKGH = do_TNH.to(s_KGTS.dtype).unflatten(1, (K, -1))
     p_KGTS = torch.exp(s_KGTS - torch.where(lse_KGT == -torch.inf, 0.0, lse_KGT)[..., None])
     delta_KGT = (do_TNH * o_TNH).sum(-1).to(s_KGTS.dtype).T.unflatten(0, (K, -1))
-    dp_KGTS = _drop(torch.einsum("tkgh,skh->kgts", do_TKGH, v_SKH), queries, keys, dropout)
+    dp_KGTS = _apply_dropout(torch.einsum("tkgh,skh->kgts", do_TKGH, v_SKH), queries, keys, dropout)
     ds_KGTS = p_KGTS * (dp_KGTS - delta_KGT[..., None]) * H**-0.5
     return Gradients(
         torch.einsum("kgts,skh->tkgh", ds_KGTS, k_SKH.to(ds_KGTS.dtype)).flatten(1, 2),
         torch.einsum("kgts,tkgh->skh", ds_KGTS, q_TKGH),
-        torch.einsum("kgts,tkgh->skh", _drop(p_KGTS, queries, keys, dropout), do_TKGH),
+        torch.einsum("kgts,tkgh->skh", _apply_dropout(p_KGTS, queries, keys, dropout), do_TKGH),
     )
 
 
 def _scores(
-    q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: Rows, keys: Rows, causal: bool, window: int | None
+    q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: TokenRows, keys: TokenRows, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(s_KGTS, −∞ where nothing is seen; q_TKGH; v_SKH), in at least float32."""
     kind = torch.promote_types(q_TNH.dtype, torch.float32)
@@ -119,12 +119,12 @@ def _scores(
     return s_KGTS.masked_fill(~seen_TS, -torch.inf), q_TKGH, v_SKH.to(kind)
 
 
-def _drop(x_KGTS: Tensor, queries: Rows, keys: Rows, dropout: Pairs | None) -> Tensor:
+def _apply_dropout(x_KGTS: Tensor, queries: TokenRows, keys: TokenRows, dropout: AttentionDropout | None) -> Tensor:
     """z x."""
     if dropout is None:
         return x_KGTS
     K, G = x_KGTS.shape[:2]
-    kept_KGTS = dropout.cut(queries.index_T, keys.index_T).keeps(K * G).unflatten(0, (K, G))
+    kept_KGTS = dropout.select(queries.index_T, keys.index_T).keep_mask(K * G).unflatten(0, (K, G))
     return torch.where(kept_KGTS, x_KGTS * (1 / (1 - dropout.rate)), 0.0)
 
 
@@ -132,7 +132,14 @@ _aten = torch.ops.aten
 
 
 def flash_forward(
-    q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: Rows, keys: Rows, *, causal: bool, window: int | None = None
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    queries: TokenRows,
+    keys: TokenRows,
+    *,
+    causal: bool,
+    window: int | None = None,
 ) -> State:
     """The state (o_TNH, lse_TN) in float32 of these queries over these keys."""
     if window is not None or not len(q_TNH) or not len(k_SKH):
@@ -155,8 +162,8 @@ def flash_backward(
     v_SKH: Tensor,
     o_TNH: Tensor,
     lse_TN: Tensor,
-    queries: Rows,
-    keys: Rows,
+    queries: TokenRows,
+    keys: TokenRows,
     *,
     causal: bool,
     window: int | None = None,
@@ -173,7 +180,7 @@ def flash_backward(
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse_BNT1, none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal
         )
-        return Gradients(_flash_rows(dq), _flash_summed(_flash_rows(dk), k_SKH), _flash_summed(_flash_rows(dv), v_SKH))
+        return Gradients(_flash_rows(dq), _sum_groups(_flash_rows(dk), k_SKH), _sum_groups(_flash_rows(dv), v_SKH))
     none = torch.empty(2, dtype=torch.uint64, device=q_TNH.device)
     return Gradients(
         *_aten._flash_attention_backward(
@@ -183,12 +190,12 @@ def flash_backward(
     )  # fmt: skip
 
 
-def _flash_batch(x_TNH: Tensor, rows: Rows) -> Tensor:
+def _flash_batch(x_TNH: Tensor, rows: TokenRows) -> Tensor:
     """(sequences, heads, rows of each, width)."""
     return x_TNH.unflatten(0, (rows.sequences, -1)).transpose(1, 2)
 
 
-def _flash_keys(k_SKH: Tensor, rows: Rows, q_TNH: Tensor) -> Tensor:
+def _flash_keys(k_SKH: Tensor, rows: TokenRows, q_TNH: Tensor) -> Tensor:
     """The same for keys and values, one for each query head: cuDNN's operator takes no groups."""
     group = q_TNH.shape[1] // k_SKH.shape[1]
     return _flash_batch(k_SKH if group == 1 else k_SKH.repeat_interleave(group, 1), rows)
@@ -198,7 +205,7 @@ def _flash_rows(x_BNTH: Tensor) -> Tensor:
     return x_BNTH.transpose(1, 2).flatten(0, 1)
 
 
-def _flash_summed(dk_SNH: Tensor, k_SKH: Tensor) -> Tensor:
+def _sum_groups(dk_SNH: Tensor, k_SKH: Tensor) -> Tensor:
     """The gradients of all query heads of a group, added up in float32."""
     K = k_SKH.shape[1]
     return dk_SNH if dk_SNH.shape[1] == K else dk_SNH.float().unflatten(1, (K, -1)).sum(2)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels import nvrtc
-from colonnade.kernels.attention.decode_tiles import Tiles, pick
+from colonnade.kernels.attention.decode_tiles import Tiles, choose_tiles
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.split_plan import places
-from colonnade.kernels.device import processors, shared_bytes
+from colonnade.kernels.attention.split_plan import flat_offsets
+from colonnade.kernels.device import multiprocessors, shared_memory_bytes
 from colonnade.kernels.softmax_state import State
 
 if TYPE_CHECKING:
-    from colonnade.kernels.attention.decode_plan import Prepared
+    from colonnade.kernels.attention.decode_plan import DevicePlan
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -39,19 +39,19 @@ ARCH = (9, 0)
 CACHES = {torch.float8_e4m3fn: 1, torch.int8: 2}
 ARGUMENTS = struct.Struct("15Q8q8i2f")
 HOPPER_BYTES = 227 * 1024
-CHOSEN: list["Sizes"] = []
-TEAMS: list[int] = []
+SIZES_OVERRIDE: list["BlockSizes"] = []
+TEAMS_OVERRIDE: list[int] = []
 """Where there is one, it stands above what is found here: for the tool that measures, and for tests."""
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """How a block is cut up."""
 
     warps: int
     stages: int
 
 
-def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes, *, queries: bool = False) -> int:
+def shared_memory_size(width: int, cache_bytes: int, rows: int, sizes: BlockSizes, *, queries: bool = False) -> int:
     """Bytes of shared memory that a block takes, as in cuda_decode.cu; ``queries`` of 8 rows may pass through it."""
     chunks = width * cache_bytes // 16
     row_bytes = 16 * (chunks if chunks % 8 == 0 else chunks | 1)
@@ -62,48 +62,52 @@ def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes, *, queries: bo
 
 
 @functools.cache
-def sizes(width: int, cache_bytes: int, rows: int, most_bytes: int = HOPPER_BYTES) -> Sizes | None:
+def choose_sizes(width: int, cache_bytes: int, rows: int, most_bytes: int = HOPPER_BYTES) -> BlockSizes | None:
     """The most warps whose rings have three stages; None where not even three warps have them."""
     small = rows == 8 and width * cache_bytes == 128 and cache_bytes == 2
     for warps in (12, 8, 6, 4, 3) if small else (8, 6, 4, 3):
-        fitting = [s for s in range(3, STAGES + 1) if memory(width, cache_bytes, rows, Sizes(warps, s)) <= most_bytes]
+        fitting = [
+            s
+            for s in range(3, STAGES + 1)
+            if shared_memory_size(width, cache_bytes, rows, BlockSizes(warps, s)) <= most_bytes
+        ]
         if fitting:
-            return Sizes(warps, max(fitting))
+            return BlockSizes(warps, max(fitting))
     return None
 
 
-def tiles(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> Tiles:
+def choose_block(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> Tiles:
     """What plans and the merge of slots are made for, where there are so many lines, and ``blocks`` multiprocessors.
 
     Where lines are many a block is cut into teams that read one each: a team that has no second line need not stop
     between two, which takes as long as reading 20 KB.
     """
-    found = CHOSEN[0] if CHOSEN else sizes(width, cache_bytes, rows)
+    found = SIZES_OVERRIDE[0] if SIZES_OVERRIDE else choose_sizes(width, cache_bytes, rows)
     assert found is not None, "asked only for what is taken"
     teams = 1
     while rows == 8 and teams * blocks < lines and teams < 4 and found.warps % (4 * teams) == 0:
         teams *= 2
-    teams = TEAMS[0] if TEAMS else teams
-    of_merge = pick(16, width, 2, cache_bytes)
+    teams = TEAMS_OVERRIDE[0] if TEAMS_OVERRIDE else teams
+    of_merge = choose_tiles(16, width, 2, cache_bytes)
     return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=teams)
 
 
 @functools.cache
-def _runs_on(device: torch.device) -> bool:
+def _device_supported(device: torch.device) -> bool:
     """Whether this GPU is one that the kernel is for, and something can be compiled; says once why not."""
     found = torch.cuda.get_device_capability(device)
-    why = nvrtc.unavailable() if found == ARCH else f"it is for compute capability 9.0, and {device} has {found}"
+    why = nvrtc.unavailable_reason() if found == ARCH else f"it is for compute capability 9.0, and {device} has {found}"
     if why is not None:
         log.warning("decode attention runs in Triton, not in CUDA C++: %s", why)
     return why is None
 
 
-def rows_of(group: int, queries: int) -> int:
+def padded_rows(group: int, queries: int) -> int:
     """Rows of a block that holds all of a request's."""
     return -(-group * queries // 8) * 8
 
 
-def faster(rows: int, width: int) -> bool:
+def preferred(rows: int, width: int) -> bool:
     """Whether most cells of so many rows are read sooner than by the kernel in Triton: those of one product's 8.
 
     Heads of 256 leave room for four warps: of 15 random cells with such heads 6 were faster, and all together slower.
@@ -111,15 +115,17 @@ def faster(rows: int, width: int) -> bool:
     return rows == 8 and width < 256
 
 
-def takes(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:
+def supports(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:
     """Whether the kernel reads such a cache for such queries, in blocks of ``rows`` rows."""
     H, page_tokens, size = q_TNH.shape[2], k_PpKH.shape[1], k_PpKH.element_size()
     kinds = k_PpKH.dtype == q_TNH.dtype or k_PpKH.dtype in CACHES
     # Sums of more numbers than these, rows times width, do not fit into registers.
-    fits = H % 16 == 0 and 64 <= H <= 256 and rows * H <= 4096 and rows <= 48 and sizes(H, size, rows) is not None
+    fits = (
+        H % 16 == 0 and 64 <= H <= 256 and rows * H <= 4096 and rows <= 48 and choose_sizes(H, size, rows) is not None
+    )
     return (
         q_TNH.is_cuda and q_TNH.dtype in (torch.float16, torch.bfloat16) and kinds and fits
-        and page_tokens % TOKENS == 0 and _aligned(k_PpKH) and _runs_on(q_TNH.device)
+        and page_tokens % TOKENS == 0 and _aligned(k_PpKH) and _device_supported(q_TNH.device)
     )  # fmt: skip
 
 
@@ -133,17 +139,19 @@ def _aligned(x: Tensor) -> bool:
 @functools.cache
 def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> nvrtc.Kernel:
     """Compiled for these macros."""
-    binary = nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), options(dict(constants)), "sm_{}{}".format(*ARCH))
+    binary = nvrtc.compile_cubin(
+        SOURCE.read_text(encoding="utf-8"), compiler_options(dict(constants)), "sm_{}{}".format(*ARCH)
+    )
     with torch.cuda.device(device):
         return nvrtc.Kernel(binary, "attend", shared)
 
 
-def options(constants: dict[str, int]) -> list[str]:
+def compiler_options(constants: dict[str, int]) -> list[str]:
     """What the compiler is told."""
     return ["--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
 
 
-def constants(
+def compile_macros(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
     early: bool = False, queries: bool = False, compute: bool = True,
@@ -158,7 +166,7 @@ def constants(
     }  # fmt: skip
 
 
-Bends = tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None]
+ScoreMods = tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None]
 """Soft cap, slopes, sinks, scales of keys and of values, window."""
 
 
@@ -169,14 +177,14 @@ def attend(
     state: State,
     slots: State | None,
     table: PageTable,
-    ready: "Prepared",
-    bends: Bends,
+    ready: "DevicePlan",
+    bends: ScoreMods,
     *,
     compute: bool = True,
 ) -> None:
     """All pieces of a plan: whole lines into ``state``, states of the others into ``slots``.
 
-    Without ``slots`` the others are merged here, and lines of no keys written; :attr:`Prepared.posts`, where blocks
+    Without ``slots`` the others are merged here, and lines of no keys written; :attr:`Prepared.mailboxes`, where blocks
     leave states for each other, is one plan's, so that a plan is for one stream at a time. Without ``compute`` the
     loads alone, for a benchmark: how fast memory answers them.
     """
@@ -188,21 +196,21 @@ def attend(
     slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
     device = q_TNH.device
     workers = ready.capacity.workers
-    sized = Sizes(layout.tiles.warps, layout.tiles.stages)
-    room, size = shared_bytes(device), k_PpKH.element_size()
+    sized = BlockSizes(layout.tiles.warps, layout.tiles.stages)
+    room, size = shared_memory_bytes(device), k_PpKH.element_size()
     queries = shape.rows == 8 and layout.tiles.workers == 1
-    queries = queries and memory(H, size, shape.rows, sized, queries=True) <= room
-    shared = memory(H, size, shape.rows, sized, queries=queries)
+    queries = queries and shared_memory_size(H, size, shape.rows, sized, queries=True) <= room
+    shared = shared_memory_size(H, size, shape.rows, sized, queries=queries)
     assert shared <= room
-    assert workers <= layout.tiles.workers * processors(device), "blocks that are not resident at once"
-    macros = constants(
+    assert workers <= layout.tiles.workers * multiprocessors(device), "blocks that are not resident at once"
+    macros = compile_macros(
         q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
         slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
         single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
         early=slots is not None and ready.overlaps, queries=queries, compute=compute,
     )  # fmt: skip
-    posts = (ready.empty_posts(), None) if slots is None else slots
-    _, items_at, merges_at, firsts_at, _ = places(ready.capacity)
+    posts = (ready.mailboxes_for_launch(), None) if slots is None else slots
+    _, items_at, merges_at, firsts_at, _ = flat_offsets(ready.capacity)
     pointers = (
         q_TNH, k_PpKH, v_PpKH, *state, *posts, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
         slopes_N, sinks_N, *(scales_K or (None, None)),

@@ -35,14 +35,14 @@ def table() -> dict[str, Any]:
     return tuning.load(__file__, "decode_tiles.json")
 
 
-CHOSEN: list[Tiles] = []
+OVERRIDE: list[Tiles] = []
 """Where there is one, it stands above the table: for the tool that measures, and for tests."""
 
 
-def pick(rows: int, width: int, query_bytes: int, cache_bytes: int) -> Tiles:
+def choose_tiles(rows: int, width: int, query_bytes: int, cache_bytes: int) -> Tiles:
     """For blocks of ``rows`` rows, heads of ``width`` numbers, elements of queries and of a cache of so many bytes."""
-    if CHOSEN:
-        return CHOSEN[0]
+    if OVERRIDE:
+        return OVERRIDE[0]
     found = [row for row in table()["rows"] if rows <= row["rows"] and width <= row["width"]]
     if not found:
         raise LookupError(f"no tiles for blocks of {rows} rows and heads of {width}; see decode_tiles.json")

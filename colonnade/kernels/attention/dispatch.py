@@ -7,7 +7,7 @@ gathered. Not those of a shorter one (1,024: a tenth faster, which its own launc
 with keys before it (512 tokens with 4,096 before them: a fifth slower).
 
 cuDNN makes a plan for each length that it has not met, 45 ms, which was half of all time in a load of prompts of 256
-lengths. So that it meets few, a prompt is filled up with zeros to the next of :data:`STEP` tokens; being last, nobody
+lengths. So that it meets few, a prompt is filled up with zeros to the next of :data:`PAD_TO` tokens; being last, nobody
 sees them.
 """
 
@@ -23,12 +23,12 @@ from colonnade.kernels.attention import sdpa, triton_decode
 from colonnade.kernels.attention.page_table import Group, PageTable
 from colonnade.kernels.device import upload
 
-LONG = 4096
+LONG_PROMPT = 4096
 """Tokens of a prompt from which on torch's attention is worth its launches."""
-STEP = 256
+PAD_TO = 256
 
 
-class Part(NamedTuple):
+class SubBatch(NamedTuple):
     """Some requests of a step, as a step of their own."""
 
     rows: Tensor | slice
@@ -36,9 +36,9 @@ class Part(NamedTuple):
     table: PageTable
 
     @staticmethod
-    def of(table: PageTable, requests: Sequence[int]) -> "Part":
+    def of(table: PageTable, requests: Sequence[int]) -> "SubBatch":
         """Those of ``requests``, in rising order."""
-        new, lengths = table.host
+        new, lengths = table.host_lengths
         ends, device = [0, *accumulate(new)], table.lengths_R.device
         first, last = requests[0], requests[-1] + 1
         near = last - first == len(requests)
@@ -51,10 +51,10 @@ class Part(NamedTuple):
         pages = None if table.known_pages is None else [table.known_pages[r] for r in requests]
         own = PageTable(
             table.pages_RP[which], upload([0, *accumulate(counts)], torch.int32, device), table.lengths_R[which],
-            table.page_tokens, max(counts), max(positions), known=(counts, positions), known_pages=pages,
+            table.page_tokens, max(counts), max(positions), known_lengths=(counts, positions), known_pages=pages,
             share=table.share,
         )  # fmt: skip
-        return Part(rows, own)
+        return SubBatch(rows, own)
 
 
 def paged(
@@ -68,28 +68,28 @@ def paged(
     scales_Pp2: Tensor | None = None,
 ) -> Tensor:
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`)."""
-    long = [r for r, (new, length) in enumerate(zip(*table.host, strict=True)) if new == length >= LONG]
+    long = [r for r, (new, length) in enumerate(zip(*table.host_lengths, strict=True)) if new == length >= LONG_PROMPT]
     latents = values is not None and v_PpKH is k_PpKH
     if latents or not long or (window is not None and window < table.longest_context):
         how = {"window": window, "values": values, "scales_Pp2": scales_Pp2, "kernels": "auto"}
         return triton_decode.paged(q_TNH, k_PpKH, v_PpKH, table, **how)
-    if "parts" not in table.prepared:
-        rest = [r for r, new in enumerate(table.host[0]) if new and r not in long]
-        table.prepared["parts"] = [Part.of(table, each) for each in ([r] for r in long)]
-        table.prepared["rest"] = [Part.of(table, rest)] if rest else []
+    if "parts" not in table.plan_cache:
+        rest = [r for r, new in enumerate(table.host_lengths[0]) if new and r not in long]
+        table.plan_cache["parts"] = [SubBatch.of(table, each) for each in ([r] for r in long)]
+        table.plan_cache["rest"] = [SubBatch.of(table, rest)] if rest else []
     o_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-    for rows, part in table.prepared["parts"]:
-        o_TNH[rows] = _whole(q_TNH[rows], k_PpKH, v_PpKH, part)
-    for rows, part in table.prepared["rest"]:
+    for rows, part in table.plan_cache["parts"]:
+        o_TNH[rows] = _sdpa_prefill(q_TNH[rows], k_PpKH, v_PpKH, part)
+    for rows, part in table.plan_cache["rest"]:
         o_TNH[rows] = triton_decode.paged(q_TNH[rows], k_PpKH, v_PpKH, part, window=window, kernels="auto")
     return o_TNH[..., :values]
 
 
-def _whole(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable) -> Tensor:
+def _sdpa_prefill(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable) -> Tensor:
     """o_TNH of one request that has no keys but of its new tokens."""
     T, page_P = len(q_TNH), table.pages_RP[0, : -(-len(q_TNH) // table.page_tokens)]
     # Not the table's own group, which asks the device whether its pages are neighbours.
     group = Group(slice(None), page_P, table.lengths_R, T, None)
     held = (group.gather(x_PpKH).to(q_TNH.dtype) for x_PpKH in (k_PpKH, v_PpKH))
-    filled = (F.pad(x_1TNH, (0, 0, 0, 0, 0, -T % STEP)) for x_1TNH in (q_TNH[None], *held))
+    filled = (F.pad(x_1TNH, (0, 0, 0, 0, 0, -T % PAD_TO)) for x_1TNH in (q_TNH[None], *held))
     return sdpa.attend(*filled, causal=True, window=None)[0, :T]

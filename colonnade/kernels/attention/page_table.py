@@ -62,25 +62,25 @@ class PageTable:
     page_tokens: int
     longest_query: int
     longest_context: int
-    known: tuple[list[int], list[int]] | None = None
-    """What :attr:`host` says, where somebody knows it without asking the device."""
+    known_lengths: tuple[list[int], list[int]] | None = None
+    """What :attr:`host_lengths` says, where somebody knows it without asking the device."""
     known_pages: Sequence[Sequence[int]] | None = None
     """What :attr:`host_pages` says, likewise."""
     share: bool = True
     """Whether keys that several requests share may be read once for all of them, which rounds otherwise."""
 
     @property
-    def room(self) -> int:
+    def max_keys(self) -> int:
         """Keys that a request's pages have place for; raises ConfigError where not each request has a row of pages."""
         if len(self.pages_RP) != len(self.lengths_R):
             raise ConfigError(f"{len(self.pages_RP)} rows of pages for {len(self.lengths_R)} requests; give each one")
         return self.pages_RP.shape[1] * self.page_tokens
 
     @cached_property
-    def host(self) -> tuple[list[int], list[int]]:
+    def host_lengths(self) -> tuple[list[int], list[int]]:
         """(new tokens, positions) of each request; waits for the device where they are not known."""
-        if self.known is not None:
-            return self.known
+        if self.known_lengths is not None:
+            return self.known_lengths
         ends = self.cu_queries.tolist()
         return [b - a for a, b in itertools.pairwise(ends)], self.lengths_R.tolist()
 
@@ -90,7 +90,7 @@ class PageTable:
         return self.pages_RP.tolist() if self.known_pages is None else self.known_pages
 
     @cached_property
-    def prepared(self) -> dict[Any, Any]:
+    def plan_cache(self) -> dict[Any, Any]:
         """What a kernel made of this table, for the layers that come after, by what it was made for."""
         return {}
 
@@ -102,10 +102,10 @@ class PageTable:
         """
         if cache_pages in self._checked:
             return
-        _, lengths = self.host
+        _, lengths = self.host_lengths
         if min(lengths, default=0) < 0:
             raise ConfigError(f"a number below 0 among lengths {lengths}; give counts")
-        check_lengths(lengths, self.room)
+        check_lengths(lengths, self.max_keys)
         # Whoever knows them without asking the device made them, and to ask it here would be to wait for it.
         if self.pages_RP.is_cuda and self.known_pages is not None:
             return
@@ -126,7 +126,7 @@ class PageTable:
     @cached_property
     def groups(self) -> list[Group]:
         """All requests that have new tokens and keys; waits for the device, to see which pages are neighbours."""
-        new_R, lengths = self.host
+        new_R, lengths = self.host_lengths
         ends = [0, *itertools.accumulate(new_R)]
         alike: dict[tuple[str, int], list[int]] = {}
         for r, length in enumerate(lengths):

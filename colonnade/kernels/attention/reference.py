@@ -19,9 +19,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention.cache_write import gathered, rows
+from colonnade.kernels.attention.cache_write import gather_latents, select_rows
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.softmax_state import State, merge
 
 
@@ -54,7 +54,7 @@ def attend(
     *,
     causal: bool = True,
     window: int | None = None,
-    dropout: Pairs | None = None,
+    dropout: AttentionDropout | None = None,
     cap: float | None = None,
     slopes_N: Tensor | None = None,
     positions: int | None = None,
@@ -83,7 +83,7 @@ def attend(
     seen = torch.where(total == 0, 1.0, total)
     p_KGTS = weight_KGTS / seen
     if dropout is not None:
-        kept_KGTS = dropout.keeps(N).unflatten(0, (K, N // K))
+        kept_KGTS = dropout.keep_mask(N).unflatten(0, (K, N // K))
         p_KGTS = torch.where(kept_KGTS, p_KGTS * (1 / (1 - dropout.rate)), 0.0)
     o_TNH = torch.einsum("kgts,skh->tkgh", p_KGTS, v_SKH).flatten(1, 2)
     lse = torch.where(total == 0, -torch.inf, torch.log(seen) + top)
@@ -100,14 +100,14 @@ def packed(
     equal: bool,
     causal: bool = True,
     window: int | None = None,
-    dropout: Pairs | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """o_TNH of sequences laid end to end; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``."""
     # Equal lengths are known without asking the device, and without a break of torch.compile's graph.
     ends = range(0, len(q_TNH) + 1, longest) if equal and longest else cu_seqlens.tolist()
     parts = []
     for a, b in itertools.pairwise(ends):
-        pairs = None if dropout is None else dropout.cut(slice(a, b), slice(a, b))
+        pairs = None if dropout is None else dropout.select(slice(a, b), slice(a, b))
         parts.append(attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window, dropout=pairs).o)
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
@@ -131,7 +131,7 @@ def paged(
     keys are latents of 8 bits, and values the first numbers of these (:mod:`~colonnade.kernels.attention.cache_write`).
     """
     table.check(len(k_PpKH))
-    ends, (_, lengths) = table.cu_queries.tolist(), table.host
+    ends, (_, lengths) = table.cu_queries.tolist(), table.host_lengths
     out_TNH = torch.zeros_like(q_TNH[..., :values])
     for r, length in enumerate(lengths):
         a, b = ends[r], ends[r + 1]
@@ -153,11 +153,11 @@ def keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """k_SKH and v_SKH of the first ``length`` tokens of the pages ``used``, in ``dtype`` if they were of 8 bits."""
     if scales_Pp2 is None:
-        k_SKH, v_SKH = (rows(cache, used).flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        k_SKH, v_SKH = (select_rows(cache, used).flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
         k_SKH, v_SKH = (k_SKH, v_SKH) if k_PpKH.element_size() > 1 else (k_SKH.to(dtype), v_SKH.to(dtype))
         return k_SKH, v_SKH[..., :values]
     assert values is not None, "scales are for latents"
-    k_SKH = gathered(k_PpKH, scales_Pp2, used, values, dtype).flatten(0, 1)[:length]
+    k_SKH = gather_latents(k_PpKH, scales_Pp2, used, values, dtype).flatten(0, 1)[:length]
     return k_SKH, k_SKH[..., :values]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from colonnade.kernels.attention.cache_write import written_out
+from colonnade.kernels.attention.cache_write import dequantise_latents
 from colonnade.kernels.attention.page_table import Group, PageTable
 from colonnade.kernels.attention.reference import visible
 
@@ -97,22 +97,22 @@ def paged(
         k_BSKH = group.gather(k_PpKH)
         if scales_Pp2 is not None:
             assert values is not None, "scales are for latents"
-            k_BSKH = written_out(k_BSKH, group.gather(scales_Pp2), values, q_TNH.dtype)
+            k_BSKH = dequantise_latents(k_BSKH, group.gather(scales_Pp2), values, q_TNH.dtype)
         k_BSKH = k_BSKH.to(q_TNH.dtype)
         return k_BSKH, k_BSKH if v_PpKH is k_PpKH else group.gather(v_PpKH).to(q_TNH.dtype)
 
     table.check(len(k_PpKH))
-    empty = 0 in table.host[1]
+    empty = 0 in table.host_lengths[1]
     if len(table.groups) == 1 and not empty:
         group = table.groups[0]
-        return _group(q_TNH, *keys_and_values(group), group, window)[..., :values]
+        return _attend_group(q_TNH, *keys_and_values(group), group, window)[..., :values]
     out_TNH = torch.zeros_like(q_TNH) if empty else torch.empty_like(q_TNH)
     for group in table.groups:
-        out_TNH[group.rows] = _group(q_TNH[group.rows], *keys_and_values(group), group, window)
+        out_TNH[group.rows] = _attend_group(q_TNH[group.rows], *keys_and_values(group), group, window)
     return out_TNH[..., :values]
 
 
-def _group(q_TNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, group: Group, window: int | None) -> Tensor:
+def _attend_group(q_TNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, group: Group, window: int | None) -> Tensor:
     q_BTNH = q_TNH.unflatten(0, (len(group.lengths_B), -1))
     if group.unused is None:
         return attend(q_BTNH, k_BSKH, v_BSKH, causal=True, window=window).flatten(0, 1)
@@ -129,9 +129,9 @@ else:  # the import brings torch's compiler: a second of every process that coul
     varlen_attn = None
 
 # Newer torch wants to be told of grouped heads; 2.11 takes them as they are.
-GROUPED: dict[str, Any] = {}
+VARLEN_OPTIONS: dict[str, Any] = {}
 if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-    GROUPED = {"enable_gqa": True}
+    VARLEN_OPTIONS = {"enable_gqa": True}
 
 
 def packed_varlen(
@@ -151,6 +151,8 @@ def packed_varlen(
         return packed(q_TNH, k_TKH, v_TKH, cu_seqlens, longest=longest, equal=equal, causal=causal, window=window)
     assert varlen_attn is not None, "a torch that was built with CUDA"
     sees = (-1 if window is None else window - 1, 0 if causal else -1)
-    o_TNH = varlen_attn(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **GROUPED)
+    o_TNH = varlen_attn(
+        q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **VARLEN_OPTIONS
+    )
     assert isinstance(o_TNH, torch.Tensor)
     return o_TNH

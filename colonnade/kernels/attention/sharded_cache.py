@@ -31,7 +31,7 @@ def attend(
     """
     kind = torch.promote_types(q_TNH.dtype, torch.float32)
     table.check(len(k_PpKH))
-    new_R, lengths = table.host
+    new_R, lengths = table.host_lengths
     states, t = [], 0
     for r, length in enumerate(lengths):
         used = table.pages_RP[r, : -(-length // table.page_tokens)]
@@ -43,7 +43,7 @@ def attend(
     return State(torch.cat([state.o for state in states]), torch.cat([state.lse for state in states]))
 
 
-def packed(state: State) -> Tensor:
+def pack_state(state: State) -> Tensor:
     """``state`` (o_TNH, lse_TN) as one tensor (T, N, H + 1)."""
     kind = torch.promote_types(state.o.dtype, torch.float32)
     out = state.o.new_empty((*state.lse.shape, state.o.shape[-1] + 1), dtype=kind)

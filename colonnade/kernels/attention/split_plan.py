@@ -62,7 +62,7 @@ class Shape(NamedTuple):
         """Blocks of rows of a request with so many queries."""
         return -(-queries * self.group // self.rows)
 
-    def filled(self, queries: int) -> int:
+    def used_rows(self, queries: int) -> int:
         """Rows of a block that requests of up to so many queries fill."""
         return min(self.rows, queries * self.group)
 
@@ -142,7 +142,7 @@ class Capacity(NamedTuple):
 class Plan:
     """Who reads what. Worker w takes items ``starts[w] .. starts[w + 1] − 1``, in turn.
 
-    Items and merges are kept as :func:`rows`, as kernels read them: an engine makes a plan every few steps, and no
+    Items and merges are kept as :func:`pack_rows`, as kernels read them: an engine makes a plan every few steps, and no
     object for any of them.
     """
 
@@ -188,7 +188,7 @@ class Plan:
 
     def flat(self, capacity: Capacity | None = None) -> "array[int]":
         """The plan as one array for a kernel: merges' number and that of those of nothing, starts, items,
-        merges, firsts, from :func:`places` on.
+        merges, firsts, from :func:`flat_offsets` on.
 
         The firsts are each worker's first item once more, and behind it how many the worker has, so that it can begin
         without looking up where its items stand.
@@ -199,7 +199,7 @@ class Plan:
         own, room = self.capacity, capacity or self.capacity
         if any(have > most for have, most in zip(own, room, strict=True)):
             raise CapacityError(f"a plan of {own} does not fit {room}; capture the graph for more requests or queries")
-        first_start, first_item, first_merge, firsts, total = places(room)
+        first_start, first_item, first_merge, firsts, total = flat_offsets(room)
         starts = array("i", self.starts)
         starts.extend(starts[-1:] * (room.workers - own.workers))
         flat = array("i", [0]) * total
@@ -216,7 +216,7 @@ class Plan:
         return flat
 
 
-def rows(of: Iterable[Sequence[int]]) -> "array[int]":
+def pack_rows(of: Iterable[Sequence[int]]) -> "array[int]":
     """Items or merges one after another, each in ``FIELDS`` numbers, the last ones 0."""
     numbers: list[int] = []
     for row in of:
@@ -228,7 +228,7 @@ def rows(of: Iterable[Sequence[int]]) -> "array[int]":
 _ZEROS = (0,) * FIELDS
 
 
-def places(capacity: Capacity) -> tuple[int, int, int, int, int]:
+def flat_offsets(capacity: Capacity) -> tuple[int, int, int, int, int]:
     """(where the starts, items, merges and firsts begin in the flat form, its length); all multiples of 4."""
     items = 4 + -(-(capacity.workers + 1) // 4) * 4
     merges = items + capacity.items * FIELDS

@@ -43,9 +43,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from colonnade.errors import ConfigError
-from colonnade.kernels.attention.split_plan import FIELDS, Costs, Plan, Shape, check_lengths, rows
+from colonnade.kernels.attention.split_plan import FIELDS, Costs, Plan, Shape, check_lengths, pack_rows
 
-MANY = 4096
+MANY_LINES = 4096
 """Lines, from which on a thirty-second of the workers may stay idle for a plan that is made in good time."""
 
 
@@ -58,7 +58,7 @@ def plan(
     *,
     chunk: int | None = None,
     runs: bool = False,
-    room: int | None = None,
+    max_keys: int | None = None,
     ahead: int = 0,
     skip: Sequence[int | None] | None = None,
 ) -> Plan:
@@ -71,35 +71,44 @@ def plan(
     there is no other plan): all that it finds then goes to slots.
     """
     skip = [None] * len(lengths) if skip is None else skip
-    _check(lengths, queries, shape, workers, chunk, room)
+    _check(lengths, queries, shape, workers, chunk, max_keys)
     heads, idle = shape.kv_heads, workers % shape.kv_heads
-    many = sum(map(shape.blocks, queries)) * heads > MANY
+    many = sum(map(shape.blocks, queries)) * heads > MANY_LINES
     if heads > 1 and (idle == 0 or (many and 32 * idle <= workers)):
         alone = shape._replace(kv_heads=1)
         each = costs._replace(row=costs.row * heads)
         one = plan(
-            lengths, queries, alone, workers // heads, each, chunk=chunk, runs=runs, room=room, ahead=ahead, skip=skip
+            lengths,
+            queries,
+            alone,
+            workers // heads,
+            each,
+            chunk=chunk,
+            runs=runs,
+            max_keys=max_keys,
+            ahead=ahead,
+            skip=skip,
         )
-        return _for_all_heads(one, heads, workers)
-    lines, empty = _lines(lengths, queries, shape, room, ahead, skip)
+        return _replicate_over_heads(one, heads, workers)
+    lines, empty = _list_lines(lengths, queries, shape, room, ahead, skip)
     prices = [costs.start + n * costs.tile for n in lines.tiles]
     if chunk is not None:
-        found = _in_chunks(lines, shape.tile, workers, costs, chunk, runs)
+        found = _assign_chunks(lines, shape.tile, workers, costs, chunk, runs)
     else:
-        found = [_given_out(_whole(lines), prices, [1] * len(prices), workers)]
+        found = [_assign_longest_first(_whole_lines(lines), prices, [1] * len(prices), workers)]
         fewer = workers
         while prices and fewer > 0 and (fewer == workers or fewer > len(prices)):
             if costs.twice and len(prices) <= fewer:
-                found.append(_apart(lines, shape.tile, fewer, workers, costs))
+                found.append(_one_piece_per_worker(lines, shape.tile, fewer, workers, costs))
             # An eighth of a tile is nearer than the costs are known.
-            found.append(_cut(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
+            found.append(_stream_k(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
-    used = shape.filled(max(queries, default=0))
+    used = shape.used_rows(max(queries, default=0))
     if costs.lone and chunk is None:
-        found = [each._replace(read=_sharing(each, shape.tile, workers, costs)) for each in found]
-    finish = [each.read + _merging(each, lines, costs, used) for each in found]
+        found = [each._replace(read=_read_time(each, shape.tile, workers, costs)) for each in found]
+    finish = [each.read + _merge_cost(each, lines, costs, used) for each in found]
     best = min(range(len(found)), key=finish.__getitem__)
-    return _written(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
+    return _build_plan(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
 
 
 _Name = tuple[int, int, int]
@@ -119,7 +128,7 @@ class _Lines(NamedTuple):
     """Whether it is merged in any case."""
 
 
-class _Found(NamedTuple):
+class _Assignment(NamedTuple):
     """Each worker's pieces, of how many states each line is, and when all is read."""
 
     pieces: list[list[_Piece]]
@@ -127,11 +136,11 @@ class _Found(NamedTuple):
     read: int
 
 
-def _lines(
+def _list_lines(
     lengths: Sequence[int],
     queries: Sequence[int],
     shape: Shape,
-    room: int | None,
+    max_keys: int | None,
     ahead: int,
     skip: Sequence[int | None],
 ) -> tuple[_Lines, list[_Name]]:
@@ -140,7 +149,7 @@ def _lines(
     names, firsts, ends, tiles, joined = lines
     heads, tile = range(shape.kv_heads), shape.tile
     for r, (length, new, left) in enumerate(zip(lengths, queries, skip, strict=True)):
-        later = length + ahead if room is None else min(length + ahead, room)
+        later = length + ahead if max_keys is None else min(length + ahead, max_keys)
         spans: list[tuple[int, int, int]] = []
         for block in range(shape.blocks(new)):
             # Without a window every block sees the first key.
@@ -159,12 +168,12 @@ def _lines(
     return lines, empty
 
 
-def _whole(lines: _Lines) -> list[_Piece]:
+def _whole_lines(lines: _Lines) -> list[_Piece]:
     """Each line as one piece."""
     return [(i, first, end) for i, (first, end) in enumerate(zip(lines.firsts, lines.ends, strict=True))]
 
 
-def _given_out(cut: list[_Piece], prices: list[int], parts: list[int], workers: int) -> _Found:
+def _assign_longest_first(cut: list[_Piece], prices: list[int], parts: list[int], workers: int) -> _Assignment:
     """Pieces, longest first, to whoever ends first; equal ones in their order."""
     pieces: list[list[_Piece]] = [[] for _ in range(workers)]
     # time · workers + worker: numbers are compared sooner than pairs, and in the same order.
@@ -172,17 +181,17 @@ def _given_out(cut: list[_Piece], prices: list[int], parts: list[int], workers: 
     for i in sorted(range(len(cut)), key=prices.__getitem__, reverse=True):
         pieces[heap[0] % workers].append(cut[i])
         heapq.heapreplace(heap, heap[0] + prices[i] * workers)
-    return _Found(pieces, parts, max(heap) // workers)
+    return _Assignment(pieces, parts, max(heap) // workers)
 
 
-def _in_chunks(lines: _Lines, tile: int, workers: int, costs: Costs, chunk: int, runs: bool) -> list[_Found]:
+def _assign_chunks(lines: _Lines, tile: int, workers: int, costs: Costs, chunk: int, runs: bool) -> list[_Assignment]:
     """Chunks given out one by one; and where they may be read in runs, lines that are whole or filled end to end."""
-    whole = _whole(lines)
+    whole = _whole_lines(lines)
     begins = [range(first // chunk * chunk, end, chunk) for _, first, end in whole]
     parts = list(map(len, begins))
     cut = [(i, max(at, first), min(at + chunk, end)) for i, first, end in whole for at in begins[i]]
     prices = [costs.start + (-(-end // tile) - first // tile) * costs.tile for _, first, end in cut]
-    found = [_given_out(cut, prices, parts, workers)]
+    found = [_assign_longest_first(cut, prices, parts, workers)]
     if runs:
         again = costs.start // 4
         each = costs._replace(tile=chunk // tile * costs.tile + again, start=costs.start - again)
@@ -191,24 +200,24 @@ def _in_chunks(lines: _Lines, tile: int, workers: int, costs: Costs, chunk: int,
             each.start + n * again + (-(-end // tile) - begin.start // tile) * costs.tile
             for n, begin, end in zip(parts, begins, lines.ends, strict=True)
         ]
-        filled = _cut(lines._replace(tiles=parts), prices, chunk, workers, each, costs.tile // 8)
+        filled = _stream_k(lines._replace(tiles=parts), prices, chunk, workers, each, costs.tile // 8)
         # Of equal ends that of fewest pieces.
-        found = [_given_out(whole, prices, parts, workers), filled._replace(parts=parts), *found]
+        found = [_assign_longest_first(whole, prices, parts, workers), filled._replace(parts=parts), *found]
     return found
 
 
-def _cut(lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs, near: int) -> _Found:
+def _stream_k(lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs, near: int) -> _Assignment:
     """Lines end to end, filled into workers up to the least limit that does, or one that is ``near``."""
     before = [0, *accumulate(prices)]
     ideal = -(-before[-1] // workers)
     low, high = max(ideal, costs.start + costs.tile), ideal + 2 * costs.start + costs.tile
     while high - low > max(1, near):
         limit = (low + high) // 2
-        if len(_filled(lines.tiles, before, limit, costs)) <= workers:
+        if len(_fill_workers(lines.tiles, before, limit, costs)) <= workers:
             high = limit
         else:
             low = limit
-    begins = [*_filled(lines.tiles, before, high, costs), (len(lines.tiles), 0)]
+    begins = [*_fill_workers(lines.tiles, before, high, costs), (len(lines.tiles), 0)]
     pieces: list[list[_Piece]] = []
     parts, longest = [1] * len(lines.tiles), 0
     # A worker reads from tile ``done`` of line i on, and of line j the tiles before ``more``, maybe none.
@@ -222,10 +231,10 @@ def _cut(lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs
         pieces.append(list(zip(range(i, j + 1), firsts, ends, strict=False)))
         cost = before[j] - before[i] + (more - done) * costs.tile + (costs.start if more else 0)
         longest = max(longest, cost)
-    return _Found(pieces, parts, longest)
+    return _Assignment(pieces, parts, longest)
 
 
-def _sharing(found: _Found, tile: int, workers: int, costs: Costs) -> int:
+def _read_time(found: _Assignment, tile: int, workers: int, costs: Costs) -> int:
     """When all is read where few workers, or those that end last, read a tile sooner, down to ``lone``."""
     loads = [
         (sum(-(-end // tile) - first // tile for _, first, end in taken), len(taken)) for taken in found.pieces if taken
@@ -238,7 +247,7 @@ def _sharing(found: _Found, tile: int, workers: int, costs: Costs) -> int:
     return read + costs.start * max((pieces for tiles, pieces in loads if tiles == before), default=0)
 
 
-def _apart(lines: _Lines, tile: int, most: int, workers: int, costs: Costs) -> _Found:
+def _one_piece_per_worker(lines: _Lines, tile: int, most: int, workers: int, costs: Costs) -> _Assignment:
     """One piece for each of at most ``most`` workers, of the fewest tiles; the pieces of a line are equal."""
     low, high = 0, max(lines.tiles)  # tiles of a piece: too few, enough
     while high - low > 1:
@@ -253,10 +262,10 @@ def _apart(lines: _Lines, tile: int, most: int, workers: int, costs: Costs) -> _
         at = [(first // tile + part * lines.tiles[i] // n) * tile for part in range(1, n)]
         pieces += [[(i, *piece)] for piece in pairwise([first, *at, end])]
     pieces += [[] for _ in range(workers - len(pieces))]
-    return _Found(pieces, parts, costs.start + high * costs.tile)
+    return _Assignment(pieces, parts, costs.start + high * costs.tile)
 
 
-def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> list[tuple[int, int]]:
+def _fill_workers(tiles: list[int], before: list[int], limit: int, costs: Costs) -> list[tuple[int, int]]:
     """Where each worker begins, as a line and tiles of it, when workers are filled up to a limit.
 
     ``before`` says what all lines before a line cost. So a worker that begins at cost x ends in the line in which
@@ -276,7 +285,7 @@ def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> li
     return begins
 
 
-def _merging(found: _Found, lines: _Lines, costs: Costs, used: int) -> int:
+def _merge_cost(found: _Assignment, lines: _Lines, costs: Costs, used: int) -> int:
     """What a merge costs of blocks of ``used`` rows."""
     parts = found.parts
     joins = any(lines.joined)
@@ -292,8 +301,8 @@ def _merging(found: _Found, lines: _Lines, costs: Costs, used: int) -> int:
     return costs.merge + costs.part * most + costs.row * merged * used + twice
 
 
-def _written(
-    lines: _Lines, found: _Found, finish: int, workers: int, empty: list[_Name], ideal: int, chunk: int | None
+def _build_plan(
+    lines: _Lines, found: _Assignment, finish: int, workers: int, empty: list[_Name], ideal: int, chunk: int | None
 ) -> Plan:
     """Slots for the states of lines that were cut, a line's together and in the order of their keys."""
     merges = [(*name, 0, 0) for name in empty]
@@ -319,12 +328,12 @@ def _written(
     ]
     starts = [0, *accumulate(map(len, found.pieces))]
     starts += [len(items)] * (workers + 1 - len(starts))
-    return Plan(tuple(starts), rows(items), rows(merges), slots, finish, ideal, chunk)
+    return Plan(tuple(starts), pack_rows(items), pack_rows(merges), slots, finish, ideal, chunk)
 
 
-def _for_all_heads(one: Plan, heads: int, workers: int) -> Plan:
+def _replicate_over_heads(one: Plan, heads: int, workers: int) -> Plan:
     """A plan for one head as that of all; worker w of head h becomes w · heads + h, and the rest have nothing."""
-    each = [_of_head(one, head) for head in range(heads)]
+    each = [_shifted_to_head(one, head) for head in range(heads)]
     starts, items, merges = [0], array("i"), array("i")
     for first, end in pairwise(one.starts):
         for mine, _ in each:
@@ -337,7 +346,7 @@ def _for_all_heads(one: Plan, heads: int, workers: int) -> Plan:
     return Plan(tuple(starts), items, merges, one.slots * heads, one.finish, ideal, one.chunk)
 
 
-def _of_head(one: Plan, head: int) -> "tuple[array[int], array[int]]":
+def _shifted_to_head(one: Plan, head: int) -> "tuple[array[int], array[int]]":
     """(items, merges) of a plan for one head as another's, whose slots come after those of the heads before it."""
     items, merges, shift = one.item_rows[:], one.merge_rows[:], head * one.slots
     for numbers in items, merges:
@@ -350,7 +359,7 @@ def _of_head(one: Plan, head: int) -> "tuple[array[int], array[int]]":
 
 
 def _check(
-    lengths: Sequence[int], queries: Sequence[int], shape: Shape, workers: int, chunk: int | None, room: int | None
+    lengths: Sequence[int], queries: Sequence[int], shape: Shape, workers: int, chunk: int | None, max_keys: int | None
 ) -> None:
     if len(lengths) != len(queries):
         raise ConfigError(f"{len(lengths)} lengths for {len(queries)} numbers of queries; give one of each a request")
@@ -360,5 +369,5 @@ def _check(
         raise ConfigError(f"cuts at every {chunk} keys cut tiles of {shape.tile}; give a multiple of the tile")
     if min((*lengths, *queries, 0)) < 0:
         raise ConfigError(f"a number below 0 among lengths {list(lengths)} and queries {list(queries)}; give counts")
-    if room is not None:
-        check_lengths(lengths, room)
+    if max_keys is not None:
+        check_lengths(lengths, max_keys)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention.cache_write import DTYPES, kind_of
+from colonnade.kernels.attention.cache_write import DTYPES, latent_kind
 from colonnade.kernels.linear import quantise
 from colonnade.kernels.linear.reference import Scale
 from colonnade.kernels.rotary import Rotation
@@ -26,7 +26,7 @@ from colonnade.kernels.rotary import Rotation
 
 
 @triton.jit
-def _place(
+def _rope_and_kv_write(
     qkv_ptr, own_ptr, other_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
     qkv_t, q_eps, k_eps, page_tokens, places, k_page, k_p, k_k, v_page, v_p, v_k,
     K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
@@ -69,7 +69,7 @@ def _place(
     tl.store(v_at, y.to(v_ptr.dtype.element_ty), inside & value)
 
 
-def place(
+def rope_and_kv_write(
     qkv_Tz: Tensor,
     k_PpKH: Tensor,
     v_PpKH: Tensor,
@@ -78,7 +78,7 @@ def place(
     turn: Rotation | None = None,
     norms: tuple[Scale, Scale] | None = None,
 ) -> Tensor:
-    """q_TnH (see :func:`place.place`)."""
+    """q_TnH (see :func:`rope_and_kv_write.place`)."""
     (T, z), (P, page_tokens, K, H) = qkv_Tz.shape, k_PpKH.shape
     group = z // (K * H) - 2
     q_TnH = qkv_Tz.new_empty(T, K * group, H)
@@ -89,7 +89,7 @@ def place(
     own, other = (none, none) if turn is None else (x.contiguous() for x in turn)
     (q_gain, q_eps), (k_gain, k_eps) = norms or ((none, 0.0), (none, 0.0))
     blocks = {"BLOCK_G": triton.next_power_of_2(group + 2), "BLOCK_H": triton.next_power_of_2(H)}
-    _place[T, K](
+    _rope_and_kv_write[T, K](
         qkv_Tz, own, other, q_gain, k_gain, slots_T, q_TnH, k_PpKH, v_PpKH,
         qkv_Tz.stride(0), q_eps, k_eps, page_tokens, P * page_tokens, *k_PpKH.stride()[:3], *v_PpKH.stride()[:3],
         K=K, GROUP=group, H=H, TURN=turn is not None, NORM=norms is not None, **blocks,
@@ -105,17 +105,17 @@ def place(
 SMALLEST = tl.constexpr(quantise.SMALLEST)
 EXPONENT = tl.constexpr(quantise.EXPONENT)
 HIGHEST = tl.constexpr(torch.finfo(DTYPES["float8"]).max)
-ROUNDS = tl.constexpr(1.5 * 2.0**23)
+ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def _part(from_ptr, to_ptr, scale_ptr, i, here, KIND: tl.constexpr):
+def _quantise_part(from_ptr, to_ptr, scale_ptr, i, here, KIND: tl.constexpr):
     """One of the two parts of a token."""
     x = tl.load(from_ptr + i, here, 0.0).to(tl.float32)
     highest = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
     if KIND == "int8":
         scale = tl.div_rn(highest, 127.0)
-        q = tl.div_rn(x, scale) + ROUNDS - ROUNDS
+        q = tl.div_rn(x, scale) + ROUND_TO_INTEGER - ROUND_TO_INTEGER
         q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
     else:
         room = tl.div_rn(HIGHEST, highest).to(tl.int32, bitcast=True) & EXPONENT
@@ -127,7 +127,7 @@ def _part(from_ptr, to_ptr, scale_ptr, i, here, KIND: tl.constexpr):
 
 
 @triton.jit
-def _store(
+def _write_latents(
     k_ptr, slots_ptr, values_ptr, scales_ptr, k_t,
     RANK: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -135,16 +135,24 @@ def _store(
     slot = tl.load(slots_ptr + t).to(tl.int64)
     i, x = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     of, to = k_ptr + t * k_t, values_ptr + slot * (RANK + ROPE)
-    _part(of, to, scales_ptr + 2 * slot, i, i < RANK, KIND)
-    _part(of + RANK, to + RANK, scales_ptr + 2 * slot + 1, x, x < ROPE, KIND)
+    _quantise_part(of, to, scales_ptr + 2 * slot, i, i < RANK, KIND)
+    _quantise_part(of + RANK, to + RANK, scales_ptr + 2 * slot + 1, x, x < ROPE, KIND)
 
 
-def store(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
+def write_latents(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
     """Keep tokens in these slots (see :func:`latents.store`) of a cache whose pools are whole."""
     T, H = k_TH.shape
     k_TH = k_TH if k_TH.stride(1) == 1 else k_TH.contiguous()
     if T:
         blocks = {"BLOCK_C": triton.next_power_of_2(rank), "BLOCK_R": triton.next_power_of_2(H - rank)}
-        _store[T,](
-            k_TH, slots_T, k_Pp1H, scales_Pp2, k_TH.stride(0), RANK=rank, ROPE=H - rank, KIND=kind_of(k_Pp1H), **blocks
+        _write_latents[T,](
+            k_TH,
+            slots_T,
+            k_Pp1H,
+            scales_Pp2,
+            k_TH.stride(0),
+            RANK=rank,
+            ROPE=H - rank,
+            KIND=latent_kind(k_Pp1H),
+            **blocks,
         )

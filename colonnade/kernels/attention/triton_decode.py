@@ -31,16 +31,16 @@ from colonnade.kernels.attention import (
     triton_prefill,
     triton_split_kv,
 )
-from colonnade.kernels.attention.decode_plan import Kernels, Layout, Prepared, few
+from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout, Kernels, is_decode
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.split_plan import places
-from colonnade.kernels.attention.triton_merge import launch, slots_of
+from colonnade.kernels.attention.split_plan import flat_offsets
+from colonnade.kernels.attention.triton_merge import allocate_slots, launch_merge
 from colonnade.kernels.softmax_state import State
 
-WIDEST = 256
+MAX_HEAD_DIM = 256
 """Heads that :func:`paged` takes."""
-REGISTERS = 168
+MAX_REGISTERS = 168
 """Of a thread, at most, where a page is one tile: there the compiler would take 250, and two such workers leave no room
 for the merge to begin beside them, which costs a long request 10%."""
 
@@ -50,7 +50,7 @@ def attend(
     k_PpKH: Tensor,
     v_PpKH: Tensor,
     table: PageTable,
-    ready: Prepared,
+    ready: DevicePlan,
     *,
     cap: float | None = None,
     slopes_N: Tensor | None = None,
@@ -76,27 +76,27 @@ def attend(
     if layout.cuda and shared is None and layout.chunk is None:
         cuda_decode.attend(q_TNH, k_PpKH, v_PpKH, state, None, table, ready, bends)
         return state
-    slots, theirs = slots_of(state.o, ready), None
-    _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
+    slots, theirs = allocate_slots(state.o, ready), None
+    _launch_attend(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
     if shared is not None:
-        theirs = slots_of(state.o, shared.ready), shared.ready, shared.members
-        groups = ready, shared.room.places[0]
-        _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, groups)
-    launch(state, slots, table, ready, sinks_N, theirs)
+        theirs = allocate_slots(state.o, shared.ready), shared.ready, shared.members
+        groups = ready, shared.capacity.offsets[0]
+        _launch_attend(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, groups)
+    launch_merge(state, slots, table, ready, sinks_N, theirs)
     return state
 
 
-def _read(
+def _launch_attend(
     q_TNH: Tensor,
     k_PpKH: Tensor,
     v_PpKH: Tensor,
     state: State,
     slots: State,
     table: PageTable,
-    ready: Prepared,
+    ready: DevicePlan,
     bends: tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None],
     members: Tensor,
-    groups: tuple[Prepared, int] | None,
+    groups: tuple[DevicePlan, int] | None,
 ) -> None:
     """All pieces of a plan. With ``groups`` its requests are groups: what was launched before, beside which they are
     read, and where they begin in ``members``.
@@ -109,7 +109,7 @@ def _read(
     layout = ready.layout
     shape, tiles = layout.shape, layout.tiles
     cap, slopes_N, sinks_N, scales_K, window = bends
-    eight = None if layout.many else triton_kv8.kind_of(q_TNH, k_PpKH, v_PpKH)
+    eight = None if layout.many else triton_kv8.kv8_kind(q_TNH, k_PpKH, v_PpKH)
     if eight:
         k_PpKH, v_PpKH = k_PpKH.view(torch.int16), v_PpKH.view(torch.int16)
     none = slots.lse  # in place of a tensor that is not read
@@ -119,7 +119,7 @@ def _read(
     )  # fmt: skip
     strides = (*q_TNH.stride()[:2], *k_PpKH.stride()[:3], *v_PpKH.stride()[:3], pages_RP.stride(0), pages_RP.shape[1])
     numbers = H**-0.5, 1.0 if cap is None else cap
-    _, items_at, _, firsts_at, _ = places(ready.capacity)
+    _, items_at, _, firsts_at, _ = flat_offsets(ready.capacity)
     # One sum of addresses for both spares instructions where each key has one of its own.
     alike = page_tokens % tiles.tile != 0 and k_PpKH.stride() == v_PpKH.stride()
     constants: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _read(
     }  # fmt: skip
     if layout.many:
         before, groups_at = groups or (ready, 0)  # of many rows nothing overlaps
-        rows = [copied(q_TNH, x, tiles.tile) for x in (k_PpKH, v_PpKH)]
+        rows = [tma_descriptor(q_TNH, x, tiles.tile) for x in (k_PpKH, v_PpKH)]
         engine = all(rows)
         triton_prefill.attend[ready.capacity.workers,](
             *tensors, members, *(rows if engine else (none, none)), *strides, P, items_at, firsts_at, groups_at,
@@ -143,21 +143,21 @@ def _read(
             *tensors, *strides, P, items_at, firsts_at, *numbers, LAUNCH_NEXT=ready.overlaps,
             SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R),
             CHUNK=layout.chunk if layout.runs else 0, **constants,
-            **beginning(shape.rows, tiles, page_tokens, eight=bool(eight)),
+            **prefetch_options(shape.rows, tiles, page_tokens, eight=bool(eight)),
         )  # fmt: skip
 
 
-def beginning(rows: int, tiles: Tiles, page_tokens: int, *, eight: bool) -> dict[str, Any]:
+def prefetch_options(rows: int, tiles: Tiles, page_tokens: int, *, eight: bool) -> dict[str, Any]:
     """What a launch is told of how pieces of blocks of so many rows begin, and of the registers that leaves.
 
     Caches of 8 bits, whose loop has most to do, were 5 to 9% slower with the next piece at hand.
     """
     ahead = rows == 16 and not eight
     limit = ahead and tiles.workers == 2 and page_tokens == tiles.tile
-    return {"AHEAD": ahead} | ({"maxnreg": REGISTERS} if limit else {})
+    return {"AHEAD": ahead} | ({"maxnreg": MAX_REGISTERS} if limit else {})
 
 
-def copied(q_TNH: Tensor, x_PpKH: Tensor, tile: int) -> TensorDescriptor | None:
+def tma_descriptor(q_TNH: Tensor, x_PpKH: Tensor, tile: int) -> TensorDescriptor | None:
     """A cache as rows of all heads of a token, for the copy engine; None where a page does not hold whole tiles, or
     heads are not as wide as a block, or numbers not those of the queries.
     """
@@ -188,12 +188,12 @@ def paged(
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
         return triton_mla_decode.paged_state(q_TNH, k_PpKH, values, table, window=window, scales_Pp2=scales_Pp2).o
     assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
-    if q_TNH.shape[2] > WIDEST:
+    if q_TNH.shape[2] > MAX_HEAD_DIM:
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values)
-    return _by_plans(q_TNH, k_PpKH, v_PpKH, table, window, kernels).o[..., :values]
+    return _planned_attention(q_TNH, k_PpKH, v_PpKH, table, window, kernels).o[..., :values]
 
 
-def held_state(
+def sharded_state(
     q_TNH: Tensor,
     k_PpKH: Tensor,
     v_PpKH: Tensor,
@@ -206,52 +206,57 @@ def held_state(
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
         return triton_mla_decode.paged_state(q_TNH, k_PpKH, values, table, scales_Pp2=scales_Pp2)
     assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
-    if q_TNH.shape[2] > WIDEST:
+    if q_TNH.shape[2] > MAX_HEAD_DIM:
         return sharded_cache.attend(q_TNH, k_PpKH, v_PpKH, table, values=values)
-    o_TNH, lse_TN = _by_plans(q_TNH, k_PpKH, v_PpKH, table, None, "auto")
+    o_TNH, lse_TN = _planned_attention(q_TNH, k_PpKH, v_PpKH, table, None, "auto")
     return State(o_TNH[..., :values], lse_TN)
 
 
-def _by_plans(
+def _planned_attention(
     q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, window: int | None, kernels: Kernels
 ) -> State:
     """By the table's plans, which are made when the first such layer asks."""
     key = q_TNH.shape[1], k_PpKH.shape[2], q_TNH.shape[2], q_TNH.dtype, k_PpKH.dtype, window, kernels
-    if key not in table.prepared:
-        table.prepared[key] = prepared(q_TNH, k_PpKH, table, window, kernels)
-    first, *rest = table.prepared[key]
+    if key not in table.plan_cache:
+        table.plan_cache[key] = make_plans(q_TNH, k_PpKH, table, window, kernels)
+    first, *rest = table.plan_cache[key]
     state = attend(q_TNH, k_PpKH, v_PpKH, table, first)
     for ready in rest:
         state = attend(q_TNH, k_PpKH, v_PpKH, table, ready, into=state)
     return state
 
 
-def prepared(
+def make_plans(
     q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None, kernels: Kernels = "auto"
-) -> tuple[Prepared, ...]:
+) -> tuple[DevicePlan, ...]:
     """Plans for the requests of few rows and for those of many, on the device; either may be missing.
 
     Raises CapacityError where a request is longer than its table.
     """
-    new, lengths = table.host
+    new, lengths = table.host_lengths
     group, device = q_TNH.shape[1] // k_PpKH.shape[2], q_TNH.device
-    room = table.room
-    some = [count if few(count, group) else 0 for count in new]
+    max_keys = table.max_keys
+    some = [count if is_decode(count, group) else 0 for count in new]
     many = [count - small for count, small in zip(new, some, strict=True)]
-    made: list[Prepared] = []
+    made: list[DevicePlan] = []
     if any(some) or not any(many):
         longest = max(some, default=1)
-        layout = Layout.of(q_TNH, k_PpKH, longest, window=window, shares=table.share, kernels=kernels)
-        made.append(_planned(layout, table, lengths, some, room, device))
+        layout = KernelLayout.of(q_TNH, k_PpKH, longest, window=window, shares=table.share, kernels=kernels)
+        made.append(_make_plan(layout, table, lengths, some, max_keys, device))
     if any(many):
-        layout = Layout.of_many(q_TNH, k_PpKH, window=window)
-        made.append(_planned(layout, table, lengths, many, room, device))
+        layout = KernelLayout.for_prefill(q_TNH, k_PpKH, window=window)
+        made.append(_make_plan(layout, table, lengths, many, max_keys, device))
     return tuple(made)
 
 
-def _planned(
-    layout: Layout, table: PageTable, lengths: Sequence[int], queries: list[int], room: int, device: torch.device
-) -> Prepared:
+def _make_plan(
+    layout: KernelLayout,
+    table: PageTable,
+    lengths: Sequence[int],
+    queries: list[int],
+    max_keys: int,
+    device: torch.device,
+) -> DevicePlan:
     tables = table.host_pages if layout.shared is not None and len(lengths) > 1 else None
-    plan = layout.plan(lengths, queries, room=room, tables=tables, page_tokens=table.page_tokens)
+    plan = layout.plan(lengths, queries, max_keys=max_keys, tables=tables, page_tokens=table.page_tokens)
     return layout.prepare(plan, device)

@@ -24,20 +24,20 @@ from torch import Tensor
 from triton import language as tl
 
 KINDS = {torch.float8_e4m3fn: "float8", torch.int8: "int8"}
-LEAST = 64
+MIN_WIDTH = 64
 """Numbers of a head's block: of half as many a warp would not have a part of its own."""
 
 
-def kind_of(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor) -> str | None:
+def kv8_kind(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor) -> str | None:
     """How such caches are read here; None: other types, places of odd numbers, queries of float32."""
     even = all(not n % 2 for x in (k_PpKH, v_PpKH) for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-    if even and q_TNH.element_size() == 2 and triton.next_power_of_2(q_TNH.shape[-1]) >= LEAST:
+    if even and q_TNH.element_size() == 2 and triton.next_power_of_2(q_TNH.shape[-1]) >= MIN_WIDTH:
         return KINDS.get(k_PpKH.dtype) if k_PpKH.dtype == v_PpKH.dtype else None
     return None
 
 
 @triton.constexpr_function
-def _assembly(kind: str, j: int) -> str:
+def _unpack_ptx(kind: str, j: int) -> str:
     """What makes two numbers, of place ``j``, of a register of two halves; both places share what they can."""
     if kind == "float8":
         return (
@@ -51,10 +51,10 @@ def _assembly(kind: str, j: int) -> str:
 
 
 @triton.jit
-def _numbers(w, j: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+def _unpack(w, j: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """Number j of each half, in float16."""
     if ASM:
-        CODE: tl.constexpr = _assembly(KIND, j)
+        CODE: tl.constexpr = _unpack_ptx(KIND, j)
         bits = tl.inline_asm_elementwise(CODE, "=r,r", [w], tl.int16, is_pure=True, pack=2)
         return bits.to(tl.float16, bitcast=True)
     byte = (w >> (8 * j)).to(tl.int8)
@@ -62,7 +62,7 @@ def _numbers(w, j: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def queries(q):
+def split_queries(q):
     """(numbers of even places, of odd places, by what products are to be multiplied) of q (rows, width).
 
     The first two are (rows, width / 2), in float16.
@@ -80,20 +80,20 @@ def queries(q):
 
 
 @triton.jit
-def products(even, odd, k, KIND: tl.constexpr, ASM: tl.constexpr):
-    """(rows, TILE) of :func:`queries` with the halves (TILE, width / 2) of keys."""
-    s = tl.dot(even, tl.trans(_numbers(k, 0, KIND, ASM)))
-    return tl.dot(odd, tl.trans(_numbers(k, 1, KIND, ASM)), s)
+def scores(even, odd, k, KIND: tl.constexpr, ASM: tl.constexpr):
+    """(rows, TILE) of :func:`split_queries` with the halves (TILE, width / 2) of keys."""
+    s = tl.dot(even, tl.trans(_unpack(k, 0, KIND, ASM)))
+    return tl.dot(odd, tl.trans(_unpack(k, 1, KIND, ASM)), s)
 
 
 @triton.jit
-def sums(p, v, even, odd, KIND: tl.constexpr, ASM: tl.constexpr):
+def weighted_values(p, v, even, odd, KIND: tl.constexpr, ASM: tl.constexpr):
     """Sums (rows, width / 2) of weighted values of even and of odd places, with those of a tile of halves."""
     p = p.to(tl.float16)
-    return tl.dot(p, _numbers(v, 0, KIND, ASM), even), tl.dot(p, _numbers(v, 1, KIND, ASM), odd)
+    return tl.dot(p, _unpack(v, 0, KIND, ASM), even), tl.dot(p, _unpack(v, 1, KIND, ASM), odd)
 
 
 @triton.jit
-def joined(even, odd):
-    """(rows, width) of :func:`sums`."""
+def interleave(even, odd):
+    """(rows, width) of :func:`weighted_values`."""
     return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1] * 2])

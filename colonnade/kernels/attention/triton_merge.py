@@ -29,11 +29,11 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.attention import sharded_cache
-from colonnade.kernels.attention.decode_plan import Prepared
+from colonnade.kernels.attention.decode_plan import DevicePlan
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.split_plan import places
+from colonnade.kernels.attention.split_plan import flat_offsets
 from colonnade.kernels.attention.triton_split_kv import FIELDS, LN_2, LOG2_E
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.softmax_state import State
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -41,17 +41,17 @@ from colonnade.kernels.softmax_state import State
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 
-MERGERS = 8
+MERGE_PROGRAMS = 8
 """Programs that merge, a multiprocessor, at most."""
-FEWEST = 16
+MIN_PIECES = 16
 """Pieces side by side, at least: a line that is long among short ones has many."""
-FEW_PIECES = 16
+FEW_CHUNKS = 16
 """Chunks up to which one program merges a row under fixed cuts, up to ``WHOLE`` of its numbers at once."""
-WHOLE = 256
+MAX_WIDTH = 256
 
 
 @triton.jit
-def _begun(n, sinks_ptr, SINKS: tl.constexpr, BLOCK_H: tl.constexpr):
+def _initial_sums(n, sinks_ptr, SINKS: tl.constexpr, BLOCK_H: tl.constexpr):
     """(o, top, total) of no pieces."""
     top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     if SINKS:
@@ -61,7 +61,7 @@ def _begun(n, sinks_ptr, SINKS: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _added(
+def _accumulate(
     o, top, total, h, slots_o, slots_lse, from_slot, to_slot, rows, place, H: tl.constexpr, PIECES: tl.constexpr
 ):
     """(o, top, total) with a row's states of these slots."""
@@ -82,7 +82,7 @@ def _added(
 
 
 @triton.jit
-def _write(o, top, total, h, line, o_ptr, lse_ptr, H: tl.constexpr):
+def _store_row(o, top, total, h, line, o_ptr, lse_ptr, H: tl.constexpr):
     """A row's numbers ``h``."""
     some = tl.where(total > 0.0, total, 1.0)
     o = o / some
@@ -125,28 +125,28 @@ def merge(
         if there:
             n = head * GROUP + m % GROUP
             h = task % parts * BLOCK_H + tl.arange(0, BLOCK_H)
-            o, top, total = _begun(n, sinks_ptr, SINKS, BLOCK_H)
-            o, top, total = _added(o, top, total, h, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, H, PIECES)
+            o, top, total = _initial_sums(n, sinks_ptr, SINKS, BLOCK_H)
+            o, top, total = _accumulate(o, top, total, h, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, H, PIECES)
             if SHARED_ROWS:
-                o, top, total = _added(
+                o, top, total = _accumulate(
                     o, top, total, h, shared_o_ptr, shared_lse_ptr, their_first, their_end, SHARED_ROWS,
                     among % SHARED_ROWS, H, SHARED_PIECES,
                 )  # fmt: skip
-            _write(o, top, total, h, t.to(tl.int64) * N + n, o_ptr, lse_ptr, H)
+            _store_row(o, top, total, h, t.to(tl.int64) * N + n, o_ptr, lse_ptr, H)
     if WAIT:
         tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
 
 
 @triton.jit
-def _merged(
+def _merge_row(
     h_at, n, line, from_slot, to_slot, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
     H: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Numbers of a row from ``h_at`` on."""
     h = h_at + tl.arange(0, BLOCK_H)
-    o, top, total = _begun(n, sinks_ptr, SINKS, BLOCK_H)
-    o, top, total = _added(o, top, total, h, slot_o_ptr, slot_lse_ptr, from_slot, to_slot, ROWS, row, H, PIECES)
-    _write(o, top, total, h, line, o_ptr, lse_ptr, H)
+    o, top, total = _initial_sums(n, sinks_ptr, SINKS, BLOCK_H)
+    o, top, total = _accumulate(o, top, total, h, slot_o_ptr, slot_lse_ptr, from_slot, to_slot, ROWS, row, H, PIECES)
+    _store_row(o, top, total, h, line, o_ptr, lse_ptr, H)
 
 
 @triton.jit(do_not_specialize=["merges_at", "used"])
@@ -182,13 +182,13 @@ def merge_chunks(
             line = (start + m // GROUP).to(tl.int64) * N + n
             if chunks > FEW:
                 for h_at in range(part * BLOCK_H, H, takers * BLOCK_H):
-                    _merged(
+                    _merge_row(
                         h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
                         H, SINKS, ROWS, PIECES, BLOCK_H,
                     )  # fmt: skip
             elif part == 0:
                 for h_at in range(0, H, WHOLE):
-                    _merged(
+                    _merge_row(
                         h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
                         H, SINKS, ROWS, FEW, WHOLE,
                     )  # fmt: skip
@@ -196,13 +196,13 @@ def merge_chunks(
         tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
 
 
-def slots_of(o_TNH: Tensor, ready: Prepared) -> State:
+def allocate_slots(o_TNH: Tensor, ready: DevicePlan) -> State:
     """Room for the states of a plan's pieces, for outputs of this width."""
     shape = max(1, ready.capacity.slots), ready.layout.shape.rows, o_TNH.shape[2]
     return State(o_TNH.new_empty(shape, dtype=torch.float32), o_TNH.new_empty(shape[:2], dtype=torch.float32))
 
 
-def _part(ready: Prepared, H: int, room: int) -> int:
+def _part_width(ready: DevicePlan, H: int, room: int) -> int:
     """Numbers of a row that one program merges: all where there are rows enough for ``room`` programs, else as few as
     the table says. Under fixed cuts always these, for a sum's bits depend on how it is laid out.
     """
@@ -215,7 +215,7 @@ def _part(ready: Prepared, H: int, room: int) -> int:
     return part
 
 
-def _pieces(ready: Prepared) -> int:
+def _parallel_pieces(ready: DevicePlan) -> int:
     """Pieces of a line that a program loads side by side: as many as a line has where all have as many."""
     layout, most = ready.layout, ready.layout.tiles.pieces
     if layout.chunk is not None:
@@ -223,42 +223,42 @@ def _pieces(ready: Prepared) -> int:
         # alone, and only one by one is that the same sum. They are few, those of a window.
         return 1
     return max(
-        min(FEWEST, most), min(most, triton.next_power_of_2(ready.capacity.workers // ready.capacity.merges + 1))
+        min(MIN_PIECES, most), min(most, triton.next_power_of_2(ready.capacity.workers // ready.capacity.merges + 1))
     )
 
 
-def launch(
+def launch_merge(
     state: State,
     slots: State,
     table: PageTable,
-    ready: Prepared,
+    ready: DevicePlan,
     sinks_N: Tensor | None = None,
-    shared: tuple[State, Prepared, Tensor] | None = None,
+    shared: tuple[State, DevicePlan, Tensor] | None = None,
 ) -> None:
     """Merge what ``ready`` cut into ``state``; ``shared`` are slots, plan and members of groups with a prefix."""
     if not ready.merges:
         return
     (_, N, H), shape = state.o.shape, ready.layout.shape
     their_slots, theirs, members = shared or (slots, ready, ready.flat)
-    used, room = ready.layout.used, MERGERS * processors(state.o.device)
-    part = _part(ready, H, room)
+    used, room = ready.layout.used, MERGE_PROGRAMS * multiprocessors(state.o.device)
+    part = _part_width(ready, H, room)
     if ready.layout.chunk is not None and shape.window is None:
-        _launch_chunks(state, slots, table, ready, sinks_N, part, room)
+        _launch_merge_chunks(state, slots, table, ready, sinks_N, part, room)
         return
     programs = min(ready.capacity.merges * used * triton.cdiv(H, part), room)
     merge[programs,](
         *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
-        *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
+        *their_slots, theirs.flat, members, flat_offsets(ready.capacity)[2], flat_offsets(theirs.capacity)[2],
         N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps,
         ROWS=shape.rows, USED=used,
-        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=_pieces(ready), SHARED_PIECES=_pieces(theirs),
+        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=_parallel_pieces(ready), SHARED_PIECES=_parallel_pieces(theirs),
         BLOCK_H=part, num_warps=4,
         **ready.early,
     )  # fmt: skip
 
 
-def _launch_chunks(
-    state: State, slots: State, table: PageTable, ready: Prepared, sinks_N: Tensor | None, part: int, room: int
+def _launch_merge_chunks(
+    state: State, slots: State, table: PageTable, ready: DevicePlan, sinks_N: Tensor | None, part: int, room: int
 ) -> None:
     """Rows that no request of this step has are no work; how many there are is no constant of the kernel, whose sums
     might be laid out by it.
@@ -267,9 +267,9 @@ def _launch_chunks(
     used = min(layout.used, layout.shape.group * max(1, table.longest_query))
     merge_chunks[min(ready.capacity.merges * used * triton.cdiv(H, part), room),](
         *state, *slots, ready.flat, table.cu_queries, table.lengths_R, slots.lse if sinks_N is None else sinks_N,
-        places(ready.capacity)[2], used, N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None,
-        WAIT=ready.overlaps, ROWS=layout.shape.rows, CHUNK=layout.chunk, FEW=FEW_PIECES,
-        WHOLE=min(WHOLE, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4,
+        flat_offsets(ready.capacity)[2], used, N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None,
+        WAIT=ready.overlaps, ROWS=layout.shape.rows, CHUNK=layout.chunk, FEW=FEW_CHUNKS,
+        WHOLE=min(MAX_WIDTH, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4,
         **ready.early,
     )  # fmt: skip
 

@@ -24,26 +24,26 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention.decode_plan import Layout, Prepared
+from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.split_plan import places
-from colonnade.kernels.attention.triton_merge import launch, slots_of
+from colonnade.kernels.attention.split_plan import flat_offsets
+from colonnade.kernels.attention.triton_merge import allocate_slots, launch_merge
 from colonnade.kernels.attention.triton_split_kv import (
     FIELDS,
-    finish,
-    known_at,
-    page_of,
-    places_of,
-    row_of,
-    score,
-    weigh,
-    write,
+    block_rows,
+    key_offsets,
+    load_page_ids,
+    modified_scores,
+    normalise,
+    online_softmax,
+    store_state,
+    valid_keys,
 )
 from colonnade.kernels.softmax_state import State
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at"])
-def read(
+def mla_attend(
     q_ptr, k_ptr, scales_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
     q_t, q_n, k_page, k_p, scales_page, scales_p, pages_r, columns, pages, items_at, scale,
     N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -59,7 +59,7 @@ def read(
     for item in range(first_item, end_item):
         at_item = plan_ptr + items_at + item * FIELDS
         request, block, slot = tl.load(at_item), tl.load(at_item + 2), tl.load(at_item + 5)
-        t, n, query, there, new = row_of(cu_ptr, request, 0, block, N, ROWS)
+        t, n, query, there, new = block_rows(cu_ptr, request, 0, block, N, ROWS)
         length = tl.load(lengths_ptr + request)
         position = length - new + query
         low = tl.load(at_item + 3) // TILE * TILE
@@ -71,13 +71,13 @@ def read(
         total = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_C), tl.float32)
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
-        page = page_of(table_ptr, low, columns, PAGE, TILE)
+        page = load_page_ids(table_ptr, low, columns, PAGE, TILE)
         for at in tl.range(low, high, TILE, num_stages=STAGES):
             j = at + tl.arange(0, TILE)
             number = page.to(tl.int64)
-            known = known_at(page, j, high, pages)
-            k_at = k_ptr + places_of(page, at, j, k_page, k_p, PAGE, TILE)
-            page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
+            known = valid_keys(page, j, high, pages)
+            k_at = k_ptr + key_offsets(page, at, j, k_page, k_p, PAGE, TILE)
+            page = load_page_ids(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_C == RANK:
                 c = tl.load(k_at + i[None, :], known[:, None], 0.0)
             else:
@@ -94,23 +94,23 @@ def read(
                 s = (s * c_scale[None, :] + turned * tl.load(scales_at + 1, known, 0.0)[None, :]) * scale
             else:
                 s = tl.dot(p, tl.trans(r.to(q.dtype)), s, input_precision="ieee") * scale
-            s = score(s, position, j, known, n, there, q_ptr, 1.0, WINDOW, False, False)
-            weight, shrink, top, total = weigh(s, top, total, 1.0, 0.0)
+            s = modified_scores(s, position, j, known, n, there, q_ptr, 1.0, WINDOW, False, False)
+            weight, shrink, top, total = online_softmax(s, top, total, 1.0, 0.0)
             if SCALED:
                 weight *= c_scale[None, :]
             o = tl.dot(weight.to(q.dtype), c.to(q.dtype), o * shrink[:, None], input_precision="ieee")
-        o, lse = finish(o, top, total, n, there, q_ptr, False)
-        write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, RANK, ROWS, BLOCK_C)
+        o, lse = normalise(o, top, total, n, there, q_ptr, False)
+        store_state(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, RANK, ROWS, BLOCK_C)
 
 
 def attend(
-    q_TNH: Tensor, k_Pp1H: Tensor, rank: int, table: PageTable, ready: Prepared, scales_Pp2: Tensor | None = None
+    q_TNH: Tensor, k_Pp1H: Tensor, rank: int, table: PageTable, ready: DevicePlan, scales_Pp2: Tensor | None = None
 ) -> State:
     """The state (o of ``rank`` numbers a head as q, lse_TN in float32) of requests whose latents lie in pages.
 
     Scores are divided by the root of the whole width; values are the first ``rank`` numbers of the one key head.
     ``scales_Pp2``, float32, are those of latents of 8 bits.
-    ``ready`` is of a :meth:`Layout.of_latent`. Of the table only tensors are read. No gradient.
+    ``ready`` is of a :meth:`KernelLayout.for_mla`. Of the table only tensors are read. No gradient.
     """
     (T, N, H), (P, page_tokens) = q_TNH.shape, k_Pp1H.shape[:2]
     q_TNH, k_Pp1H = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TNH, k_Pp1H))
@@ -119,17 +119,17 @@ def attend(
         return state
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     shape, tiles = ready.layout.shape, ready.layout.tiles
-    slots = slots_of(state.o, ready)
+    slots = allocate_slots(state.o, ready)
     scales = slots.lse if scales_Pp2 is None else scales_Pp2  # in place of a tensor that is not read
-    read[ready.capacity.workers,](
+    mla_attend[ready.capacity.workers,](
         q_TNH, k_Pp1H, scales, *state, *slots, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
         *q_TNH.stride()[:2], *k_Pp1H.stride()[:2], *scales.stride()[:2], pages_RP.stride(0), pages_RP.shape[1], P,
-        places(ready.capacity)[1], H**-0.5, N=N, RANK=rank, ROPE=H - rank, PAGE=page_tokens,
+        flat_offsets(ready.capacity)[1], H**-0.5, N=N, RANK=rank, ROPE=H - rank, PAGE=page_tokens,
         WINDOW=shape.window or 0, SCALED=scales_Pp2 is not None, LAUNCH_NEXT=ready.overlaps, ROWS=shape.rows,
         TILE=tiles.tile, STAGES=tiles.stages, BLOCK_C=max(16, triton.next_power_of_2(rank)),
         BLOCK_R=max(16, triton.next_power_of_2(H - rank)), num_warps=tiles.warps,
     )  # fmt: skip
-    launch(state, slots, table, ready)
+    launch_merge(state, slots, table, ready)
     return state
 
 
@@ -144,9 +144,9 @@ def paged_state(
 ) -> State:
     """The state (o_TNz, z being ``rank`` numbers, lse_TN) of requests whose latents lie in pages."""
     key = "latent", q_TNH.shape[1], rank, q_TNH.dtype, k_Pp1H.dtype, window
-    if key not in table.prepared:
-        new, lengths = table.host
-        layout = Layout.of_latent(q_TNH, k_Pp1H, table.longest_query, window=window)
-        plan = layout.plan(lengths, new, room=table.room)
-        table.prepared[key] = (layout.prepare(plan, q_TNH.device),)
-    return attend(q_TNH, k_Pp1H, rank, table, *table.prepared[key], scales_Pp2)
+    if key not in table.plan_cache:
+        new, lengths = table.host_lengths
+        layout = KernelLayout.for_mla(q_TNH, k_Pp1H, table.longest_query, window=window)
+        plan = layout.plan(lengths, new, max_keys=table.max_keys)
+        table.plan_cache[key] = (layout.prepare(plan, q_TNH.device),)
+    return attend(q_TNH, k_Pp1H, rank, table, *table.plan_cache[key], scales_Pp2)

@@ -25,18 +25,20 @@ from triton import language as tl
 
 from colonnade.kernels.attention.triton_split_kv import (
     FIELDS,
-    finish,
-    fold,
-    item_of,
-    page_of,
-    row_of,
-    weigh_tile,
-    write,
+    attend_tiles,
+    block_rows,
+    load_item,
+    load_page_ids,
+    normalise,
+    softmax_tile,
+    store_state,
 )
 
 
 @triton.jit
-def _listed(members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def _group_rows(
+    members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr
+):
     """(each row's place in the stream, query head, position, whether it is one)."""
     at = members_ptr + groups_at + group * 4
     m = block * ROWS + tl.arange(0, ROWS)
@@ -49,13 +51,13 @@ def _listed(members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GRO
 
 
 @triton.jit
-def _fold_copied(
+def _attend_tiles_tma(
     q, o, top, total, start, stop, page, position, n, there, head, table_ptr, k_rows, v_rows, slopes_ptr, columns,
     pages, factor, cap,
     PAGE: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """:func:`fold` of whole tiles that every row sees, from caches as the copy engine knows them, (P · PAGE, K · H).
+    """:func:`attend_tiles` of whole tiles that every row sees, from caches as the copy engine knows them, (P · PAGE, K · H).
 
     The first one lies on ``page``.
     """
@@ -64,10 +66,10 @@ def _fold_copied(
         inside = (page >= 0) & (page < pages)
         row = tl.where(inside, page * PAGE + at % PAGE, -TILE)
         k, v = k_rows.load([row, head * BLOCK_H]), v_rows.load([row, head * BLOCK_H])
-        page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
+        page = load_page_ids(table_ptr, at + TILE, columns, PAGE, TILE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         known, lift = tl.where(inside, j, -1) >= 0, tl.where(inside, 0.0, float("-inf"))
-        p, shrink, top, total = weigh_tile(
+        p, shrink, top, total = softmax_tile(
             s, top, total, factor, position, j, known, lift, n, there, slopes_ptr, cap,
             PAGE, TILE, 0, CAPPED, SLOPES, False,
         )  # fmt: skip
@@ -92,7 +94,7 @@ def attend(
         tl.extra.cuda.gdc_launch_dependents()
     # Read as in :func:`triton_splits.attend`, for the same reason.
     at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
-    request, head, block, first, end, slot = item_of(at_first, 0)
+    request, head, block, first, end, slot = load_item(at_first, 0)
     count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     for i in range(count):
@@ -100,13 +102,13 @@ def attend(
         if LISTED:
             request = tl.load(members_ptr + groups_at + group * 4)  # one of them, all have these pages
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
-        page = page_of(table_ptr, low, columns, PAGE, TILE)  # on its way while the rows are found
+        page = load_page_ids(table_ptr, low, columns, PAGE, TILE)  # on its way while the rows are found
         if LISTED:
-            t, n, position, there = _listed(
+            t, n, position, there = _group_rows(
                 members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP, ROWS
             )
         else:
-            t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
+            t, n, query, there, new = block_rows(cu_ptr, request, head, block, GROUP, ROWS)
             position = tl.load(lengths_ptr + request) - new + query
         high = tl.minimum(end, tl.load(lengths_ptr + request))
         b = tl.minimum(tl.min(tl.where(there, position, high)) + 1, high) // TILE * TILE
@@ -122,26 +124,26 @@ def attend(
         if WINDOW:
             a = tl.max(tl.where(there, position, 0)) - WINDOW + 1
             a = tl.minimum(tl.maximum((a + TILE - 1) // TILE * TILE, low), tl.maximum(high, low))
-            o, top, total = fold(
+            o, top, total = attend_tiles(
                 q, o, top, total, low, a, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
                 k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
                 H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
-            page = page_of(table_ptr, a, columns, PAGE, TILE)
+            page = load_page_ids(table_ptr, a, columns, PAGE, TILE)
         b = tl.maximum(a, b)
         if COPIED:
-            o, top, total = _fold_copied(
+            o, top, total = _attend_tiles_tma(
                 q, o, top, total, a, b, page, position, n, there, head, table_ptr, k_rows, v_rows, slopes_ptr,
                 columns, pages, factor, cap, PAGE, CAPPED, SLOPES, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
         else:
-            o, top, total = fold(
+            o, top, total = attend_tiles(
                 q, o, top, total, a, b, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
                 k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
                 H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, False, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
-        o, top, total = fold(
-            q, o, top, total, b, high, high, page_of(table_ptr, b, columns, PAGE, TILE), position, n, there, head,
+        o, top, total = attend_tiles(
+            q, o, top, total, b, high, high, load_page_ids(table_ptr, b, columns, PAGE, TILE), position, n, there, head,
             table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
             H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
@@ -149,8 +151,8 @@ def attend(
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
         # Sinks are one key, not one a piece: of what was cut the merge adds them.
-        o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
-        write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
-        request, head, block, first, end, slot = item_of(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
+        o, lse = normalise(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
+        store_state(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
+        request, head, block, first, end, slot = load_item(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
     if BESIDE:
         tl.extra.cuda.gdc_wait()  # who waits for this launch takes the one before it for over, too

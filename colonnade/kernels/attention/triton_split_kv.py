@@ -34,7 +34,7 @@ LOG2_E = tl.constexpr(1 / math.log(2))
 
 
 @triton.jit
-def row_of(cu_ptr, request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def block_rows(cu_ptr, request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """(each row's place in the stream, its query head, its number among the request's queries, whether it is one)."""
     start = tl.load(cu_ptr + request)
     new = tl.load(cu_ptr + request + 1) - start
@@ -44,15 +44,15 @@ def row_of(cu_ptr, request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def row_of_one(request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """:func:`row_of` where every request has one query: nothing to look up."""
+def block_rows_single_query(request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """:func:`block_rows` where every request has one query: nothing to look up."""
     m = block * ROWS + tl.arange(0, ROWS)
     query = m // GROUP
     return request + query, head * GROUP + m % GROUP, query, query < 1, 1
 
 
 @triton.jit
-def finish(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
+def normalise(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
     """(o, lse) of sums of 2^(s − top), with the key whose value is 0 where there is one."""
     if SINKS:
         sink = tl.load(sinks_ptr + n, there, float("-inf")).to(tl.float32) * LOG2_E
@@ -65,14 +65,14 @@ def finish(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
 
 
 @triton.jit
-def page_of(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
+def load_page_ids(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
     """The page of each key of the tile at ``at``; one number where pages hold whole tiles."""
     column = at // PAGE if PAGE % TILE == 0 else (at + tl.arange(0, TILE)) // PAGE
     return tl.load(table_ptr + column, column < columns, -1)
 
 
 @triton.jit
-def sees(position, j, known, WINDOW: tl.constexpr):
+def visible(position, j, known, WINDOW: tl.constexpr):
     """Which keys each row sees, (rows, TILE)."""
     seen = (j[None, :] <= position[:, None]) & known[None, :]
     if WINDOW:
@@ -81,7 +81,7 @@ def sees(position, j, known, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def score(
+def modified_scores(
     s, position, j, known, n, there, slopes_ptr, cap,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
@@ -97,24 +97,24 @@ def score(
         s = s - slope[:, None] * (position[:, None] - j[None, :])
     if not MASKED:
         return s * LOG2_E + tl.where(known, 0.0, float("-inf"))[None, :]
-    return tl.where(sees(position, j, known, WINDOW), s * LOG2_E, float("-inf"))
+    return tl.where(visible(position, j, known, WINDOW), s * LOG2_E, float("-inf"))
 
 
 @triton.jit
-def known_at(page, j, high, pages):
+def valid_keys(page, j, high, pages):
     """Which keys j of a tile there are, below ``high`` and on pages of the cache."""
     return j < tl.where((page >= 0) & (page < pages), high, 0)
 
 
 @triton.jit
-def places_of(page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
+def key_offsets(page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Where in a cache each key of the tile at ``at`` begins, (TILE, 1)."""
     first = page.to(tl.int64) * x_page
     return first + (at % PAGE + j - at)[:, None] * x_p if PAGE % TILE == 0 else (first + j % PAGE * x_p)[:, None]
 
 
 @triton.jit
-def weigh(s, top, total, factor, lift, below=0.0):
+def online_softmax(s, top, total, factor, lift, below=0.0):
     """(each key's weight, by what older sums shrink, the new top, the new total) of a tile's scores s · factor + lift.
 
     Multiplied where the row's largest is taken off, in one instruction a key; ``factor`` is above 0. The top is kept so
@@ -128,39 +128,41 @@ def weigh(s, top, total, factor, lift, below=0.0):
 
 
 @triton.jit
-def weigh_products(
+def softmax_of_products(
     s, top, total, factor, position, j, known, lift, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, below=0.0,
 ):  # fmt: skip
-    """:func:`weigh` of products as they come, of which scores in powers of 2 are ``factor`` times as much.
+    """:func:`online_softmax` of products as they come, of which scores in powers of 2 are ``factor`` times as much.
 
     With many rows what stands around the products of matrices takes as long as these. ``lift``, where a tile is of one
     page, is 0 if that page is there and −∞ if not.
     """
     if MASKED:
-        s = tl.where(sees(position, j, known, WINDOW), s, float("-inf"))
+        s = tl.where(visible(position, j, known, WINDOW), s, float("-inf"))
         lift = 0.0
     elif PAGE % TILE != 0:
         s = s + tl.where(known, 0.0, float("-inf"))[None, :]
         lift = 0.0
-    return weigh(s, top, total, factor, lift, below)
+    return online_softmax(s, top, total, factor, lift, below)
 
 
 @triton.jit
-def weigh_tile(
+def softmax_tile(
     s, top, total, factor, position, j, known, lift, n, there, slopes_ptr, cap,
     PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
     MASKED: tl.constexpr, below=0.0,
 ):  # fmt: skip
-    """:func:`weigh` of a tile's products, of which scores are ``factor`` times as much before they are bent."""
+    """:func:`online_softmax` of a tile's products, of which scores are ``factor`` times as much before they are bent."""
     if CAPPED or SLOPES:
-        s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
-        return weigh(s, top, total, 1.0, 0.0, below)
-    return weigh_products(s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED, below)
+        s = modified_scores(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
+        return online_softmax(s, top, total, 1.0, 0.0, below)
+    return softmax_of_products(
+        s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED, below
+    )
 
 
 @triton.jit
-def fold(
+def attend_tiles(
     q, o, top, total, start, stop, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
     k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
     H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
@@ -180,7 +182,7 @@ def fold(
     BELOW: tl.constexpr = 15.0 if EIGHT is not None else 0.0
     h = tl.arange(0, BLOCK_H // EACH)
     if EIGHT is not None:
-        q, q_odd, back = triton_kv8.queries(q)
+        q, q_odd, back = triton_kv8.split_queries(q)
         factor = factor * back
         o = tl.zeros(q.shape, tl.float32)
         o_odd = o
@@ -188,14 +190,14 @@ def fold(
     # does not bring under way together.
     for at in tl.range(start, stop, TILE, num_stages=STAGES):
         j = at + tl.arange(0, TILE)
-        known = known_at(page, j, high, pages)
+        known = valid_keys(page, j, high, pages)
         lift = tl.where((page >= 0) & (page < pages), 0.0, float("-inf"))
-        k_i = places_of(page, at, j, k_page, k_p, PAGE, TILE) + h[None, :]
+        k_i = key_offsets(page, at, j, k_page, k_p, PAGE, TILE) + h[None, :]
         v_i = k_i
         if not ALIKE:
-            v_i = places_of(page, at, j, v_page, v_p, PAGE, TILE) + h[None, :]
+            v_i = key_offsets(page, at, j, v_page, v_p, PAGE, TILE) + h[None, :]
         k_at, v_at = k_ptr + head * k_k + k_i, v_ptr + head * v_k + v_i
-        page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
+        page = load_page_ids(table_ptr, at + TILE, columns, PAGE, TILE)
         if BLOCK_H == H:
             k = tl.load(k_at, known[:, None], 0.0)
             v = tl.load(v_at, known[:, None], 0.0)
@@ -203,15 +205,15 @@ def fold(
             k = tl.load(k_at, known[:, None] & (h < H // EACH)[None, :], 0.0)
             v = tl.load(v_at, known[:, None] & (h < H // EACH)[None, :], 0.0)
         if EIGHT is not None:
-            s = triton_kv8.products(q, q_odd, k, EIGHT, ASM)
+            s = triton_kv8.scores(q, q_odd, k, EIGHT, ASM)
         else:
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        p, shrink, top, total = weigh_tile(
+        p, shrink, top, total = softmax_tile(
             s, top, total, factor, position, j, known, lift, n, there, slopes_ptr, cap,
             PAGE, TILE, WINDOW, CAPPED, SLOPES, MASKED, BELOW,
         )  # fmt: skip
         if EIGHT is not None:
-            o, o_odd = triton_kv8.sums(p, v, o * shrink[:, None], o_odd * shrink[:, None], EIGHT, ASM)
+            o, o_odd = triton_kv8.weighted_values(p, v, o * shrink[:, None], o_odd * shrink[:, None], EIGHT, ASM)
         else:
             o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
         if CHUNK:
@@ -219,21 +221,23 @@ def fold(
             # loop for each chunk would begin with nothing on its way, which costs as much as a 10th of a chunk.
             if ((at + TILE) % CHUNK == 0) & (at + TILE < stop):
                 if EIGHT is not None:
-                    found = triton_kv8.joined(o, o_odd)
+                    found = triton_kv8.interleave(o, o_odd)
                     o_odd = tl.zeros_like(o_odd)
                 else:
                     found = o
-                found, lse = finish(found * times, top, total, n, there, slopes_ptr, False)
-                to_slot(found, lse, slot + at // CHUNK, there, slot_o_ptr, slot_lse_ptr, H, q.shape[0], BLOCK_H)
+                found, lse = normalise(found * times, top, total, n, there, slopes_ptr, False)
+                store_slot(found, lse, slot + at // CHUNK, there, slot_o_ptr, slot_lse_ptr, H, q.shape[0], BLOCK_H)
                 o, total = tl.zeros_like(o), tl.zeros_like(total)
                 top = tl.full(top.shape, float("-inf"), tl.float32)
     if EIGHT is not None:
-        o = triton_kv8.joined(o, o_odd)
+        o = triton_kv8.interleave(o, o_odd)
     return o, top, total
 
 
 @triton.jit
-def to_slot(o, lse, slot, there, slot_o_ptr, slot_lse_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
+def store_slot(
+    o, lse, slot, there, slot_o_ptr, slot_lse_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr
+):
     """A state, to be merged."""
     h = tl.arange(0, BLOCK_H)
     line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -242,7 +246,7 @@ def to_slot(o, lse, slot, there, slot_o_ptr, slot_lse_ptr, H: tl.constexpr, ROWS
 
 
 @triton.jit
-def write(
+def store_state(
     o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr,
     N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -255,27 +259,27 @@ def write(
         )
         tl.store(lse_ptr + line, lse, there)
     else:
-        to_slot(o, lse, slot, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
+        store_slot(o, lse, slot, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
 
 
 @triton.jit
-def slot_of(slot, first, end, CHUNK: tl.constexpr):
+def last_slot(slot, first, end, CHUNK: tl.constexpr):
     """Where the last chunk of keys ``first`` .. ``end`` − 1 goes, the first going to ``slot``."""
     return tl.where(slot < 0, slot, slot + tl.maximum(end - 1, first) // CHUNK - first // CHUNK)
 
 
 @triton.jit
-def not_reached(
+def clear_unreached(
     slot, last, there, slot_o_ptr, slot_lse_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """The identity to the slots behind ``slot``, up to ``last``: of chunks that were planned ahead."""
     o, lse = tl.zeros((ROWS, BLOCK_H), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
     for ahead in range(1, last - slot + 1):
-        to_slot(o, lse, slot + ahead, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
+        store_slot(o, lse, slot + ahead, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
 
 
 @triton.jit
-def item_of(items_ptr, i, there=None, other=None):
+def load_item(items_ptr, i, there=None, other=None):
     """(request, head, block, first key, end, slot) of a plan's i-th piece; ``other`` where it is not ``there``."""
     at = items_ptr + i * FIELDS
     request, head = tl.load(at, there, other), tl.load(at + 1, there, other)
@@ -284,23 +288,25 @@ def item_of(items_ptr, i, there=None, other=None):
 
 
 @triton.jit
-def _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
+def _load_length_and_page(
+    lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE: tl.constexpr, TILE: tl.constexpr
+):
     """(how long a request is, the page of the tile at ``first``)."""
-    page = page_of(pages_ptr + request.to(tl.int64) * pages_r, first // TILE * TILE, columns, PAGE, TILE)
+    page = load_page_ids(pages_ptr + request.to(tl.int64) * pages_r, first // TILE * TILE, columns, PAGE, TILE)
     return tl.load(lengths_ptr + request), page
 
 
 @triton.jit
-def _queries(
+def _load_queries(
     q_ptr, cu_ptr, request, head, block, q_t, q_n,
     GROUP: tl.constexpr, H: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A block's rows."""
     h = tl.arange(0, BLOCK_H)
     if SINGLE:
-        t, n, _, there, _ = row_of_one(request, head, block, GROUP, ROWS)
+        t, n, _, there, _ = block_rows_single_query(request, head, block, GROUP, ROWS)
     else:
-        t, n, _, there, _ = row_of(cu_ptr, request, head, block, GROUP, ROWS)
+        t, n, _, there, _ = block_rows(cu_ptr, request, head, block, GROUP, ROWS)
     q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
     return tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
 
@@ -325,38 +331,42 @@ def attend(
     # Until keys are on their way, every load that waits for another costs a 30th of a short call: a worker's first
     # piece stands where it is found at once, and where nothing needs to be looked up nothing is.
     at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
-    request, head, block, first, end, slot = item_of(at_first, 0)
+    request, head, block, first, end, slot = load_item(at_first, 0)
     count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
         tl.extra.cuda.gdc_launch_dependents()
     if AHEAD:
-        length, page = _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
-        q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+        length, page = _load_length_and_page(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
+        q = _load_queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
         request_1, head_1, block_1, first_1, end_1, slot_1 = request, head, block, first, end, slot
         if count > 1:
-            request_1, head_1, block_1, first_1, end_1, slot_1 = item_of(plan_ptr + items_at, start + 1)
+            request_1, head_1, block_1, first_1, end_1, slot_1 = load_item(plan_ptr + items_at, start + 1)
     for i in range(count):
         if AHEAD:
             # What the next piece is was asked for a piece ago; what it needs is asked for now, beside this one's keys.
             length_1, page_1, q_1 = length, page, q
             request_2, head_2, block_2, first_2, end_2, slot_2 = request_1, head_1, block_1, first_1, end_1, slot_1
             if i + 1 < count:
-                length_1, page_1 = _found(lengths_ptr, pages_ptr, request_1, first_1, pages_r, columns, PAGE, TILE)
-                q_1 = _queries(q_ptr, cu_ptr, request_1, head_1, block_1, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+                length_1, page_1 = _load_length_and_page(
+                    lengths_ptr, pages_ptr, request_1, first_1, pages_r, columns, PAGE, TILE
+                )
+                q_1 = _load_queries(
+                    q_ptr, cu_ptr, request_1, head_1, block_1, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H
+                )
                 if i + 2 < count:
-                    request_2, head_2, block_2, first_2, end_2, slot_2 = item_of(plan_ptr + items_at, start + i + 2)
+                    request_2, head_2, block_2, first_2, end_2, slot_2 = load_item(plan_ptr + items_at, start + i + 2)
         else:
             length = tl.load(lengths_ptr + request)
         if SINGLE:
-            t, n, query, there, new = row_of_one(request, head, block, GROUP, ROWS)
+            t, n, query, there, new = block_rows_single_query(request, head, block, GROUP, ROWS)
         else:
-            t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
+            t, n, query, there, new = block_rows(cu_ptr, request, head, block, GROUP, ROWS)
         position = length - new + query
         low, high = first // TILE * TILE, tl.minimum(end, length)
         if not AHEAD:
-            q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+            q = _load_queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
         factor = scale
         if SCALED:
             factor = scale * tl.load(k_scale_ptr + head)
@@ -366,29 +376,29 @@ def attend(
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
         times, last = 1.0, slot
         if CHUNK:
-            last = slot_of(slot, first, end, CHUNK)
+            last = last_slot(slot, first, end, CHUNK)
             if SCALED:
                 times = tl.load(v_scale_ptr + head)
         if not AHEAD:
-            page = page_of(table_ptr, low, columns, PAGE, TILE)
-        o, top, total = fold(
+            page = load_page_ids(table_ptr, low, columns, PAGE, TILE)
+        o, top, total = attend_tiles(
             q, o, top, total, low, high, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
             H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES, EIGHT, ASM,
             slot - first // CHUNK if CHUNK else slot, times, slot_o_ptr, slot_lse_ptr, CHUNK,
         )  # fmt: skip
         if CHUNK:
-            slot = slot_of(slot, first, high, CHUNK)
+            slot = last_slot(slot, first, high, CHUNK)
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
         # Sinks are one key, not one a piece: of what was cut the merge adds them.
-        o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
-        write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
+        o, lse = normalise(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
+        store_state(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
         if CHUNK:
-            not_reached(slot, last, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
+            clear_unreached(slot, last, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
         if AHEAD:
             request, head, block, first, end, slot = request_1, head_1, block_1, first_1, end_1, slot_1
             request_1, head_1, block_1, first_1, end_1, slot_1 = request_2, head_2, block_2, first_2, end_2, slot_2
             length, page, q = length_1, page_1, q_1
         else:
-            request, head, block, first, end, slot = item_of(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
+            request, head, block, first, end, slot = load_item(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from colonnade.kernels.experts import triton_products as products
 from colonnade.kernels.experts.deferred_wgrad import Later
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.triton_permute import rows_in
+from colonnade.kernels.triton_permute import row_contiguous
 
 
 @torch.library.custom_op("colonnade::experts", mutates_args=())
@@ -34,7 +34,12 @@ def _forward(
     x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, up: Tensor, down: Tensor,
     gate: Tensor | None, up_b: Tensor | None, gate_b: Tensor | None, down_b: Tensor | None, activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x, up, down, gate = rows_in(x), up.contiguous(), down.contiguous(), None if gate is None else gate.contiguous()
+    x, up, down, gate = (
+        row_contiguous(x),
+        up.contiguous(),
+        down.contiguous(),
+        None if gate is None else gate.contiguous(),
+    )
     R = len(x) if order_R is None else len(order_R)
     route, a, u = products.Route(order_R, ends_E, routing_TA, R), None, None
     if R and x.shape[1]:
@@ -80,7 +85,7 @@ def _rows_back(
     a: Tensor, u: Tensor, activation: str, of_rows: bool,
 ) -> tuple[Tensor | None, Tensor | None, Callable[[], list[Tensor | None]]]:  # fmt: skip
     """(dx, of the routing weights, how to sum up those of the six weights)."""
-    x, dy = rows_in(x), dy.contiguous()
+    x, dy = row_contiguous(x), dy.contiguous()
     up, down, gate = (None if w is None else w.contiguous() for w in weights[:3])
     assert up is not None
     assert down is not None

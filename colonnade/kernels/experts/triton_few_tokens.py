@@ -23,10 +23,10 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.device import processors, shared_bytes
+from colonnade.kernels.device import multiprocessors, shared_memory_bytes
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.triton_permute import rows_in
+from colonnade.kernels.triton_permute import row_contiguous
 
 UP = {"BN": 4, "BK": 1024, "V": 8, "STAGES": 3, "num_warps": 4}
 DOWN = {"BF": 512, "STAGES": 4, "num_warps": 4}
@@ -135,14 +135,14 @@ def _few(
     x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, up_EFD: Tensor, down_EFD: Tensor, gate_EFD: Tensor | None,
     up_b: Tensor | None, gate_b: Tensor | None, down_b: Tensor | None, activation: str,
 ) -> Tensor:  # fmt: skip
-    x_TD, (T, A), (E, F, D) = rows_in(x_TD), ids_TA.shape, up_EFD.shape
+    x_TD, (T, A), (E, F, D) = row_contiguous(x_TD), ids_TA.shape, up_EFD.shape
     R, y_TD = T * A, x_TD.new_empty(x_TD.shape)
     if not y_TD.numel():
         return y_TD
     if not (R and F):
         return y_TD.zero_()
     ids_R, weights_R = ids_TA.contiguous(), weights_TA.contiguous()
-    h_RF, chip = x_TD.new_empty(R, F, dtype=torch.float32), processors(x_TD.device)
+    h_RF, chip = x_TD.new_empty(R, F, dtype=torch.float32), multiprocessors(x_TD.device)
     how = {"R_PAD": max(2, triton.next_power_of_2(R))}
     block = min(UP["BK"], max(16, triton.next_power_of_2(D)))
     blocks = R * triton.cdiv(F, UP["BN"])
@@ -152,7 +152,7 @@ def _few(
         up_b is not None, activation, triton.cdiv(D, block), **how, **{**UP, "BK": block}, EARLY=early,
     )  # fmt: skip
     wide = min(WIDEST, max(LEAST, triton.next_power_of_2(T * D // chip)))
-    high = tile_rows(wide, x_TD.itemsize, shared_bytes(x_TD.device))
+    high = tile_rows(wide, x_TD.itemsize, shared_memory_bytes(x_TD.device))
     few_down[T, triton.cdiv(D, wide)](
         h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D, A, down_b is not None, triton.cdiv(F, high), **how,
         BD=wide, **{**DOWN, "BF": high}, EARLY=early, **({"launch_pdl": True} if early else {}),

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from colonnade.kernels.experts import grouped_mm, triton_activation, triton_grouped_gemm, triton_wgrad
 from colonnade.kernels.experts.tiles import Kernel, Shape, Tiles, pick
 from colonnade.kernels.experts.triton_tile_schedule import padded, programs
-from colonnade.kernels.triton_permute import found, laid, summed
+from colonnade.kernels.triton_permute import combine_rows, gather_rows, inverse_if_large
 
 
 class Route:
@@ -50,7 +50,7 @@ class Route:
         """The row of each choice, found once for all who move rows; None where there are too few to need it."""
         if self.order_R is None or self.weights_TA is None:
             return None
-        return found(self.order_R, *self.weights_TA.shape)
+        return inverse_if_large(self.order_R, *self.weights_TA.shape)
 
     @cached_property
     def row_experts(self) -> Tensor:
@@ -67,7 +67,7 @@ class Route:
         if self.order_R is None:
             return x
         if id(x) not in self._laid:
-            self.adopt(x, laid(x, self.order_R, self.active, self.inverse))
+            self.adopt(x, gather_rows(x, self.order_R, self.active, self.inverse))
         return self._laid[id(x)][1]
 
     def adopt(self, x: Tensor, x_RD: Tensor) -> None:
@@ -83,7 +83,7 @@ class Route:
         if self.order_R is None or self.weights_TA is None:
             return y_RD
         weights_TA = self.weights_TA if weighted else None
-        return summed(y_RD, self.order_R, *self.weights_TA.shape, weights_TA, self.ends_E, self.inverse)
+        return combine_rows(y_RD, self.order_R, *self.weights_TA.shape, weights_TA, self.ends_E, self.inverse)
 
 
 class _Cut:

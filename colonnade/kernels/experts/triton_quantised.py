@@ -28,7 +28,7 @@ from colonnade.kernels.experts.triton_activation import activate
 from colonnade.kernels.experts.triton_tile_schedule import padded, place, programs, rows_of, spread
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised
 from colonnade.kernels.linear.triton_quantised import nibble, scale_and_low
-from colonnade.kernels.triton_permute import rows_in, summed
+from colonnade.kernels.triton_permute import combine_rows, row_contiguous
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Constants are plain numbers to a kernel, and its unrolled ranges are nobody else's.
@@ -162,7 +162,7 @@ def routed(
     how: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD (see :func:`quantised.routed`); ``how`` cuts the products up, where that is not chosen here."""
-    x_TD, weights_TA, ends_E = rows_in(x_TD), weights_TA.contiguous(), ends_E.contiguous()
+    x_TD, weights_TA, ends_E = row_contiguous(x_TD), weights_TA.contiguous(), ends_E.contiguous()
     up, down, gate, up_b, gate_b, down_b = weights
     R, E, F, D = len(order_R), len(ends_E), up.outputs, down.outputs
     h, y = x_TD.new_empty(R, F), x_TD.new_empty(R, D)
@@ -180,7 +180,7 @@ def routed(
             h, order_R, ends_E, down.values, cut.scales(down), down_b, weights_TA, y, R, F, D, E, *cut.stored,
             down_b is not None, **cut.how,
         )  # fmt: skip
-    return summed(y, order_R, *weights_TA.shape, ends_E=ends_E)
+    return combine_rows(y, order_R, *weights_TA.shape, ends_E=ends_E)
 
 
 def pick(rows: int, experts: int, dtype: torch.dtype) -> Tiles:

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.experts.tiles import Tiles
 
 
@@ -89,7 +89,7 @@ def programs(rows: int, ends_E: Tensor, columns: int, tiles: Tiles, *, tail: boo
     """How many programs to start for ``rows`` rows and ``columns`` columns; ``single``: each row is a tile."""
     groups = len(ends_E) + tail
     most = (rows if single else rows // tiles.BM + min(groups, rows)) * triton.cdiv(columns, tiles.BN)
-    return min(most, tiles.a_processor * processors(ends_E.device)) if tiles.a_processor else most
+    return min(most, tiles.a_processor * multiprocessors(ends_E.device)) if tiles.a_processor else most
 
 
 def padded(ends_E: Tensor) -> int:

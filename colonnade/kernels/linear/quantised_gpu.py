@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.linear import scaled_mm, triton_quantised
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised, upscale
 
@@ -69,7 +69,7 @@ def few_rows(x_TD: Tensor, weight: Quantised, how: Tiles | None = None, splits: 
     columns = weight.values.shape[1]
     blocks = triton.cdiv(outputs, how.outputs)
     most = triton.cdiv(columns, 2 * how.columns)
-    splits = splits or max(1, min(most, PROGRAMS * processors(x_TD.device) // blocks))
+    splits = splits or max(1, min(most, PROGRAMS * multiprocessors(x_TD.device) // blocks))
     step = triton.cdiv(triton.cdiv(columns, splits), how.columns) * how.columns
     splits = triton.cdiv(columns, step)
     out = parts = x_TD.new_empty(T, outputs)

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from colonnade.kernels import norm as norm_reference
-from colonnade.kernels.device import processors, shared_bytes
+from colonnade.kernels.device import multiprocessors, shared_memory_bytes
 from colonnade.kernels.linear import (
     quantised_gpu,
     reference,
@@ -112,7 +112,7 @@ def launch(
         assert (bias is None) == (second_bias is None), "both products have a bias, or neither"
     (w, w_scale), (u, u_scale) = _stored(first, y_TF), _stored(second, y_TF)
     blocks = triton.cdiv(outputs, tiles.BN)
-    programs = min(blocks, tiles.a_processor * processors(x_TD.device) or blocks)
+    programs = min(blocks, tiles.a_processor * multiprocessors(x_TD.device) or blocks)
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
         "ADDED": more_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages, "num_warps": tiles.warps,
@@ -127,7 +127,7 @@ def launch(
     groups = weight.scales.shape[1] if isinstance(weight, Quantised) and kind == "int4" else 0
     if tiles.units:
         assert isinstance(weight, Quantised), "the matrix units of this kernel multiply quantised weights"
-        room = shared_bytes(x_TD.device)
+        room = shared_memory_bytes(x_TD.device)
         constants |= skinny_gemm_tensor_core.cut(
             weight, T, tiles, gated=gate is not None, normed=norm is not None, room=room
         )

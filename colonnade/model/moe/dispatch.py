@@ -81,7 +81,7 @@ def where_all_are(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Exp
     place_TA, biased = place_TA.where(mine_TA, count), grid.sh.rank == 0  # the output's bias is the first slice's
     y_TD = experts.few(x_TD, place_TA, weights_TA, biased=biased)
     if y_TD is None:
-        order_R, ends_E = choose("sort_choices", kind, dtype)(place_TA, count)
+        order_R, ends_E = choose("sort_by_expert", kind, dtype)(place_TA, count)
         weights = experts.weights_for(ends_E, len(order_R))
         weights = weights if biased else weights._replace(down_bias_ED=None)
         y_TD = experts(x_TD, order_R, ends_E, weights_TA * mine_TA, weights)
@@ -101,7 +101,7 @@ def _here(
     """All experts are on this rank: those of ``weights``, or its own."""
     if weights is None and dropout is None and (y_tD := experts.few(x_tD, ids_tA, weights_tA)) is not None:
         return y_tD
-    sort = choose("sort_choices", x_tD.device.type, x_tD.dtype)
+    sort = choose("sort_by_expert", x_tD.device.type, x_tD.dtype)
     order_R, ends_E = sort(ids_tA, experts.count if weights is None else len(weights.up_EFD), rows)
     taken = weights or experts.weights_for(ends_E, len(order_R))
     hidden = dropout and dropout.hidden(dropout.tags(order_R), experts.width, grid)
@@ -231,7 +231,7 @@ def _address(
     """
     ep, sh, device, (t, A) = grid.ep.size, grid.sh.size, ids_tA.device, ids_tA.shape
     groups, local, P = sh // degree, experts // ep, len(parts)
-    sort = choose("sort_choices", device.type, torch.float32)
+    sort = choose("sort_by_expert", device.type, torch.float32)
     part_t1 = torch.cat([torch.full((n, 1), i, device=device) for i, n in enumerate(parts)])
     to_tA = ids_tA // local
     if groups > 1:

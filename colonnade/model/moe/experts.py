@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels.dropout import Hidden, choices, hidden_units
+from colonnade.kernels.dropout import HiddenDropout, choice_hash, hidden_hash
 from colonnade.kernels.experts import float8
 from colonnade.kernels.experts.deferred_wgrad import Later
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised
-from colonnade.kernels.registry import CHOSEN, choose
+from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.model.activation_checkpointing import again
 from colonnade.model.dropout import BlockDropout
 from colonnade.model.linear import InFloat8, in_fewer_bits
@@ -43,7 +43,7 @@ class ExpertDropout:
         """For the ``active`` choices of each token of ``noise``; None where nothing is dropped."""
         if noise is None or not noise.rates.expert:
             return None
-        return ExpertDropout(choices(noise.key, noise.index_T, active), noise.rates.expert)
+        return ExpertDropout(choice_hash(noise.key, noise.index_T, active), noise.rates.expert)
 
     def split(self, tokens: list[int]) -> "list[ExpertDropout]":
         """The same for so many tokens after one another."""
@@ -53,7 +53,7 @@ class ExpertDropout:
         """int32 (R,): what the rows of these choices (t·A + j) bring along."""
         return self.row_TA.flatten()[order_R]
 
-    def hidden(self, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
+    def hidden(self, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> HiddenDropout:
         """Of rows with these tags, in experts of ``width`` hidden units, for the rank's slice at this degree (1: all).
 
         A slice is what the sh ranks that are equal modulo the degree hold, one after another.
@@ -61,7 +61,7 @@ class ExpertDropout:
         holders = range(grid.sh.rank % degree, grid.sh.size, degree)
         shares = [grid.sh.part(width, rank) for rank in holders]
         unit_F = torch.cat([torch.arange(start, stop, device=tag_R.device) for start, stop in shares])
-        return Hidden(tag_R, hidden_units(unit_F), self.rate)
+        return HiddenDropout(tag_R, hidden_hash(unit_F), self.rate)
 
 
 FEW, TWICE = 64, 2**26
@@ -83,7 +83,7 @@ def are_few(T: int, A: int, E: int, weights: Weights) -> bool:
 
 def unsorted(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
     """What computes with choices as they come, where it can and they are few; None: they are to be sorted first."""
-    run = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto"))
+    run = LOOKUP.get(("few_token_experts", x_TD.device.type, x_TD.dtype, "auto"))
     if run is None or torch.is_grad_enabled() or not are_few(len(ids_TA), ids_TA.shape[1], E, weights):
         return None
     return run
@@ -201,7 +201,7 @@ class Experts(InFloat8):
         ends_e: Tensor,
         routing_TA: Tensor,
         weights: Weights | Stacks,
-        dropout: Hidden | None = None,
+        dropout: HiddenDropout | None = None,
     ) -> Tensor:
         """y_TD of choices that are sorted by ``weights``' experts, whose hidden units ``dropout`` drops."""
         kind, dtype = x_TD.device.type, x_TD.dtype
@@ -228,7 +228,7 @@ class Experts(InFloat8):
         if run is None:
             return None
         if self.fetch is not None:  # which experts to fetch is still to be counted
-            sort = choose("sort_choices", x_TD.device.type, x_TD.dtype)
+            sort = choose("sort_by_expert", x_TD.device.type, x_TD.dtype)
             found = self.fetch(sort(ids_TA, self.here)[1], ids_TA.numel())
             assert isinstance(found, Weights), "what is stored as it is is fetched as it is"
             weights = found
@@ -275,7 +275,7 @@ class Experts(InFloat8):
         """This rank's weights for :meth:`slice_of`, whose gradients may come after what is made after this; None where
         they are gathered, not trained so, or no kernel owes them.
         """
-        able = ("routed_later", kind, dtype, "auto") in CHOSEN
+        able = ("routed_experts_deferred_wgrad", kind, dtype, "auto") in LOOKUP
         if not able or grid.every(degree).size > 1 or self.fetch is not None or self.quantised or self.float8:
             return None
         weights = self.stored
@@ -289,7 +289,7 @@ class Experts(InFloat8):
         ends_e: Tensor,
         grid: Grid,
         degree: int,
-        dropout: Hidden | None = None,
+        dropout: HiddenDropout | None = None,
         later: Later | None = None,
     ) -> Tensor:
         """What the hidden slice s mod ``degree`` adds to y_RD, in the order of x_RD; the output's bias is the first
@@ -297,14 +297,14 @@ class Experts(InFloat8):
         """
         axis, first = grid.every(degree), grid.sh.rank % degree == 0
         if later is not None:
-            run = choose("routed_later", x_RD.device.type, x_RD.dtype)
+            run = choose("routed_experts_deferred_wgrad", x_RD.device.type, x_RD.dtype)
             return run(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), later, self.activation)
         if axis.size == 1:
             return self._slice(x_RD, by_expert_R, ends_e, axis, first, dropout)
         return again(self._slice, x_RD, by_expert_R, ends_e, axis, first, dropout)  # gathered weights are not kept
 
     def _slice(
-        self, x_RD: Tensor, by_expert_R: Tensor, ends_e: Tensor, axis: Axis, first: bool, dropout: Hidden | None
+        self, x_RD: Tensor, by_expert_R: Tensor, ends_e: Tensor, axis: Axis, first: bool, dropout: HiddenDropout | None
     ) -> Tensor:
         weights = self.gathered(axis) if axis.size > 1 else self.weights_for(ends_e, len(x_RD))
         weights = weights if first else weights._replace(down_bias_ED=None)

@@ -168,7 +168,7 @@ def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor
     """(ids_TA, weights_TA): the experts of the A highest ``compared_TE`` of each token, highest first; and their
     scores, divided by their sum where the config says so, and scaled.
     """
-    run = choose("best_experts", compared_TE.device.type, compared_TE.dtype)
+    run = choose("top_experts", compared_TE.device.type, compared_TE.dtype)
     ids_TA, weights_TA = run(compared_TE, scores_TE, moe.active, normalise=moe.normalises, scale=moe.router.scale)
     if moe.normalises and moe.active == 1:
         # Always 1: what gradient it has is rounding, which Adam would make as large as any other.
@@ -179,7 +179,7 @@ def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor
 def top(x_TE: Tensor, count: int) -> Tensor:
     """int64 (T, count): indices of each row's highest, highest first, the lower index first of equals."""
     x_TE = x_TE.detach()
-    run = choose("best_experts", x_TE.device.type, x_TE.dtype)
+    run = choose("top_experts", x_TE.device.type, x_TE.dtype)
     return run(x_TE, x_TE, count, normalise=False, scale=1)[0]
 
 
@@ -204,7 +204,7 @@ class Gate(nn.Module):
         if self.weight is None:
             return None
         if exact:
-            return choose("scores", x_TD.device.type, x_TD.dtype)(x_TD, self.weight, self.bias)
+            return choose("router_scores", x_TD.device.type, x_TD.dtype)(x_TD, self.weight, self.bias)
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), bias_E)
 
