@@ -89,7 +89,7 @@ def routed_experts(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[..., Tensor]:
-    """One of "routed_experts_deferred_wgrad", called for a third of the tokens after another, some of which may be none."""
+    """ "routed_experts_deferred_wgrad", called for each third of the tokens, some of which may be empty."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         later, out = Later(Weights(*stacks)), list[Tensor]()

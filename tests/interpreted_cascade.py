@@ -129,7 +129,7 @@ def check_mixed_batches() -> int:
         exact = made.exact().o
         assert (got.double() - exact).norm() < 1e-5 * exact.norm()
         ((few, many),) = made.table.plan_cache.values()
-        assert many.layout.many and (few.shared is not None) == share
+        assert many.layout.prefill and (few.shared is not None) == share
     decode_tiles.table()["costs"] |= costs
     fixed = KernelLayout.of(made.q, made.k, 1, chunk=64, shares=True)
     assert fixed.shared is None, "in batch-invariant mode nobody shares"
@@ -171,7 +171,7 @@ def check_bad_pages() -> int:
     short = replace(made.table, pages_RP=made.table.pages_RP[:, :8])
     few = replace(made.table, pages_RP=made.table.pages_RP[:3])
     for table, kind, words in (
-        (short, CapacityError, "request 0 has 130 keys and its table of pages room for 128"),
+        (short, CapacityError, "request 0 has 130 keys, but its page table has room for 128"),
         (few, ConfigError, "3 rows of pages for 7 requests"),
     ):
         with pytest.raises(kind, match=words):

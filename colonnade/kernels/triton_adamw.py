@@ -30,8 +30,8 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 @triton.jit
-def _update_block(g_ptr, w_ptr, m_ptr, v_ptr, copy_ptr, has_copy, start, n, a, b, c, factor, beta1, rest1, beta2, rest2, eps,
-          BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+def _update_block(g_ptr, w_ptr, m_ptr, v_ptr, copy_ptr, has_copy, start, n, a, b, c, factor, beta1, rest1, beta2,
+          rest2, eps, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     lane = tl.arange(0, BLOCK)
     mask = None if WHOLE else lane < n - start
     g = tl.load(g_ptr + start + lane, mask).to(tl.float32) * factor
@@ -130,6 +130,6 @@ def adamw(
     _adamw[(programs,)](
         table, sizes_P, program_weight, first_P, a_P, b_P, c_P, factor, skip, len(weights),
         beta1, 1 - beta1, beta2, 1 - beta2, eps,
-        GRADIENT=TYPES[gradient_dtypes.pop()], COPY=TYPES[copy_dtypes.pop()], ALIGN=align, BLOCK=BLOCK, ITERATIONS=ITERATIONS,
-        num_warps=WARPS, enable_fp_fusion=False,
+        GRADIENT=TYPES[gradient_dtypes.pop()], COPY=TYPES[copy_dtypes.pop()], ALIGN=align, BLOCK=BLOCK,
+        ITERATIONS=ITERATIONS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

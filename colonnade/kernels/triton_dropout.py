@@ -30,14 +30,14 @@ def lowbias32(x):
 
 @triton.jit
 def _dropout(
-    x_ptr, y_ptr, row_ptr, column_ptr, threshold, scale, T, D, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr, y_ptr, row_ptr, column_ptr, min_hash, scale, T, D, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (t < T)[:, None] & (d < D)[None, :]
     row = tl.load(row_ptr + t, t < T, 0)
     column = tl.load(column_ptr + d, d < D, 0)
-    keep = lowbias32(row[:, None] ^ column[None, :]) >= threshold
+    keep = lowbias32(row[:, None] ^ column[None, :]) >= min_hash
     x = tl.load(x_ptr + t[:, None] * stride + d[None, :], mask, 0.0)
     y = tl.where(keep, (x.to(tl.float32) * scale).to(x.dtype), 0.0)
     tl.store(y_ptr + t[:, None] * D + d[None, :], y, mask)
@@ -52,8 +52,8 @@ def _launch(x_TD: Tensor, key: Tensor, index_T: Tensor, *, site: int, rate: floa
         column_D = arange_hash(site, torch.arange(start, start + D, device=x_TD.device))
         rows, columns = 4, 256
         grid = (triton.cdiv(T, rows), triton.cdiv(D, columns))
-        threshold, scale = threshold(rate), 1 / (1 - rate)
-        _dropout[grid](x_TD, y_TD, row_T, column_D, threshold, scale, T, D, x_TD.stride(0), rows, columns)
+        min_hash, scale = threshold(rate), 1 / (1 - rate)
+        _dropout[grid](x_TD, y_TD, row_T, column_D, min_hash, scale, T, D, x_TD.stride(0), rows, columns)
     return y_TD
 
 

@@ -43,12 +43,12 @@ def _one_hot(ids_ptr, n, N, E, E_PAD: tl.constexpr):
 
 
 @triton.jit
-def _count(ids_ptr, counts_ptr, N, E, programs, TURNS: tl.constexpr, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
+def _count(ids_ptr, counts_ptr, N, E, programs, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
     b, e = tl.program_id(0), tl.arange(0, E_PAD)
     counts = tl.zeros((E_PAD,), tl.int32)
     unused = tl.zeros((BLOCK,), tl.int32)
-    for iteration in range(TURNS):
-        n = (b * TURNS + iteration) * BLOCK + tl.arange(0, BLOCK)
+    for iteration in range(ITERATIONS):
+        n = (b * ITERATIONS + iteration) * BLOCK + tl.arange(0, BLOCK)
         none, ones = _one_hot(ids_ptr, n, N, E, E_PAD)
         counts += tl.sum(ones, 0)
         unused += none.to(tl.int32)
@@ -59,15 +59,15 @@ def _count(ids_ptr, counts_ptr, N, E, programs, TURNS: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def _scatter(
     ids_ptr, running_ptr, order_ptr, ends_ptr, N, E, programs,
-    TURNS: tl.constexpr, BLOCK: tl.constexpr, E_PAD: tl.constexpr,
+    ITERATIONS: tl.constexpr, BLOCK: tl.constexpr, E_PAD: tl.constexpr,
 ):  # fmt: skip
     b, e = tl.program_id(0), tl.arange(0, E_PAD)
     # The start of this program's range: the cumulative sum of its predecessor in (expert, program) order.
     at = e * programs + b
     first_e = tl.load(running_ptr + at - 1, (e < E) & (at > 0), 0).to(tl.int32)
     after = tl.load(running_ptr + E * programs + b - 1, E * programs + b > 0, 0).to(tl.int32)
-    for iteration in range(TURNS):
-        n = (b * TURNS + iteration) * BLOCK + tl.arange(0, BLOCK)
+    for iteration in range(ITERATIONS):
+        n = (b * ITERATIONS + iteration) * BLOCK + tl.arange(0, BLOCK)
         none, ones = _one_hot(ids_ptr, n, N, E, E_PAD)
         ranks = tl.cumsum(ones, 0) - 1 + first_e[None, :]
         place = tl.sum(tl.where(ones > 0, ranks, 0), 1)
@@ -131,12 +131,12 @@ def _sort(ids_TA: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         _sort_small(ids_N, order_N, ends_E)
     else:
         block = max(16, min(256, 8192 // padded))
-        turns = min(MAX_BLOCKS_PER_PROGRAM, triton.next_power_of_2(triton.cdiv(triton.cdiv(N, block), PROGRAMS)))
-        programs = triton.cdiv(N, block * turns)
+        iterations = min(MAX_BLOCKS_PER_PROGRAM, triton.next_power_of_2(triton.cdiv(triton.cdiv(N, block), PROGRAMS)))
+        programs = triton.cdiv(N, block * iterations)
         counts = torch.empty(experts + 1, programs, dtype=torch.int32, device=ids_TA.device)
-        _count[(programs,)](ids_N, counts, N, experts, programs, turns, block, padded)
+        _count[(programs,)](ids_N, counts, N, experts, programs, iterations, block, padded)
         running = counts.flatten().cumsum(0, dtype=torch.int32)
-        _scatter[(programs,)](ids_N, running, order_N, ends_E, N, experts, programs, turns, block, padded)
+        _scatter[(programs,)](ids_N, running, order_N, ends_E, N, experts, programs, iterations, block, padded)
     return order_N, ends_E
 
 

@@ -11,7 +11,7 @@ from colonnade.kernels import registry as chosen
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.experts.tiles import CHOSEN, Kernel, Tiles
-from colonnade.kernels.registry import IMPLEMENTATIONS, Implementation, choose
+from colonnade.kernels.registry import KERNELS, choose
 from colonnade.model.moe import MixtureOfExperts, Routed
 from colonnade.parallel.axis import SOLO_AXES
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
@@ -36,7 +36,7 @@ CASES = [
 ]
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
-    for row in IMPLEMENTATIONS
+    for row in KERNELS
     if row.operation in ("experts", "dropout_experts", "routed_experts")
     if row.name != "reference" and "cuda" in row.devices
     for dtype in row.dtypes
@@ -46,11 +46,11 @@ ROWS = [
 OF = {"routed_experts": routed_experts, "experts": experts_of_rows, "dropout_experts": experts_with_dropout}
 
 
-def run_of(row: Implementation):
+def run_of(row: chosen.Kernel):
     return OF[row.operation](row.run)
 
 
-def close(row: Implementation, case: Case, dtype: torch.dtype) -> None:
+def close(row: chosen.Kernel, case: Case, dtype: torch.dtype) -> None:
     plain = experts_of_rows if row.operation == "routed_experts" else OF[row.operation]
     exact = gradients(plain(reference.experts), case, torch.float64, "cuda", values=dtype)
     for name, got in gradients(run_of(row), case, dtype, "cuda").items():
@@ -65,13 +65,13 @@ def test_our_kernels_are_chosen() -> None:
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.T}x{case.A}of{case.E}-{case.load}")
-def test_experts(row: Implementation, dtype: torch.dtype, case: Case) -> None:
+def test_experts(row: chosen.Kernel, dtype: torch.dtype, case: Case) -> None:
     close(row, case, dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str) -> None:
-    for row in (row for row in IMPLEMENTATIONS if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         close(row, Case(100, 2, 8, 64, 128, activation=activation), torch.bfloat16)
 
 
@@ -85,14 +85,14 @@ WAYS = [
 def test_every_way_to_cut(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in get_args(Kernel):
         monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3)._replace(**how))
-    for row in (row for row in IMPLEMENTATIONS if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_each_product_by_torchs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3, library=True))
-    for row in (row for row in IMPLEMENTATIONS if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         for load in ("skewed", "some dropped", "all dropped"):
             close(row, Case(700, 4, 32, 256, 320, load=load, gated=kernel != "up"), torch.bfloat16)
 
@@ -128,7 +128,7 @@ def test_rows_there_and_back(dtype: torch.dtype) -> None:
 
 
 def test_the_same_bits_each_time() -> None:
-    for row in (row for row in IMPLEMENTATIONS if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         case = Case(3000, 8, 64, 256, 192, load="skewed")
         first, second = (gradients(run_of(row), case, torch.bfloat16, "cuda") for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)

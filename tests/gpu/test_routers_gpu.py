@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.kernels import permute, routing
-from colonnade.kernels.registry import Implementation, choose
+from colonnade.kernels.registry import Kernel, choose
 from colonnade.model.moe.capacity import admit
 from colonnade.model.moe.layer import _finite
 from colonnade.model.moe.losses import load, losses
@@ -67,7 +67,7 @@ def test_our_kernels_are_chosen() -> None:
     ("T", "E", "D"), [(16384, 128, 2048), (16384, 8, 4096), (333, 60, 1000), (1, 64, 2048), (0, 8, 64)]
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_scores(row: Implementation, dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
+def test_scores(row: Kernel, dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
     """In float32 but for the order of the sum; gradients but for their own rounding to 16 bits."""
     draw = torch.Generator("cuda").manual_seed(0)
     leaves = [torch.randn(n, device="cuda", generator=draw).to(dtype) for n in ((T, D), (E, D), (E,))][: 2 + biased]
@@ -85,7 +85,7 @@ def test_scores(row: Implementation, dtype: torch.dtype, T: int, E: int, D: int,
 @pytest.mark.parametrize(("row", "dtype"), rows("top_experts"))
 @pytest.mark.parametrize(("T", "E", "A"), [*CHOICES, (16384, 128, 8), (16384, 8, 2), (777, 64, 6), (5, 4096, 3)])
 @pytest.mark.parametrize("normalise", [False, True])
-def test_choice(row: Implementation, dtype: torch.dtype, T: int, E: int, A: int, normalise: bool) -> None:
+def test_choice(row: Kernel, dtype: torch.dtype, T: int, E: int, A: int, normalise: bool) -> None:
     """In 16 bits, of numbers that these hold; the plain division rounds more often than ours."""
     for name, scores_TE in hard_scores(T, E).items():
         if dtype == torch.float32 or (name in ("normal", "ties", "zeros of both signs") and not normalise):
@@ -96,7 +96,7 @@ def test_choice(row: Implementation, dtype: torch.dtype, T: int, E: int, A: int,
 @pytest.mark.parametrize(
     ("T", "E", "A"), [(16384, 128, 8), (16384, 8, 2), (777, 60, 3), (1, 64, 6), (0, 4, 2), (99, 1, 1)]
 )
-def test_count(row: Implementation, dtype: torch.dtype, T: int, E: int, A: int) -> None:
+def test_count(row: Kernel, dtype: torch.dtype, T: int, E: int, A: int) -> None:
     ids_TA = torch.randint(E + 1, (T, A), generator=torch.Generator().manual_seed(0)).cuda()
     for ids in (ids_TA, ids_TA[:, :1], torch.zeros_like(ids_TA), torch.full_like(ids_TA, E)):
         assert torch.equal(row.run(ids, E), permute.count(ids, E))

@@ -138,7 +138,7 @@ def test_a_graphs_array_holds_any_groups() -> None:
     assert isinstance(cascade, Cascade)
     room = CascadeCapacity(8, 4, 20)
     flat = cascade.flat(room)
-    groups_at, rows_at, total = room.places
+    groups_at, rows_at, total = room.offsets
     assert len(flat) == total
     assert flat[4 * 2 : 4 * 2 + 3] == [0, 1, 3]  # three queries of its group come before
     assert flat[4 * 6] == flat[4 * 7] == -1

@@ -67,12 +67,12 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
 
     tiles = choose_tiles(rows, width, 2, 2)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "SINGLE": not more["SINKS"],
-        "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "N": 32, "GROUP": 8, "H": width, "LAUNCH_MERGE": True, "SINGLE": not more["SINKS"],
+        "SAME_STRIDES": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    constants |= prefetch_options(rows, tiles, more["PAGE"], eight=False)
+    constants |= prefetch_options(rows, tiles, more["PAGE"], kv8=False)
     built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
@@ -83,7 +83,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     # Keys and values come 16 bytes at once, and the loop waits for those of an earlier step only.
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", built.asm["ptx"]))) >= 2 * (tiles.stages - 2)
-    assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_NEXT"]
+    assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_MERGE"]
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     tiles = choose_tiles(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": page, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
-        "SCALED": True, "LAUNCH_NEXT": True, "SINGLE": True, "ALIKE": page == 16, "ROWS": rows, "TILE": tiles.tile,
-        "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "EIGHT": kind, "ASM": True,
+        "SCALED": True, "LAUNCH_MERGE": True, "SINGLE": True, "SAME_STRIDES": page == 16, "ROWS": rows,
+        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "KV8": kind, "ASM": True,
     }  # fmt: skip
-    constants |= prefetch_options(rows, tiles, page, eight=True)
+    constants |= prefetch_options(rows, tiles, page, kv8=True)
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
     built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
@@ -134,7 +134,7 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     [
         pytest.param(128, 128, False, {}, id="prompts"),
         pytest.param(128, 128, True, {}, id="groups", marks=pytest.mark.long),
-        pytest.param(128, 128, True, {"COPIED": True, "BESIDE": True}, id="groups-by-the-copy-engine"),
+        pytest.param(128, 128, True, {"TMA": True, "OVERLAP": True}, id="groups-by-the-copy-engine"),
         pytest.param(256, 64, False, {"PAGE": 16, "WINDOW": 4096}, id="width-256", marks=pytest.mark.long),
         pytest.param(64, 128, False, {"CAPPED": True, "SINKS": True}, id="width-64", marks=pytest.mark.long),
         pytest.param(80, 128, True, {"SLOPES": True, "PAGE": 16}, id="width-80", marks=pytest.mark.long),
@@ -147,12 +147,12 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     tiles = choose_tiles(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
-        "SCALED": False, "LISTED": listed, "COPIED": False, "BESIDE": False, "ALIKE": True, "ROWS": rows,
+        "SCALED": False, "GROUPED": listed, "TMA": False, "OVERLAP": False, "SAME_STRIDES": True, "ROWS": rows,
         "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    cache = f"tensordesc<bf16[{tiles.tile}, {width}]>" if constants["COPIED"] else "*bf16"
+    cache = f"tensordesc<bf16[{tiles.tile}, {width}]>" if constants["TMA"] else "*bf16"
     types |= {"k_rows": cache, "v_rows": cache}
     built = compiled(triton_prefill.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
@@ -160,7 +160,7 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     # Blocks of 64 rows and more are products of Hopper's own kind.
     assert "wgmma" in built.asm["ptx"]
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
-    assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == constants["COPIED"]
+    assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == constants["TMA"]
 
 
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
@@ -170,8 +170,8 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
 
     tiles = choose_tiles(rows, 576, 2, 2)
     constants = {
-        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_NEXT": False, "ROWS": rows,
-        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_MERGE": False,
+        "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
     built = compiled(
         triton_mla_decode.mla_attend,
@@ -201,8 +201,8 @@ def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Pat
 
     tiles = choose_tiles(rows, 576, 2, 2)
     constants = {
-        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_NEXT": False, "ROWS": rows,
-        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_MERGE": False,
+        "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "k_ptr": cache, "scales_ptr": "*fp32"}
     types |= dict.fromkeys(("scales_page", "scales_p"), "i32")

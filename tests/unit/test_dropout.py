@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from colonnade.kernels import dropout
 from colonnade.kernels.dropout import HEADS, KEYS, AttentionDropout, keep_mask
-from colonnade.kernels.registry import IMPLEMENTATIONS, Implementation
+from colonnade.kernels.registry import KERNELS, Kernel
 from colonnade.parallel.rng_keys import keys
 
-DROPOUT = [row for row in IMPLEMENTATIONS if row.operation == "dropout" and "cpu" in row.devices]
+DROPOUT = [row for row in KERNELS if row.operation == "dropout" and "cpu" in row.devices]
 BOUND = 4.5
 """Standard deviations. All is fixed by seeds: a sound hash that meets it today meets it always."""
 
@@ -98,7 +98,7 @@ GOLDEN = [2558736989570252433, 3400964856525257824]
 @pytest.mark.parametrize("row", DROPOUT, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "D"), [(7, 13), (0, 4), (3, 0), (1, 1)])
-def test_values_and_gradients(row: Implementation, dtype: torch.dtype, T: int, D: int) -> None:
+def test_values_and_gradients(row: Kernel, dtype: torch.dtype, T: int, D: int) -> None:
     x, g = torch.randn(2, T, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     index_T = torch.arange(T) * 5
     x.requires_grad_()

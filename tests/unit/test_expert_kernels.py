@@ -17,14 +17,14 @@ from colonnade.kernels.dropout import CHOICES, HIDDEN, column_hash, lowbias32, r
 from colonnade.kernels.experts import loop, reference
 from colonnade.kernels.experts import loop as bf16
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
-from colonnade.kernels.registry import IMPLEMENTATIONS, Implementation, choose
+from colonnade.kernels.registry import KERNELS, Kernel, choose
 from colonnade.model.moe.experts import are_few
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
 from tests.worlds import assert_same
 
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
-    for row in IMPLEMENTATIONS
+    for row in KERNELS
     if row.operation in ("experts", "routed_experts") and row.name != "reference" and "cpu" in row.devices
     for dtype in ((torch.float64 if torch.float64 in row.dtypes else torch.float32),)
 ]
@@ -37,7 +37,7 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).abs().max() / exact.abs().max().clamp(min=1)) if exact.numel() else 0.0
 
 
-def of(row: Implementation) -> Callable[..., Tensor]:
+def of(row: Kernel) -> Callable[..., Tensor]:
     return routed_experts(row.run) if row.operation == "routed_experts" else experts_of_rows(row.run)
 
 
@@ -45,7 +45,7 @@ def of(row: Implementation) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("gated", "biased"), list(itertools.product([True, False], repeat=2)))
-def test_experts(row: Implementation, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
+def test_experts(row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
     activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
     case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
@@ -56,7 +56,7 @@ def test_experts(row: Implementation, dtype: torch.dtype, shape: tuple, load: st
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("T", [1, 40])
-def test_however_the_weights_lie_in_memory(row: Implementation, dtype: torch.dtype, T: int) -> None:
+def test_however_the_weights_lie_in_memory(row: Kernel, dtype: torch.dtype, T: int) -> None:
     case = Case(T, 2, 4, 16, 24, across=True, biased=True)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(of(row), case, dtype).items():
@@ -65,7 +65,7 @@ def test_however_the_weights_lie_in_memory(row: Implementation, dtype: torch.dty
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation(row: Implementation, dtype: torch.dtype, activation: str) -> None:
+def test_every_activation(row: Kernel, dtype: torch.dtype, activation: str) -> None:
     case = Case(20, 2, 4, 12, 14, activation=activation)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(of(row), case, dtype).items():
@@ -109,7 +109,7 @@ def _noted(run: Callable[..., Tensor], ran: list[str], name: str) -> Callable[..
 
 DROPOUT = [
     pytest.param(row, torch.float64 if torch.float64 in row.dtypes else torch.float32, id=row.name)
-    for row in IMPLEMENTATIONS
+    for row in KERNELS
     if row.operation == "dropout_experts" and row.name != "reference" and "cpu" in row.devices
 ]
 
@@ -119,7 +119,7 @@ DROPOUT = [
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True), (True, True)])
 def test_experts_with_dropout(
-    row: Implementation, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool
+    row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool
 ) -> None:
     activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
     case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)

@@ -11,7 +11,7 @@ from colonnade.config import LatentConfig, Plan, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.errors import ConfigError
 from colonnade.kernels.attention import cache_write
-from colonnade.kernels.registry import IMPLEMENTATIONS
+from colonnade.kernels.registry import KERNELS
 from colonnade.model import KVCache, Packed, Rows, Stream
 from colonnade.model.cache import Pools
 from colonnade.parallel.axis import SOLO_AXES
@@ -77,9 +77,7 @@ class Rounded(KVCache):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["latent", "latent_yarn_biased"])
-@pytest.mark.parametrize(
-    "row", [r for r in IMPLEMENTATIONS if r.operation == "paged_attention"], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "paged_attention"], ids=lambda row: row.name)
 def test_prompts_chunks_and_decodes_read_what_was_kept(row, name: str, kind: cache_write.LatentKind) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_latent.py and tests/gpu/test_cascade_gpu.py")

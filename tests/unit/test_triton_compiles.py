@@ -137,10 +137,10 @@ def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
     from colonnade.kernels import triton_adamw
 
     function = triton_adamw._adamw
-    words = {"table_ptr": "*i64", "sizes_ptr": "*i64", "of_ptr": "*i32", "first_ptr": "*i32"}
+    words = {"table_ptr": "*i64", "sizes_ptr": "*i64", "program_weight_ptr": "*i32", "first_program_ptr": "*i32"}
     types = {a: words.get(a, "*fp32" if a.endswith("_ptr") else "fp32") for a in function.arg_names if not a.isupper()}
     constants = {"GRADIENT": getattr(tl, gradient), "COPY": tl.bfloat16, "ALIGN": triton_adamw.ALIGNED_BYTES}
-    constants |= {"BLOCK": triton_adamw.BLOCK, "TURNS": triton_adamw.ITERATIONS}
+    constants |= {"BLOCK": triton_adamw.BLOCK, "ITERATIONS": triton_adamw.ITERATIONS}
     built = compiled(function, types | {"P": "i32"}, constants, warps=triton_adamw.WARPS, enable_fp_fusion=False)
     assert spilled(built, tmp_path) == 0
     assert registers(built, tmp_path) <= 64
@@ -170,7 +170,7 @@ def test_sorting_and_counting_keep_their_tables_in_registers(experts: int, turns
 
     numbers = {"N": "i32", "E": "i32", "programs": "i32", "ids_ptr": "*i64", "order_ptr": "*i64", "ends_ptr": "*i64"}
     numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64"}
-    cut = {"TURNS": turns, "BLOCK": max(16, min(256, 8192 // experts)), "E_PAD": experts}
+    cut = {"ITERATIONS": turns, "BLOCK": max(16, min(256, 8192 // experts)), "E_PAD": experts}
     tally = {"BLOCK": triton_sort.HISTOGRAM_BLOCK, "BINS": 2 * experts}
     kernels = (triton_sort._count, cut), (triton_sort._scatter, cut), (triton_sort._histogram, tally)
     for function, constants in kernels:

@@ -1,14 +1,13 @@
-"""All between the first projection and attention in one launch (see :mod:`~colonnade.kernels.attention.cache_write`),
-where plain torch takes nine.
+"""Fused cache writes in Triton: RoPE and KV write, and 8-bit MLA latents (see
+:mod:`~colonnade.kernels.attention.cache_write`).
 
-A program has one key/value head of one token: its query heads, its key and its value, which are neighbours in memory.
-What is half a head further is read a second time, from a cache that has it. A slot outside of the pool is not written.
+**RoPE and KV write** replaces nine torch launches between the QKV projection and attention. A program has one key/value
+head of one token: its query heads, key and value, which are neighbours in memory. The rotary partner, half a head away,
+is read a second time, from L1. Slots outside the cache are not written.
 
-Latents of 8 bits (:mod:`~colonnade.kernels.attention.cache_write`) stored by one launch a layer, where plain torch
-takes some twenty.
-
-One program a token: both maxima, both scales and all numbers of it stay in registers. The same bits as plain torch's:
-divisions are exact, and rounding is to even (a sum with 1.5 · 2²³ leaves no fraction).
+**8-bit latents** take one launch instead of some twenty. A program has one token: maxima, scales and all elements stay
+in registers. The result is bitwise that of plain torch: divisions are exact, and rounding is to even (adding 1.5 · 2²³
+removes the fraction).
 """
 
 import torch
@@ -22,51 +21,51 @@ from colonnade.kernels.linear.reference import Scale
 from colonnade.kernels.rotary import Rotation
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 
 @triton.jit
 def _rope_and_kv_write(
     qkv_ptr, own_ptr, other_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
-    qkv_t, q_eps, k_eps, page_tokens, places, k_page, k_p, k_k, v_page, v_p, v_k,
+    qkv_t, q_eps, k_eps, page_tokens, slots_total, k_page, k_p, k_k, v_page, v_p, v_k,
     K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, h = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_H)[None, :]
-    there = (g < GROUP + 2) & (h < H)
+    mask = (g < GROUP + 2) & (h < H)
     at = qkv_ptr + t * qkv_t + (head * (GROUP + 2) + g) * H
-    x = tl.load(at + h, there, 0.0).to(tl.float32)
+    x = tl.load(at + h, mask, 0.0).to(tl.float32)
     value = g == GROUP + 1
-    far = (h + H // 2) % H
-    shrink = tl.full((BLOCK_G, 1), 1.0, tl.float32)
+    partner_index = (h + H // 2) % H
+    rms_scale = tl.full((BLOCK_G, 1), 1.0, tl.float32)
     if NORM:
         eps = tl.where(g == GROUP, k_eps, q_eps)
-        shrink = tl.where(value, 1.0, tl.rsqrt(tl.sum(x * x, 1)[:, None] / H + eps))
+        rms_scale = tl.where(value, 1.0, tl.rsqrt(tl.sum(x * x, 1)[:, None] / H + eps))
         gain = tl.load(q_gain_ptr + h, h < H, 0.0).to(tl.float32)
         key_gain = tl.load(k_gain_ptr + h, h < H, 0.0).to(tl.float32)
         gain = tl.where(value, 1.0, tl.where(g == GROUP, key_gain, gain))
-        y = x * shrink * gain
+        y = x * rms_scale * gain
     else:
         y = x
     if TURN:
-        partner = tl.load(at + far, there, 0.0).to(tl.float32)
+        partner = tl.load(at + partner_index, mask, 0.0).to(tl.float32)
         if NORM:
-            far_gain = tl.load(q_gain_ptr + far, h < H, 0.0).to(tl.float32)
-            far_key_gain = tl.load(k_gain_ptr + far, h < H, 0.0).to(tl.float32)
-            partner *= shrink * tl.where(g == GROUP, far_key_gain, far_gain)
+            far_gain = tl.load(q_gain_ptr + partner_index, h < H, 0.0).to(tl.float32)
+            far_key_gain = tl.load(k_gain_ptr + partner_index, h < H, 0.0).to(tl.float32)
+            partner *= rms_scale * tl.where(g == GROUP, far_key_gain, far_gain)
         own = tl.load(own_ptr + t * H + h, h < H, 0.0).to(tl.float32)
         other = tl.load(other_ptr + t * H + h, h < H, 0.0).to(tl.float32)
         y = tl.where(value, x, y * own + partner * other)
     q_at = q_ptr + t * (K * GROUP * H) + (head * GROUP + g) * H + h
-    tl.store(q_at, y.to(q_ptr.dtype.element_ty), there & (g < GROUP))
+    tl.store(q_at, y.to(q_ptr.dtype.element_ty), mask & (g < GROUP))
     slot = tl.load(slots_ptr + t)
-    inside = there & (h < tl.where((slot >= 0) & (slot < places), H, 0))
+    slot_mask = mask & (h < tl.where((slot >= 0) & (slot < slots_total), H, 0))
     page, offset = slot // page_tokens, slot % page_tokens
     k_at = k_ptr + page * k_page + offset * k_p + head * k_k + h + g * 0
-    tl.store(k_at, y.to(k_ptr.dtype.element_ty), inside & (g == GROUP))
+    tl.store(k_at, y.to(k_ptr.dtype.element_ty), slot_mask & (g == GROUP))
     v_at = v_ptr + page * v_page + offset * v_p + head * v_k + h + g * 0
-    tl.store(v_at, y.to(v_ptr.dtype.element_ty), inside & value)
+    tl.store(v_at, y.to(v_ptr.dtype.element_ty), slot_mask & value)
 
 
 def rope_and_kv_write(
@@ -78,14 +77,14 @@ def rope_and_kv_write(
     turn: Rotation | None = None,
     norms: tuple[Scale, Scale] | None = None,
 ) -> Tensor:
-    """q_TnH (see :func:`rope_and_kv_write.place`)."""
+    """q_TnH (see :func:`cache_write.rope_and_kv_write`)."""
     (T, z), (P, page_tokens, K, H) = qkv_Tz.shape, k_PpKH.shape
     group = z // (K * H) - 2
     q_TnH = qkv_Tz.new_empty(T, K * group, H)
     if not T:
         return q_TnH
     qkv_Tz = qkv_Tz if qkv_Tz.stride(1) == 1 else qkv_Tz.contiguous()
-    none = q_TnH  # in place of a tensor that is not read
+    none = q_TnH  # stands in for tensors that are not read
     own, other = (none, none) if turn is None else (x.contiguous() for x in turn)
     (q_gain, q_eps), (k_gain, k_eps) = norms or ((none, 0.0), (none, 0.0))
     blocks = {"BLOCK_G": triton.next_power_of_2(group + 2), "BLOCK_H": triton.next_power_of_2(H)}
@@ -109,21 +108,21 @@ ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def _quantise_part(from_ptr, to_ptr, scale_ptr, i, here, KIND: tl.constexpr):
-    """One of the two parts of a token."""
-    x = tl.load(from_ptr + i, here, 0.0).to(tl.float32)
+def _quantise_part(from_ptr, to_ptr, scale_ptr, i, mask, KIND: tl.constexpr):
+    """Quantises one of the two parts of a token."""
+    x = tl.load(from_ptr + i, mask, 0.0).to(tl.float32)
     highest = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
     if KIND == "int8":
         scale = tl.div_rn(highest, 127.0)
         q = tl.div_rn(x, scale) + ROUND_TO_INTEGER - ROUND_TO_INTEGER
         q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
     else:
-        room = tl.div_rn(HIGHEST, highest).to(tl.int32, bitcast=True) & EXPONENT
-        up = room.to(tl.float32, bitcast=True)
-        scale = tl.div_rn(1.0, up)
-        q = (x * up).to(tl.float8e4nv)
-    tl.store(to_ptr + i, q, here)
-    tl.store(scale_ptr, scale + tl.sum(x * 0.0, 0))  # no finite scale for what is not finite
+        scale_bits = tl.div_rn(HIGHEST, highest).to(tl.int32, bitcast=True) & EXPONENT
+        inverse_scale = scale_bits.to(tl.float32, bitcast=True)
+        scale = tl.div_rn(1.0, inverse_scale)
+        q = (x * inverse_scale).to(tl.float8e4nv)
+    tl.store(to_ptr + i, q, mask)
+    tl.store(scale_ptr, scale + tl.sum(x * 0.0, 0))  # not finite if any element is not
 
 
 @triton.jit
@@ -140,7 +139,7 @@ def _write_latents(
 
 
 def write_latents(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
-    """Keep tokens in these slots (see :func:`latents.store`) of a cache whose pools are whole."""
+    """Writes tokens to slots of a contiguous cache (see :func:`cache_write.write_latents`)."""
     T, H = k_TH.shape
     k_TH = k_TH if k_TH.stride(1) == 1 else k_TH.contiguous()
     if T:
