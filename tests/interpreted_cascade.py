@@ -122,7 +122,7 @@ def check_mixed_batches() -> int:
     costs = dict(decode_tiles.table()["costs"])
     decode_tiles.table()["costs"] |= {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "row_ns": 0}
     for share in (True, False):
-        made = case.made(plan_cache=False)
+        made = case.made(prepared=False)
         made.layout = case.made().layout
         made.table = replace(made.table, share=share)
         got = triton_decode.paged(made.q, made.k, made.v, made.table)
@@ -145,7 +145,7 @@ def check_long_prompts_apart() -> int:
         ([90, 70, 3, 41], [60, 70, 3, 41], 2), ([30, 90, 31], [1, 60, 1], 0),
     )  # fmt: skip
     for (lengths, new, whole), window in itertools.product(batches, (None, 25, 500)):
-        made = Case(lengths, new, K=2, group=4, H=16, page=16, window=window or 0).made(plan_cache=False)
+        made = Case(lengths, new, K=2, group=4, H=16, page=16, window=window or 0).made(prepared=False)
         got = dispatch.paged(made.q, made.k, made.v, made.table, window=window)
         exact = reference.paged(*(x.double() for x in (made.q, made.k, made.v)), made.table, window=window)
         assert got.shape == exact.shape and (got.double() - exact).norm() < 1e-5 * exact.norm(), (lengths, new, window)

@@ -282,7 +282,7 @@ def check_plans() -> int:
         assert (got - ours.o).norm() < 1e-5 * ours.o.norm()
         assert len(made.table.plan_cache) == 1
         count += 1
-    wide = Case([20], [1], K=1, group=2, H=300, page=16).made(plan_cache=False)
+    wide = Case([20], [1], K=1, group=2, H=300, page=16).made(prepared=False)
     exact = reference.paged(wide.q, wide.k, wide.v, wide.table)
     assert torch.allclose(triton_decode.paged(wide.q, wide.k, wide.v, wide.table), exact, atol=1e-5)
     return count + 1

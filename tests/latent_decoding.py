@@ -63,7 +63,7 @@ class LatentCase:
         """Tensors and a plan with many cuts."""
         H = self.rank + self.rope
         case = Case(self.lengths, self.queries, K=1, group=self.N, H=H, page=self.page, dtype=self.dtype)
-        raw = case.made(device, plan_cache=False)
+        raw = case.made(device, prepared=False)
         k, scales = raw.k, None
         if self.cache is not None:
             k, scales = cache_write.quantise_latents(k.flatten(0, 2), self.rank, self.cache)

@@ -84,6 +84,6 @@ class PagedCache(KVCache):
             longest_query=max(new_tokens, default=0),
             longest_context=max(lengths, default=0),
             kernels=kernels,
-            known_lengths=(list(new_tokens), list(lengths)),
+            known=(list(new_tokens), list(lengths)),
             known_pages=[list(table) for table in pages],
         )

@@ -115,7 +115,7 @@ def arguments(held: CacheShard, work: Work, *, share: bool = True) -> tuple[Stre
         lengths_R=whole(lengths, torch.int32),
         longest_query=max(counts),
         longest_context=max(lengths),
-        known_lengths=(counts, lengths),
+        known=(counts, lengths),
         known_pages=tables,
         share=share,
     )

@@ -266,7 +266,7 @@ def test_long_prompts_apart(dtype: torch.dtype, window: int | None) -> None:
         ([30, 5000], [1, 4600]),
     ):
         made = Case(lengths, new, K=2, group=4, H=128, page=16, window=window or 0, dtype=dtype).made(
-            "cuda", plan_cache=False
+            "cuda", prepared=False
         )
         got = dispatch.paged(made.q, made.k, made.v, made.table, window=window)
         exact = reference.paged(*(x.double() for x in (made.q, made.k, made.v)), made.table, window=window)
