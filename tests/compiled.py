@@ -11,10 +11,12 @@ SHARED_BYTES, SPILLED_BYTES = 227 * 1024, 128
 
 
 def compiled(
-    function: Any, types: dict[str, str], constants: dict[str, Any], whole: Iterable[str] = (), *, warps: int,
+    function: Any, types: dict[str, Any], constants: dict[str, Any], whole: Iterable[str] = (), *, warps: int,
     stages: int = 3, **options: Any,
 ) -> Any:  # fmt: skip
     """``function`` with arguments of these types, those of ``whole`` and pointers multiples of 16.
+
+    A NamedTuple has its members' types; in ``whole`` they are called "argument.member".
 
     ``constants`` may be a launch's own, with what it tells of registers among them.
     """
@@ -22,15 +24,25 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    places = {argument: i for i, argument in enumerate(function.arg_names)}
-    found = {argument: types.get(argument, "constexpr") for argument in places}
-    values = {(places[argument],): constants.get(argument) for argument in places if found[argument] == "constexpr"}
-    aligned = [a for a, kind in found.items() if a in tuple(whole) or kind.startswith("*")]
-    attributes = {(places[argument],): [["tt.divisibility", 16]] for argument in aligned}
+    found = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
+    leaves = [leaf for i, (name, kind) in enumerate(found.items()) for leaf in _leaves(kind, (i,), name)]
+    values = {path: constants.get(name) for path, name, kind in leaves if kind == "constexpr"}
+    aligned = [path for path, name, kind in leaves if name in tuple(whole) or kind.startswith("*")]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(function, found, values, attributes)
     options |= {"num_warps": warps, "num_stages": stages}
     options |= {"maxnreg": constants["maxnreg"]} if "maxnreg" in constants else {}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _leaves(kind: Any, path: tuple[int, ...], name: str) -> Iterable[tuple[tuple[int, ...], str, str]]:
+    """(path, name, type) of an argument, or of each member of a NamedTuple, whose name is "argument.member"."""
+    if isinstance(kind, tuple):
+        fields: tuple[str, ...] = getattr(kind, "_fields", ())
+        for i, (member, inner) in enumerate(zip(fields, kind, strict=True)):
+            yield from _leaves(inner, (*path, i), f"{name}.{member}")
+    else:
+        yield path, name, kind
 
 
 def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, str]:

@@ -26,12 +26,46 @@ POINTERS = {
     "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
     "members_ptr": "*i32", "shared_o_ptr": "*fp32", "shared_lse_ptr": "*fp32", "shared_ptr": "*i32",
 }  # fmt: skip
-STRIDES = ("q_t", "q_n", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k")
+STRIDES = [
+    *("queries.token", "queries.head", "keys.page", "keys.token", "keys.head", "values.page", "values.token"),
+    *("values.head", "latents.page", "latents.token", "k_t"),
+]
 """Multiples of 16, as in any real layer."""
 NUMBERS = dict.fromkeys(
-    (*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at", "used"),
-    "i32",
+    ("pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at", "used"), "i32"
 )
+
+
+def attend_types(queries: str = "*bf16", cache: str = "*bf16", members: str = "constexpr") -> dict[str, Any]:
+    """Types of the arguments of the decode and prefill kernels."""
+    from colonnade.kernels.attention.triton_args import Batch, Cache, Mods, Output, Queries
+
+    keys, scales = Cache(cache, "i32", "i32", "i32"), ("*fp32", "*fp32", "*fp32", "*fp32")
+    return NUMBERS | {
+        "queries": Queries(queries, "i32", "i32"), "keys": keys, "values": keys,
+        "output": Output(queries, "*fp32", "*fp32", "*fp32"), "plan_ptr": "*i32",
+        "batch": Batch("*i32", "*i32", "*i32", members), "mods": Mods("fp32", "fp32", *scales),
+    }  # fmt: skip
+
+
+def mla_types(cache: str = "*bf16", *, scaled: bool = False) -> dict[str, Any]:
+    """Types of the arguments of the MLA kernel."""
+    from colonnade.kernels.attention.triton_args import Batch, Cache, Output, Queries
+
+    scales = ("*fp32", "i32", "i32") if scaled else ("constexpr", "constexpr", "constexpr")
+    return NUMBERS | {
+        "queries": Queries("*bf16", "i32", "i32"), "latents": Cache(cache, "i32", "i32", "constexpr"),
+        "scales": Cache(*scales, "constexpr"), "output": Output("*bf16", "*fp32", "*fp32", "*fp32"),
+        "plan_ptr": "*i32", "batch": Batch("*i32", "*i32", "*i32", "constexpr"), "scale": "fp32",
+    }  # fmt: skip
+
+
+def with_config(constants: dict[str, Any]) -> dict[str, Any]:
+    """``constants`` with the kernel's configuration made of them."""
+    from colonnade.kernels.attention.triton_args import Config, MlaConfig
+
+    kind = MlaConfig if "RANK" in constants else Config
+    return constants | {"cfg": kind(**{name: x for name, x in constants.items() if name in kind._fields})}
 
 
 def cases() -> list[Any]:
@@ -71,9 +105,9 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
         "SAME_STRIDES": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
-    types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
+    types = attend_types(cache=cache)
     constants |= prefetch_options(rows, tiles, more["PAGE"], kv8=False)
-    built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_split_kv.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     if "maxnreg" in constants:
@@ -111,9 +145,8 @@ def test_numbers_of_eight_bits_are_made_in_registers(
         "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "KV8": kind, "ASM": True,
     }  # fmt: skip
     constants |= prefetch_options(rows, tiles, page, kv8=True)
-    types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
-    built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    types = attend_types(queries, "*i16")
+    built = compiled(triton_split_kv.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     ptx = built.asm["ptx"]
@@ -151,10 +184,10 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
         "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
-    types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
+    types = attend_types(members="*i32")
     cache = f"tensordesc<bf16[{tiles.tile}, {width}]>" if constants["TMA"] else "*bf16"
     types |= {"k_rows": cache, "v_rows": cache}
-    built = compiled(triton_prefill.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_prefill.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     # Blocks of 64 rows and more are products of Hopper's own kind.
@@ -173,14 +206,8 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
         "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_MERGE": False,
         "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
-    built = compiled(
-        triton_mla_decode.mla_attend,
-        {**POINTERS, **NUMBERS, "scale": "fp32"},
-        constants,
-        STRIDES,
-        warps=tiles.warps,
-        stages=3,
-    )
+    function = triton_mla_decode.mla_attend
+    built = compiled(function, mla_types(), with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     # 64 rows of 512 sums are half of all registers: addresses are put away before the loop and fetched after it.
     assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 300)
@@ -204,9 +231,8 @@ def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Pat
         "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_MERGE": False,
         "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
-    types = {**POINTERS, **NUMBERS, "scale": "fp32", "k_ptr": cache, "scales_ptr": "*fp32"}
-    types |= dict.fromkeys(("scales_page", "scales_p"), "i32")
-    built = compiled(triton_mla_decode.mla_attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    function, types = triton_mla_decode.mla_attend, mla_types(cache, scaled=True)
+    built = compiled(function, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 700)
     assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]

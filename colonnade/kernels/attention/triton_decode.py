@@ -35,6 +35,7 @@ from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout, Ke
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import flat_offsets
+from colonnade.kernels.attention.triton_args import Batch, Cache, Config, Mods, Output, Queries
 from colonnade.kernels.attention.triton_merge import allocate_slots, launch_merge
 from colonnade.kernels.softmax_state import State
 
@@ -117,39 +118,41 @@ def _launch_attend(
     if kv8:
         k_PpKH, v_PpKH = k_PpKH.view(torch.int16), v_PpKH.view(torch.int16)
     none = slots.lse  # stands in for tensors that are not read
-    tensors = (
-        q_TNH, k_PpKH, v_PpKH, *state, *slots, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
-        none if slopes_N is None else slopes_N, none if sinks_N is None else sinks_N, *(scales_K or (none, none)),
+    strides = q_TNH.stride(), k_PpKH.stride(), v_PpKH.stride()
+    none_or = lambda x: none if x is None else x  # noqa: E731
+    arguments = (
+        Queries(q_TNH, *strides[0][:2]), Cache(k_PpKH, *strides[1][:3]), Cache(v_PpKH, *strides[2][:3]),
+        Output(*state, *slots), ready.flat,
+        Batch(pages_RP, table.cu_queries, table.lengths_R, members if layout.prefill else None),
+        Mods(
+            H**-0.5, 1.0 if cap is None else cap, none_or(slopes_N), none_or(sinks_N), *(scales_K or (none, none))
+        ),
     )  # fmt: skip
-    strides = (*q_TNH.stride()[:2], *k_PpKH.stride()[:3], *v_PpKH.stride()[:3], pages_RP.stride(0), pages_RP.shape[1])
-    numbers = H**-0.5, 1.0 if cap is None else cap
     _, items_at, _, firsts_at, _ = flat_offsets(ready.capacity)
+    offsets = (pages_RP.stride(0), pages_RP.shape[1], P, items_at, firsts_at)
     # One address computation for both saves instructions if every key has its own page lookup.
     same_strides = page_tokens % tiles.tile != 0 and k_PpKH.stride() == v_PpKH.stride()
-    constants: dict[str, Any] = {
-        "N": N, "GROUP": shape.group, "H": H, "PAGE": page_tokens, "WINDOW": window or 0, "CAPPED": cap is not None,
-        "SLOPES": slopes_N is not None, "SINKS": sinks_N is not None, "SCALED": scales_K is not None,
-        "SAME_STRIDES": same_strides, "ROWS": shape.rows, "TILE": tiles.tile, "STAGES": tiles.stages,
-        "BLOCK_H": max(16, triton.next_power_of_2(H)), "num_warps": tiles.warps,
-    }  # fmt: skip
+    config = Config(
+        N, shape.group, H, max(16, triton.next_power_of_2(H)), page_tokens, shape.rows, tiles.tile, tiles.stages,
+        window or 0, cap is not None, slopes_N is not None, sinks_N is not None, scales_K is not None, same_strides,
+    )  # fmt: skip
     if layout.prefill:
         before, groups_at = groups or (ready, 0)  # the prefill kernel does not overlap
         rows = [tma_descriptor(q_TNH, x, tiles.tile) for x in (k_PpKH, v_PpKH)]
         use_tma = all(rows)
+        config = config._replace(GROUPED=groups is not None, TMA=use_tma, OVERLAP=before.overlaps_merge)
         triton_prefill.attend[ready.capacity.workers,](
-            *tensors, members, *(rows if use_tma else (none, none)), *strides, P, items_at, firsts_at, groups_at,
-            *numbers, GROUPED=groups is not None, TMA=use_tma, OVERLAP=before.overlaps_merge, **constants,
-            **before.pdl_options,
+            *arguments, *(rows if use_tma else (none, none)), *offsets, groups_at, config,
+            num_warps=tiles.warps, **before.pdl_options,
         )  # fmt: skip
     else:
-        if kv8:
-            constants |= {"KV8": kv8, "ASM": q_TNH.is_cuda}  # the interpreter has no inline assembly
-        triton_split_kv.attend[ready.capacity.workers,](
-            *tensors, *strides, P, items_at, firsts_at, *numbers, LAUNCH_MERGE=ready.overlaps_merge,
-            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R),
-            CHUNK=layout.chunk if layout.runs else 0, **constants,
-            **prefetch_options(shape.rows, tiles, page_tokens, kv8=bool(kv8)),
+        options = prefetch_options(shape.rows, tiles, page_tokens, kv8=bool(kv8))
+        config = config._replace(
+            LAUNCH_MERGE=ready.overlaps_merge, SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R),
+            KV8=kv8, ASM=q_TNH.is_cuda,  # the interpreter has no inline assembly
+            CHUNK=layout.chunk or 0 if layout.runs else 0, PREFETCH=options.pop("PREFETCH"),
         )  # fmt: skip
+        triton_split_kv.attend[ready.capacity.workers,](*arguments, *offsets, config, num_warps=tiles.warps, **options)
 
 
 def prefetch_options(rows: int, tiles: Tiles, page_tokens: int, *, kv8: bool) -> dict[str, Any]:

@@ -26,80 +26,78 @@ from triton import language as tl
 from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import flat_offsets
+from colonnade.kernels.attention.triton_args import Batch, Cache, MlaConfig, Output, Queries
 from colonnade.kernels.attention.triton_merge import allocate_slots, launch_merge
 from colonnade.kernels.attention.triton_split_kv import (
     FIELDS,
+    LOG2_E,
     block_rows,
     key_offsets,
     load_page_ids,
-    modified_scores,
     normalise,
     online_softmax,
     store_state,
     valid_keys,
+    visible,
 )
 from colonnade.kernels.softmax_state import State
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at"])
 def mla_attend(
-    q_ptr, k_ptr, scales_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    q_t, q_n, k_page, k_p, scales_page, scales_p, pages_r, columns, pages, items_at, scale,
-    N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SCALED: tl.constexpr, LAUNCH_MERGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    queries, latents, scales, output, plan_ptr, batch, pages_r, columns, pages, items_at, scale, cfg: tl.constexpr
+):
     """Executes all pieces of one worker."""
-    i, x = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    i, x = tl.arange(0, cfg.BLOCK_C), tl.arange(0, cfg.BLOCK_R)
     first_item = tl.load(plan_ptr + 4 + tl.program_id(0))
     end_item = tl.load(plan_ptr + 5 + tl.program_id(0))
-    if LAUNCH_MERGE:
+    if cfg.LAUNCH_MERGE:
         tl.extra.cuda.gdc_launch_dependents()
     for item in range(first_item, end_item):
         at_item = plan_ptr + items_at + item * FIELDS
         request, block, slot = tl.load(at_item), tl.load(at_item + 2), tl.load(at_item + 5)
-        t, n, query, row_mask, new = block_rows(cu_ptr, request, 0, block, N, ROWS)
-        length = tl.load(lengths_ptr + request)
+        t, n, query, row_mask, new = block_rows(batch.cu_queries, request, 0, block, cfg.N, cfg.ROWS)
+        length = tl.load(batch.lengths + request)
         position = length - new + query
-        low = tl.load(at_item + 3) // TILE * TILE
+        low = tl.load(at_item + 3) // cfg.TILE * cfg.TILE
         high = tl.minimum(tl.load(at_item + 4), length)
-        q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n
-        q = tl.load(q_at + i[None, :], row_mask[:, None] & (i < RANK)[None, :], 0.0)
-        p = tl.load(q_at + RANK + x[None, :], row_mask[:, None] & (x < ROPE)[None, :], 0.0)
-        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((ROWS,), tl.float32)
-        o = tl.zeros((ROWS, BLOCK_C), tl.float32)
-        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
-        page = load_page_ids(table_ptr, low, columns, PAGE, TILE)
-        for at in tl.range(low, high, TILE, num_stages=STAGES):
-            j = at + tl.arange(0, TILE)
+        q_at = queries.ptr + t.to(tl.int64)[:, None] * queries.token + n[:, None] * queries.head
+        q = tl.load(q_at + i[None, :], row_mask[:, None] & (i < cfg.RANK)[None, :], 0.0)
+        p = tl.load(q_at + cfg.RANK + x[None, :], row_mask[:, None] & (x < cfg.ROPE)[None, :], 0.0)
+        row_max = tl.full((cfg.ROWS,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((cfg.ROWS,), tl.float32)
+        o = tl.zeros((cfg.ROWS, cfg.BLOCK_C), tl.float32)
+        table_ptr = batch.pages + request.to(tl.int64) * pages_r
+        page = load_page_ids(table_ptr, low, columns, cfg.PAGE, cfg.TILE)
+        for at in tl.range(low, high, cfg.TILE, num_stages=cfg.STAGES):
+            j = at + tl.arange(0, cfg.TILE)
             page_id = page.to(tl.int64)
             key_mask = valid_keys(page, j, high, pages)
-            k_at = k_ptr + key_offsets(page, at, j, k_page, k_p, PAGE, TILE)
-            page = load_page_ids(table_ptr, at + TILE, columns, PAGE, TILE)
-            if BLOCK_C == RANK:
+            k_at = latents.ptr + key_offsets(page, at, j, latents.page, latents.token, cfg.PAGE, cfg.TILE)
+            page = load_page_ids(table_ptr, at + cfg.TILE, columns, cfg.PAGE, cfg.TILE)
+            if cfg.BLOCK_C == cfg.RANK:
                 c = tl.load(k_at + i[None, :], key_mask[:, None], 0.0)
             else:
-                c = tl.load(k_at + i[None, :], key_mask[:, None] & (i < RANK)[None, :], 0.0)
-            if BLOCK_R == ROPE:
-                r = tl.load(k_at + RANK + x[None, :], key_mask[:, None], 0.0)
+                c = tl.load(k_at + i[None, :], key_mask[:, None] & (i < cfg.RANK)[None, :], 0.0)
+            if cfg.BLOCK_R == cfg.ROPE:
+                r = tl.load(k_at + cfg.RANK + x[None, :], key_mask[:, None], 0.0)
             else:
-                r = tl.load(k_at + RANK + x[None, :], key_mask[:, None] & (x < ROPE)[None, :], 0.0)
+                r = tl.load(k_at + cfg.RANK + x[None, :], key_mask[:, None] & (x < cfg.ROPE)[None, :], 0.0)
             s = tl.dot(q, tl.trans(c.to(q.dtype)), input_precision="ieee")
-            if SCALED:
-                scales_at = scales_ptr + page_id * scales_page + j % PAGE * scales_p
+            if cfg.SCALED:
+                scales_at = scales.ptr + page_id * scales.page + j % cfg.PAGE * scales.token
                 c_scale = tl.load(scales_at, key_mask, 0.0)
                 rotary_scores = tl.dot(p, tl.trans(r.to(q.dtype)), input_precision="ieee")
                 s = (s * c_scale[None, :] + rotary_scores * tl.load(scales_at + 1, key_mask, 0.0)[None, :]) * scale
             else:
                 s = tl.dot(p, tl.trans(r.to(q.dtype)), s, input_precision="ieee") * scale
-            s = modified_scores(s, position, j, key_mask, n, row_mask, q_ptr, 1.0, WINDOW, False, False)
+            s = tl.where(visible(position, j, key_mask, cfg.WINDOW), s * LOG2_E, float("-inf"))
             weight, rescale, row_max, row_sum = online_softmax(s, row_max, row_sum, 1.0, 0.0)
-            if SCALED:
+            if cfg.SCALED:
                 weight *= c_scale[None, :]
             o = tl.dot(weight.to(q.dtype), c.to(q.dtype), o * rescale[:, None], input_precision="ieee")
-        o, lse = normalise(o, row_max, row_sum, n, row_mask, q_ptr, False)
-        store_state(o, lse, slot, t, n, row_mask, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, RANK, ROWS, BLOCK_C)
+        o, lse = normalise(o, row_max, row_sum, n, row_mask, queries.ptr, False)
+        store_state(o, lse, slot, t, n, row_mask, output, cfg.N, cfg.RANK, cfg.ROWS, cfg.BLOCK_C)
 
 
 def attend(
@@ -120,13 +118,16 @@ def attend(
     shape, tiles = ready.layout.shape, ready.layout.tiles
     slots = allocate_slots(state.o, ready)
     scales = slots.lse if scales_Pp2 is None else scales_Pp2  # stands in for a tensor that is not read
+    config = MlaConfig(
+        N, rank, H - rank, max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(H - rank)),
+        page_tokens, shape.rows, tiles.tile, tiles.stages, shape.window or 0, scales_Pp2 is not None,
+        ready.overlaps_merge,
+    )  # fmt: skip
     mla_attend[ready.capacity.workers,](
-        q_TNH, k_Pp1H, scales, *state, *slots, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
-        *q_TNH.stride()[:2], *k_Pp1H.stride()[:2], *scales.stride()[:2], pages_RP.stride(0), pages_RP.shape[1], P,
-        flat_offsets(ready.capacity)[1], H**-0.5, N=N, RANK=rank, ROPE=H - rank, PAGE=page_tokens,
-        WINDOW=shape.window or 0, SCALED=scales_Pp2 is not None, LAUNCH_MERGE=ready.overlaps_merge, ROWS=shape.rows,
-        TILE=tiles.tile, STAGES=tiles.stages, BLOCK_C=max(16, triton.next_power_of_2(rank)),
-        BLOCK_R=max(16, triton.next_power_of_2(H - rank)), num_warps=tiles.warps,
+        Queries(q_TNH, *q_TNH.stride()[:2]), Cache(k_Pp1H, *k_Pp1H.stride()[:2]), Cache(scales, *scales.stride()[:2]),
+        Output(*state, *slots), ready.flat, Batch(pages_RP, table.cu_queries, table.lengths_R),
+        pages_RP.stride(0), pages_RP.shape[1], P, flat_offsets(ready.capacity)[1], H**-0.5, config,
+        num_warps=tiles.warps,
     )  # fmt: skip
     launch_merge(state, slots, table, ready)
     return state

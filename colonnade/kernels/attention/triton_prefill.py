@@ -50,46 +50,36 @@ def _group_rows(
 
 
 @triton.jit
-def _attend_tiles_tma(
-    q, o, row_max, row_sum, start, stop, page, position, n, row_mask, head, table_ptr, k_rows, v_rows, slopes_ptr,
-    columns, pages, factor, cap,
-    PAGE: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+def _attend_tiles_tma(q, sums, start, stop, page, rows, head, table, k_rows, v_rows, mods, factor, cfg: tl.constexpr):
     """:func:`attend_tiles` over unmasked whole tiles, through TMA descriptors of (P · PAGE, K · H).
 
     ``page`` is the first tile's.
     """
-    for at in tl.range(start, stop, TILE, num_stages=STAGES):
-        j = at + tl.arange(0, TILE)
+    o, row_max, row_sum = sums
+    table_ptr, columns, pages = table
+    for at in tl.range(start, stop, cfg.TILE, num_stages=cfg.STAGES):
+        j = at + tl.arange(0, cfg.TILE)
         inside = (page >= 0) & (page < pages)
-        row = tl.where(inside, page * PAGE + at % PAGE, -TILE)
-        k, v = k_rows.load([row, head * BLOCK_H]), v_rows.load([row, head * BLOCK_H])
-        page = load_page_ids(table_ptr, at + TILE, columns, PAGE, TILE)
+        row = tl.where(inside, page * cfg.PAGE + at % cfg.PAGE, -cfg.TILE)
+        k, v = k_rows.load([row, head * cfg.BLOCK_H]), v_rows.load([row, head * cfg.BLOCK_H])
+        page = load_page_ids(table_ptr, at + cfg.TILE, columns, cfg.PAGE, cfg.TILE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         key_mask, bias = tl.where(inside, j, -1) >= 0, tl.where(inside, 0.0, float("-inf"))
         p, rescale, row_max, row_sum = softmax_tile(
-            s, row_max, row_sum, factor, position, j, key_mask, bias, n, row_mask, slopes_ptr, cap,
-            PAGE, TILE, 0, CAPPED, SLOPES, False,
-        )  # fmt: skip
+            s, row_max, row_sum, factor, rows, j, key_mask, bias, mods, cfg, False
+        )
         o = tl.dot(p.to(q.dtype), v, o * rescale[:, None], input_precision="ieee")
     return o, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "firsts_at", "groups_at"])
 def attend(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, members_ptr, k_rows, v_rows,
-    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, firsts_at, groups_at,
-    scale, cap,
-    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, GROUPED: tl.constexpr,
-    TMA: tl.constexpr, OVERLAP: tl.constexpr, SAME_STRIDES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    queries, keys, values, output, plan_ptr, batch, mods, k_rows, v_rows, pages_r, columns, pages, items_at, firsts_at,
+    groups_at, cfg: tl.constexpr,
 ):  # fmt: skip
     """Executes all pieces of one worker."""
-    h = tl.arange(0, BLOCK_H)
-    if OVERLAP:
+    h = tl.arange(0, cfg.BLOCK_H)
+    if cfg.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     # As in :func:`triton_split_kv.attend`, for the same reason.
     at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
@@ -97,61 +87,57 @@ def attend(
     count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     for i in range(count):
-        low, group = first // TILE * TILE, request
-        if GROUPED:
-            request = tl.load(members_ptr + groups_at + group * 4)  # any of its requests, since all share these pages
-        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
-        page = load_page_ids(table_ptr, low, columns, PAGE, TILE)  # loads while the rows are computed
-        if GROUPED:
+        low, group = first // cfg.TILE * cfg.TILE, request
+        if cfg.GROUPED:
+            request = tl.load(batch.members + groups_at + group * 4)  # any of its requests, since all share these pages
+        table_ptr = batch.pages + request.to(tl.int64) * pages_r
+        page = load_page_ids(table_ptr, low, columns, cfg.PAGE, cfg.TILE)  # loads while the rows are computed
+        if cfg.GROUPED:
             t, n, position, row_mask = _group_rows(
-                members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP, ROWS
+                batch.members, groups_at, group, head, block, batch.cu_queries, batch.lengths, cfg.GROUP, cfg.ROWS
             )
         else:
-            t, n, query, row_mask, new = block_rows(cu_ptr, request, head, block, GROUP, ROWS)
-            position = tl.load(lengths_ptr + request) - new + query
-        high = tl.minimum(end, tl.load(lengths_ptr + request))
-        b = tl.minimum(tl.min(tl.where(row_mask, position, high)) + 1, high) // TILE * TILE
-        q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
-        q = tl.load(q_at, row_mask[:, None] & (h < H)[None, :], 0.0)
-        factor = scale
-        if SCALED:
-            factor = scale * tl.load(k_scale_ptr + head)
-        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((ROWS,), tl.float32)
-        o = tl.zeros((ROWS, BLOCK_H), tl.float32)
+            t, n, query, row_mask, new = block_rows(batch.cu_queries, request, head, block, cfg.GROUP, cfg.ROWS)
+            position = tl.load(batch.lengths + request) - new + query
+        rows, table = (position, n, row_mask), (table_ptr, columns, pages)
+        high = tl.minimum(end, tl.load(batch.lengths + request))
+        b = tl.minimum(tl.min(tl.where(row_mask, position, high)) + 1, high) // cfg.TILE * cfg.TILE
+        q_at = queries.ptr + t.to(tl.int64)[:, None] * queries.token + n[:, None] * queries.head + h[None, :]
+        q = tl.load(q_at, row_mask[:, None] & (h < cfg.H)[None, :], 0.0)
+        factor = mods.scale
+        if cfg.SCALED:
+            factor = mods.scale * tl.load(mods.k_scale + head)
+        row_max = tl.full((cfg.ROWS,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((cfg.ROWS,), tl.float32)
+        o = tl.zeros((cfg.ROWS, cfg.BLOCK_H), tl.float32)
         a = low
-        if WINDOW:
-            a = tl.max(tl.where(row_mask, position, 0)) - WINDOW + 1
-            a = tl.minimum(tl.maximum((a + TILE - 1) // TILE * TILE, low), tl.maximum(high, low))
+        if cfg.WINDOW:
+            a = tl.max(tl.where(row_mask, position, 0)) - cfg.WINDOW + 1
+            a = tl.minimum(tl.maximum((a + cfg.TILE - 1) // cfg.TILE * cfg.TILE, low), tl.maximum(high, low))
             o, row_max, row_sum = attend_tiles(
-                q, o, row_max, row_sum, low, a, high, page, position, n, row_mask, head, table_ptr, k_ptr, v_ptr,
-                slopes_ptr, k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-                H, PAGE, WINDOW, CAPPED, SLOPES, SAME_STRIDES, True, TILE, BLOCK_H, STAGES,
+                q, (o, row_max, row_sum), (low, a, high), page, rows, head, table,
+                keys, values, mods, factor, cfg, True,
             )  # fmt: skip
-            page = load_page_ids(table_ptr, a, columns, PAGE, TILE)
+            page = load_page_ids(table_ptr, a, columns, cfg.PAGE, cfg.TILE)
         b = tl.maximum(a, b)
-        if TMA:
+        if cfg.TMA:
             o, row_max, row_sum = _attend_tiles_tma(
-                q, o, row_max, row_sum, a, b, page, position, n, row_mask, head, table_ptr, k_rows, v_rows, slopes_ptr,
-                columns, pages, factor, cap, PAGE, CAPPED, SLOPES, TILE, BLOCK_H, STAGES,
-            )  # fmt: skip
+                q, (o, row_max, row_sum), a, b, page, rows, head, table, k_rows, v_rows, mods, factor, cfg
+            )
         else:
             o, row_max, row_sum = attend_tiles(
-                q, o, row_max, row_sum, a, b, high, page, position, n, row_mask, head, table_ptr, k_ptr, v_ptr,
-                slopes_ptr, k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-                H, PAGE, WINDOW, CAPPED, SLOPES, SAME_STRIDES, False, TILE, BLOCK_H, STAGES,
+                q, (o, row_max, row_sum), (a, b, high), page, rows, head, table,
+                keys, values, mods, factor, cfg, False,
             )  # fmt: skip
         o, row_max, row_sum = attend_tiles(
-            q, o, row_max, row_sum, b, high, high, load_page_ids(table_ptr, b, columns, PAGE, TILE), position, n,
-            row_mask, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
-            k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, SAME_STRIDES, True, TILE, BLOCK_H, STAGES,
+            q, (o, row_max, row_sum), (b, high, high), load_page_ids(table_ptr, b, columns, cfg.PAGE, cfg.TILE), rows,
+            head, table, keys, values, mods, factor, cfg, True,
         )  # fmt: skip
-        if SCALED:
-            o = o * tl.load(v_scale_ptr + head)
+        if cfg.SCALED:
+            o = o * tl.load(mods.v_scale + head)
         # Sinks are one key per row, not one per piece: the merge adds them to split lines.
-        o, lse = normalise(o, row_max, row_sum, n, tl.where(slot < 0, row_mask, False), sinks_ptr, SINKS)
-        store_state(o, lse, slot, t, n, row_mask, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
+        o, lse = normalise(o, row_max, row_sum, n, tl.where(slot < 0, row_mask, False), mods.sinks, cfg.SINKS)
+        store_state(o, lse, slot, t, n, row_mask, output, cfg.N, cfg.H, cfg.ROWS, cfg.BLOCK_H)
         request, head, block, first, end, slot = load_item(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
-    if OVERLAP:
+    if cfg.OVERLAP:
         tl.extra.cuda.gdc_wait()  # launches that wait for this one rely on its predecessor, too

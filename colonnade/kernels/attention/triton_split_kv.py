@@ -82,20 +82,18 @@ def visible(position, j, key_mask, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def modified_scores(
-    s, position, j, key_mask, n, row_mask, slopes_ptr, cap,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr = True,
-):  # fmt: skip
+def modified_scores(s, rows, j, key_mask, mods, cfg: tl.constexpr, MASKED: tl.constexpr):
     """Base-2 scores after soft cap and ALiBi, −∞ where masked; not MASKED, every row sees every valid key."""
-    if CAPPED:
+    position, n, row_mask = rows
+    if cfg.CAPPED:
         # tanh x = 2 sigmoid(2x) − 1
-        s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
-    if SLOPES:
-        slope = tl.load(slopes_ptr + n, row_mask, 0.0).to(tl.float32)
+        s = mods.cap * (2.0 * tl.sigmoid(2.0 * s / mods.cap) - 1.0)
+    if cfg.SLOPES:
+        slope = tl.load(mods.slopes + n, row_mask, 0.0).to(tl.float32)
         s = s - slope[:, None] * (position[:, None] - j[None, :])
     if not MASKED:
         return s * LOG2_E + tl.where(key_mask, 0.0, float("-inf"))[None, :]
-    return tl.where(visible(position, j, key_mask, WINDOW), s * LOG2_E, float("-inf"))
+    return tl.where(visible(position, j, key_mask, cfg.WINDOW), s * LOG2_E, float("-inf"))
 
 
 @triton.jit
@@ -127,18 +125,17 @@ def online_softmax(s, row_max, row_sum, factor, bias, headroom=0.0):
 
 @triton.jit
 def softmax_of_products(
-    s, row_max, row_sum, factor, position, j, key_mask, bias, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, headroom=0.0,
-):  # fmt: skip
+    s, row_max, row_sum, factor, position, j, key_mask, bias, cfg: tl.constexpr, MASKED: tl.constexpr, headroom=0.0
+):
     """:func:`online_softmax` of unscaled products, whose base-2 scores are ``factor`` times as large.
 
     With many rows, the work around the GEMMs takes as long as they do. If a tile is within one page, ``bias`` is 0 if
     that page is valid and −∞ if not.
     """
     if MASKED:
-        s = tl.where(visible(position, j, key_mask, WINDOW), s, float("-inf"))
+        s = tl.where(visible(position, j, key_mask, cfg.WINDOW), s, float("-inf"))
         bias = 0.0
-    elif PAGE % TILE != 0:
+    elif cfg.PAGE % cfg.TILE != 0:
         s = s + tl.where(key_mask, 0.0, float("-inf"))[None, :]
         bias = 0.0
     return online_softmax(s, row_max, row_sum, factor, bias, headroom)
@@ -146,31 +143,21 @@ def softmax_of_products(
 
 @triton.jit
 def softmax_tile(
-    s, row_max, row_sum, factor, position, j, key_mask, bias, n, row_mask, slopes_ptr, cap,
-    PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
-    MASKED: tl.constexpr, headroom=0.0,
-):  # fmt: skip
+    s, row_max, row_sum, factor, rows, j, key_mask, bias, mods, cfg: tl.constexpr, MASKED: tl.constexpr, headroom=0.0
+):
     """:func:`online_softmax` of a tile's products; ``factor`` is applied before soft cap and ALiBi."""
-    if CAPPED or SLOPES:
-        s = modified_scores(
-            s * factor, position, j, key_mask, n, row_mask, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED
-        )
+    if cfg.CAPPED or cfg.SLOPES:
+        s = modified_scores(s * factor, rows, j, key_mask, mods, cfg, MASKED)
         return online_softmax(s, row_max, row_sum, 1.0, 0.0, headroom)
-    return softmax_of_products(
-        s, row_max, row_sum, factor * LOG2_E, position, j, key_mask, bias, PAGE, TILE, WINDOW, MASKED, headroom
-    )
+    return softmax_of_products(s, row_max, row_sum, factor * LOG2_E, rows[0], j, key_mask, bias, cfg, MASKED, headroom)
 
 
 @triton.jit
 def attend_tiles(
-    q, o, row_max, row_sum, start, stop, high, page, position, n, row_mask, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
-    k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-    H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
-    KV8: tl.constexpr = None, ASM: tl.constexpr = True,
-    slot=-1, times=1.0, slot_o_ptr=None, slot_lse_ptr=None, CHUNK: tl.constexpr = 0,
+    q, sums, span, page, rows, head, table, keys, values, mods, factor, cfg: tl.constexpr, MASKED: tl.constexpr,
+    chunk=None,
 ):  # fmt: skip
-    """(o, row_max, row_sum) with the tiles from ``start`` to ``stop`` added; keys from ``high`` on are masked.
+    """(o, row_max, row_sum) with the tiles of ``span`` (start, stop, high) added; keys from ``high`` on are masked.
 
     ``page`` is that of the tile at ``start``, which the caller may have prefetched. Not MASKED, every row sees all
     keys. With SAME_STRIDES keys and values have the same strides. With KV8 they are words of two 8-bit elements (see
@@ -178,57 +165,64 @@ def attend_tiles(
     result is the last chunk's; states of earlier chunks, values scaled by ``times``, go to slots, that of keys from 0
     on to ``slot``.
     """
-    ELEMENTS_PER_WORD: tl.constexpr = 2 if KV8 is not None else 1
-    HEADROOM: tl.constexpr = 15.0 if KV8 is not None else 0.0
-    h = tl.arange(0, BLOCK_H // ELEMENTS_PER_WORD)
-    if KV8 is not None:
+    o, row_max, row_sum = sums
+    start, stop, high = span
+    table_ptr, columns, pages = table
+    ELEMENTS_PER_WORD: tl.constexpr = 2 if cfg.KV8 is not None else 1
+    HEADROOM: tl.constexpr = 15.0 if cfg.KV8 is not None else 0.0
+    h = tl.arange(0, cfg.BLOCK_H // ELEMENTS_PER_WORD)
+    if cfg.KV8 is not None:
         q, q_odd, back = triton_kv8.split_queries(q)
         factor = factor * back
         o = tl.zeros(q.shape, tl.float32)
         o_odd = o
     # Page ids are prefetched one tile ahead by hand: the compiler does not pipeline dependent loads.
-    for at in tl.range(start, stop, TILE, num_stages=STAGES):
-        j = at + tl.arange(0, TILE)
+    for at in tl.range(start, stop, cfg.TILE, num_stages=cfg.STAGES):
+        j = at + tl.arange(0, cfg.TILE)
         key_mask = valid_keys(page, j, high, pages)
         bias = tl.where((page >= 0) & (page < pages), 0.0, float("-inf"))
-        k_i = key_offsets(page, at, j, k_page, k_p, PAGE, TILE) + h[None, :]
+        k_i = key_offsets(page, at, j, keys.page, keys.token, cfg.PAGE, cfg.TILE) + h[None, :]
         v_i = k_i
-        if not SAME_STRIDES:
-            v_i = key_offsets(page, at, j, v_page, v_p, PAGE, TILE) + h[None, :]
-        k_at, v_at = k_ptr + head * k_k + k_i, v_ptr + head * v_k + v_i
-        page = load_page_ids(table_ptr, at + TILE, columns, PAGE, TILE)
-        if BLOCK_H == H:
+        if not cfg.SAME_STRIDES:
+            v_i = key_offsets(page, at, j, values.page, values.token, cfg.PAGE, cfg.TILE) + h[None, :]
+        k_at, v_at = keys.ptr + head * keys.head + k_i, values.ptr + head * values.head + v_i
+        page = load_page_ids(table_ptr, at + cfg.TILE, columns, cfg.PAGE, cfg.TILE)
+        if cfg.BLOCK_H == cfg.H:
             k = tl.load(k_at, key_mask[:, None], 0.0)
             v = tl.load(v_at, key_mask[:, None], 0.0)
         else:
-            k = tl.load(k_at, key_mask[:, None] & (h < H // ELEMENTS_PER_WORD)[None, :], 0.0)
-            v = tl.load(v_at, key_mask[:, None] & (h < H // ELEMENTS_PER_WORD)[None, :], 0.0)
-        if KV8 is not None:
-            s = triton_kv8.scores(q, q_odd, k, KV8, ASM)
+            k = tl.load(k_at, key_mask[:, None] & (h < cfg.H // ELEMENTS_PER_WORD)[None, :], 0.0)
+            v = tl.load(v_at, key_mask[:, None] & (h < cfg.H // ELEMENTS_PER_WORD)[None, :], 0.0)
+        if cfg.KV8 is not None:
+            s = triton_kv8.scores(q, q_odd, k, cfg.KV8, cfg.ASM)
         else:
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         p, rescale, row_max, row_sum = softmax_tile(
-            s, row_max, row_sum, factor, position, j, key_mask, bias, n, row_mask, slopes_ptr, cap,
-            PAGE, TILE, WINDOW, CAPPED, SLOPES, MASKED, HEADROOM,
-        )  # fmt: skip
-        if KV8 is not None:
-            o, o_odd = triton_kv8.weighted_values(p, v, o * rescale[:, None], o_odd * rescale[:, None], KV8, ASM)
+            s, row_max, row_sum, factor, rows, j, key_mask, bias, mods, cfg, MASKED, HEADROOM
+        )
+        if cfg.KV8 is not None:
+            o, o_odd = triton_kv8.weighted_values(
+                p, v, o * rescale[:, None], o_odd * rescale[:, None], cfg.KV8, cfg.ASM
+            )
         else:
             o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * rescale[:, None], input_precision="ieee")
-        if CHUNK:
+        if cfg.CHUNK:
+            slot, times, slot_o, slot_lse = chunk
             # At the end of a chunk that is not the last, its state is stored and the sums restart while tiles are in
             # flight: a loop per chunk would start with an empty pipeline, which costs a tenth of a chunk.
-            if ((at + TILE) % CHUNK == 0) & (at + TILE < stop):
-                if KV8 is not None:
+            if ((at + cfg.TILE) % cfg.CHUNK == 0) & (at + cfg.TILE < stop):
+                if cfg.KV8 is not None:
                     state_o = triton_kv8.interleave(o, o_odd)
                     o_odd = tl.zeros_like(o_odd)
                 else:
                     state_o = o
-                state_o, lse = normalise(state_o * times, row_max, row_sum, n, row_mask, slopes_ptr, False)
-                store_slot(state_o, lse, slot + at // CHUNK, row_mask, slot_o_ptr, slot_lse_ptr, H, q.shape[0], BLOCK_H)
+                state_o, lse = normalise(state_o * times, row_max, row_sum, rows[1], rows[2], mods.slopes, False)
+                store_slot(
+                    state_o, lse, slot + at // cfg.CHUNK, rows[2], slot_o, slot_lse, cfg.H, q.shape[0], cfg.BLOCK_H
+                )
                 o, row_sum = tl.zeros_like(o), tl.zeros_like(row_sum)
                 row_max = tl.full(row_max.shape, float("-inf"), tl.float32)
-    if KV8 is not None:
+    if cfg.KV8 is not None:
         o = triton_kv8.interleave(o, o_odd)
     return o, row_max, row_sum
 
@@ -246,7 +240,7 @@ def store_slot(
 
 @triton.jit
 def store_state(
-    o, lse, slot, t, n, row_mask, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr,
+    o, lse, slot, t, n, row_mask, output,
     N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Stores a piece's result: the output of a whole line, or a state in a slot."""
@@ -254,11 +248,13 @@ def store_state(
         h = tl.arange(0, BLOCK_H)
         line = t.to(tl.int64) * N + n
         tl.store(
-            o_ptr + line[:, None] * H + h[None, :], o.to(o_ptr.dtype.element_ty), row_mask[:, None] & (h < H)[None, :]
+            output.o + line[:, None] * H + h[None, :],
+            o.to(output.o.dtype.element_ty),
+            row_mask[:, None] & (h < H)[None, :],
         )
-        tl.store(lse_ptr + line, lse, row_mask)
+        tl.store(output.lse + line, lse, row_mask)
     else:
-        store_slot(o, lse, slot, row_mask, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
+        store_slot(o, lse, slot, row_mask, output.slot_o, output.slot_lse, H, ROWS, BLOCK_H)
 
 
 @triton.jit
@@ -296,31 +292,22 @@ def _load_length_and_page(
 
 
 @triton.jit
-def _load_queries(
-    q_ptr, cu_ptr, request, head, block, q_t, q_n,
-    GROUP: tl.constexpr, H: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _load_queries(queries, cu_queries, request, head, block, cfg: tl.constexpr):
     """A block's query rows."""
-    h = tl.arange(0, BLOCK_H)
-    if SINGLE:
-        t, n, _, row_mask, _ = block_rows_single_query(request, head, block, GROUP, ROWS)
+    h = tl.arange(0, cfg.BLOCK_H)
+    if cfg.SINGLE:
+        t, n, _, row_mask, _ = block_rows_single_query(request, head, block, cfg.GROUP, cfg.ROWS)
     else:
-        t, n, _, row_mask, _ = block_rows(cu_ptr, request, head, block, GROUP, ROWS)
-    q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
-    return tl.load(q_at, row_mask[:, None] & (h < H)[None, :], 0.0)
+        t, n, _, row_mask, _ = block_rows(cu_queries, request, head, block, cfg.GROUP, cfg.ROWS)
+    q_at = queries.ptr + t.to(tl.int64)[:, None] * queries.token + n[:, None] * queries.head + h[None, :]
+    return tl.load(q_at, row_mask[:, None] & (h < cfg.H)[None, :], 0.0)
 
 
 # These change from step to step.
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "firsts_at"])
 def attend(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, firsts_at, scale, cap,
-    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_MERGE: tl.constexpr,
-    SINGLE: tl.constexpr, SAME_STRIDES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr, KV8: tl.constexpr = None, ASM: tl.constexpr = True, CHUNK: tl.constexpr = 0,
-    PREFETCH: tl.constexpr = True,
+    queries, keys, values, output, plan_ptr, batch, mods, pages_r, columns, pages, items_at, firsts_at,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """Executes all pieces of one worker. SINGLE: every request has one query, so query r is request r's.
 
@@ -333,69 +320,68 @@ def attend(
     request, head, block, first, end, slot = load_item(at_first, 0)
     count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
-    if LAUNCH_MERGE:
+    if cfg.LAUNCH_MERGE:
         # The merge may start now; it waits for the end of this kernel before it reads.
         tl.extra.cuda.gdc_launch_dependents()
-    if PREFETCH:
-        length, page = _load_length_and_page(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
-        q = _load_queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+    if cfg.PREFETCH:
+        length, page = _load_length_and_page(
+            batch.lengths, batch.pages, request, first, pages_r, columns, cfg.PAGE, cfg.TILE
+        )
+        q = _load_queries(queries, batch.cu_queries, request, head, block, cfg)
         request_1, head_1, block_1, first_1, end_1, slot_1 = request, head, block, first, end, slot
         if count > 1:
             request_1, head_1, block_1, first_1, end_1, slot_1 = load_item(plan_ptr + items_at, start + 1)
     for i in range(count):
-        if PREFETCH:
+        if cfg.PREFETCH:
             # The next item was loaded one piece ago; its inputs are loaded now, beside this piece's keys.
             length_1, page_1, q_1 = length, page, q
             request_2, head_2, block_2, first_2, end_2, slot_2 = request_1, head_1, block_1, first_1, end_1, slot_1
             if i + 1 < count:
                 length_1, page_1 = _load_length_and_page(
-                    lengths_ptr, pages_ptr, request_1, first_1, pages_r, columns, PAGE, TILE
+                    batch.lengths, batch.pages, request_1, first_1, pages_r, columns, cfg.PAGE, cfg.TILE
                 )
-                q_1 = _load_queries(
-                    q_ptr, cu_ptr, request_1, head_1, block_1, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H
-                )
+                q_1 = _load_queries(queries, batch.cu_queries, request_1, head_1, block_1, cfg)
                 if i + 2 < count:
                     request_2, head_2, block_2, first_2, end_2, slot_2 = load_item(plan_ptr + items_at, start + i + 2)
         else:
-            length = tl.load(lengths_ptr + request)
-        if SINGLE:
-            t, n, query, row_mask, new = block_rows_single_query(request, head, block, GROUP, ROWS)
+            length = tl.load(batch.lengths + request)
+        if cfg.SINGLE:
+            t, n, query, row_mask, new = block_rows_single_query(request, head, block, cfg.GROUP, cfg.ROWS)
         else:
-            t, n, query, row_mask, new = block_rows(cu_ptr, request, head, block, GROUP, ROWS)
+            t, n, query, row_mask, new = block_rows(batch.cu_queries, request, head, block, cfg.GROUP, cfg.ROWS)
         position = length - new + query
-        low, high = first // TILE * TILE, tl.minimum(end, length)
-        if not PREFETCH:
-            q = _load_queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
-        factor = scale
-        if SCALED:
-            factor = scale * tl.load(k_scale_ptr + head)
-        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((ROWS,), tl.float32)
-        o = tl.zeros((ROWS, BLOCK_H), tl.float32)
-        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        low, high = first // cfg.TILE * cfg.TILE, tl.minimum(end, length)
+        if not cfg.PREFETCH:
+            q = _load_queries(queries, batch.cu_queries, request, head, block, cfg)
+        factor = mods.scale
+        if cfg.SCALED:
+            factor = mods.scale * tl.load(mods.k_scale + head)
+        row_max = tl.full((cfg.ROWS,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((cfg.ROWS,), tl.float32)
+        o = tl.zeros((cfg.ROWS, cfg.BLOCK_H), tl.float32)
+        table_ptr = batch.pages + request.to(tl.int64) * pages_r
         times, last = 1.0, slot
-        if CHUNK:
-            last = last_slot(slot, first, end, CHUNK)
-            if SCALED:
-                times = tl.load(v_scale_ptr + head)
-        if not PREFETCH:
-            page = load_page_ids(table_ptr, low, columns, PAGE, TILE)
+        if cfg.CHUNK:
+            last = last_slot(slot, first, end, cfg.CHUNK)
+            if cfg.SCALED:
+                times = tl.load(mods.v_scale + head)
+        if not cfg.PREFETCH:
+            page = load_page_ids(table_ptr, low, columns, cfg.PAGE, cfg.TILE)
         o, row_max, row_sum = attend_tiles(
-            q, o, row_max, row_sum, low, high, high, page, position, n, row_mask, head, table_ptr, k_ptr, v_ptr,
-            slopes_ptr, k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, SAME_STRIDES, True, TILE, BLOCK_H, STAGES, KV8, ASM,
-            slot - first // CHUNK if CHUNK else slot, times, slot_o_ptr, slot_lse_ptr, CHUNK,
+            q, (o, row_max, row_sum), (low, high, high), page, (position, n, row_mask), head,
+            (table_ptr, columns, pages), keys, values, mods, factor, cfg, True,
+            (slot - first // cfg.CHUNK if cfg.CHUNK else slot, times, output.slot_o, output.slot_lse),
         )  # fmt: skip
-        if CHUNK:
-            slot = last_slot(slot, first, high, CHUNK)
-        if SCALED:
-            o = o * tl.load(v_scale_ptr + head)
+        if cfg.CHUNK:
+            slot = last_slot(slot, first, high, cfg.CHUNK)
+        if cfg.SCALED:
+            o = o * tl.load(mods.v_scale + head)
         # Sinks are one key per row, not one per piece: the merge adds them to split lines.
-        o, lse = normalise(o, row_max, row_sum, n, tl.where(slot < 0, row_mask, False), sinks_ptr, SINKS)
-        store_state(o, lse, slot, t, n, row_mask, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
-        if CHUNK:
-            clear_unreached(slot, last, row_mask, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
-        if PREFETCH:
+        o, lse = normalise(o, row_max, row_sum, n, tl.where(slot < 0, row_mask, False), mods.sinks, cfg.SINKS)
+        store_state(o, lse, slot, t, n, row_mask, output, cfg.N, cfg.H, cfg.ROWS, cfg.BLOCK_H)
+        if cfg.CHUNK:
+            clear_unreached(slot, last, row_mask, output.slot_o, output.slot_lse, cfg.H, cfg.ROWS, cfg.BLOCK_H)
+        if cfg.PREFETCH:
             request, head, block, first, end, slot = request_1, head_1, block_1, first_1, end_1, slot_1
             request_1, head_1, block_1, first_1, end_1, slot_1 = request_2, head_2, block_2, first_2, end_2, slot_2
             length, page, q = length_1, page_1, q_1
