@@ -10,12 +10,15 @@ in registers. The result is bitwise that of plain torch: divisions are exact, an
 removes the fraction).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.attention.cache_write import DTYPES, latent_kind
+from colonnade.kernels.attention.triton_args import Cache
 from colonnade.kernels.linear import quantise
 from colonnade.kernels.linear.reference import Scale
 from colonnade.kernels.rotary import Rotation
@@ -24,48 +27,71 @@ from colonnade.kernels.rotary import Rotation
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 
+class _Norm(NamedTuple):
+    gain: Tensor
+    eps: float
+
+
+class _Config(NamedTuple):
+    K: int
+    GROUP: int
+    H: int
+    TURN: bool
+    NORM: bool
+    BLOCK_G: int
+    BLOCK_H: int
+
+
 @triton.jit
 def _rope_and_kv_write(
-    qkv_ptr, own_ptr, other_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
-    qkv_t, q_eps, k_eps, page_tokens, slots_total, k_page, k_p, k_k, v_page, v_p, v_k,
-    K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    rotation,
+    q_norm,
+    k_norm,
+    slots_ptr,
+    q_ptr,
+    keys,
+    values,
+    qkv_t,
+    page_tokens,
+    slots_total,
+    cfg: tl.constexpr,
+):
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, h = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_H)[None, :]
-    mask = (g < GROUP + 2) & (h < H)
-    at = qkv_ptr + t * qkv_t + (head * (GROUP + 2) + g) * H
+    g, h = tl.arange(0, cfg.BLOCK_G)[:, None], tl.arange(0, cfg.BLOCK_H)[None, :]
+    mask = (g < cfg.GROUP + 2) & (h < cfg.H)
+    at = qkv_ptr + t * qkv_t + (head * (cfg.GROUP + 2) + g) * cfg.H
     x = tl.load(at + h, mask, 0.0).to(tl.float32)
-    value = g == GROUP + 1
-    partner_index = (h + H // 2) % H
-    rms_scale = tl.full((BLOCK_G, 1), 1.0, tl.float32)
-    if NORM:
-        eps = tl.where(g == GROUP, k_eps, q_eps)
-        rms_scale = tl.where(value, 1.0, tl.rsqrt(tl.sum(x * x, 1)[:, None] / H + eps))
-        gain = tl.load(q_gain_ptr + h, h < H, 0.0).to(tl.float32)
-        key_gain = tl.load(k_gain_ptr + h, h < H, 0.0).to(tl.float32)
-        gain = tl.where(value, 1.0, tl.where(g == GROUP, key_gain, gain))
+    value = g == cfg.GROUP + 1
+    partner_index = (h + cfg.H // 2) % cfg.H
+    rms_scale = tl.full((cfg.BLOCK_G, 1), 1.0, tl.float32)
+    if cfg.NORM:
+        eps = tl.where(g == cfg.GROUP, k_norm.eps, q_norm.eps)
+        rms_scale = tl.where(value, 1.0, tl.rsqrt(tl.sum(x * x, 1)[:, None] / cfg.H + eps))
+        gain = tl.load(q_norm.gain + h, h < cfg.H, 0.0).to(tl.float32)
+        key_gain = tl.load(k_norm.gain + h, h < cfg.H, 0.0).to(tl.float32)
+        gain = tl.where(value, 1.0, tl.where(g == cfg.GROUP, key_gain, gain))
         y = x * rms_scale * gain
     else:
         y = x
-    if TURN:
+    if cfg.TURN:
         partner = tl.load(at + partner_index, mask, 0.0).to(tl.float32)
-        if NORM:
-            far_gain = tl.load(q_gain_ptr + partner_index, h < H, 0.0).to(tl.float32)
-            far_key_gain = tl.load(k_gain_ptr + partner_index, h < H, 0.0).to(tl.float32)
-            partner *= rms_scale * tl.where(g == GROUP, far_key_gain, far_gain)
-        own = tl.load(own_ptr + t * H + h, h < H, 0.0).to(tl.float32)
-        other = tl.load(other_ptr + t * H + h, h < H, 0.0).to(tl.float32)
+        if cfg.NORM:
+            far_gain = tl.load(q_norm.gain + partner_index, h < cfg.H, 0.0).to(tl.float32)
+            far_key_gain = tl.load(k_norm.gain + partner_index, h < cfg.H, 0.0).to(tl.float32)
+            partner *= rms_scale * tl.where(g == cfg.GROUP, far_key_gain, far_gain)
+        own = tl.load(rotation.own + t * cfg.H + h, h < cfg.H, 0.0).to(tl.float32)
+        other = tl.load(rotation.other + t * cfg.H + h, h < cfg.H, 0.0).to(tl.float32)
         y = tl.where(value, x, y * own + partner * other)
-    q_at = q_ptr + t * (K * GROUP * H) + (head * GROUP + g) * H + h
-    tl.store(q_at, y.to(q_ptr.dtype.element_ty), mask & (g < GROUP))
+    q_at = q_ptr + t * (cfg.K * cfg.GROUP * cfg.H) + (head * cfg.GROUP + g) * cfg.H + h
+    tl.store(q_at, y.to(q_ptr.dtype.element_ty), mask & (g < cfg.GROUP))
     slot = tl.load(slots_ptr + t)
-    slot_mask = mask & (h < tl.where((slot >= 0) & (slot < slots_total), H, 0))
+    slot_mask = mask & (h < tl.where((slot >= 0) & (slot < slots_total), cfg.H, 0))
     page, offset = slot // page_tokens, slot % page_tokens
-    k_at = k_ptr + page * k_page + offset * k_p + head * k_k + h + g * 0
-    tl.store(k_at, y.to(k_ptr.dtype.element_ty), slot_mask & (g == GROUP))
-    v_at = v_ptr + page * v_page + offset * v_p + head * v_k + h + g * 0
-    tl.store(v_at, y.to(v_ptr.dtype.element_ty), slot_mask & value)
+    k_at = keys.ptr + page * keys.page + offset * keys.token + head * keys.head + h + g * 0
+    tl.store(k_at, y.to(keys.ptr.dtype.element_ty), slot_mask & (g == cfg.GROUP))
+    v_at = values.ptr + page * values.page + offset * values.token + head * values.head + h + g * 0
+    tl.store(v_at, y.to(values.ptr.dtype.element_ty), slot_mask & value)
 
 
 def rope_and_kv_write(
@@ -85,14 +111,14 @@ def rope_and_kv_write(
         return q_TnH
     qkv_Tz = qkv_Tz if qkv_Tz.stride(1) == 1 else qkv_Tz.contiguous()
     none = q_TnH  # stands in for tensors that are not read
-    own, other = (none, none) if turn is None else (x.contiguous() for x in turn)
-    (q_gain, q_eps), (k_gain, k_eps) = norms or ((none, 0.0), (none, 0.0))
-    blocks = {"BLOCK_G": triton.next_power_of_2(group + 2), "BLOCK_H": triton.next_power_of_2(H)}
+    rotation = Rotation(none, none) if turn is None else Rotation(*(x.contiguous() for x in turn))
+    q_norm, k_norm = (_Norm(*norm) for norm in norms or ((none, 0.0), (none, 0.0)))
+    block_g, block_h = triton.next_power_of_2(group + 2), triton.next_power_of_2(H)
+    config = _Config(K, group, H, turn is not None, norms is not None, block_g, block_h)
+    keys, values = (Cache(x, *x.stride()[:3]) for x in (k_PpKH, v_PpKH))
     _rope_and_kv_write[T, K](
-        qkv_Tz, own, other, q_gain, k_gain, slots_T, q_TnH, k_PpKH, v_PpKH,
-        qkv_Tz.stride(0), q_eps, k_eps, page_tokens, P * page_tokens, *k_PpKH.stride()[:3], *v_PpKH.stride()[:3],
-        K=K, GROUP=group, H=H, TURN=turn is not None, NORM=norms is not None, **blocks,
-        num_warps=max(1, min(8, blocks["BLOCK_G"] * blocks["BLOCK_H"] // 256)),
+        qkv_Tz, rotation, q_norm, k_norm, slots_T, q_TnH, keys, values, qkv_Tz.stride(0), page_tokens, P * page_tokens,
+        config, num_warps=max(1, min(8, block_g * block_h // 256)),
     )  # fmt: skip
     return q_TnH
 

@@ -16,17 +16,38 @@ over all query heads of its group, so that no addition is atomic and the result 
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
+from colonnade.kernels.attention.triton_args import Queries
 from colonnade.kernels.dropout import AttentionDropout, threshold
 from colonnade.kernels.triton_dropout import lowbias32
 
 LN_2 = tl.constexpr(math.log(2))
 """Scores are in base 2, since the GPU has an exp2 instruction."""
+
+
+class _Mask(NamedTuple):
+    """Hashes of rows and columns, the smallest hash that is kept, and the factor of what is kept."""
+
+    rows: Tensor
+    columns: Tensor
+    min_hash: int
+    keep_scale: float
+
+
+class _Config(NamedTuple):
+    N: int
+    GROUP: int
+    CAUSAL: bool
+    WINDOW: int
+    BLOCK_Q: int
+    BLOCK_K: int
+    BLOCK_H: int
 
 
 @triton.jit
@@ -66,137 +87,134 @@ def _key_range(first, length, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUS
 
 
 @triton.jit
-def _forward(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, row_ptr, column_ptr, cu_ptr,
-    q_t, q_n, k_t, k_k, v_t, v_k, T, H, blocks, scale, min_hash, keep_scale,
-    N: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _forward(q_rows, k_rows, v_rows, o_ptr, lse_ptr, cu_ptr, mask, T, H, blocks, scale, cfg: tl.constexpr):
     b, n = tl.program_id(0) // blocks, tl.program_id(1)
-    first = tl.program_id(0) % blocks * BLOCK_Q
+    first = tl.program_id(0) % blocks * cfg.BLOCK_Q
     start = tl.load(cu_ptr + b)
     length = tl.load(cu_ptr + b + 1) - start
     if first >= length:
         return
-    i = first + tl.arange(0, BLOCK_Q)
-    q = _load_rows(q_ptr + n * q_n, start + i, q_t, H, BLOCK_H, i < length)
-    row = tl.load(row_ptr + n * T + start + i, i < length, 0)
-    row_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_Q,), tl.float32)
-    o = tl.zeros((BLOCK_Q, BLOCK_H), tl.float32)
-    low, high = _key_range(first, length, BLOCK_Q, BLOCK_K, CAUSAL, WINDOW)
-    for at in range(low, high, BLOCK_K):
-        j = at + tl.arange(0, BLOCK_K)
-        k = _load_rows(k_ptr + n // GROUP * k_k, start + j, k_t, H, BLOCK_H, j < length)
-        v = _load_rows(v_ptr + n // GROUP * v_k, start + j, v_t, H, BLOCK_H, j < length)
-        column = tl.load(column_ptr + start + j, j < length, 0)
+    i = first + tl.arange(0, cfg.BLOCK_Q)
+    q = _load_rows(q_rows.ptr + n * q_rows.head, start + i, q_rows.token, H, cfg.BLOCK_H, i < length)
+    row = tl.load(mask.rows + n * T + start + i, i < length, 0)
+    row_max = tl.full((cfg.BLOCK_Q,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((cfg.BLOCK_Q,), tl.float32)
+    o = tl.zeros((cfg.BLOCK_Q, cfg.BLOCK_H), tl.float32)
+    low, high = _key_range(first, length, cfg.BLOCK_Q, cfg.BLOCK_K, cfg.CAUSAL, cfg.WINDOW)
+    for at in range(low, high, cfg.BLOCK_K):
+        j = at + tl.arange(0, cfg.BLOCK_K)
+        k = _load_rows(k_rows.ptr + n // cfg.GROUP * k_rows.head, start + j, k_rows.token, H, cfg.BLOCK_H, j < length)
+        v = _load_rows(v_rows.ptr + n // cfg.GROUP * v_rows.head, start + j, v_rows.token, H, cfg.BLOCK_H, j < length)
+        column = tl.load(mask.columns + start + j, j < length, 0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        s = tl.where(_visible(i, j, length, CAUSAL, WINDOW), s, float("-inf"))
+        s = tl.where(_visible(i, j, length, cfg.CAUSAL, cfg.WINDOW), s, float("-inf"))
         new = tl.maximum(row_max, tl.max(s, 1))
         safe_max = tl.where(new == float("-inf"), 0.0, new)  # a row without visible keys so far
         p = tl.exp2(s - safe_max[:, None])
         rescale = tl.exp2(row_max - safe_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
-        p = tl.where(lowbias32(row[:, None] ^ column[None, :]) >= min_hash, p, 0.0)
+        p = tl.where(lowbias32(row[:, None] ^ column[None, :]) >= mask.min_hash, p, 0.0)
         o = o * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         row_max = new
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    _store_rows(o_ptr + n * H, start + i, N * H, H, BLOCK_H, i < length, o * (keep_scale / row_sum)[:, None])
+    _store_rows(
+        o_ptr + n * H, start + i, cfg.N * H, H, cfg.BLOCK_H, i < length, o * (mask.keep_scale / row_sum)[:, None]
+    )
     tl.store(lse_ptr + n * T + start + i, row_max + tl.log2(row_sum), i < length)
 
 
 @triton.jit
 def _queries_grad(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, row_ptr, column_ptr, cu_ptr,
-    q_t, q_n, k_t, k_k, v_t, v_k, T, H, blocks, scale, min_hash, keep_scale,
-    N: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    q_rows, k_rows, v_rows, do_ptr, dq_ptr, lse_ptr, delta_ptr, cu_ptr, mask, T, H, blocks, scale, cfg: tl.constexpr
+):
     """dq of a block of queries."""
     b, n = tl.program_id(0) // blocks, tl.program_id(1)
-    first = tl.program_id(0) % blocks * BLOCK_Q
+    first = tl.program_id(0) % blocks * cfg.BLOCK_Q
     start = tl.load(cu_ptr + b)
     length = tl.load(cu_ptr + b + 1) - start
     if first >= length:
         return
-    i = first + tl.arange(0, BLOCK_Q)
+    i = first + tl.arange(0, cfg.BLOCK_Q)
     line = n * T + start + i
-    q = _load_rows(q_ptr + n * q_n, start + i, q_t, H, BLOCK_H, i < length)
-    do = _load_rows(do_ptr + n * H, start + i, N * H, H, BLOCK_H, i < length)
-    row = tl.load(row_ptr + line, i < length, 0)
+    q = _load_rows(q_rows.ptr + n * q_rows.head, start + i, q_rows.token, H, cfg.BLOCK_H, i < length)
+    do = _load_rows(do_ptr + n * H, start + i, cfg.N * H, H, cfg.BLOCK_H, i < length)
+    row = tl.load(mask.rows + line, i < length, 0)
     lse = tl.load(lse_ptr + line, i < length, 0.0)
     delta = tl.load(delta_ptr + line, i < length, 0.0)
-    dq = tl.zeros((BLOCK_Q, BLOCK_H), tl.float32)
-    low, high = _key_range(first, length, BLOCK_Q, BLOCK_K, CAUSAL, WINDOW)
-    for at in range(low, high, BLOCK_K):
-        j = at + tl.arange(0, BLOCK_K)
-        k = _load_rows(k_ptr + n // GROUP * k_k, start + j, k_t, H, BLOCK_H, j < length)
-        v = _load_rows(v_ptr + n // GROUP * v_k, start + j, v_t, H, BLOCK_H, j < length)
-        column = tl.load(column_ptr + start + j, j < length, 0)
+    dq = tl.zeros((cfg.BLOCK_Q, cfg.BLOCK_H), tl.float32)
+    low, high = _key_range(first, length, cfg.BLOCK_Q, cfg.BLOCK_K, cfg.CAUSAL, cfg.WINDOW)
+    for at in range(low, high, cfg.BLOCK_K):
+        j = at + tl.arange(0, cfg.BLOCK_K)
+        k = _load_rows(k_rows.ptr + n // cfg.GROUP * k_rows.head, start + j, k_rows.token, H, cfg.BLOCK_H, j < length)
+        v = _load_rows(v_rows.ptr + n // cfg.GROUP * v_rows.head, start + j, v_rows.token, H, cfg.BLOCK_H, j < length)
+        column = tl.load(mask.columns + start + j, j < length, 0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        p = tl.exp2(tl.where(_visible(i, j, length, CAUSAL, WINDOW), s, float("-inf")) - lse[:, None])
-        keep = lowbias32(row[:, None] ^ column[None, :]) >= min_hash
-        dp = tl.where(keep, tl.dot(do, tl.trans(v), input_precision="ieee") * keep_scale, 0.0)
+        p = tl.exp2(tl.where(_visible(i, j, length, cfg.CAUSAL, cfg.WINDOW), s, float("-inf")) - lse[:, None])
+        keep = lowbias32(row[:, None] ^ column[None, :]) >= mask.min_hash
+        dp = tl.where(keep, tl.dot(do, tl.trans(v), input_precision="ieee") * mask.keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    _store_rows(dq_ptr + n * H, start + i, N * H, H, BLOCK_H, i < length, dq * (scale * LN_2))
+    _store_rows(dq_ptr + n * H, start + i, cfg.N * H, H, cfg.BLOCK_H, i < length, dq * (scale * LN_2))
 
 
 @triton.jit
 def _keys_values_grad(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, row_ptr, column_ptr, cu_ptr,
-    q_t, q_n, k_t, k_k, v_t, v_k, T, H, blocks, scale, min_hash, keep_scale,
-    N: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    q_rows, k_rows, v_rows, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_ptr, mask, T, H, blocks, scale,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads of the group."""
     b, m = tl.program_id(0) // blocks, tl.program_id(1)
-    first = tl.program_id(0) % blocks * BLOCK_K
+    first = tl.program_id(0) % blocks * cfg.BLOCK_K
     start = tl.load(cu_ptr + b)
     length = tl.load(cu_ptr + b + 1) - start
     if first >= length:
         return
-    j = first + tl.arange(0, BLOCK_K)
-    k = _load_rows(k_ptr + m * k_k, start + j, k_t, H, BLOCK_H, j < length)
-    v = _load_rows(v_ptr + m * v_k, start + j, v_t, H, BLOCK_H, j < length)
-    column = tl.load(column_ptr + start + j, j < length, 0)
-    dk = tl.zeros((BLOCK_K, BLOCK_H), tl.float32)
-    dv = tl.zeros((BLOCK_K, BLOCK_H), tl.float32)
+    j = first + tl.arange(0, cfg.BLOCK_K)
+    k = _load_rows(k_rows.ptr + m * k_rows.head, start + j, k_rows.token, H, cfg.BLOCK_H, j < length)
+    v = _load_rows(v_rows.ptr + m * v_rows.head, start + j, v_rows.token, H, cfg.BLOCK_H, j < length)
+    column = tl.load(mask.columns + start + j, j < length, 0)
+    dk = tl.zeros((cfg.BLOCK_K, cfg.BLOCK_H), tl.float32)
+    dv = tl.zeros((cfg.BLOCK_K, cfg.BLOCK_H), tl.float32)
     low, high = 0, length
-    if CAUSAL:
-        low = first // BLOCK_Q * BLOCK_Q
-    if WINDOW:
-        high = tl.minimum(length, first + BLOCK_K - 1 + WINDOW)
-    for n in range(m * GROUP, (m + 1) * GROUP):
-        for at in range(low, high, BLOCK_Q):
-            i = at + tl.arange(0, BLOCK_Q)
+    if cfg.CAUSAL:
+        low = first // cfg.BLOCK_Q * cfg.BLOCK_Q
+    if cfg.WINDOW:
+        high = tl.minimum(length, first + cfg.BLOCK_K - 1 + cfg.WINDOW)
+    for n in range(m * cfg.GROUP, (m + 1) * cfg.GROUP):
+        for at in range(low, high, cfg.BLOCK_Q):
+            i = at + tl.arange(0, cfg.BLOCK_Q)
             line = n * T + start + i
-            q = _load_rows(q_ptr + n * q_n, start + i, q_t, H, BLOCK_H, i < length)
-            do = _load_rows(do_ptr + n * H, start + i, N * H, H, BLOCK_H, i < length)
-            row = tl.load(row_ptr + line, i < length, 0)
+            q = _load_rows(q_rows.ptr + n * q_rows.head, start + i, q_rows.token, H, cfg.BLOCK_H, i < length)
+            do = _load_rows(do_ptr + n * H, start + i, cfg.N * H, H, cfg.BLOCK_H, i < length)
+            row = tl.load(mask.rows + line, i < length, 0)
             lse = tl.load(lse_ptr + line, i < length, 0.0)
             delta = tl.load(delta_ptr + line, i < length, 0.0)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            p = tl.exp2(tl.where(_visible(i, j, length, CAUSAL, WINDOW), s, float("-inf")) - lse[:, None])
-            keep = lowbias32(row[:, None] ^ column[None, :]) >= min_hash
-            pz = tl.where(keep, p * keep_scale, 0.0)
+            p = tl.exp2(tl.where(_visible(i, j, length, cfg.CAUSAL, cfg.WINDOW), s, float("-inf")) - lse[:, None])
+            keep = lowbias32(row[:, None] ^ column[None, :]) >= mask.min_hash
+            pz = tl.where(keep, p * mask.keep_scale, 0.0)
             dv += tl.dot(tl.trans(pz).to(do.dtype), do, input_precision="ieee")
-            dp = tl.where(keep, tl.dot(do, tl.trans(v), input_precision="ieee") * keep_scale, 0.0)
+            dp = tl.where(keep, tl.dot(do, tl.trans(v), input_precision="ieee") * mask.keep_scale, 0.0)
             ds = p * (dp - delta[:, None])
             dk += tl.dot(tl.trans(ds).to(q.dtype), q, input_precision="ieee")
-    K = N // GROUP
-    _store_rows(dk_ptr + m * H, start + j, K * H, H, BLOCK_H, j < length, dk * (scale * LN_2))
-    _store_rows(dv_ptr + m * H, start + j, K * H, H, BLOCK_H, j < length, dv)
+    K = cfg.N // cfg.GROUP
+    _store_rows(dk_ptr + m * H, start + j, K * H, H, cfg.BLOCK_H, j < length, dk * (scale * LN_2))
+    _store_rows(dv_ptr + m * H, start + j, K * H, H, cfg.BLOCK_H, j < length, dv)
 
 
-def _launch_sizes(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, longest: int) -> tuple[dict[str, int], tuple, int]:
-    """(tile sizes, arguments common to all kernels, rows of a tile)."""
-    T, _, H = q_TNH.shape
+def _arguments(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, row_NT: Tensor, column_T: Tensor, cu_seqlens: Tensor,
+    longest: int, causal: bool, window: int, rate: float,
+) -> tuple[tuple, tuple, int]:  # fmt: skip
+    """(first arguments of all kernels, their last ones, programs per head)."""
+    T, N, H = q_TNH.shape
     wide_heads = H > 128 or q_TNH.dtype == torch.float32
     block = 32 if wide_heads else 64
-    tiles = {"BLOCK_Q": block, "BLOCK_K": block, "BLOCK_H": max(16, triton.next_power_of_2(H))}
-    strides = (*q_TNH.stride()[:2], *k_TKH.stride()[:2], *v_TKH.stride()[:2])
-    return tiles, (*strides, T, H, triton.cdiv(longest, block), H**-0.5 / LN_2.value), block
+    blocks = triton.cdiv(longest, block)
+    heads = tuple(Queries(x, *x.stride()[:2]) for x in (q_TNH, k_TKH, v_TKH))
+    mask = _Mask(row_NT, column_T, threshold(rate), 1 / (1 - rate))
+    config = _Config(N, N // k_TKH.shape[1], causal, window, block, block, max(16, triton.next_power_of_2(H)))
+    return heads, (cu_seqlens, mask, T, H, blocks, H**-0.5 / LN_2.value, config), (len(cu_seqlens) - 1) * blocks
 
 
 @torch.library.custom_op("colonnade::dropout_attention", mutates_args=())
@@ -204,15 +222,13 @@ def _attend(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, row_NT: Tensor, column_T: Tensor, cu_seqlens: Tensor,
     longest: int, causal: bool, window: int, rate: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (T, N, _), K = q_TNH.shape, k_TKH.shape[1]
+    T, N, _ = q_TNH.shape
     o_TNH, lse_NT = q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(N, T, dtype=torch.float32)
     if T:
-        tiles, common, block = _launch_sizes(q_TNH, k_TKH, v_TKH, longest)
-        grid = ((len(cu_seqlens) - 1) * triton.cdiv(longest, block), N)
-        _forward[grid](
-            q_TNH, k_TKH, v_TKH, o_TNH, lse_NT, row_NT, column_T, cu_seqlens, *common, threshold(rate), 1 / (1 - rate),
-            N=N, GROUP=N // K, CAUSAL=causal, WINDOW=window, **tiles,
-        )  # fmt: skip
+        heads, rest, programs = _arguments(
+            q_TNH, k_TKH, v_TKH, row_NT, column_T, cu_seqlens, longest, causal, window, rate
+        )
+        _forward[programs, N](*heads, o_TNH, lse_NT, *rest)
     return o_TNH, lse_NT
 
 
@@ -226,12 +242,11 @@ def _attend_backward(
     if T:
         do_TNH = do_TNH.contiguous()
         delta_NT = torch.einsum("tnh,tnh->nt", do_TNH.float(), o_TNH.float()).contiguous()
-        tiles, common, block = _launch_sizes(q_TNH, k_TKH, v_TKH, longest)
-        common = (lse_NT, delta_NT, row_NT, column_T, cu_seqlens, *common, threshold(rate), 1 / (1 - rate))
-        options = {"N": N, "GROUP": N // K, "CAUSAL": causal, "WINDOW": window, **tiles}
-        programs = (len(cu_seqlens) - 1) * triton.cdiv(longest, block)
-        _queries_grad[programs, N](q_TNH, k_TKH, v_TKH, do_TNH, dq_TNH, *common, **options)
-        _keys_values_grad[programs, K](q_TNH, k_TKH, v_TKH, do_TNH, dk_TKH, dv_TKH, *common, **options)
+        heads, rest, programs = _arguments(
+            q_TNH, k_TKH, v_TKH, row_NT, column_T, cu_seqlens, longest, causal, window, rate
+        )
+        _queries_grad[programs, N](*heads, do_TNH, dq_TNH, lse_NT, delta_NT, *rest)
+        _keys_values_grad[programs, K](*heads, do_TNH, dk_TKH, dv_TKH, lse_NT, delta_NT, *rest)
     return dq_TNH, dk_TKH, dv_TKH
 
 
