@@ -11,6 +11,7 @@ into it.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,9 +30,18 @@ ALIGNED_BYTES = 16
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+class _Moments(NamedTuple):
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    eps: float
+
+
 @triton.jit
-def _update_block(g_ptr, w_ptr, m_ptr, v_ptr, copy_ptr, has_copy, start, n, a, b, c, factor, beta1, rest1, beta2,
-          rest2, eps, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+def _update_block(g_ptr, w_ptr, m_ptr, v_ptr, copy_ptr, has_copy, start, n, a, b, c, factor, moments,
+                  BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    beta1, rest1, beta2, rest2, eps = moments
     lane = tl.arange(0, BLOCK)
     mask = None if WHOLE else lane < n - start
     g = tl.load(g_ptr + start + lane, mask).to(tl.float32) * factor
@@ -48,9 +58,8 @@ def _update_block(g_ptr, w_ptr, m_ptr, v_ptr, copy_ptr, has_copy, start, n, a, b
 
 @triton.jit
 def _adamw(table_ptr, sizes_ptr, program_weight_ptr, first_program_ptr, a_ptr, b_ptr, c_ptr, factor_ptr, skip_ptr, P,
-            beta1, rest1, beta2, rest2, eps,
-            GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-            ITERATIONS: tl.constexpr):  # fmt: skip
+           moments, GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+           ITERATIONS: tl.constexpr):  # fmt: skip
     if tl.load(skip_ptr) > 0:
         return
     p = tl.load(program_weight_ptr + tl.program_id(0))
@@ -67,10 +76,10 @@ def _adamw(table_ptr, sizes_ptr, program_weight_ptr, first_program_ptr, a_ptr, b
         start = (first + iteration) * BLOCK
         if start + BLOCK <= n:
             _update_block(g_ptr, w_ptr, m_ptr, v_ptr, copy_ptr, copy != 0, start, n, a, b, c, factor,
-                  beta1, rest1, beta2, rest2, eps, BLOCK, WHOLE=True)  # fmt: skip
+                          moments, BLOCK, WHOLE=True)  # fmt: skip
         elif start < n:
             _update_block(g_ptr, w_ptr, m_ptr, v_ptr, copy_ptr, copy != 0, start, n, a, b, c, factor,
-                  beta1, rest1, beta2, rest2, eps, BLOCK, WHOLE=False)  # fmt: skip
+                          moments, BLOCK, WHOLE=False)  # fmt: skip
 
 
 @functools.cache
@@ -129,7 +138,7 @@ def adamw(
     table, align = _pointer_table(weights, device)
     _adamw[(programs,)](
         table, sizes_P, program_weight, first_P, a_P, b_P, c_P, factor, skip, len(weights),
-        beta1, 1 - beta1, beta2, 1 - beta2, eps,
+        _Moments(beta1, 1 - beta1, beta2, 1 - beta2, eps),
         GRADIENT=TYPES[gradient_dtypes.pop()], COPY=TYPES[copy_dtypes.pop()], ALIGN=align, BLOCK=BLOCK,
         ITERATIONS=ITERATIONS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -139,9 +139,10 @@ def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
     function = triton_adamw._adamw
     words = {"table_ptr": "*i64", "sizes_ptr": "*i64", "program_weight_ptr": "*i32", "first_program_ptr": "*i32"}
     types = {a: words.get(a, "*fp32" if a.endswith("_ptr") else "fp32") for a in function.arg_names if not a.isupper()}
+    types |= {"P": "i32", "moments": triton_adamw._Moments(*["fp32"] * 5)}
     constants = {"GRADIENT": getattr(tl, gradient), "COPY": tl.bfloat16, "ALIGN": triton_adamw.ALIGNED_BYTES}
     constants |= {"BLOCK": triton_adamw.BLOCK, "ITERATIONS": triton_adamw.ITERATIONS}
-    built = compiled(function, types | {"P": "i32"}, constants, warps=triton_adamw.WARPS, enable_fp_fusion=False)
+    built = compiled(function, types, constants, warps=triton_adamw.WARPS, enable_fp_fusion=False)
     assert spilled(built, tmp_path) == 0
     assert registers(built, tmp_path) <= 64
     ptx = built.asm["ptx"]
