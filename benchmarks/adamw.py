@@ -86,10 +86,10 @@ def main() -> None:
     rows = [{"what": "a large copy", "ms": None, "GB_per_s": round(copying())}]
     print(line(rows[-1]), flush=True)
     for what, fused, each in (("several", False, 52), ("one", True, 30)):
-        ways = BLOCKS if args.blocks and fused else [(triton_adamw.BLOCK, triton_adamw.TURNS, triton_adamw.WARPS)]
+        ways = BLOCKS if args.blocks and fused else [(triton_adamw.BLOCK, triton_adamw.ITERATIONS, triton_adamw.WARPS)]
         for way in ways:
-            triton_adamw.BLOCK, triton_adamw.TURNS, triton_adamw.WARPS = way
-            triton_adamw._cut.cache_clear()
+            triton_adamw.BLOCK, triton_adamw.ITERATIONS, triton_adamw.WARPS = way
+            triton_adamw._partition.cache_clear()
             ms = timed(ending(args.preset, fused=fused))
             rows.append({"what": what, "ms": round(ms, 2), "GB_per_s": round(each * numbers / ms / 1e6)})
             print(line(rows[-1]), way if fused else "", flush=True)

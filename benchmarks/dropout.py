@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.registry import choose
 from colonnade.parallel.rng_keys import keys
 from harness.paired_timing import Neighbours, timed, turns
@@ -74,7 +74,7 @@ def attention(dtype: torch.dtype, sequences: int, S: int, N: int, H: int) -> dic
         return F.scaled_dot_product_attention(*heads, dropout_p=rate, is_causal=True)
 
     def ours(i: int) -> Tensor:
-        pairs = Pairs(all_keys[i % 64], index_T, index_T, RATE)
+        pairs = AttentionDropout(all_keys[i % 64], index_T, index_T, RATE)
         return run(q_TNH, k_TNH, v_TNH, cu, longest=S, equal=True, dropout=pairs)
 
     return {

@@ -66,7 +66,7 @@ def ours(experts: Any, shape: Shape) -> Callable[[Tensor, Tensor, Tensor], Tenso
 
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         kind = x_TD.dtype
-        order_R, ends_E = choose("sort_choices", "cpu", kind)(ids_TA, shape.E)
+        order_R, ends_E = choose("sort_by_expert", "cpu", kind)(ids_TA, shape.E)
         return choose("routed_experts", "cpu", kind)(x_TD, order_R, ends_E, weights_TA, weights, "silu")
 
     run.leaves = stacks  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ from torch.nn import functional as F
 
 from colonnade.kernels.experts import grouped_mm
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.registry import CHOSEN, choose
+from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.model.moe.experts import sorting_costs_more, unsorted_kernel
 from harness.clock import Clock
 from harness.report import Headline, folder_of, report
@@ -92,7 +92,7 @@ def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
         kind, dtype = x_TD.device.type, x_TD.dtype
         if kernels == "auto" and (few := unsorted_kernel(x_TD, ids_TA, weights, shape.E)) is not None:
             return few(x_TD, ids_TA, weights_TA, weights, "silu")
-        order_R, ends_E = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
+        order_R, ends_E = choose("sort_by_expert", kind, dtype)(ids_TA, shape.E)
         if kernels in ("auto", "sorted"):
             return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")
         x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, shape.A)
@@ -154,7 +154,7 @@ def measure(
     weights, both_EgD = stacks(shape, device, dtype)
     down_EDF = weights.down_EFD.detach().transpose(1, 2).contiguous().requires_grad_()
     runs: dict[str, Run | None] = {"colonnade": ours(shape, weights)}
-    if ("few_experts", device, dtype, "auto") in CHOSEN:
+    if ("few_token_experts", device, dtype, "auto") in LOOKUP:
         runs["colonnade, sorted"] = ours(shape, weights, "sorted")
     if grouped_mm.available:
         runs["colonnade, grouped_mm"] = ours(shape, weights, "grouped")

@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ def compiled(
 ) -> Any:  # fmt: skip
     """``function`` with arguments of these types, those of ``whole`` and pointers multiples of 16.
 
-    The type of a tuple is a tuple of types, in which "constexpr" is None.
+    A NamedTuple has its members' types; in ``whole`` they are called "argument.member".
 
     ``constants`` may be a launch's own, with what it tells of registers among them.
     """
@@ -25,19 +25,25 @@ def compiled(
     from triton.compiler import ASTSource
 
     found = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
-    values: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for i, (argument, kind) in enumerate(found.items()):
-        members = [((i,), kind)] if isinstance(kind, str) else [((i, j), k) for j, k in enumerate(kind)]
-        for path, member in members:
-            if member == "constexpr":
-                values[path] = constants.get(argument) if isinstance(kind, str) else None
-            elif member.startswith("*") or argument in tuple(whole):
-                attributes[path] = [["tt.divisibility", 16]]
+    leaves = [leaf for i, (name, kind) in enumerate(found.items()) for leaf in _leaves(kind, (i,), name)]
+    values = {path: constants.get(name) for path, name, kind in leaves if kind == "constexpr"}
+    whole = set(whole)
+    aligned = [path for path, name, kind in leaves if kind.startswith("*") or {name, name.split(".")[0]} & whole]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(function, found, values, attributes)
     options |= {"num_warps": warps, "num_stages": stages}
     options |= {"maxnreg": constants["maxnreg"]} if "maxnreg" in constants else {}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _leaves(kind: Any, path: tuple[int, ...], name: str) -> Iterable[tuple[tuple[int, ...], str, str]]:
+    """(path, name, type) of an argument, or of each member of a NamedTuple, whose name is "argument.member"."""
+    if isinstance(kind, tuple):
+        fields: Sequence[str] = getattr(kind, "_fields", [str(i) for i in range(len(kind))])
+        for i, (member, inner) in enumerate(zip(fields, kind, strict=True)):
+            yield from _leaves(inner, (*path, i), f"{name}.{member}")
+    else:
+        yield path, name, kind
 
 
 def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, str]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention import cascade, reference, split_planner, triton_decode
-from colonnade.kernels.attention.cascade import Cascade, Reader
-from colonnade.kernels.attention.decode_plan import Kernels, Layout, Prepared
+from colonnade.kernels.attention.cascade import Cascade, KernelCosts
+from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout, Kernels
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan
 from colonnade.kernels.softmax_state import State
@@ -29,7 +29,7 @@ def guarded_table(table: PageTable) -> PageTable:
     return replace(table, pages_RP=pages_RP, cu_queries=cu_queries, lengths_R=lengths_R)
 
 
-def guarded_plan(ready: Prepared) -> Prepared:
+def guarded_plan(ready: DevicePlan) -> DevicePlan:
     """A plan, and that of groups, in guarded memory."""
     shared = ready.shared
     if shared is not None:
@@ -45,9 +45,9 @@ class Made:
     k: Tensor
     v: Tensor
     table: PageTable
-    layout: Layout
+    layout: KernelLayout
     plan: Plan | Cascade | None
-    ready: Prepared | None
+    ready: DevicePlan | None
     options: dict
     scales: tuple[Tensor, Tensor] | None
 
@@ -71,7 +71,7 @@ class Made:
 
 def by_itself(made: Made, t: int, ahead: int = 0) -> State:
     """The state of query t of the only request of ``made``, as if it were the only query, by a plan made ``ahead``."""
-    (new,), (length,) = made.table.host
+    (new,), (length,) = made.table.host_lengths
     length += t + 1 - new
 
     def number(*x: int) -> Tensor:
@@ -114,7 +114,7 @@ def far_apart(case: "Case", device: str = "cpu") -> Made:
 
 def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=None, sinks_N=None) -> State:
     """:func:`reference.paged` with its log-sum-exp."""
-    ends, (_, lengths) = table.cu_queries.tolist(), table.host
+    ends, (_, lengths) = table.cu_queries.tolist(), table.host_lengths
     parts = []
     for r, length in enumerate(lengths):
         used = table.pages_RP[r, : -(-length // table.page_tokens)].long()
@@ -189,20 +189,20 @@ class Case:
             return Made(q, k, v, table, None, None, None, options, scales)
         longest = max(self.queries)
         if self.many:
-            layout = Layout.of_many(q, k, window=self.window)
+            layout = KernelLayout.for_prefill(q, k, window=self.window)
         else:
             how = {"window": self.window, "chunk": self.chunk, "shares": bool(self.prefixes)}
             try:
-                layout = Layout.of(q, k, longest, **how, kernels=KERNELS[0])
+                layout = KernelLayout.of(q, k, longest, **how, kernels=KERNELS[0])
             except LookupError as why:
                 pytest.skip(str(why))
         # Prices at which everything that can be is cut: at the true ones cases as small as these are not. Fixed cuts
         # are made in any case, and then chunks are read in runs.
         cheap = Costs(tile=1000, start=8000 if self.chunk else 10, merge=0, part=0)
         if layout.shared is not None:
-            few = Reader(layout.shape, layout.workers, cheap)
+            few = KernelCosts(layout.shape, layout.workers, cheap)
             # Cheaper still, so that whoever can be is in a group.
-            many = Reader(layout.shared.shape, layout.shared.workers, Costs(tile=2, start=1, merge=0, part=0))
+            many = KernelCosts(layout.shared.shape, layout.shared.workers, Costs(tile=2, start=1, merge=0, part=0))
             plan = cascade.plan(pages.tolist(), self.lengths, self.queries, self.page, few, many, ahead=ahead)
         else:
             plan = split_planner.plan(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels import permute
-from colonnade.kernels.dropout import Hidden, choices, hidden_units
+from colonnade.kernels.dropout import HiddenDropout, choice_hash, hidden_hash
 from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
 from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
@@ -89,7 +89,7 @@ def routed_experts(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[..., Tensor]:
-    """One of "routed_later", called for a third of the tokens after another, some of which may be none."""
+    """ "routed_experts_deferred_wgrad", called for each third of the tokens, some of which may be empty."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         later, out = DeferredWgrad(Weights(*stacks)), list[Tensor]()
@@ -121,8 +121,10 @@ def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Calla
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
-        row_TA = choices(torch.tensor(77, device=x.device), torch.arange(case.T, device=x.device) + 5, case.A)
-        hidden = Hidden(row_TA.flatten()[order_R], hidden_units(torch.arange(3, 3 + case.F, device=x.device)), rate)
+        row_TA = choice_hash(torch.tensor(77, device=x.device), torch.arange(case.T, device=x.device) + 5, case.A)
+        hidden = HiddenDropout(
+            row_TA.flatten()[order_R], hidden_hash(torch.arange(3, 3 + case.F, device=x.device)), rate
+        )
         y_RD = run(permute.gather(x, order_R, case.A), ends_E, Weights(*stacks), case.activation, hidden)
         assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
         return permute.combine(y_RD, order_R, routing)

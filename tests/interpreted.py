@@ -13,9 +13,9 @@ from colonnade.kernels import adamw as adamw_reference
 from colonnade.kernels import dropout as dropout_reference
 from colonnade.kernels import triton_adamw
 from colonnade.kernels import triton_dropout as triton_elements
-from colonnade.kernels.adamw import Weight
+from colonnade.kernels.adamw import ParameterState
 from colonnade.kernels.attention import reference, triton_dropout
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from tests.adamw import drawn, moved
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4}
@@ -62,7 +62,7 @@ def check_attention() -> int:
         T, equal = sum(lengths), name == "equal"
         cu = torch.tensor([0, *lengths, *([] if equal else [0, 0])]).cumsum(0).int()
         index_T = torch.arange(T).flip(0) * 3 + 100
-        pairs = Pairs(torch.tensor(-987654321987), index_T, index_T, 0.3, head=5)
+        pairs = AttentionDropout(torch.tensor(-987654321987), index_T, index_T, 0.3, head=5)
         # As attention has them: a view of all projections at once, so that no two heads are neighbours in memory.
         qkv = draw(T, K, N // K + 2, H, seed=i, dtype=dtype)
         do = draw(T, N, H, seed=99, dtype=torch.float64)
@@ -88,7 +88,7 @@ def check_attention_bits() -> int:
     cu, index_T = torch.tensor([0, 50]).int(), torch.arange(50)
     found = []
     for rate in (0.5, 0.5, 2**-50):
-        pairs = Pairs(torch.tensor(5), index_T, index_T, rate)
+        pairs = AttentionDropout(torch.tensor(5), index_T, index_T, rate)
         o = triton_dropout.packed(q, k, v, cu, longest=50, equal=True, dropout=pairs)
         found.append((o.detach(), *torch.autograd.grad(o.pow(2).sum(), (q, k, v))))
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
@@ -130,7 +130,7 @@ def check_adamw() -> int:
     adamw = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
     one = torch.ones(1)
     before = flat.clone()
-    triton_adamw.adamw([Weight(*parts)], one, one, one, one.squeeze(), torch.tensor(0.0), **adamw)
+    triton_adamw.adamw([ParameterState(*parts)], one, one, one, one.squeeze(), torch.tensor(0.0), **adamw)
     changed = (flat != before).view(4, 700)
     assert not changed[0].any() and changed[1:, 1:601].all() and changed.sum() == 3 * 600
     return count + 1

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import cascade_reference, decode_tiles, dispatch, reference, triton_decode
+from colonnade.kernels.attention import decode_tiles, dispatch, plan_reference, reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
-from colonnade.kernels.attention.decode_plan import Layout
-from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
+from colonnade.kernels.attention.decode_plan import KernelLayout
+from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
 from tests.decoding import Case, Made
 from tests.interpreted_decode import same
 
@@ -27,10 +27,10 @@ def check_many_rows() -> int:
     batches = (([100, 70], [40, 70]), ([90, 3, 20, 0], [30, 2, 30, 0]), ([67], [67]))
     cases = (({}, 64), ({"window": 30}, 16), ({"window": 9, **EVERYTHING}, 4), (EVERYTHING, 16), ({"cap": 2.0}, 128))
     for i, (more, page) in enumerate(cases):
-        CHOSEN[:] = [HOW[1 - i // 4]]
+        OVERRIDE[:] = [HOW[1 - i // 4]]
         group, width = ((1, 16), (3, 20), (2, 32))[i % 3]
         same(Case(*batches[i % 3], K=1 + i % 2, group=group, H=width, page=page, many=True, **more))
-    CHOSEN[:] = [HOW[1]]
+    OVERRIDE[:] = [HOW[1]]
     half = {"dtype": torch.float16, "cache": torch.float8_e4m3fn}
     same(Case([90], [60], K=1, group=2, H=16, page=16, many=True, sinks=True, **half), 6e-4)
     return len(cases) + 1
@@ -52,25 +52,25 @@ def check_shared_prefixes() -> int:
     """Two groups, one in the middle of the other, and who is alone; against float64 and against the plain executor."""
     count = 0
     for i, more in enumerate((EVERYTHING, {"window": 50})):
-        CHOSEN[:] = [HOW[i % 2]]
+        OVERRIDE[:] = [HOW[i % 2]]
         made = cascaded(replace(SHARED, **more))
         double = [x.double() for x in (made.q, made.k, made.v)]
         shapes = made.layout.shape, made.layout.shared.shape
-        plain = cascade_reference.run(made.plan, *shapes, *double, made.table, **made.options)
+        plain = plan_reference.run_cascade(made.plan, *shapes, *double, made.table, **made.options)
         for what, ours, theirs, exact in zip(("o", "lse"), made.run(), plain, made.exact(), strict=True):
             seen = exact.isfinite()
             assert torch.equal(ours.isfinite(), seen), what
             for right in (theirs, exact):
                 assert (ours.double() - right)[seen].norm() < 1e-5 * right[seen].norm(), what
         count += 1
-    CHOSEN[:] = [HOW[1]]
+    OVERRIDE[:] = [HOW[1]]
     same(replace(SHARED, group=12, K=1, cache=torch.int8, page=32, prefixes=(((0, 3, 5), 64),)))
     return count + 1
 
 
 def check_tiles_by_the_copy_engine() -> int:
     """Pages of whole tiles in 16 bits, of chunks and of groups; windows, all features, a page that is not there."""
-    CHOSEN[:] = [HOW[1]]
+    OVERRIDE[:] = [HOW[1]]
     chunks = Case([100, 70, 0], [40, 70, 0], K=2, group=2, H=32, page=32, many=True, dtype=torch.float16)
     groups = replace(SHARED, dtype=torch.float16, page=32, prefixes=(((0, 3, 5), 64),))
     cases = [
@@ -79,7 +79,7 @@ def check_tiles_by_the_copy_engine() -> int:
     ]  # fmt: skip
     for case in cases:
         made = case.made()
-        assert all(triton_decode.copied(made.q, x, HOW[1].tile) for x in (made.k, made.v))
+        assert all(triton_decode.tma_descriptor(made.q, x, HOW[1].tile) for x in (made.k, made.v))
         same(case, 6e-4)
     for page in (10**6, -7):
         # Of 100 keys the second 32 are not there; the first query of 40 stands behind them.
@@ -90,13 +90,13 @@ def check_tiles_by_the_copy_engine() -> int:
         assert (made.run().o.double() - exact).norm() < 6e-4 * exact.norm()
     narrow, mixed_types = replace(chunks, page=16).made(), replace(chunks, cache=torch.float8_e4m3fn).made()
     for made in (narrow, mixed_types):
-        assert triton_decode.copied(made.q, made.k, HOW[1].tile) is None
+        assert triton_decode.tma_descriptor(made.q, made.k, HOW[1].tile) is None
     return len(cases) + 4
 
 
 def check_graph_arrays() -> int:
     """Groups of another step in the place of these, also none at all; lengths that have grown since the plan."""
-    CHOSEN[:] = [HOW[1]]
+    OVERRIDE[:] = [HOW[1]]
     made = cascaded(SHARED, capacity=True, ahead=20)
     exact = made.exact().o
     assert (made.run().o.double() - exact).norm() < 1e-5 * exact.norm()
@@ -104,7 +104,7 @@ def check_graph_arrays() -> int:
     for case in (grown, replace(SHARED, prefixes=())):
         other = case.made(capacity=True, ahead=20)
         ready = made.ready
-        ready.take(other.plan)
+        ready.update(other.plan)
         other.ready, other.layout = ready, made.layout
         exact = other.exact().o
         assert (other.run().o.double() - exact).norm() < 1e-5 * exact.norm()
@@ -113,12 +113,12 @@ def check_graph_arrays() -> int:
 
 def check_mixed_batches() -> int:
     """What the table's row makes of decodes, a shared prefix and chunks of prompts in one step; nobody need share."""
-    CHOSEN[:] = [HOW[1]]
+    OVERRIDE[:] = [HOW[1]]
     case = Case(
         [200, 200, 200, 90, 0, 200], [1, 1, 1, 80, 0, 1], K=1, group=8, H=16, page=16,
         prefixes=(((0, 1, 2, 5), 192),),
     )  # fmt: skip
-    CHOSEN[:] = [Tiles(32, 4, 2, 1, 4, 16)]
+    OVERRIDE[:] = [Tiles(32, 4, 2, 1, 4, 16)]
     costs = dict(decode_tiles.table()["costs"])
     decode_tiles.table()["costs"] |= {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "row_ns": 0}
     for share in (True, False):
@@ -128,18 +128,18 @@ def check_mixed_batches() -> int:
         got = triton_decode.paged(made.q, made.k, made.v, made.table)
         exact = made.exact().o
         assert (got.double() - exact).norm() < 1e-5 * exact.norm()
-        ((few, many),) = made.table.prepared.values()
-        assert many.layout.many and (few.shared is not None) == share
+        ((few, many),) = made.table.plan_cache.values()
+        assert many.layout.prefill and (few.shared is not None) == share
     decode_tiles.table()["costs"] |= costs
-    fixed = Layout.of(made.q, made.k, 1, chunk=64, shares=True)
+    fixed = KernelLayout.of(made.q, made.k, 1, chunk=64, shares=True)
     assert fixed.shared is None, "in batch-invariant mode nobody shares"
     return 2
 
 
 def check_long_prompts_apart() -> int:
     """Whole prompts from so many tokens on by SDPA, all else by ours, whatever their order; not under a window."""
-    CHOSEN[:] = [Tiles(32, 4, 2, 1, 4, 16)]
-    dispatch.LONG, dispatch.STEP = 40, 16
+    OVERRIDE[:] = [Tiles(32, 4, 2, 1, 4, 16)]
+    dispatch.LONG_PROMPT, dispatch.PAD_TO = 40, 16
     batches = (
         ([200, 90, 70, 40], [1, 1, 70, 40], 2), ([90, 200, 64, 77, 30], [80, 1, 0, 2, 30], 0), ([48], [48], 1),
         ([90, 70, 3, 41], [60, 70, 3, 41], 2), ([30, 90, 31], [1, 60, 1], 0),
@@ -149,13 +149,13 @@ def check_long_prompts_apart() -> int:
         got = dispatch.paged(made.q, made.k, made.v, made.table, window=window)
         exact = reference.paged(*(x.double() for x in (made.q, made.k, made.v)), made.table, window=window)
         assert got.shape == exact.shape and (got.double() - exact).norm() < 1e-5 * exact.norm(), (lengths, new, window)
-        assert len(made.table.prepared.get("parts", ())) == (0 if window == 25 else whole)
+        assert len(made.table.plan_cache.get("parts", ())) == (0 if window == 25 else whole)
     return 3 * len(batches)
 
 
 def check_bad_pages() -> int:
     """Of a prompt and of a shared prefix: keys that are not there, for all who share them."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     made = Case([100], [70], K=1, group=2, H=16, page=16, many=True).made()
     made.table.pages_RP[0, 1] = 10**6
     o = made.run().o
@@ -171,7 +171,7 @@ def check_bad_pages() -> int:
     short = replace(made.table, pages_RP=made.table.pages_RP[:, :8])
     few = replace(made.table, pages_RP=made.table.pages_RP[:3])
     for table, kind, words in (
-        (short, CapacityError, "request 0 has 130 keys and its table of pages room for 128"),
+        (short, CapacityError, "request 0 has 130 keys, but its page table has room for 128"),
         (few, ConfigError, "3 rows of pages for 7 requests"),
     ):
         with pytest.raises(kind, match=words):

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from colonnade.kernels.attention import reference, split_reference, triton_decode, triton_kv8, triton_merge
-from colonnade.kernels.attention.decode_plan import Layout
-from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
+from colonnade.kernels.attention import plan_reference, reference, triton_decode, triton_kv8, triton_merge
+from colonnade.kernels.attention.decode_plan import KernelLayout
+from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
 from tests.decoding import Case, Made, by_itself, every_code, far_apart, scaled
 from tests.rounding import rows_alike
 
@@ -40,15 +40,15 @@ def check_shapes() -> int:
     count = 0
     lengths = ([70, 3, 0, 100], [1, 1, 0, 1])
     for i, (group, width) in enumerate(((1, 64), (5, 80), (7, 20), (12, 128), (71, 16))):
-        CHOSEN[:] = [HOW[i % 3]]
+        OVERRIDE[:] = [HOW[i % 3]]
         lengths = ([40, 9], [1, 1]) if group > 16 else lengths
         same(Case(*lengths, K=1 + i % 3, group=group, H=width, page=(16, 64, 4)[i % 3]))
         count += 1
     for i, queries in enumerate(([1, 3, 2, 0], [5, 1, 1, 4], [25, 2, 7, 1])):
-        CHOSEN[:] = [HOW[i % 3]]
+        OVERRIDE[:] = [HOW[i % 3]]
         same(Case([66, 3, 40, 4], queries, K=1, group=(1, 3, 5)[i], H=16, page=16, window=(None, 9, 40)[i]))
         count += 1
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     for width, page in ((96, 128), (112, 256), (192, 32), (256, 16)):
         same(Case([50, 3], [1, 2], K=1, group=4, H=width, page=page))
         count += 1
@@ -64,7 +64,7 @@ def check_features() -> int:
          (33, 1.5, True, True)]
     ):  # fmt: skip
         for batch in (([90, 5], [2, 5]), ([2, 40, 0], [4, 1, 2])):
-            CHOSEN[:] = [HOW[i % 3]]
+            OVERRIDE[:] = [HOW[i % 3]]
             same(Case(*batch, K=2, group=3, H=16, page=16, window=window, cap=cap, slopes=slopes, sinks=sinks))
             count += 1
     return count
@@ -72,7 +72,7 @@ def check_features() -> int:
 
 def check_types() -> int:
     """float16, and caches of 8 bits with scales for queries of float32, which widen them number by number."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     same(Case([90, 40], [1, 2], K=2, group=4, H=32, page=16, dtype=torch.float16), 6e-4)
     for cache in (torch.float8_e4m3fn, torch.int8):
         same(Case([90, 40], [1, 2], K=2, group=4, H=32, page=16, cache=cache, sinks=True))
@@ -80,7 +80,7 @@ def check_types() -> int:
 
 
 def kind(made: Made) -> str | None:
-    return triton_kv8.kind_of(made.q, made.k, made.v)
+    return triton_kv8.kv8_kind(made.q, made.k, made.v)
 
 
 def check_eight_bits() -> int:
@@ -94,7 +94,7 @@ def check_eight_bits() -> int:
     )
     for i, case in enumerate(cases):
         for j, (dtype, near) in enumerate(((torch.float16, 6e-4), (torch.bfloat16, 4e-3))):
-            CHOSEN[:] = [HOW[i % 3]]
+            OVERRIDE[:] = [HOW[i % 3]]
             cache, name = list(triton_kv8.KINDS.items())[(i // 2 + j) % 2]
             made = replace(case, dtype=dtype, cache=cache)
             assert kind(made.made()) == name
@@ -116,7 +116,7 @@ def check_eight_bits() -> int:
 
 def check_every_code() -> int:
     """Values come out to the bit, keys to float32's: subnormal numbers and the largest ones too."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     for dtype in (torch.float16, torch.bfloat16):
         for cache, name in triton_kv8.KINDS.items():
             made = every_code(cache, dtype)
@@ -129,7 +129,7 @@ def check_every_code() -> int:
 
 def check_queries_far_apart() -> int:
     """Of one block: beyond float16 on both sides, and nothing at all; small weights that count together."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     case = Case([60, 40], [1, 2], K=1, group=4, H=64, page=16, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
     made = far_apart(case)
     made.q.zero_()
@@ -152,7 +152,7 @@ def check_queries_far_apart() -> int:
 @rows_alike()
 def check_fixed_cuts() -> int:
     """The same bits alone and among others, whatever else, however many queries they have."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     alone = Case([100], [1], K=2, group=3, H=16, page=16, chunk=32)
     o, lse = alone.made().run()
     same(alone)
@@ -185,7 +185,7 @@ def check_runs_of_chunks() -> int:
     ]
     runs = 0
     for how, case, near in cases:
-        CHOSEN[:] = [how._replace(workers=1)]
+        OVERRIDE[:] = [how._replace(workers=1)]
         same(case, near)
         # A plan made ahead has chunks that nothing has reached yet, also at the end of a run.
         made = case.made(ahead=70, capacity=True)
@@ -203,8 +203,8 @@ def check_runs_of_chunks() -> int:
 @rows_alike()
 def check_bits_on_both_sides_of_few_chunks() -> int:
     """A row's sum is laid out by how many chunks it sees: in its block, in runs, in a plan made ahead, among others."""
-    how, few = {"K": 1, "group": 2, "H": 40, "page": 16, "chunk": 16}, triton_merge.FEW_PIECES
-    CHOSEN[:] = [HOW[0]]
+    how, few = {"K": 1, "group": 2, "H": 40, "page": 16, "chunk": 16}, triton_merge.FEW_CHUNKS
+    OVERRIDE[:] = [HOW[0]]
     count = 0
     for length in (17, 16 * few + 1):
         # 8 queries a block: some see a chunk more than others.
@@ -227,7 +227,7 @@ def check_bits_on_both_sides_of_few_chunks() -> int:
 
 def check_graph_arrays() -> int:
     """One capacity, several steps: a plan for later lengths, fewer requests, and nothing at all."""
-    CHOSEN[:] = [HOW[1]]
+    OVERRIDE[:] = [HOW[1]]
     for lengths, queries, ahead in (
         ([40, 90, 0], [1, 1, 1], 0),
         ([38, 88, 3], [1, 1, 1], 20),
@@ -240,7 +240,7 @@ def check_graph_arrays() -> int:
         assert torch.equal(state.lse.isfinite(), exact.lse.isfinite())
     # A plan for longer requests: pieces that nothing has reached, and lines of which only the first piece has keys.
     for workers in (1, 2):
-        CHOSEN[:] = [HOW[1]._replace(workers=workers)]
+        OVERRIDE[:] = [HOW[1]._replace(workers=workers)]
         case = Case([300, 90, 200], [1, 1, 1], K=2, group=3, H=16, page=16)
         short = replace(case, lengths=[5, 17, 1])
         made, ready = short.made(capacity=True), case.made(capacity=True).ready
@@ -253,7 +253,7 @@ def check_graph_arrays() -> int:
 
 def check_bad_pages() -> int:
     """Pages that are not in the cache, or beyond the table, are as if their keys were not there."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     made = Case([100, 60], [1, 1], K=1, group=2, H=16, page=16).made()
     table = made.table
     for wrong in (-1, 10**6, 2**31 - 1, -(2**31)):
@@ -271,16 +271,16 @@ def check_plans() -> int:
     """The kernels and the plain executor, on the same plans; and the row of the table, which makes its own."""
     count = 0
     for how, group in zip(HOW, (2, 17, 3), strict=True):
-        CHOSEN[:] = [how]
+        OVERRIDE[:] = [how]
         made = Case([150, 0, 31, 90], [1, 1, 3, 2], K=2, group=group, H=16, page=16, window=70).made()
         shape = made.layout.shape
         ours = made.run()
-        plain = split_reference.run(made.plan, shape, made.q.double(), made.k.double(), made.v.double(), made.table)
+        plain = plan_reference.run_plan(made.plan, shape, made.q.double(), made.k.double(), made.v.double(), made.table)
         assert made.plan.slots
         assert (ours.o.double() - plain.o).norm() < 1e-5 * plain.o.norm()
         got = triton_decode.paged(made.q, made.k, made.v, made.table, window=70)
         assert (got - ours.o).norm() < 1e-5 * ours.o.norm()
-        assert len(made.table.prepared) == 1
+        assert len(made.table.plan_cache) == 1
         count += 1
     wide = Case([20], [1], K=1, group=2, H=300, page=16).made(prepared=False)
     exact = reference.paged(wide.q, wide.k, wide.v, wide.table)
@@ -290,12 +290,12 @@ def check_plans() -> int:
 
 def check_strides() -> int:
     """Queries that are a slice of all projections, caches whose heads lie apart."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     made = Case([70, 20], [1, 2], K=2, group=2, H=16, page=16).made()
     exact = made.exact().o
     made.q = torch.cat((made.q, made.q), 1)[:, : made.q.shape[1]]
     made.k, made.v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (made.k, made.v))
-    assert isinstance(made.layout, Layout)
+    assert isinstance(made.layout, KernelLayout)
     assert (made.run().o.double() - exact).norm() < 1e-5 * exact.norm()
     assert scaled(made.k, None) is made.k
     return 1

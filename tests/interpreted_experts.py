@@ -49,9 +49,9 @@ def check_experts() -> int:
     """Tokens to tokens, each load and each shape once or more, each way to cut with either of two shapes; the rows of
     choices looked for, and known to all who move rows.
     """
-    count, searched = 0, triton_permute.SEARCHED
+    count, searched = 0, triton_permute.SEARCH_ROWS
     for i, load in enumerate(LOADS):
-        shape, triton_permute.SEARCHED = SHAPES[i % 2], searched * (i % 2)
+        shape, triton_permute.SEARCH_ROWS = SHAPES[i % 2], searched * (i % 2)
         cut(HOW[i % 5])
         gated, biased = i % 4 != 1, i % 3 == 1
         same(
@@ -59,7 +59,7 @@ def check_experts() -> int:
             Case(*shape, load=load, gated=gated, biased=biased, activation=ACTIVATIONS[i % 4]),
         )
         count += 1
-    triton_permute.SEARCHED = searched
+    triton_permute.SEARCH_ROWS = searched
     for load in ("even", "some dropped"):  # one token: each row is a tile
         same(routed_experts(triton_experts.routed), Case(1, 3, 5, 16, 24, load, biased=load == "even"))
         count += 1
@@ -169,7 +169,7 @@ def check_bits() -> int:
 
 def check_sort() -> int:
     """Exactly the reference's order and ends, counted by blocks and by those that come before."""
-    count, few, programs = 0, triton_sort.FEW, triton_sort.PROGRAMS
+    count, few, programs = 0, triton_sort.SMALL, triton_sort.PROGRAMS
     draw = torch.Generator().manual_seed(0)
     for T, A, E, none in itertools.product((0, 1, 150), (1, 3), (1, 5, 64, 200), (False, True)):
         if T == 150 and E == 200 and A == 3:
@@ -177,11 +177,11 @@ def check_sort() -> int:
         ids = torch.randint(E + none, (T, A), generator=draw)
         # Counted by programs of one block each, and of several.
         ways = (None, few, programs), (T * A // 2, 0, programs), (None, 0, 3)
-        for rows, triton_sort.FEW, triton_sort.PROGRAMS in ways:
+        for rows, triton_sort.SMALL, triton_sort.PROGRAMS in ways:
             for got, exact in zip(triton_sort.sort(ids, E, rows), permute.sort(ids, E, rows), strict=True):
                 assert torch.equal(got, exact), (T, A, E, none, rows)
         count += 1
-    triton_sort.FEW, triton_sort.PROGRAMS = few, programs
+    triton_sort.SMALL, triton_sort.PROGRAMS = few, programs
     ids = torch.randint(7, (700, 2), generator=draw)  # more than one step of comparisons
     assert all(map(torch.equal, triton_sort.sort(ids, 6), permute.sort(ids, 6)))
     return count + 1
@@ -205,12 +205,19 @@ def check_choice() -> int:
         for name, scores in hard_scores(T, E).items():
             if T > 100 and name != "normal":
                 continue
-            same_choice(triton_routing.best, routing.best, scores, A, normalise=normalise, scale=1 + 1.5 * normalise)
+            same_choice(
+                triton_routing.top_experts,
+                routing.top_experts,
+                scores,
+                A,
+                normalise=normalise,
+                scale=1 + 1.5 * normalise,
+            )
             count += 1
     logits = torch.randn(5, 12)  # what is compared is a slice, and not what counts
     for got, exact in zip(
-        triton_routing.best(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
-        routing.best(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
+        triton_routing.top_experts(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
+        routing.top_experts(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
         strict=True,
     ):
         assert torch.allclose(got, exact)
@@ -224,8 +231,8 @@ def check_moves() -> int:
     count = 0
     draw = torch.Generator().manual_seed(0)
     shapes = ((13, 2, 1100, None), (5, 3, 7, 9), (1, 1, 1, None), (0, 2, 4, None), (4, 2, 8, 0))
-    for (T, A, D, rows), searched in itertools.product(shapes, (triton_permute.SEARCHED, 0)):
-        triton_permute.SEARCHED = searched
+    for (T, A, D, rows), searched in itertools.product(shapes, (triton_permute.SEARCH_ROWS, 0)):
+        triton_permute.SEARCH_ROWS = searched
         order_R = torch.randperm(T * A, generator=draw)[:rows]
         wide = torch.randn(max(T, T * A), D + 3, generator=draw)
         weights, R = torch.rand(T, A, generator=draw), len(order_R)
@@ -253,11 +260,11 @@ def check_operators() -> int:
     torch.library.opcheck(operators.experts.default, (x, order_R, ends_E, routing, *stacks, "silu", True))
     given = [None if it is None else it.detach() for it in (x, routing, *stacks)]
     torch.library.opcheck(operators.few_experts.default, (given[0], case.ids(), *given[1:], "silu"))
-    torch.library.opcheck(operators.sort_choices.default, (case.ids(), case.E))
-    torch.library.opcheck(operators.count_choices.default, (case.ids(), case.E))
+    torch.library.opcheck(operators.sort_by_expert.default, (case.ids(), case.E))
+    torch.library.opcheck(operators.count_by_expert.default, (case.ids(), case.E))
     scores = torch.rand(5, 6, requires_grad=True)
     for normalise in (False, True):
-        torch.library.opcheck(operators.best_experts.default, (scores.detach(), scores, 2, normalise, 2.5))
+        torch.library.opcheck(operators.top_experts.default, (scores.detach(), scores, 2, normalise, 2.5))
     torch.library.opcheck(operators.gather_rows.default, (x, order_R, 2))
     y = torch.randn(8, 16, requires_grad=True)
     torch.library.opcheck(operators.combine_rows.default, (y, order_R, routing, 4, 2))

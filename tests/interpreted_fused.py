@@ -125,26 +125,32 @@ def check_heads() -> int:
         norms = (RmsNorm(draw(H), 1e-5), RmsNorm(draw(H), 1e-3)) if normed else None
         slots = torch.tensor([13, 0, 6])
         pools = [torch.zeros(5, page, 2 * K, H, dtype=pool)[:, :, ::2] for _ in range(4)]
-        q = triton_cache_write.place(qkv, pools[0], pools[1], slots, turn=turn, norms=norms)
-        wanted = cache_write.place(qkv, pools[2].contiguous(), pools[3].contiguous(), slots, turn=turn, norms=norms)
+        q = triton_cache_write.rope_and_kv_write(qkv, pools[0], pools[1], slots, turn=turn, norms=norms)
+        wanted = cache_write.rope_and_kv_write(
+            qkv, pools[2].contiguous(), pools[3].contiguous(), slots, turn=turn, norms=norms
+        )
         k, v = torch.zeros(5, page, K, H, dtype=pool), torch.zeros(5, page, K, H, dtype=pool)
-        cache_write.place(qkv, k, v, slots, turn=turn, norms=norms)
+        cache_write.rope_and_kv_write(qkv, k, v, slots, turn=turn, norms=norms)
         near = {"atol": 1e-5 if pool == torch.float32 else 4e-3, "rtol": 1e-5 if pool == torch.float32 else 2e-3}
         assert torch.allclose(q, wanted, atol=1e-5)
         assert torch.allclose(pools[0], k, **near) and torch.equal(pools[1], v)
         count += 1
     # A slot outside of the pool, and no token at all.
     k, v = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
-    triton_cache_write.place(draw(2, 24), k, v, torch.tensor([-1, 8]))
+    triton_cache_write.rope_and_kv_write(draw(2, 24), k, v, torch.tensor([-1, 8]))
     assert not k.any() and not v.any()
-    assert triton_cache_write.place(draw(0, 24), k, v, torch.tensor([], dtype=torch.int64)).shape == (0, 1, 8)
+    assert triton_cache_write.rope_and_kv_write(draw(0, 24), k, v, torch.tensor([], dtype=torch.int64)).shape == (
+        0,
+        1,
+        8,
+    )
     return count + 2
 
 
 def check_greedy() -> int:
     """Ties, infinities, NaN, odd sizes, more than a block, rows that are not neighbours."""
     count = 0
-    for R, V in ((3, 7), (1, triton_sampling.MOST + 5), (2, 1), (0, 9)):
+    for R, V in ((3, 7), (1, triton_sampling.MAX_BLOCK + 5), (2, 1), (0, 9)):
         logits = draw(R, 2 * V)[:, :V]
         assert torch.equal(triton_sampling.greedy(logits, -5), sample_reference.greedy(logits, -5))
         count += 1
@@ -161,8 +167,8 @@ def check_tell() -> int:
         last[R // 2] = -7  # none, whose request ends
         ids = torch.where(torch.rand(T) < 0.6, -1 - torch.randint(0, R, (T,)), torch.randint(0, 50_000, (T,)))
         ours, theirs = ids.clone(), ids.clone()
-        triton_sampling.tell_(ours, last)
-        sample_reference.tell_(theirs, last)
+        triton_sampling.write_next_tokens_(ours, last)
+        sample_reference.write_next_tokens_(theirs, last)
         assert torch.equal(ours, theirs) and (ours >= 0).all()
     return 4
 

@@ -16,7 +16,7 @@ from colonnade.kernels.attention import (
     triton_decode,
     triton_mla_decode,
 )
-from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
+from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
 from tests.latent_decoding import LatentCase
 
 HOW = [Tiles(16, 4, 2, 1, 2, 32), Tiles(32, 4, 2, 2, 4, 32)]
@@ -40,7 +40,7 @@ def check_shapes() -> int:
         LatentCase([40, 65], [1, 1], N=70, rank=7, rope=4, page=32),
     )
     for i, case in enumerate(cases):
-        CHOSEN[:] = [HOW[i % 2]]
+        OVERRIDE[:] = [HOW[i % 2]]
         same(case)
     same(LatentCase([60], [1], N=4, rank=32, rope=16, page=16, dtype=torch.float16), 6e-4)
     return len(cases) + 1
@@ -55,7 +55,7 @@ def check_eight_bits() -> int:
         LatentCase([40, 65], [1, 1], N=70, rank=7, rope=4, page=32, cache="float8"),
     )
     for i, case in enumerate(cases):
-        CHOSEN[:] = [HOW[i % 2]]
+        OVERRIDE[:] = [HOW[i % 2]]
         same(case)
     made, z = cases[1].made(), cases[1].rank
     for window in (None, 9):
@@ -81,12 +81,12 @@ def check_store() -> int:
         x = torch.randn(40, rank + rope + 5, generator=draw) * torch.randn(40, 1, generator=draw).exp() ** 6
         x[3], x[4, :rank], x[5, rank:] = 0, 0, 1e-30
         if kind == "float8":
-            values, kept = cache_write.keep(x[:, : rank + rope], rank, kind)
-            x[:, : rank + rope] = cache_write.written_out(values[:, None], kept, rank, torch.float32)[:, 0]
+            values, kept = cache_write.quantise_latents(x[:, : rank + rope], rank, kind)
+            x[:, : rank + rope] = cache_write.dequantise_latents(values[:, None], kept, rank, torch.float32)[:, 0]
         x[6, 1], x[7, rank] = torch.inf, torch.nan
         slots = torch.randperm(48, generator=draw)[:40]
         pools = []
-        for run in (triton_cache_write.store, cache_write.store):
+        for run in (triton_cache_write.write_latents, cache_write.write_latents):
             pool = torch.full((3, 16, 1, rank + rope), 99, dtype=torch.uint8).view(cache_write.DTYPES[kind])
             scales = torch.full((3, 16, 2), 7.0)
             with warnings.catch_warnings():
@@ -106,7 +106,7 @@ def check_store() -> int:
 
 def check_bad_pages() -> int:
     """Not read, as if their keys were not there."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     made = LatentCase([40], [1], N=3, rank=16, rope=8, page=16).made()
     made.table.pages_RP[0, 0] = 10**6
     o = made.run().o
@@ -119,7 +119,7 @@ def check_bad_pages() -> int:
 
 def check_the_row_of_the_table() -> int:
     """Latents go to this kernel, by what the cache is; and fixed cuts give the same bits in any company."""
-    CHOSEN[:] = [HOW[0]]
+    OVERRIDE[:] = [HOW[0]]
     case = LatentCase([50, 20], [1, 3], N=4, rank=16, rope=8, page=16)
     made = case.made()
     got = triton_decode.paged(made.q, made.k, made.k, made.table, values=16)

@@ -164,7 +164,7 @@ def check_fixed_attention() -> int:
     # A block of several queries, of which each sees its first key in another chunk than the one before.
     with (
         mock.patch.object(batch_invariant, "CHUNK", 16),
-        mock.patch.object(decode_tiles, "CHOSEN", [decode_tiles.Tiles(16, 4, 2, 2, 16, 16)]),
+        mock.patch.object(decode_tiles, "OVERRIDE", [decode_tiles.Tiles(16, 4, 2, 2, 16, 16)]),
     ):
         whole = run(q[:20], [20], [250], 0, window=200)
         for t in (1, 9, 18):

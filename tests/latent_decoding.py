@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention import cache_write, split_planner, triton_mla_decode
-from colonnade.kernels.attention.decode_plan import Layout, Prepared
+from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs
 from colonnade.kernels.softmax_state import State
@@ -22,8 +22,8 @@ class LatentMade:
     k: Tensor
     rank: int
     table: PageTable
-    layout: Layout
-    ready: Prepared
+    layout: KernelLayout
+    ready: DevicePlan
     scales: Tensor | None = None
 
     def run(self) -> State:
@@ -40,7 +40,7 @@ class LatentMade:
         """The reference's, in float64."""
         k = self.k.double()
         if self.scales is not None:
-            k = cache_write.written_out(self.k, self.scales, self.rank, torch.float64)
+            k = cache_write.dequantise_latents(self.k, self.scales, self.rank, torch.float64)
         return reference_state(self.q.double(), k, k[..., : self.rank], self.table, self.layout.shape.window)
 
 
@@ -57,7 +57,7 @@ class LatentCase:
     window: int | None = None
     chunk: int | None = None
     dtype: torch.dtype = torch.float32
-    cache: cache_write.Kind | None = None
+    cache: cache_write.LatentKind | None = None
 
     def made(self, device: str = "cpu") -> LatentMade:
         """Tensors and a plan with many cuts."""
@@ -66,9 +66,9 @@ class LatentCase:
         raw = case.made(device, prepared=False)
         k, scales = raw.k, None
         if self.cache is not None:
-            k, scales = cache_write.keep(k.flatten(0, 2), self.rank, self.cache)
+            k, scales = cache_write.quantise_latents(k.flatten(0, 2), self.rank, self.cache)
             k, scales = k.view(raw.k.shape), scales.view(*raw.k.shape[:2], 2)
-        layout = Layout.of_latent(raw.q, k, max(self.queries), window=self.window, chunk=self.chunk)
+        layout = KernelLayout.for_mla(raw.q, k, max(self.queries), window=self.window, chunk=self.chunk)
         cheap = Costs(tile=1000, start=10, merge=0, part=0)
         plan = split_planner.plan(self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk)
         return LatentMade(raw.q, k, self.rank, raw.table, layout, layout.prepare(plan, device), scales)

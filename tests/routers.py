@@ -115,7 +115,7 @@ def hard_scores(T: int, E: int) -> dict[str, torch.Tensor]:
 
 
 def same_choice(run: Callable[..., Any], reference: Callable[..., Any], scores_TE: torch.Tensor, A: int, **how) -> None:
-    """An implementation of "best_experts" against another: the same experts, distinct, the lower index of equal scores;
+    """An implementation of "top_experts" against another: the same experts, distinct, the lower index of equal scores;
     weights and gradients are the other's.
     """
     T, E = scores_TE.shape

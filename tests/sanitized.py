@@ -13,7 +13,7 @@ import torch
 
 from colonnade.kernels import nvrtc
 from colonnade.kernels.attention import cache_write, cuda_decode, triton_cache_write
-from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
+from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
 from tests.decoding import KERNELS, Case, Made
 from tests.latent_decoding import LatentCase, LatentMade
 
@@ -51,11 +51,15 @@ def same(made: Made | LatentMade, what: str) -> None:
 def main(device: str) -> None:
     """All of them; also pages that are nowhere, and what is written."""
     for what, case, tiles in CASES:
-        CHOSEN[:] = [tiles]
+        OVERRIDE[:] = [tiles]
         same(case.made(device), what)
         print(what, flush=True)
-    CHOSEN.clear()
-    if device == "cuda" and torch.cuda.get_device_capability() == cuda_decode.ARCH and nvrtc.unavailable() is None:
+    OVERRIDE.clear()
+    if (
+        device == "cuda"
+        and torch.cuda.get_device_capability() == cuda_decode.ARCH
+        and nvrtc.unavailable_reason() is None
+    ):
         KERNELS[:] = ["cuda"]
         for what in IN_CUDA:
             same(next(case for name, case, _ in CASES if name == what).made(device), what)
@@ -67,7 +71,7 @@ def main(device: str) -> None:
             made.table.pages_RP[0, ::2] = wrong
             assert not made.run().o.isnan().any()
         KERNELS[:] = ["auto"]
-    CHOSEN[:] = [SMALL]
+    OVERRIDE[:] = [SMALL]
     named = {what: case for what, case, _ in CASES}
     for case in (named["decodes"], replace(named["decodes"], many=True), named["chunks"], named["shared prefixes"]):
         made = case.made(device)
@@ -78,10 +82,10 @@ def main(device: str) -> None:
     on = {"device": device, "dtype": torch.float16}
     pools = [torch.zeros(4, 16, 2, 64, **on) for _ in range(2)]
     slots = torch.tensor([63, 0, -1, 64, 2**40], device=device)
-    assert triton_cache_write.place(torch.randn(5, 2 * 5 * 64, **on), *pools, slots).shape == (5, 6, 64)
+    assert triton_cache_write.rope_and_kv_write(torch.randn(5, 2 * 5 * 64, **on), *pools, slots).shape == (5, 6, 64)
     pool, scales = torch.zeros(4, 16, 1, 80, device=device, dtype=torch.int8), torch.zeros(4, 16, 2, device=device)
-    triton_cache_write.store(torch.randn(2, 80, **on), slots[:2], 64, pool, scales)
-    assert cache_write.kind_of(pool) == "int8" and pool[3, 15].any() and pool[0, 0].any()
+    triton_cache_write.write_latents(torch.randn(2, 80, **on), slots[:2], 64, pool, scales)
+    assert cache_write.latent_kind(pool) == "int8" and pool[3, 15].any() and pool[0, 0].any()
     print("writes", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()

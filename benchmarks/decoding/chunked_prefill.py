@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from colonnade.kernels.attention import sdpa, split_reference, triton_decode
-from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention import plan_reference, sdpa, triton_decode
+from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.page_table import PageTable
 from decoding import decode_cells
@@ -68,11 +68,11 @@ def made(cell: Chunks, device: str) -> tuple[Any, ...]:
 
 def ours(q: Any, k: Any, v: Any, table: PageTable) -> Callable[[], Any]:
     """Our kernel; on a CPU the plain executor of the same plan."""
-    layout = Layout.of_many(q, k)
-    new, lengths = table.host
+    layout = KernelLayout.for_prefill(q, k)
+    new, lengths = table.host_lengths
     plan = layout.plan(lengths, new)
     if q.device.type == "cpu":
-        return lambda: split_reference.run(plan, layout.shape, q, k, v, table).o
+        return lambda: plan_reference.run_plan(plan, layout.shape, q, k, v, table).o
     ready = layout.prepare(plan, q.device)
     return lambda: triton_decode.attend(q, k, v, table, ready).o
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from colonnade.kernels.attention import cuda_decode, split_reference, triton_decode
-from colonnade.kernels.attention.decode_plan import Kernels, Layout
+from colonnade.kernels.attention import cuda_decode, plan_reference, triton_decode
+from colonnade.kernels.attention.decode_plan import KernelLayout, Kernels
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.softmax_state import State
 
@@ -102,12 +102,12 @@ def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False, 
     """Our kernels; on a CPU the plain executor of the same plan."""
     cell = tensors.cell
     k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (tensors.k, tensors.v))
-    layout = Layout.of(tensors.q_BNH, k, 1, chunk=chunk, kernels=kernels)
+    layout = KernelLayout.of(tensors.q_BNH, k, 1, chunk=chunk, kernels=kernels)
     plan = layout.plan(cell.lengths, [1] * len(cell.lengths))
     pages = tensors.pages if in_order else tensors.scattered
     tables = [tensors.table(copy, pages) for copy in range(tensors.copies)]
     if tensors.device == "cpu":
-        return lambda copy: split_reference.run(plan, layout.shape, tensors.q_BNH, k, v, tables[copy]).o
+        return lambda copy: plan_reference.run_plan(plan, layout.shape, tensors.q_BNH, k, v, tables[copy]).o
     ready = layout.prepare(plan, tensors.device)
     return lambda copy: triton_decode.attend(tensors.q_BNH, k, v, tables[copy], ready).o
 
@@ -116,7 +116,7 @@ def loads(tensors: Tensors) -> Run | None:
     """The loads of our kernel in CUDA C++ without its arithmetic; None where that kernel does not read this cell."""
     cell, q_BNH = tensors.cell, tensors.q_BNH
     k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (tensors.k, tensors.v))
-    layout = Layout.of(q_BNH, k, 1)
+    layout = KernelLayout.of(q_BNH, k, 1)
     if not layout.cuda:
         return None
     tables = [tensors.table(copy, tensors.scattered) for copy in range(tensors.copies)]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import split_reference, triton_decode
-from colonnade.kernels.attention.decode_plan import Kernels, Layout
+from colonnade.kernels.attention import plan_reference, triton_decode
+from colonnade.kernels.attention.decode_plan import KernelLayout, Kernels
 from decoding.decode_cells import Cell, Run, Tensors, error, exact, replayed
 from harness.rows import figures, line
 
@@ -39,13 +39,13 @@ def call(
     """Our kernel on a cache of such numbers; on a CPU the plain executor of the same plan."""
     cell, q = tensors.cell, tensors.q_BNH
     k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (k, v))
-    layout = Layout.of(q, k, 1, kernels=kernels)
+    layout = KernelLayout.of(q, k, 1, kernels=kernels)
     plan = layout.plan(cell.lengths, [1] * len(cell.lengths))
     pages = tensors.pages if in_order else tensors.scattered
     tables = [tensors.table(i, pages) for i in range(tensors.copies)]
     if tensors.device == "cpu":
         k, v = (widened(x, scale_K) for x, scale_K in zip((k, v), scales or (None, None), strict=True))
-        return lambda i: split_reference.run(plan, layout.shape, q.float(), k, v, tables[i]).o
+        return lambda i: plan_reference.run_plan(plan, layout.shape, q.float(), k, v, tables[i]).o
     ready = layout.prepare(plan, tensors.device)
     return lambda i: triton_decode.attend(q, k, v, tables[i], ready, scales_K=scales).o
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from colonnade.kernels.attention import reference, sdpa, split_reference, triton_mla_decode
-from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention import plan_reference, reference, sdpa, triton_mla_decode
+from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from decoding import decode_cells
 from harness.rows import figures, line
@@ -37,14 +37,14 @@ def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, pag
         cu = torch.arange(batch + 1, device=device, dtype=torch.int32)
         lengths = torch.full((batch,), length, device=device, dtype=torch.int32)
         table = PageTable(told, cu, lengths, page, 1, length)
-        layout = Layout.of_latent(q, k, 1)
+        layout = KernelLayout.for_mla(q, k, 1)
         plan = layout.plan([length] * batch, [1] * batch)
         ready = layout.prepare(plan, device)
 
         def ours(_: int, case: tuple[Any, ...] = (q, k, table, plan, layout, ready)) -> torch.Tensor:
             q, k, table, plan, layout, ready = case
             if q.device.type == "cpu":
-                return split_reference.run(plan, layout.shape, q, k, k, table).o[..., :RANK]
+                return plan_reference.run_plan(plan, layout.shape, q, k, k, table).o[..., :RANK]
             return triton_mla_decode.attend(q, k, RANK, table, ready).o
 
         def theirs(_: int, case: tuple[Any, ...] = (q, k, table)) -> torch.Tensor:

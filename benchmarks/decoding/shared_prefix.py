@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from colonnade.kernels.attention import cascade_reference, reference, split_reference, triton_decode
+from colonnade.kernels.attention import plan_reference, reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
-from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention.decode_plan import KernelLayout
 from decoding.decode_cells import Cell, Run, Tensors, error, peers, seconds
 from harness.rows import figures, line
 
@@ -31,7 +31,7 @@ def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 64) -
         tables.append(tensors.table(0, pages))
     apart = [tensors.table(0, tensors.scattered[:1])]
     new = [1] * batch
-    layout = Layout.of(tensors.q_BNH, k, 1, shares=True)
+    layout = KernelLayout.of(tensors.q_BNH, k, 1, shares=True)
     assert layout.shared is not None
     cascade = layout.plan(cell.lengths, new, tables=tables[0].host_pages, page_tokens=page)
     plain = layout.plan(cell.lengths, new)
@@ -44,8 +44,8 @@ def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 64) -
             return lambda _: triton_decode.attend(tensors.q_BNH, k, v, next(turns), ready).o
         if isinstance(plan, Cascade):
             shapes = layout.shape, layout.shared.shape
-            return lambda _: cascade_reference.run(plan, *shapes, tensors.q_BNH, k, v, next(turns)).o
-        return lambda _: split_reference.run(plan, layout.shape, tensors.q_BNH, k, v, next(turns)).o
+            return lambda _: plan_reference.run_cascade(plan, *shapes, tensors.q_BNH, k, v, next(turns)).o
+        return lambda _: plan_reference.run_plan(plan, layout.shape, tensors.q_BNH, k, v, next(turns)).o
 
     runs = [
         ("colonnade, read once", cascade, tables), ("colonnade, shared pages read by each", plain, tables),

@@ -115,24 +115,24 @@ def compiled(cell: Cell, pinned: bool) -> None:
     few = tuple(min(length, 2 * cell.page) for length in cell.lengths)
     tensors = Tensors(dataclasses.replace(cell, lengths=few), "cuda", copies=1)
     for tiles in (None, *(CANDIDATES[:PINNED] if pinned else ())):
-        decode_tiles.CHOSEN[:] = [] if tiles is None else [tiles]
+        decode_tiles.OVERRIDE[:] = [] if tiles is None else [tiles]
         try:
             ours(tensors)(0)
         except (RuntimeError, torch.OutOfMemoryError, *too_much()) as why:
             print(f"{cell.name} {tiles}: {str(why).splitlines()[0][:90]}", flush=True)
         finally:
-            decode_tiles.CHOSEN.clear()
+            decode_tiles.OVERRIDE.clear()
 
 
 def pinned_us(cell: Cell, device: str) -> float | None:
     """The best of a dozen configurations that are told to the kernel instead of looked up [µs]; of those that fit."""
     tensors, times = Tensors(cell, device), list[float]()
     for tiles in CANDIDATES[:PINNED]:
-        decode_tiles.CHOSEN[:] = [tiles]
+        decode_tiles.OVERRIDE[:] = [tiles]
         try:
             times.append(round(seconds(ours(tensors), tensors) * 1e6, 2))
         except (RuntimeError, torch.OutOfMemoryError, *too_much()) as why:
             print(f"{cell.name} {tuple(tiles)}: {str(why).splitlines()[0][:90]}", flush=True)
         finally:
-            decode_tiles.CHOSEN.clear()
+            decode_tiles.OVERRIDE.clear()
     return min(times, default=None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from colonnade.kernels.attention import decode_tiles
-from colonnade.kernels.attention.decode_plan import FEW
+from colonnade.kernels.attention.decode_plan import DECODE_ROWS
 from colonnade.kernels.attention.decode_tiles import Tiles
 from decoding import chunked_prefill, kv8
 from decoding.decode_cells import Cell, Tensors, ours, replayed, seconds
@@ -61,9 +61,9 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
     record = json.loads(json.dumps(decode_tiles.table()))
     record["costs"]["bytes_a_ns"] = round(read / 1e9)
     decode_tiles.table()["costs"]["bytes_a_ns"] = record["costs"]["bytes_a_ns"]
-    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] > FEW):
+    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] > DECODE_ROWS):
         tune_many(row, record["costs"])
-    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= FEW):
+    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= DECODE_ROWS):
         group = 8 if row["rows"] == 16 else 64
         cells = [Tensors(Cell((S,) * B, K=2, group=group, H=row["width"]), "cuda") for B, S in TUNED_AT]
         took: dict[Tiles, float] = {}
@@ -72,10 +72,10 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
             hows: Sequence[Tiles], took: dict[Tiles, float] = took, cells: Sequence[Tensors] = cells, row: dict = row
         ) -> Tiles:
             for how in (how for how in hows if how not in took):
-                decode_tiles.CHOSEN[:] = [how]
+                decode_tiles.OVERRIDE[:] = [how]
                 took[how] = mean_s(cells)
                 print(f"  {row['rows']} rows, width {row['width']}, {tuple(how)}: {took[how] * 1e6:.2f} µs", flush=True)
-            decode_tiles.CHOSEN.clear()
+            decode_tiles.OVERRIDE.clear()
             return min(took, key=lambda how: took[how])
 
         best = best_of((Tiles(**row["tiles"]), *CANDIDATES))
@@ -107,7 +107,7 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
 def tune_eight(out: Path, widths: Sequence[int]) -> None:
     """Measure the tiles of caches of 8 bits, which are half as large, for each row of the table of few rows."""
     record = json.loads(json.dumps(decode_tiles.table()))
-    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= FEW):
+    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= DECODE_ROWS):
         group = 8 if row["rows"] == 16 else 64
         tensors = [
             Tensors(Cell((S,) * B, group=group, H=row["width"], dtype=torch.bfloat16), "cuda") for B, S in EIGHT_AT
@@ -116,7 +116,7 @@ def tune_eight(out: Path, widths: Sequence[int]) -> None:
         base, took = Tiles(**row["tiles"]), dict[Tiles, float]()
         for tile, stages, workers in EIGHTS:
             how = base._replace(tile=tile, stages=stages, workers=workers)
-            decode_tiles.CHOSEN[:] = [how]
+            decode_tiles.OVERRIDE[:] = [how]
             try:
                 times = [
                     replayed(kv8.call(t, k, v, None, kernels="triton"), t.copies, "cuda", rounds=7)
@@ -126,7 +126,7 @@ def tune_eight(out: Path, widths: Sequence[int]) -> None:
                 continue
             took[how] = statistics.geometric_mean(times)
             print(f"  {tuple(how)}: {' '.join(f'{1e6 * s:.2f}' for s in times)} µs", flush=True)
-        decode_tiles.CHOSEN.clear()
+        decode_tiles.OVERRIDE.clear()
         row["eight"] = min(took, key=lambda how: took[how])._asdict()
         print(f"8 bits, {row['rows']} rows, width {row['width']}: {row['eight']}", flush=True)
     out.write_text(written(record), encoding="utf-8")
@@ -138,14 +138,14 @@ def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
     tensors = [(cell, chunked_prefill.made(cell, "cuda")) for cell in cells]
     took: dict[Tiles, float] = {}
     for how in (Tiles(**row["tiles"]), *chunked_prefill.CANDIDATES):
-        decode_tiles.CHOSEN[:] = [how]
+        decode_tiles.OVERRIDE[:] = [how]
         took[how] = chunked_prefill.mean_s(tensors)
         print(f"  {row['rows']} rows, width {row['width']}, {tuple(how)}: {took[how] * 1e6:.2f} µs", flush=True)
     best = min(took, key=lambda how: took[how])
-    decode_tiles.CHOSEN[:] = [best]
+    decode_tiles.OVERRIDE[:] = [best]
     cell, held = max(tensors, key=lambda made: made[0].known)
     rate = round(cell.flops / chunked_prefill.seconds(chunked_prefill.ours(*held)) / 1e9)
-    decode_tiles.CHOSEN.clear()
+    decode_tiles.OVERRIDE.clear()
     row["tiles"] = best._asdict()
     prices["flops_a_ns"] = decode_tiles.table()["costs"]["flops_a_ns"] = rate
     print(f"{row['rows']} rows, width {row['width']}: {best}, {rate / 1e3:.0f} TFLOP/s", flush=True)

@@ -20,8 +20,8 @@ from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing
 from colonnade.parallel.axis import SOLO_AXES
 from moe.layer_profile import LIBRARYS, PRODUCTS, timeline
 
-DISPATCH = ("_count", "_place", "_rank", "_invert", "_copy", "_deal")
-COMBINE = ("_sum", "_weighted_copy")
+DISPATCH = ("_count", "_scatter", "_sort_by_counting", "_inverse_permutation", "_gather_by_row", "_gather_by_token")
+COMBINE = ("_combine_kernel", "_combine_grad")
 BETWEEN = ("activation_forward_kernel", "activation_backward_kernel", "bias_grad_kernel")
 RUNS = 3
 

@@ -58,7 +58,7 @@ class Layer:
         scores_TE = torch.rand(T, E, device=device, generator=draw)
         ids_TA = scores_TE.topk(A).indices
         self.routing = torch.rand(T, A, device=device, generator=draw)
-        self.order, self.ends = choose("sort_choices", device, dtype)(ids_TA, E)
+        self.order, self.ends = choose("sort_by_expert", device, dtype)(ids_TA, E)
 
     def run(self, kernel: Kernel) -> list[Tensor]:
         """One product, as the table has it now."""

@@ -1,4 +1,4 @@
-"""What kernels are told of the device that they are launched on, and how it gets small lists of numbers."""
+"""Device properties for kernel launches, and non-blocking uploads of small lists."""
 
 import functools
 import math
@@ -12,39 +12,39 @@ from torch import Tensor
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors; Triton's interpreter, on a CPU, has none, and a few show all that can go wrong."""
+def multiprocessors(device: torch.device) -> int:
+    """Number of SMs; 4 for Triton's interpreter on a CPU, enough to exercise several workers."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache
-def shared_bytes(device: torch.device) -> float:
-    """Of a multiprocessor's fast memory, what one program may take; Triton's interpreter has no such limit."""
+def shared_memory_bytes(device: torch.device) -> float:
+    """Shared memory that one thread block may use; unlimited in Triton's interpreter."""
     if device.type != "cuda":
         return math.inf
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """``values`` as a tensor on ``device``; on a GPU in the order of its stream, behind what was launched before.
+    """``values`` as a tensor on ``device``; on a GPU the copy is queued on the current stream.
 
-    A plain copy would wait until the device has done all that (``torch.tensor(values, device="cuda")`` does), and the
-    engine would never run ahead. The pinned memory is given back when the copy is done: torch keeps an event for it.
+    ``torch.tensor(values, device="cuda")`` would wait for all queued work, and the engine could never run ahead. torch
+    frees the pinned buffer once the copy has finished.
     """
     gpu = torch.device(device).type == "cuda"
-    return _numbers(values, dtype, gpu).to(device, non_blocking=gpu)
+    return _host_tensor(values, dtype, gpu).to(device, non_blocking=gpu)
 
 
 def upload_into(x: Tensor, values: Sequence[Any] | Tensor) -> None:
-    """Write ``values``, which may be a tensor of the host that is changed soon after, over ``x``, likewise."""
-    x.copy_(_numbers(values, x.dtype, x.is_cuda), non_blocking=True)
+    """Copies ``values`` into ``x`` without blocking; a host tensor may be changed right after the call."""
+    x.copy_(_host_tensor(values, x.dtype, x.is_cuda), non_blocking=True)
 
 
-def _numbers(values: Sequence[Any] | Tensor, dtype: torch.dtype, pinned: bool) -> Tensor:
-    """A copy of ``values``, lists of equally long lists too, on the host.
+def _host_tensor(values: Sequence[Any] | Tensor, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """A host copy of ``values``, which may be nested lists of equal length.
 
-    Integers go through an ``array``, which reads a list in a third of torch's time, and which is read by one copy of
-    its memory; not so other numbers, of which torch makes infinity where they are too large.
+    Integers go through an ``array``, which reads a list in a third of torch's time and is copied at once. Other dtypes
+    do not, because torch turns values that are too large into infinity.
     """
     if isinstance(values, Tensor):
         return values.to(dtype).pin_memory() if pinned else values.to(dtype)

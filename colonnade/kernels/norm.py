@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm of rows, as torch computes them.
+"""RMSNorm and LayerNorm, in plain torch.
 
-rms     y = x / √(mean(x²) + ε) · w                   (Zhang & Sennrich 2019, arXiv 1910.07467)
-layer   y = (x − mean) / √(var + ε) · w + b           (Ba 2016, arXiv 1607.06450)
+rms     y = x / √(mean(x²) + ε) · w                   (Zhang & Sennrich 2019, arXiv 1910.07467) layer   y = (x − mean) /
+√(var + ε) · w + b           (Ba 2016, arXiv 1607.06450)
 """
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """y of x's shape (…, D); with a bias LayerNorm. The mean is taken in at least float32."""
+    """Normalises rows of ``x`` (…, D): LayerNorm if there is a bias, else RMSNorm; means are in at least float32."""
     if bias_D is None:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return F.layer_norm(x, weight_D.shape, weight_D, bias_D, eps)

@@ -1,12 +1,12 @@
-"""Rows in the order of their experts, and back: the specification, in plain torch.
+"""Token permutation by expert and back, in plain torch.
 
     order   = stable argsort of the T·A choices by expert           choice r = t·A + j: token t's j-th
     x_RD    = x_TD[order // A]                                      gather: each token once for each of its choices
     y_TD    = Σ_j w_tj · y_RD[row of choice (t, j)]                 combine
 
-A choice whose expert is E or more is none: such choices come last, and the rows past ``ends_E[-1]`` mean nothing. The
-number of rows is known without asking the device: nothing here waits for it (MegaBlocks, arXiv 2211.15841, section 4,
-where rows are padded to blocks; here they are not).
+An expert id of E or more marks an unused choice: these are sorted last, and rows from ``ends_E[-1]`` on are undefined.
+The number of rows is known without a device synchronisation (MegaBlocks, arXiv 2211.15841, section 4, pads rows to
+blocks; here they are not padded).
 """
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 
 def sort(ids_TA: Tensor, experts: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """(order_R, ends_E): the choices by expert, those of one expert in the order of the tokens, and where each expert's
-    rows end. ``rows`` bounds how many choices there are at all, where they are fewer than T·A.
+    """(order_R, ends_E): the choices sorted by expert, then by token, and the end of each expert's rows.
+
+    ``rows`` bounds the number of used choices, if they are fewer than T·A.
     """
     ids_R = ids_TA.flatten()
     order_R = ids_R.argsort(stable=True)
@@ -25,19 +26,19 @@ def sort(ids_TA: Tensor, experts: int, rows: int | None = None) -> tuple[Tensor,
 
 
 def count(ids_TA: Tensor, experts: int) -> Tensor:
-    """int64 (E,): choices by expert."""
+    """int64 (E,): the number of choices of each expert."""
     count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TA.device)
     ids_R = ids_TA.flatten().clamp(max=experts)
     return count_E.index_add(0, ids_R, torch.ones_like(ids_R))[:experts]
 
 
 def gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
-    """x_RD: the token of each row; no choice stands in ``order_R`` twice."""
+    """x_RD: the token of each row; ``order_R`` has no duplicates."""
     return x_TD[order_R // active]
 
 
 def combine(y_RD: Tensor, order_R: Tensor, weights_TA: Tensor) -> Tensor:
-    """y_TD: each token's rows, summed by their weights, in the type of ``y_RD``."""
+    """y_TD: the weighted sum of each token's rows, in the dtype of ``y_RD``."""
     T, A = weights_TA.shape
     w_R1 = weights_TA.flatten()[order_R].unsqueeze(1)
     weighted_RD = (y_RD * w_R1).to(torch.promote_types(y_RD.dtype, weights_TA.dtype))

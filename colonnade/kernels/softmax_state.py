@@ -1,6 +1,6 @@
-"""Attention is a fold over partial softmax states.
+"""Partial softmax states and their merge: attention as a fold over parts of the keys.
 
-Attend to a part s of the keys, and keep beside the output the logarithm of the softmax's denominator:
+Attend to a part s of the keys, and return the log-sum-exp beside the output:
 
     o_s = softmax(q·kₛ) vₛ            lse_s = log Σ exp(q·kₛ)
 
@@ -8,12 +8,12 @@ Two such states merge into the state of the union of their keys,
 
     lse = log(exp(lse_a) + exp(lse_b))        o = exp(lse_a − lse)·o_a + exp(lse_b − lse)·o_b
 
-which is associative and commutative, with the identity (0, −∞), the state of no keys at all. Split-KV decoding folds
-over chunks, ring attention over ranks, shared prefixes over page ranges (Milakov & Gimelshein, arXiv 1805.02867;
-Dao et al., arXiv 2205.14135; the Flash-Decoding article, PyTorch blog, 2023).
+which is associative and commutative, with the identity (0, −∞), the state of no keys. Split-KV decoding folds over
+chunks, ring attention over ranks, shared prefixes over page ranges (Milakov & Gimelshein, arXiv 1805.02867; Dao et al.,
+arXiv 2205.14135; the Flash-Decoding article, PyTorch blog, 2023).
 
-The backward is written out, because both automatic ways fail: torch's logsumexp of empty states gives NaN gradients,
-and a fused kernel's log-sum-exp carries none at all (merging such states silently gave gradients 43–47% off):
+The backward is written by hand because both automatic ways fail: torch's logsumexp of empty states gives NaN gradients,
+and a fused kernel's log-sum-exp has no gradient at all (merging such states silently gave gradients 43–47% off):
 
     dₒₛ = p_s·dₒ          dlse_s = p_s·((o_s − o)·dₒ + dlse)          p_s = exp(lse_s − lse)
 """
@@ -27,7 +27,7 @@ from torch.autograd import Function
 
 
 class State(NamedTuple):
-    """The softmax of some queries over some keys: ``o`` (…, H) and ``lse`` (…), natural logarithm."""
+    """Softmax state of queries over a set of keys: ``o`` (…, H) and ``lse`` (…), natural logarithm."""
 
     o: Tensor
     lse: Tensor
@@ -44,7 +44,7 @@ def merge(a: State, b: State) -> State:
 
 
 def merge_all(states: Sequence[State]) -> State:
-    """The state of the union of all ``states``, in one parallel step; equal to folding :func:`merge` over them."""
+    """The state of the union of all ``states`` in one parallel step; equals folding :func:`merge` over them."""
     o_S, lse_S = torch.stack([s.o for s in states]), torch.stack([s.lse for s in states])
     return State(*_Merge.apply(o_S, lse_S))
 
@@ -52,7 +52,7 @@ def merge_all(states: Sequence[State]) -> State:
 class _Merge(Function):
     @staticmethod
     def forward(ctx, o_S: Tensor, lse_S: Tensor) -> tuple[Tensor, Tensor]:
-        # A maximum of −∞ (nobody has keys) is replaced by 0, so that −∞ − (−∞) never happens.
+        # A maximum of −∞ (no keys at all) is replaced by 0, so that −∞ − (−∞) never occurs.
         top = lse_S.amax(0)
         top = torch.where(top == -torch.inf, 0.0, top)
         weight_S = torch.exp(lse_S - top)

@@ -1,6 +1,7 @@
-"""RMSNorm and LayerNorm, a program a row: how a row is summed depends on its width only, never on the number of rows.
+"""Batch-invariant RMSNorm and LayerNorm: a program per row.
 
-torch's reductions choose by both, so that a row's last bit may depend on its neighbours.
+The order of a row's sum depends on its width only. torch's reductions also depend on the number of rows, so that a
+row's last bit may change with the batch.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -14,19 +15,19 @@ from torch import Tensor
 @triton.jit
 def _norm(x_ptr, w_ptr, b_ptr, y_ptr, width, eps, LAYER: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    x = tl.load(x_ptr + row + at, mask=inside, other=0).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    x = tl.load(x_ptr + row + column, mask=mask, other=0).to(tl.float32)
     if LAYER:
-        x = tl.where(inside, x - tl.sum(x, 0) / width, 0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * tl.load(w_ptr + at, mask=inside, other=0).to(tl.float32)
+        x = tl.where(mask, x - tl.sum(x, 0) / width, 0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * tl.load(w_ptr + column, mask=mask, other=0).to(tl.float32)
     if LAYER:
-        y += tl.load(b_ptr + at, mask=inside, other=0).to(tl.float32)
-    tl.store(y_ptr + row + at, y, mask=inside)
+        y += tl.load(b_ptr + column, mask=mask, other=0).to(tl.float32)
+    tl.store(y_ptr + row + column, y, mask=mask)
 
 
 def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """y (see :func:`reference.norm`)."""
+    """y (see :func:`norm.norm`)."""
     width = len(weight_D)
     x = x.contiguous()
     y = torch.empty_like(x)

@@ -1,17 +1,18 @@
-"""Rows in the order of their experts and back, in Triton: each element is read once and written once.
+"""Token permutation by expert and back in Triton; each element is read once and written once.
 
     gather    x_r = x_t of the row's choice                            (T + R)·D elements
     combine   y_t = Σ_j w_tj y_r(t, j)                                 (R + T)·D; j in order, in float32
 
-The way back of each is the other, by the inverse permutation r(t, j), so that no addition is atomic and the bits are
-the same each time. dw_tj = y_r · dy_t is found in the pass that writes dy_r = w_tj dy_t. A gather goes by tokens, whose
-rows it finds by r(t, j) too, where they have more than one each; else by rows, which read 2·R·D elements but need no
-permutation.
+Each is the other's backward, through the inverse permutation r(t, j), so that no addition is atomic and results are
+deterministic. dw_tj = y_r · dy_t is computed in the pass that writes dy_r = w_tj dy_t. If tokens have more than one row
+on average, a gather loops over tokens and finds their rows by r(t, j); else it loops over rows, which reads 2·R·D
+elements but needs no inverse permutation.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
-# A kernel is launched with more than its signature says; its constants are plain numbers, and say what is bound.
+# Triton adds launch options to a kernel's signature; constexpr arguments are plain Python values and decide what is
+# bound.
 
 import torch
 import triton
@@ -20,21 +21,21 @@ from triton import language as tl
 
 
 @triton.jit
-def _invert(order_ptr, inverse_ptr, R, BLOCK: tl.constexpr):
+def _inverse_permutation(order_ptr, inverse_ptr, R, BLOCK: tl.constexpr):
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(inverse_ptr + tl.load(order_ptr + r, r < R, 0), r, r < R)
 
 
 @triton.jit
-def _sum(
+def _combine_kernel(
     x_ptr, order_ptr, inverse_ptr, ends_ptr, weights_ptr, y_ptr, R, last_expert, D, stride,
     A: tl.constexpr, WEIGHTED: tl.constexpr, ENDS: tl.constexpr, SEARCH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """With SEARCH, a power of two of at least R, a choice's row is looked for among all; else it is known."""
+    """SEARCH, a power of two of at least R, finds a choice's row by search; 0 reads it from the inverse permutation."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     last = R
-    if ENDS:  # rows past the last end hold nothing
+    if ENDS:  # rows past the last end are undefined
         last = tl.load(ends_ptr + last_expert).to(tl.int32)
     if SEARCH:
         i = tl.arange(0, SEARCH)
@@ -51,7 +52,7 @@ def _sum(
 
 
 @triton.jit
-def _copy(x_ptr, order_ptr, y_ptr, D, stride, active, BD: tl.constexpr):
+def _gather_by_row(x_ptr, order_ptr, y_ptr, D, stride, active, BD: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     t = tl.load(order_ptr + r).to(tl.int64) // active
@@ -59,8 +60,8 @@ def _copy(x_ptr, order_ptr, y_ptr, D, stride, active, BD: tl.constexpr):
 
 
 @triton.jit
-def _deal(x_ptr, inverse_ptr, y_ptr, D, stride, A: tl.constexpr, BD: tl.constexpr):
-    """A token to each of its rows; a choice without one has -1."""
+def _gather_by_token(x_ptr, inverse_ptr, y_ptr, D, stride, A: tl.constexpr, BD: tl.constexpr):
+    """Copies each token to all of its rows; −1 marks a choice without a row."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     x = tl.load(x_ptr + t * stride + d, d < D)
@@ -70,7 +71,7 @@ def _deal(x_ptr, inverse_ptr, y_ptr, D, stride, A: tl.constexpr, BD: tl.constexp
 
 
 @triton.jit
-def _weighted_copy(
+def _combine_grad(
     dy_ptr, y_ptr, order_ptr, weights_ptr, dx_ptr, dw_ptr, D, dy_stride, y_stride, active, BD: tl.constexpr
 ):
     r = tl.program_id(0).to(tl.int64)
@@ -85,44 +86,45 @@ def _weighted_copy(
     tl.store(dw_ptr + choice, tl.sum(dot, 0).to(dw_ptr.dtype.element_ty))
 
 
-def rows_in(x: Tensor) -> Tensor:
-    """``x`` with its rows' elements side by side."""
+def row_contiguous(x: Tensor) -> Tensor:
+    """``x`` with contiguous rows."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-SEARCHED = 512
-"""Up to so many rows, looking for a choice's costs less than the launch that would know it."""
+SEARCH_ROWS = 512
+"""Up to this many rows, searching for a choice's row is cheaper than launching the inverse permutation."""
 
 
-def inverse(order_R: Tensor, T: int, active: int) -> Tensor:
-    """(T, A): the row of each choice; −1 of one that has none."""
-    R, all_there = len(order_R), len(order_R) == T * active
+def inverse_permutation(order_R: Tensor, T: int, active: int) -> Tensor:
+    """int32 (T, A): the row of each choice; −1 if it has none."""
+    R, complete = len(order_R), len(order_R) == T * active
     inverse_TA = torch.empty(T, active, dtype=torch.int32, device=order_R.device)
-    if not all_there:
+    if not complete:
         inverse_TA.fill_(-1)
     if R:
-        _invert[(triton.cdiv(R, 1024),)](order_R, inverse_TA, R, 1024)
+        _inverse_permutation[(triton.cdiv(R, 1024),)](order_R, inverse_TA, R, 1024)
     return inverse_TA
 
 
-def found(order_R: Tensor, T: int, active: int) -> Tensor | None:
-    """:func:`inverse`; None where so few rows are sooner looked through for each choice."""
-    return inverse(order_R, T, active) if len(order_R) > SEARCHED else None
+def inverse_if_large(order_R: Tensor, T: int, active: int) -> Tensor | None:
+    """:func:`inverse_permutation`, or None for so few rows that kernels search instead."""
+    return inverse_permutation(order_R, T, active) if len(order_R) > SEARCH_ROWS else None
 
 
-def summed(
+def combine_rows(
     x_RD: Tensor, order_R: Tensor, T: int, A: int, weights_TA: Tensor | None = None, ends_E: Tensor | None = None,
     inverse_TA: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y_TD = Σ_j w_tj x_r(t, j), over the rows before the last end where ends are given; ``inverse_TA`` is
-    what :func:`found` gave, where it was asked.
+    """y_TD = Σ_j w_tj x_r(t, j), over rows before the last end if ``ends_E`` is given.
+
+    ``inverse_TA`` is the result of :func:`inverse_if_large`, if the caller has it already.
     """
-    x_RD, R, D = rows_in(x_RD), len(x_RD), x_RD.shape[1]
+    x_RD, R, D = row_contiguous(x_RD), len(x_RD), x_RD.shape[1]
     y_TD = x_RD.new_empty(T, D)
     if y_TD.numel():
         block = min(1024, triton.next_power_of_2(D))
-        inverse_TA = found(order_R, T, A) if inverse_TA is None else inverse_TA
-        _sum[(T, triton.cdiv(D, block))](
+        inverse_TA = inverse_if_large(order_R, T, A) if inverse_TA is None else inverse_TA
+        _combine_kernel[(T, triton.cdiv(D, block))](
             x_RD, order_R, inverse_TA, ends_E, weights_TA, y_TD, R,
             0 if ends_E is None else len(ends_E) - 1, D, x_RD.stride(0), A, weights_TA is not None, ends_E is not None,
             triton.next_power_of_2(max(R, 1)) if inverse_TA is None else 0, block,
@@ -130,25 +132,25 @@ def summed(
     return y_TD
 
 
-def laid(x_TD: Tensor, order_R: Tensor, active: int, inverse_TA: Tensor | None = None) -> Tensor:
-    """x_RD: the token of each row; ``inverse_TA`` as for :func:`summed`."""
-    x_TD, R, (T, D) = rows_in(x_TD), len(order_R), x_TD.shape
+def gather_rows(x_TD: Tensor, order_R: Tensor, active: int, inverse_TA: Tensor | None = None) -> Tensor:
+    """x_RD: the token of each row; ``inverse_TA`` as for :func:`combine_rows`."""
+    x_TD, R, (T, D) = row_contiguous(x_TD), len(order_R), x_TD.shape
     y_RD = x_TD.new_empty(R, D)
     if not y_RD.numel():
         return y_RD
     block = min(1024, triton.next_power_of_2(D))
     if R > T and inverse_TA is None:
-        inverse_TA = found(order_R, T, active)
+        inverse_TA = inverse_if_large(order_R, T, active)
     if R > T and inverse_TA is not None:
-        _deal[(T, triton.cdiv(D, block))](x_TD, inverse_TA, y_RD, D, x_TD.stride(0), active, block)
+        _gather_by_token[(T, triton.cdiv(D, block))](x_TD, inverse_TA, y_RD, D, x_TD.stride(0), active, block)
     else:
-        _copy[(R, triton.cdiv(D, block))](x_TD, order_R, y_RD, D, x_TD.stride(0), active, block)
+        _gather_by_row[(R, triton.cdiv(D, block))](x_TD, order_R, y_RD, D, x_TD.stride(0), active, block)
     return y_RD
 
 
 @torch.library.custom_op("colonnade::gather_rows", mutates_args=())
 def _gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
-    return laid(x_TD, order_R, active)
+    return gather_rows(x_TD, order_R, active)
 
 
 @_gather.register_fake
@@ -159,7 +161,7 @@ def _(x_TD, order_R, active):
 @torch.library.custom_op("colonnade::combine_rows", mutates_args=())
 def _combine(y_RD: Tensor, order_R: Tensor, weights_TA: Tensor | None, T: int, active: int) -> Tensor:
     weights_TA = None if weights_TA is None else weights_TA.contiguous()
-    return summed(y_RD, order_R, T, active, weights_TA)
+    return combine_rows(y_RD, order_R, T, active, weights_TA)
 
 
 @_combine.register_fake
@@ -169,12 +171,12 @@ def _(y_RD, order_R, weights_TA, T, active):
 
 @torch.library.custom_op("colonnade::combine_rows_backward", mutates_args=())
 def _combine_backward(dy_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TA: Tensor) -> tuple[Tensor, Tensor]:
-    dy_TD, y_RD, weights_TA = rows_in(dy_TD), rows_in(y_RD), weights_TA.contiguous()
+    dy_TD, y_RD, weights_TA = row_contiguous(dy_TD), row_contiguous(y_RD), weights_TA.contiguous()
     (R, D), A = y_RD.shape, weights_TA.shape[1]
     dx_RD, dw_TA = y_RD.new_empty(R, D), torch.zeros_like(weights_TA)
     if R:
         block = min(1024, triton.next_power_of_2(max(D, 1)))
-        _weighted_copy[(R,)](
+        _combine_grad[(R,)](
             dy_TD, y_RD, order_R, weights_TA, dx_RD, dw_TA, D, dy_TD.stride(0), y_RD.stride(0), A, block
         )
     return dx_RD, dw_TA
@@ -185,35 +187,35 @@ def _(dy_TD, y_RD, order_R, weights_TA):
     return y_RD.new_empty(y_RD.shape), weights_TA.new_empty(weights_TA.shape)
 
 
-def _keep_gather(ctx, inputs: tuple, output: Tensor) -> None:
+def _save_gather(ctx, inputs: tuple, output: Tensor) -> None:
     x_TD, order_R, active = inputs
     ctx.save_for_backward(order_R)
     ctx.how = len(x_TD), active
 
 
-def _back_gather(ctx, dx_RD: Tensor):
+def _gather_grad(ctx, dx_RD: Tensor):
     return _combine(dx_RD, ctx.saved_tensors[0], None, *ctx.how), None, None
 
 
-def _keep_combine(ctx, inputs: tuple, output: Tensor) -> None:
+def _save_combine(ctx, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
-def _back_combine(ctx, dy_TD: Tensor):
+def _combine_backward_pass(ctx, dy_TD: Tensor):
     y_RD, order_R, weights_TA = ctx.saved_tensors
     dx_RD, dw_TA = _combine_backward(dy_TD, y_RD, order_R, weights_TA)
     return dx_RD, None, dw_TA, None, None
 
 
-_gather.register_autograd(_back_gather, setup_context=_keep_gather)
-_combine.register_autograd(_back_combine, setup_context=_keep_combine)
+_gather.register_autograd(_gather_grad, setup_context=_save_gather)
+_combine.register_autograd(_combine_backward_pass, setup_context=_save_combine)
 
 
 def gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
-    """x_RD (see :func:`reference.gather`)."""
+    """x_RD (see :func:`permute.gather`)."""
     return _gather(x_TD, order_R, active)
 
 
 def combine(y_RD: Tensor, order_R: Tensor, weights_TA: Tensor) -> Tensor:
-    """y_TD (see :func:`reference.combine`)."""
+    """y_TD (see :func:`permute.combine`)."""
     return _combine(y_RD, order_R, weights_TA, *weights_TA.shape)

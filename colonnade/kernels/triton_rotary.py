@@ -1,10 +1,10 @@
-"""The rotation of each token in one launch, where plain torch takes a dozen: a decode step has one of its own.
+"""The rotary factors of each token in one launch, where plain torch takes a dozen.
 
-Angles are float32 and reach a million radians, for which sine and cosine are reduced exactly, as torch's are.
+Angles are float32 and reach a million radians; sine and cosine are reduced exactly, as torch's are.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _rotation(positions_ptr, theta_ptr, own_ptr, other_ptr, factor, HALF: tl.con
 
 
 def rotation(positions_T: Tensor, theta: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
-    """The rotation of each token (see :func:`reference.rotation`)."""
+    """The rotary factors of each token (see :func:`rotary.rotation`)."""
     T, half = len(positions_T), len(theta)
     own, other = (torch.empty(T, 1, 2 * half, device=positions_T.device, dtype=dtype) for _ in range(2))
     if T:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.linear.reference import RmsNorm
 from colonnade.kernels.registry import choose
 from colonnade.kernels.rotary import Rotation
@@ -63,7 +63,7 @@ class Packed:
     """Attention-probability dropout, in training."""
     first_head: int = 0
     """The number, among all ranks' query heads, of this rank's first one."""
-    layer_dropout: Pairs | None = None
+    layer_dropout: AttentionDropout | None = None
     """The dropout of one layer; set by :meth:`at`."""
 
     @staticmethod
@@ -147,7 +147,7 @@ class PagedView:
 
     def from_qkv(self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[RmsNorm, RmsNorm] | None) -> Tensor:
         """o_TnH from the fused q/k/v projection; one kernel normalises, rotates and writes to the cache."""
-        place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
+        place = choose("rope_and_kv_write", qkv_Tz.device.type, qkv_Tz.dtype)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=rotation, norms=norms)
         return self._attend(q_TnH)
 

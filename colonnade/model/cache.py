@@ -26,33 +26,35 @@ class Pools:
     def write(self, slots_T: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> None:
         """Write new tokens into their slots (page · page_tokens + offset)."""
         if self.scales_Pp2 is not None:
-            store = choose("store_latents", k_TkH.device.type, k_TkH.dtype)
+            store = choose("mla_cache_write", k_TkH.device.type, k_TkH.dtype)
             store(k_TkH[:, 0], slots_T, self.value_width, self.k_PpKH, self.scales_Pp2)
             return
-        cache_write.write(self.k_PpKH, slots_T, k_TkH)
+        cache_write.write_kv(self.k_PpKH, slots_T, k_TkH)
         if self.v_PpKH is not self.k_PpKH:
-            cache_write.write(self.v_PpKH, slots_T, v_TkH)
+            cache_write.write_kv(self.v_PpKH, slots_T, v_TkH)
 
     def round_trip(self, k_TkH: Tensor, v_TkH: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of new tokens with the rounding of the cache, as if written and read."""
         if self.scales_Pp2 is None:
             if self.k_PpKH.element_size() > 1:
                 return k_TkH, v_TkH
-            k_TkH, v_TkH = (cache_write.as_kept(x, self.k_PpKH.dtype).to(x.dtype) for x in (k_TkH, v_TkH))
+            k_TkH, v_TkH = (cache_write.to_cache_dtype(x, self.k_PpKH.dtype).to(x.dtype) for x in (k_TkH, v_TkH))
             return k_TkH, v_TkH
         assert self.value_width is not None, "scales are for latents"
-        values_TH, scales_T2 = cache_write.keep(k_TkH[:, 0], self.value_width, cache_write.kind_of(self.k_PpKH))
-        k_T1H = cache_write.written_out(values_TH[:, None], scales_T2, self.value_width, k_TkH.dtype)
+        values_TH, scales_T2 = cache_write.quantise_latents(
+            k_TkH[:, 0], self.value_width, cache_write.latent_kind(self.k_PpKH)
+        )
+        k_T1H = cache_write.dequantise_latents(values_TH[:, None], scales_T2, self.value_width, k_TkH.dtype)
         return k_T1H, k_T1H
 
     def read(self, slots_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(k_SkH, v_SkH) of these slots, in ``dtype``."""
         if self.scales_Pp2 is None:
-            k_SkH, v_SkH = (cache_write.read(pool, slots_S, dtype) for pool in (self.k_PpKH, self.v_PpKH))
+            k_SkH, v_SkH = (cache_write.read_kv(pool, slots_S, dtype) for pool in (self.k_PpKH, self.v_PpKH))
             return k_SkH, v_SkH[..., : self.value_width]
         assert self.value_width is not None, "scales are for latents"
         pools = self.k_PpKH.flatten(0, 1), self.scales_Pp2.flatten(0, 1)
-        k_SkH = cache_write.gathered(*pools, slots_S, self.value_width, dtype)
+        k_SkH = cache_write.gather_latents(*pools, slots_S, self.value_width, dtype)
         return k_SkH, k_SkH[..., : self.value_width]
 
     @property
@@ -92,7 +94,7 @@ class KVCache:
         """How many elements of a cached vector are its value; None: that of ``v``."""
         self.scales: list[Tensor] | None = None
         if kind != "stored" and config.latent:
-            two = (pages, page_tokens, cache_write.SCALES)
+            two = (pages, page_tokens, cache_write.SCALES_PER_TOKEN)
             self.scales = [torch.zeros(two, dtype=torch.float32, device=device) for _ in range(config.layers)]
 
     def at(self, layer: int) -> Pools:
@@ -108,7 +110,7 @@ class KVCache:
         heads, width = _head_shape(config, axes)
         token = heads * width * cache_write.DTYPES.get(kind, dtype).itemsize
         if kind != "stored" and config.latent:
-            token += cache_write.SCALES * torch.float32.itemsize
+            token += cache_write.SCALES_PER_TOKEN * torch.float32.itemsize
         return (1 if config.latent else 2) * config.layers * page_tokens * token
 
     @property

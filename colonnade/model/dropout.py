@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from colonnade.kernels.dropout import Pairs, uniform
+from colonnade.kernels.dropout import AttentionDropout, uniform
 from colonnade.kernels.registry import choose
 from colonnade.parallel.rng_keys import keys
 
@@ -101,7 +101,7 @@ class Dropout:
         """Dropout of one block."""
         return BlockDropout(self.keys[1 + layer], self.index_T, self.rates)
 
-    def pairs(self, layer: int, head: int, keys_S: Tensor | None = None) -> Pairs | None:
+    def pairs(self, layer: int, head: int, keys_S: Tensor | None = None) -> AttentionDropout | None:
         """Dropout of a layer's attention probabilities, for query heads from number ``head`` on; None at rate 0.
 
         ``keys_S``: the keys' token indices, if they are not the queries'.
@@ -109,7 +109,7 @@ class Dropout:
         if not self.rates.attention:
             return None
         keys_S = self.index_T if keys_S is None else keys_S
-        return Pairs(self.keys[1 + layer], self.index_T, keys_S, self.rates.attention, head)
+        return AttentionDropout(self.keys[1 + layer], self.index_T, keys_S, self.rates.attention, head)
 
 
 def apply_dropout(x_TD: Tensor, dropout: BlockDropout | None, site: int) -> Tensor:

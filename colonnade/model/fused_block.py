@@ -36,9 +36,9 @@ def enable(model: "Transformer") -> None:
         block.fused = True  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Linear) and module.kernels == "auto":
-            module.kernels = "thin"
+            module.kernels = "skinny"
     if model.kernels == "auto":
-        model.kernels = "thin"
+        model.kernels = "skinny"
 
 
 def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from colonnade.kernels.attention.chunk import Rows
+from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.registry import choose
 from colonnade.kernels.softmax_state import State, merge
 from colonnade.model.attend import Packed
@@ -37,9 +37,9 @@ from colonnade.parallel.axis import Axis
 class ZigzagShard:
     """The rows of one rank: both chunks, its earlier and its later chunk."""
 
-    both: Rows
-    first: Rows
-    second: Rows
+    both: TokenRows
+    first: TokenRows
+    second: TokenRows
 
     def early(self, x_T: Tensor) -> Tensor:
         """The rows of the earlier chunk."""
@@ -122,16 +122,16 @@ def zigzag_shards(packed: Packed, T: int, ranks: int) -> tuple[ZigzagShard, ...]
         size = -(-T // chunks)
         parts = [index_T[None, min(T, c * size) : min(T, (c + 1) * size)] for c in range(chunks)]
 
-    def rows(*chunks_: Tensor) -> Rows:
+    def rows(*chunks_: Tensor) -> TokenRows:
         index_t = torch.cat(chunks_, 1).flatten()
         if even:
             sequences = len(chunks_[0])
             each = len(index_t) // sequences
             cu = torch.arange(0, len(index_t) + 1, each, dtype=torch.int32, device=device)
-            return Rows(index_t, segment_T[index_t], cu, each, sequences)
+            return TokenRows(index_t, segment_T[index_t], cu, each, sequences)
         # The number of these rows before each document; rows and documents are both in order.
         cu = torch.searchsorted(index_t, packed.cu_seqlens.long()).to(torch.int32)
-        return Rows(index_t, segment_T[index_t], cu, min(longest, len(index_t)), 0)
+        return TokenRows(index_t, segment_T[index_t], cu, min(longest, len(index_t)), 0)
 
     return tuple(ZigzagShard(rows(parts[r], parts[-1 - r]), rows(parts[r]), rows(parts[-1 - r])) for r in range(ranks))
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention import chunk
-from colonnade.kernels.attention.chunk import Rows
+from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.sharded_cache import packed
+from colonnade.kernels.attention.sharded_cache import pack_state
 from colonnade.kernels.registry import choose
 from colonnade.kernels.softmax_state import State
 from colonnade.model.cache import KVCache, Pools
@@ -40,7 +40,7 @@ class CachedKeys:
 
     slots_S: Tensor
     """Their slots: page · page_tokens + offset."""
-    rows: Rows
+    rows: TokenRows
     """Their positions and requests."""
 
 
@@ -56,7 +56,7 @@ class ShardedPaged:
     table: PageTable
     """Page table of this rank's keys."""
     slots_T: Tensor
-    new: Rows
+    new: TokenRows
     """The new tokens' positions and requests."""
     past: Mapping[int | None, CachedKeys]
     """By window; layers with a window that is not here read the new tokens' keys from the cache too."""
@@ -80,7 +80,7 @@ class ShardedPagedView:
     table: PageTable
     slots_T: Tensor
     pools: Pools
-    new: Rows
+    new: TokenRows
     past: CachedKeys | None
     window: int | None
     kernels: str
@@ -91,17 +91,17 @@ class ShardedPagedView:
         pools.write(self.slots_T, k_TkH, v_TkH)
         kind, dtype = q_TnH.device.type, q_TnH.dtype
         if self.past is None:
-            run = choose("held_attention", kind, dtype, self.kernels)
+            run = choose("sharded_attention", kind, dtype, self.kernels)
             cached, new = run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, **pools.kernel_arguments), []
         else:
             k_SkH, v_SkH = pools.read(self.past.slots_S, dtype)
             cached = self._chunk(q_TnH, k_SkH, v_SkH, self.past.rows, causal=False)
             k_TkH, v_TkH = pools.round_trip(k_TkH, v_TkH)
             new = [self._chunk(q_TnH, k_TkH, v_TkH[..., : pools.value_width], self.new, causal=True)]
-        each_STnz = self.axis.all_gather_(packed(cached))
+        each_STnz = self.axis.all_gather_(pack_state(cached))
         return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, new, dtype)
 
-    def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:
+    def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: TokenRows, *, causal: bool) -> State:
         """The state of all queries over these keys."""
         too_wide = q_TnH.shape[2] > MAX_FUSED_HEAD_WIDTH or self.pools.value_width is not None
         plain = self.kernels == "reference" or too_wide
@@ -116,6 +116,6 @@ class ShardedPagedView:
         return State(torch.cat([part.o for part in parts]), torch.cat([part.lse for part in parts]))
 
 
-def _slice(rows: Rows, block: slice) -> Rows:
+def _slice(rows: TokenRows, block: slice) -> TokenRows:
     """A slice of rows, with the two fields that plain torch reads."""
     return rows._replace(index_T=rows.index_T[block], segment_T=rows.segment_T[block])

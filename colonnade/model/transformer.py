@@ -216,7 +216,7 @@ class Transformer(nn.Module):
             return None
         if self._theta.device != positions_T.device:
             self._theta = self._theta.to(positions_T.device)
-        run = choose("rotation", positions_T.device.type, dtype, self.kernels)
+        run = choose("rope_cos_sin", positions_T.device.type, dtype, self.kernels)
         return run(positions_T, self._theta, self._rotation_factor, dtype)
 
     def global_shapes(self) -> dict[str, torch.Size]:

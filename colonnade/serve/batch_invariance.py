@@ -58,9 +58,9 @@ def make_batch_invariant(model: Transformer) -> str:
         )
     for module in model.modules():
         if isinstance(module, Linear | Norm | HeadsNorm):
-            module.kernels = "fixed"
-    model.kernels = "fixed"
-    return "fixed"
+            module.kernels = "batch_invariant"
+    model.kernels = "batch_invariant"
+    return "batch_invariant"
 
 
 def split_into_single_tokens(work: Work, page_tokens: int) -> list[Work]:

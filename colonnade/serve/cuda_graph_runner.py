@@ -193,7 +193,7 @@ class _PaddedBatch:
             upload_into(self.pages[:, :widest], self._host_pages[:, :widest])
             self._tables = tables
         if min(tokens) < 0:
-            choose("told_tokens", self.device.type, torch.int64)(self.token_position_slot[0], last_R)
+            choose("write_next_tokens", self.device.type, torch.int64)(self.token_position_slot[0], last_R)
         return lengths
 
     def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged:
@@ -212,7 +212,7 @@ class _PaddedBatch:
     def _capture(self, lengths: list[int], work: Work, *, shares_prefix: bool) -> None:
         """Capture a graph, after an eager run that compiles the kernels and shows which plans they need."""
         attend = self._attend(self.runner.context, work)
-        prepared = attend.table.prepared
+        prepared = attend.table.plan_cache
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -221,7 +221,7 @@ class _PaddedBatch:
                 layout = ready.layout
                 capacity = layout.capacity(self.size, 1, self.runner.context)
                 shared = layout.shared_capacity(self.size, 1) if shares_prefix and layout.shared else None
-                plan = layout.plan(lengths, [1] * self.size, room=self._max_keys)
+                plan = layout.plan(lengths, [1] * self.size, max_keys=self._max_keys)
                 prepared[key] = (layout.prepare(plan, self.device, capacity, shared),)
             self._run(attend)  # whatever a graph calls must have run before
         torch.cuda.current_stream().wait_stream(stream)
@@ -235,17 +235,18 @@ class _PaddedBatch:
         if self._planned is None or not self._planned.is_valid_for(lengths, self._tables):
             page_tokens, new = self.cache.page_tokens, [1] * self.size
             options = {
-                "room": self._max_keys, "ahead": PLAN_AHEAD_STEPS, "tables": self._tables, "page_tokens": page_tokens,
+                "max_keys": self._max_keys, "ahead": PLAN_AHEAD_STEPS, "tables": self._tables,
+                "page_tokens": page_tokens,
             }  # fmt: skip
-            prepared = self._graphs[False].table.prepared
+            prepared = self._graphs[False].table.plan_cache
             layouts = {key: ready.layout for key, (ready,) in prepared.items()}
             plans = {key: layout.plan(lengths, new, **options) for key, layout in layouts.items()}
             shorter = all(each.shape.window is None and each.chunk is None for each in layouts.values())
             planned = PlannedBatch.of(plans.values(), lengths, self._tables, page_tokens, allow_shorter=shorter)
             if planned.shares_prefix not in self._graphs:
                 self._capture(lengths, work, shares_prefix=True)
-            for key, (ready,) in self._graphs[planned.shares_prefix].table.prepared.items():
-                ready.take(plans[key])
+            for key, (ready,) in self._graphs[planned.shares_prefix].table.plan_cache.items():
+                ready.update(plans[key])
             self._planned = planned
         return self._planned.shares_prefix
 

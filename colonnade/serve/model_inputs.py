@@ -17,7 +17,7 @@ from itertools import accumulate, chain, islice
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention.chunk import Rows
+from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Paged, Stream, Transformer
@@ -126,7 +126,7 @@ class CacheShard:
         counts = [len(piece.tokens) for piece in slices]
         counts += [1] * (len(positions_T) - sum(counts))  # padding of a decode batch
         request_T = upload([r for r, n in enumerate(counts) for _ in range(n)], torch.int64, device)
-        new = Rows(positions_T, request_T, table.cu_queries, max(counts), 0)
+        new = TokenRows(positions_T, request_T, table.cu_queries, max(counts), 0)
         windows = self.windows if max(counts) > 1 else self.windows - {None}
         past = {window: self._past(slices, len(counts), window, device) for window in windows}
         return ShardedPaged(self.axis, self.cache, table, slots_T, new, past, kernels)
@@ -153,7 +153,7 @@ class CacheShard:
 
         request_S = torch.arange(requests).repeat_interleave(torch.tensor(counts))
         cu_keys = upload([0, *accumulate(counts)], torch.int32, device)
-        rows = Rows(put(torch.cat(positions)), put(request_S), cu_keys, max(counts), 0)
+        rows = TokenRows(put(torch.cat(positions)), put(request_S), cu_keys, max(counts), 0)
         return CachedKeys(put(torch.cat(slots)), rows)
 
 

@@ -111,7 +111,7 @@ class ModelRunner:
             assert isinstance(attend, Paged), "batch invariance is for one rank"
             attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, rowwise=True)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
-            choose("told_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
+            choose("write_next_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
         return self.model(stream, attend, head)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.errors import ConfigError, PlanError
-from colonnade.kernels.registry import CHOSEN
+from colonnade.kernels.registry import LOOKUP
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import expert_modules
 from colonnade.model.moe.router import find_router
@@ -55,7 +55,7 @@ class EngineTraits:
         config, windows = self.model, (self.model.window_of(i) for i in range(self.model.layers))
         if self.dtype == torch.float64:
             return "in float64", "use another --dtype"
-        if ("paged_attention", "cuda", self.dtype, "triton") not in CHOSEN:
+        if ("paged_attention", "cuda", self.dtype, "triton") not in LOOKUP:
             return "without triton", "install it: pip install triton"
         if self.cp > 1 and any(window is not None for window in windows):
             return f"of attention with a window over cp={self.cp}", "use tp in the place of cp"

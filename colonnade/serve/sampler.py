@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.device import upload
-from colonnade.kernels.dropout import column_hash, mix
+from colonnade.kernels.dropout import column_hash, lowbias32
 from colonnade.kernels.registry import choose
 from colonnade.model.head import OutputProjection, local_logits
 from colonnade.parallel.axis import SOLO, Axis
@@ -118,7 +118,7 @@ class SamplingTensors:
             [math.log(each.min_p) if each.min_p else -math.inf for each in args],
         ]
         # The seed is hashed before it is combined with the index: people choose 0, 1, 2, … for both.
-        noise_R = mix(mix(mix(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int())
+        noise_R = lowbias32(lowbias32(lowbias32(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int())
         top_ks = [each.top_k for each in args]
         temperature, top_k, top_p, log_min_p = upload(columns, like.dtype, like.device).unsqueeze(-1)
         return SamplingTensors(temperature, top_k, top_p, log_min_p, noise_R, max(top_ks), all(top_ks))
@@ -194,5 +194,5 @@ def _log_exponential_noise(noise_R: Tensor, ids: Tensor, dtype: torch.dtype) -> 
     float32's 24 bits, one step in a few hundred would get e = 0 for some token of a large vocabulary, and emit that
     token however improbable it is.
     """
-    u = mix(noise_R[:, None] ^ column_hash(0, ids)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
+    u = lowbias32(noise_R[:, None] ^ column_hash(0, ids)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
     return u.log_().neg_().to(dtype).log_()

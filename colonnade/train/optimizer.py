@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from colonnade.config import TrainConfig
-from colonnade.kernels.adamw import Weight, rates
+from colonnade.kernels.adamw import ParameterState, step_sizes
 from colonnade.kernels.registry import choose
 from colonnade.parallel.fsdp import Masters
 
@@ -192,7 +192,9 @@ class FusedAdamW(AdamW):
         skip, factor = self._zero if skip is None else skip, self._one if clip is None else clip
         factor = (factor if scale is None else factor / scale).to(self._one.dtype)
         weights = [
-            Weight(grad, w.detach(), self._state_of(w)["exp_avg"], self._state_of(w)["exp_avg_sq"], self._copy(name))
+            ParameterState(
+                grad, w.detach(), self._state_of(w)["exp_avg"], self._state_of(w)["exp_avg_sq"], self._copy(name)
+            )
             for name, w in self.weights.items()
             if (grad := grad_tensors[name].grad) is not None
         ]
@@ -204,7 +206,7 @@ class FusedAdamW(AdamW):
             steps_P[with_grad] += 1 - skip
             steps_P, decay_P = steps_P[with_grad], decay_P[with_grad]
         # In a skipped step a count may still be 0 and its rates NaN: nothing reads them.
-        coefficients = rates(steps_P, decay_P, self._one.dtype, lr=lr, beta1=t.beta1, beta2=t.beta2)
+        coefficients = step_sizes(steps_P, decay_P, self._one.dtype, lr=lr, beta1=t.beta1, beta2=t.beta2)
         self._kernel(weights, *coefficients, factor, skip, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
         for tensor in grad_tensors.values():
             tensor.grad = None

@@ -39,7 +39,7 @@ def test_unaligned_neighbours_stay() -> None:
     before, one = flat.clone(), torch.ones(1, device="cuda")
     parts = flat.view(4, 70_000)[:, 1:60_002]
     run = choose("adamw", "cuda", torch.float32)
-    run([adamw.Weight(*parts)], one, one, one, one[0], one[0] - 1, beta1=0.9, beta2=0.95, eps=1e-8)
+    run([adamw.ParameterState(*parts)], one, one, one, one[0], one[0] - 1, beta1=0.9, beta2=0.95, eps=1e-8)
     changed = (flat != before).view(4, 70_000)
     assert not changed[0].any() and changed[1:, 1:60_002].all() and int(changed.sum()) == 3 * 60_001
 

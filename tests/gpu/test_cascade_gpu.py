@@ -161,7 +161,7 @@ def test_a_graph_takes_the_next_steps_groups() -> None:
             (v, other.v),
         ):
             ours.copy_(theirs)
-        made.ready.take(other.plan)
+        made.ready.update(other.plan)
         o.fill_(torch.nan)
         graph.replay()
         exact = other.exact().o
@@ -205,7 +205,7 @@ def test_latents_with_fixed_cuts_are_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize("cache", ["int8", "float8"])
 @pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_latents_of_eight_bits(cache: cache_write.Kind, heads: int, dtype: torch.dtype) -> None:
+def test_latents_of_eight_bits(cache: cache_write.LatentKind, heads: int, dtype: torch.dtype) -> None:
     """Against float64 of the same 8 bits; a weight is rounded once more, with its token's scale."""
     for page in (16, 64):
         case = LatentCase([3000, 1, 0, 65, 8000], [1, 1, 0, 3, 1], N=heads, page=page, dtype=dtype, cache=cache, **V2)
@@ -218,7 +218,7 @@ def test_latents_of_eight_bits(cache: cache_write.Kind, heads: int, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (20, 6)])
 def test_latents_are_stored_with_the_bits_of_plain_torch(
-    cache: cache_write.Kind, dtype: torch.dtype, rank: int, rope: int
+    cache: cache_write.LatentKind, dtype: torch.dtype, rank: int, rope: int
 ) -> None:
     draw = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(3000, rank + rope, generator=draw, device="cuda")
@@ -226,14 +226,14 @@ def test_latents_are_stored_with_the_bits_of_plain_torch(
     x[3], x[4, :rank], x[5, rank:] = 0, 0, 1e-7
     slots = torch.randperm(4096, generator=draw, device="cuda")[:3000]
     pools = []
-    for run in (triton_cache_write.store, cache_write.store):
+    for run in (triton_cache_write.write_latents, cache_write.write_latents):
         pool = torch.zeros(64, 64, 1, rank + rope, device="cuda", dtype=cache_write.DTYPES[cache])
         scales = torch.zeros(64, 64, 2, device="cuda")
         run(x.to(dtype), slots, rank, pool, scales)
         pools.append((pool.view(torch.uint8), scales))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*pools, strict=True))
     x[7, 1], x[8, rank] = torch.inf, torch.nan
-    triton_cache_write.store(x.to(dtype), slots, rank, pool, scales)
+    triton_cache_write.write_latents(x.to(dtype), slots, rank, pool, scales)
     assert not scales.flatten(0, 1)[slots[7], 0].isfinite() and not scales.flatten(0, 1)[slots[8], 1].isfinite()
 
 

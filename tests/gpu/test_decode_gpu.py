@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.kernels.attention import cuda_decode, sdpa
-from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.registry import choose
 from tests.decoding import KERNELS, Case, Made, by_itself, every_code, far_apart
@@ -228,7 +228,7 @@ def test_the_row_of_the_table(queries: list[int], kernels: str) -> None:
     run = choose("paged_attention", "cuda", torch.bfloat16, kernels)
     exact = made.exact().o
     for window in (None, 100):
-        made.layout = Layout.of(made.q, made.k, max(queries), window=window)
+        made.layout = KernelLayout.of(made.q, made.k, max(queries), window=window)
         got, theirs = (f(made.q, made.k, made.v, made.table, window=window) for f in (run, sdpa.paged))
         exact = made.exact().o
         assert (got.double() - exact).norm() < 4e-3 * exact.norm()
@@ -259,7 +259,7 @@ def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch, kernels: st
     from decoding import tune
 
     for how, width in itertools.product(tune.CANDIDATES, (64, 128)):
-        monkeypatch.setattr(decode_tiles, "CHOSEN", [how])
+        monkeypatch.setattr(decode_tiles, "OVERRIDE", [how])
         same(Case(LENGTHS, [1] * 6, K=2, group=8, H=width, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
 
 
@@ -273,10 +273,10 @@ def test_what_the_cuda_kernel_takes(kernels: str) -> None:
     ):
         q = torch.empty(1, group, width, dtype=torch.float16, device="cuda")
         k = torch.empty(1, 16, 1, width, dtype=cache, device="cuda")
-        assert Layout.of(q, k, 1).cuda, (width, group, cache)
+        assert KernelLayout.of(q, k, 1).cuda, (width, group, cache)
     q = torch.empty(1, 8, 128, dtype=torch.float16, device="cuda")
     k = torch.empty(1, 16, 1, 128, dtype=torch.float16, device="cuda")
-    assert Layout.of(q, k, 1, chunk=512, kernels="cuda").cuda
+    assert KernelLayout.of(q, k, 1, chunk=512, kernels="cuda").cuda
 
 
 @pytest.mark.parametrize("width", [64, 128, 192, 256])

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from colonnade.config import ModelConfig
 from colonnade.kernels import dropout as dropout_reference
 from colonnade.kernels.attention import reference
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.registry import choose
 from colonnade.model import Dropout, DropoutRates, Loss, Packed, Stream, Transformer, initialise
 
@@ -67,7 +67,7 @@ def test_attention(dtype: torch.dtype, lengths: list[int], causal: bool, window:
     T, equal = sum(lengths), len(set(lengths)) == 1
     cu = torch.tensor([0, *lengths, *([] if equal else [0] * 3)]).cumsum(0).int().cuda()
     index_T = torch.arange(T, device="cuda") * 3 + 1000
-    pairs = Pairs(KEY.cuda(), index_T, index_T, 0.2, head=7)
+    pairs = AttentionDropout(KEY.cuda(), index_T, index_T, 0.2, head=7)
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(T, n, H, generator=draw).to(dtype).cuda() for n in (6, kv, kv)]
     weight = torch.randn(T, 6, H, generator=draw).cuda().double()
@@ -84,7 +84,7 @@ def test_attention(dtype: torch.dtype, lengths: list[int], causal: bool, window:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_attention_has_the_same_bits_each_time(dtype: torch.dtype) -> None:
     index_T = torch.arange(900, device="cuda")
-    pairs = Pairs(KEY.cuda(), index_T, index_T, 0.2)
+    pairs = AttentionDropout(KEY.cuda(), index_T, index_T, 0.2)
     q, k, v = (torch.randn(900, n, 64, device="cuda").to(dtype).requires_grad_() for n in (8, 2, 2))
     cu = torch.tensor([0, 500, 900], device="cuda").int()
     run, found = choose("dropout_attention", "cuda", dtype), []

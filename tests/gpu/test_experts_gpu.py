@@ -11,7 +11,7 @@ from colonnade.kernels import registry as chosen
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.experts.tiles import OVERRIDES, GroupedTiles, Kernel
-from colonnade.kernels.registry import TABLE, Row, choose
+from colonnade.kernels.registry import KERNELS, choose
 from colonnade.model.moe import LayerRouting, MixtureOfExperts
 from colonnade.parallel.axis import SOLO_AXES
 from tests.experts import LOADS, Case, experts_with_dropout, gradients, routed_experts
@@ -36,7 +36,7 @@ CASES = [
 ]
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
-    for row in TABLE
+    for row in KERNELS
     if row.operation in ("dropout_experts", "routed_experts")
     if row.name != "reference" and "cuda" in row.devices
     for dtype in row.dtypes
@@ -46,11 +46,11 @@ ROWS = [
 OF = {"routed_experts": routed_experts, "dropout_experts": experts_with_dropout}
 
 
-def run_of(row: Row):
+def run_of(row: chosen.Kernel):
     return OF[row.operation](row.run)
 
 
-def close(row: Row, case: Case, dtype: torch.dtype) -> None:
+def close(row: chosen.Kernel, case: Case, dtype: torch.dtype) -> None:
     exact_run = reference.routed if row.operation == "routed_experts" else reference.experts
     exact = gradients(OF[row.operation](exact_run), case, torch.float64, "cuda", values=dtype)
     for name, got in gradients(run_of(row), case, dtype, "cuda").items():
@@ -59,19 +59,19 @@ def close(row: Row, case: Case, dtype: torch.dtype) -> None:
 
 
 def test_our_kernels_are_chosen() -> None:
-    for operation in ("routed_experts", "sort_choices", "gather_rows", "combine_rows"):
+    for operation in ("routed_experts", "sort_by_expert", "gather_rows", "combine_rows"):
         assert choose(operation, "cuda", torch.bfloat16) is choose(operation, "cuda", torch.bfloat16, "triton")
 
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.T}x{case.A}of{case.E}-{case.load}")
-def test_experts(row: Row, dtype: torch.dtype, case: Case) -> None:
+def test_experts(row: chosen.Kernel, dtype: torch.dtype, case: Case) -> None:
     close(row, case, dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str) -> None:
-    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         close(row, Case(100, 2, 8, 64, 128, activation=activation), torch.bfloat16)
 
 
@@ -85,14 +85,14 @@ WAYS = [
 def test_every_way_to_cut(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in get_args(Kernel):
         monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3)._replace(**how))
-    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_each_product_by_torchs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3, library=True))
-    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         for load in ("skewed", "some dropped", "all dropped"):
             close(row, Case(700, 4, 32, 256, 320, load=load, gated=kernel != "up"), torch.bfloat16)
 
@@ -103,7 +103,7 @@ def test_sort_is_the_references(load: str) -> None:
     for T, A, E in ((5000, 8, 128), (256, 8, 128), (17, 3, 512), (1, 8, 64), (0, 2, 8)):
         case = Case(T, A, E, 1, 1, load=load)
         ids_TA = case.ids().cuda()
-        got = choose("sort_choices", "cuda", torch.bfloat16)(ids_TA, case.E, case.rows())
+        got = choose("sort_by_expert", "cuda", torch.bfloat16)(ids_TA, case.E, case.rows())
         for ours, exact in zip(got, permute.sort(ids_TA, case.E, case.rows()), strict=True):
             assert torch.equal(ours, exact)
 
@@ -128,7 +128,7 @@ def test_rows_there_and_back(dtype: torch.dtype) -> None:
 
 
 def test_the_same_bits_each_time() -> None:
-    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+    for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         case = Case(3000, 8, 64, 256, 192, load="skewed")
         first, second = (gradients(run_of(row), case, torch.bfloat16, "cuda") for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)
@@ -143,7 +143,7 @@ def test_nothing_waits_for_the_device() -> None:
     ids = torch.rand(T, E, device="cuda", generator=draw).argsort(1)[:, :A].contiguous()
 
     def layer(kernels: str) -> torch.Tensor:
-        order_R, ends_E = choose("sort_choices", "cuda", x.dtype, kernels)(ids, E)
+        order_R, ends_E = choose("sort_by_expert", "cuda", x.dtype, kernels)(ids, E)
         weights = Weights(stacks[0], stacks[1], stacks[2])
         return choose("routed_experts", "cuda", x.dtype, kernels)(x, order_R, ends_E, w, weights, "silu")
 
@@ -167,7 +167,7 @@ def test_one_compiled_graph(backward: bool) -> None:
     ids = case.ids().cuda()
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        order_R, ends_E = choose("sort_choices", "cuda", torch.bfloat16)(ids, case.E)
+        order_R, ends_E = choose("sort_by_expert", "cuda", torch.bfloat16)(ids, case.E)
         return choose("routed_experts", "cuda", torch.bfloat16)(
             x,
             order_R,
@@ -198,7 +198,7 @@ def test_a_few_choices_as_they_come(case: Case, dtype: torch.dtype) -> None:
     """And those of experts that another rank has, which are none here."""
     x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(dtype, "cuda"))
     weights, ids = Weights(*stacks), case.ids().cuda()
-    run, double = choose("few_experts", "cuda", dtype), weights.map(torch.Tensor.double)
+    run, double = choose("few_token_experts", "cuda", dtype), weights.map(torch.Tensor.double)
     for there in (ids, torch.where(torch.arange(case.A, device="cuda") % 2 == 1, case.E, ids)):
         got = run(x, there, routing, weights, case.activation)
         exact = reference.routed_unsorted(x.double(), there, routing.double(), double, case.activation)
@@ -211,7 +211,7 @@ def test_a_few_choices_in_a_graph() -> None:
     """The second launch stands ready while the first runs, in a graph too; other tokens then go elsewhere."""
     case = Case(2, 8, 64, 1024, 512, biased=True)
     x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(torch.bfloat16, "cuda"))
-    weights, ids, run = Weights(*stacks), case.ids().cuda(), choose("few_experts", "cuda", torch.bfloat16)
+    weights, ids, run = Weights(*stacks), case.ids().cuda(), choose("few_token_experts", "cuda", torch.bfloat16)
     run(x, ids, routing, weights, "silu")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -235,9 +235,9 @@ def test_a_layer_says_the_same_with_and_without_a_gradient(T: int, monkeypatch: 
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     x_TD, calls = torch.randn(T, 128, device="cuda").bfloat16(), []
-    key = "few_experts", "cuda", torch.bfloat16, "auto"
-    run = chosen.CHOSEN[key]
-    monkeypatch.setitem(chosen.CHOSEN, key, lambda *given: calls.append(given) or run(*given))
+    key = "few_token_experts", "cuda", torch.bfloat16, "auto"
+    run = chosen.LOOKUP[key]
+    monkeypatch.setitem(chosen.LOOKUP, key, lambda *given: calls.append(given) or run(*given))
     routed = LayerRouting(torch.zeros(T, dtype=torch.int64, device="cuda"), None, None)
     said = layer(x_TD, T, routed)[0]
     assert not calls

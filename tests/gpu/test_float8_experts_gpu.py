@@ -57,7 +57,7 @@ def test_the_product_is_its_reference(sizes: list[int]) -> None:
 def test_experts_are_their_emulation(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = gradients(routed_experts(reference.routed), case, torch.float64, "cuda", values=torch.bfloat16)
     found = gradients(routed_experts(float8.routed), case, torch.bfloat16, "cuda")
-    slow = ("scaled_grouped_product", "expert_sums")
+    slow = ("scaled_grouped_mm", "grouped_wgrad")
     monkeypatch.setattr(
         float8, "choose", lambda op, *on: choose(op, *on, *(["reference"] if op in slow else []))
     )  # fmt: skip
@@ -76,7 +76,7 @@ def test_nothing_waits() -> None:
     x, routing, *stacks = case.leaves(torch.bfloat16, "cuda")
     assert x is not None and routing is not None
     ids = case.ids().cuda()
-    order_R, ends_E = choose("sort_choices", "cuda", torch.bfloat16)(ids, case.E)
+    order_R, ends_E = choose("sort_by_expert", "cuda", torch.bfloat16)(ids, case.E)
     torch.cuda.set_sync_debug_mode("error")
     try:
         y = float8.routed(x, order_R, ends_E, routing, reference.Weights(*stacks), case.activation)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_how_fast_it_is(sizes: tuple[int, ...]) -> None:
     up, down, gate = (torch.randn(E, F, D, device="cuda", generator=draw).bfloat16() * 0.02 for _ in range(3))
     x = torch.randn(16384, D, device="cuda", generator=draw).bfloat16()
     routing = torch.rand(16384, A, device="cuda", generator=draw)
-    order_R, ends_E = choose("sort_choices", "cuda", torch.bfloat16)(case.ids().cuda(), E)
+    order_R, ends_E = choose("sort_by_expert", "cuda", torch.bfloat16)(case.ids().cuda(), E)
     weights = reference.Weights(up, down, gate)
     took: dict[str, float] = {}
     runs = {"bfloat16": choose("routed_experts", "cuda", torch.bfloat16), "float8": float8.routed,

@@ -187,8 +187,8 @@ def test_heads_on_their_way(pool: torch.dtype, group: int, K: int, H: int, norme
     norms = (RmsNorm(drawn(H, dtype=dtype), 1e-5), RmsNorm(drawn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
     slots = torch.randperm(20 * 16, device="cuda")[:T]
     ours, theirs = ([torch.zeros(20, 16, K, H, device="cuda", dtype=pool) for _ in range(2)] for _ in range(2))
-    q = triton_cache_write.place(qkv, *ours, slots, turn=turn, norms=norms)
-    wanted = cache_write.place(qkv, *theirs, slots, turn=turn, norms=norms)
+    q = triton_cache_write.rope_and_kv_write(qkv, *ours, slots, turn=turn, norms=norms)
+    wanted = cache_write.rope_and_kv_write(qkv, *theirs, slots, turn=turn, norms=norms)
     assert (q.double() - wanted.double()).norm() < 6e-3 * wanted.double().norm()
     for a, b in zip(ours, theirs, strict=True):
         assert (a.double() - b.double()).norm() < (6e-3 if pool == dtype else 4e-2) * b.double().norm()
@@ -242,8 +242,8 @@ def test_tokens_are_told() -> None:
     for T in (1, 1000):
         ids = torch.arange(T, device="cuda") % 7 - 3
         theirs = ids.clone()
-        triton_sampling.tell_(ids, last)
-        sample_reference.tell_(theirs, last)
+        triton_sampling.write_next_tokens_(ids, last)
+        sample_reference.write_next_tokens_(theirs, last)
         assert torch.equal(ids, theirs)
 
 
@@ -252,6 +252,6 @@ def test_training_after_serving_has_gradients() -> None:
     steps.enable(model)
     x = torch.randn(3, 24, device="cuda", requires_grad=True)
     ffn = model.blocks[0].ffn
-    assert ffn.up.kernels == "thin"
+    assert ffn.up.kernels == "skinny"
     ffn(x, 3).sum().backward()
     assert x.grad is not None and ffn.up.weight.grad is not None

@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError
 from colonnade.kernels import norm as norm_reference
 from colonnade.kernels import triton_norm
 from colonnade.kernels.attention.batch_invariant import CHUNK
-from colonnade.kernels.attention.triton_merge import FEW_PIECES
+from colonnade.kernels.attention.triton_merge import FEW_CHUNKS
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import triton_batch_invariant
 from colonnade.serve import Engine
@@ -53,7 +53,7 @@ def test_norms(dtype: torch.dtype, width: int, biased: bool) -> None:
         assert torch.equal(triton_norm.norm(x[first:last], w, b, 1e-5), whole[first:last])
 
 
-@pytest.mark.parametrize("chunks", [1, FEW_PIECES, 100])
+@pytest.mark.parametrize("chunks", [1, FEW_CHUNKS, 100])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_attention(chunks: int, group: int) -> None:
     """Queries on both sides of a cut, and of where sums are laid out otherwise: in a block, alone, among others."""

@@ -5,7 +5,7 @@ import torch
 
 from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.registry import Row
+from colonnade.kernels.registry import Kernel
 from tests.gpu.rows import rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -26,7 +26,7 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("lengths", [[128, 128], [5, 0, 1, 99, 300], [1]], ids=str)
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 7), (False, None), (False, 7)])
 @pytest.mark.parametrize("kv", [2, 6])
-def test_packed(row: Row, dtype: torch.dtype, lengths: list[int], causal: bool, window: int | None, kv: int) -> None:
+def test_packed(row: Kernel, dtype: torch.dtype, lengths: list[int], causal: bool, window: int | None, kv: int) -> None:
     T, equal = sum(lengths), len(set(lengths)) == 1
     cu = torch.tensor([0, *lengths, *([0] * 3)]).cumsum(0).int().cuda()  # padded with sequences of length 0
     cu = cu[: len(lengths) + 1] if equal else cu
@@ -48,7 +48,7 @@ def test_packed(row: Row, dtype: torch.dtype, lengths: list[int], causal: bool, 
 @pytest.mark.parametrize(("row", "dtype"), rows("paged_attention"))
 @pytest.mark.parametrize("queries", [[1, 1, 1], [40, 1, 2]], ids=str)
 @pytest.mark.parametrize("window", [None, 7])
-def test_paged(row: Row, dtype: torch.dtype, queries: list[int], window: int | None) -> None:
+def test_paged(row: Kernel, dtype: torch.dtype, queries: list[int], window: int | None) -> None:
     page, kv = 16, 2
     lengths = [n + extra for n, extra in zip(queries, (90, 0, 5), strict=True)]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).int()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.kernels import permute, routing
-from colonnade.kernels.registry import Row, choose
+from colonnade.kernels.registry import Kernel, choose
 from colonnade.model.moe.capacity import apply_capacity
 from colonnade.model.moe.layer import _all_finite
 from colonnade.model.moe.losses import balance_losses, expert_load
@@ -55,17 +55,19 @@ def test_a_gpu_routes_as_a_cpu(name: str) -> None:
 
 
 def test_our_kernels_are_chosen() -> None:
-    assert choose("scores", "cuda", torch.bfloat16) is choose("scores", "cuda", torch.bfloat16, "wide")
-    for operation, dtype in (("best_experts", torch.float32), ("count_choices", torch.int64)):
+    assert choose("router_scores", "cuda", torch.bfloat16) is choose(
+        "router_scores", "cuda", torch.bfloat16, "tensor_core"
+    )
+    for operation, dtype in (("top_experts", torch.float32), ("count_by_expert", torch.int64)):
         assert choose(operation, "cuda", dtype) is choose(operation, "cuda", dtype, "triton")
 
 
-@pytest.mark.parametrize(("row", "dtype"), rows("scores"))
+@pytest.mark.parametrize(("row", "dtype"), rows("router_scores"))
 @pytest.mark.parametrize(
     ("T", "E", "D"), [(16384, 128, 2048), (16384, 8, 4096), (333, 60, 1000), (1, 64, 2048), (0, 8, 64)]
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_scores(row: Row, dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
+def test_scores(row: Kernel, dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
     """In float32 but for the order of the sum; gradients but for their own rounding to 16 bits."""
     draw = torch.Generator("cuda").manual_seed(0)
     leaves = [torch.randn(n, device="cuda", generator=draw).to(dtype) for n in ((T, D), (E, D), (E,))][: 2 + biased]
@@ -80,21 +82,21 @@ def test_scores(row: Row, dtype: torch.dtype, T: int, E: int, D: int, biased: bo
         assert (got - exact).norm() <= (1e-5 if i == 0 else torch.finfo(dtype).eps / 2) * exact.norm()
 
 
-@pytest.mark.parametrize(("row", "dtype"), rows("best_experts"))
+@pytest.mark.parametrize(("row", "dtype"), rows("top_experts"))
 @pytest.mark.parametrize(("T", "E", "A"), [*CHOICES, (16384, 128, 8), (16384, 8, 2), (777, 64, 6), (5, 4096, 3)])
 @pytest.mark.parametrize("normalise", [False, True])
-def test_choice(row: Row, dtype: torch.dtype, T: int, E: int, A: int, normalise: bool) -> None:
+def test_choice(row: Kernel, dtype: torch.dtype, T: int, E: int, A: int, normalise: bool) -> None:
     """In 16 bits, of numbers that these hold; the plain division rounds more often than ours."""
     for name, scores_TE in hard_scores(T, E).items():
         if dtype == torch.float32 or (name in ("normal", "ties", "zeros of both signs") and not normalise):
-            same_choice(row.run, routing.best, scores_TE.to(dtype).cuda(), A, normalise=normalise, scale=1.7)
+            same_choice(row.run, routing.top_experts, scores_TE.to(dtype).cuda(), A, normalise=normalise, scale=1.7)
 
 
-@pytest.mark.parametrize(("row", "dtype"), rows("count_choices"))
+@pytest.mark.parametrize(("row", "dtype"), rows("count_by_expert"))
 @pytest.mark.parametrize(
     ("T", "E", "A"), [(16384, 128, 8), (16384, 8, 2), (777, 60, 3), (1, 64, 6), (0, 4, 2), (99, 1, 1)]
 )
-def test_count(row: Row, dtype: torch.dtype, T: int, E: int, A: int) -> None:
+def test_count(row: Kernel, dtype: torch.dtype, T: int, E: int, A: int) -> None:
     ids_TA = torch.randint(E + 1, (T, A), generator=torch.Generator().manual_seed(0)).cuda()
     for ids in (ids_TA, ids_TA[:, :1], torch.zeros_like(ids_TA), torch.full_like(ids_TA, E)):
         assert torch.equal(row.run(ids, E), permute.count(ids, E))
@@ -109,7 +111,7 @@ def test_choices_there_and_back(T: int, A: int, E: int) -> None:
     ids_TA = torch.rand(T, E + 1, generator=draw).argsort(1)[:, :A].cuda()
     x_TD = torch.randn(T, 200, generator=draw).bfloat16().cuda()
     for rows_ in (None, int((ids_TA < E).sum())):
-        order_R, ends_E = choose("sort_choices", "cuda", x_TD.dtype, "triton")(ids_TA, E, rows_)
+        order_R, ends_E = choose("sort_by_expert", "cuda", x_TD.dtype, "triton")(ids_TA, E, rows_)
         for got, exact in zip((order_R, ends_E), permute.sort(ids_TA, E, rows_), strict=True):
             assert torch.equal(got, exact)
         gathered = choose("gather_rows", "cuda", x_TD.dtype, "triton")(x_TD, order_R, A)

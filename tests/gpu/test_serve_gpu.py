@@ -6,7 +6,7 @@ import torch
 import colonnade
 from colonnade.config import LatentConfig, ServeConfig
 from colonnade.errors import CheckpointError
-from colonnade.kernels.registry import CHOSEN, choose
+from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.sampler import sample
 from colonnade.serve.sampling_params import SampleArgs
@@ -28,18 +28,18 @@ def test_greedy_text_is_the_cpus():
 
 
 def test_nobody_need_ask_for_what_is_faster(monkeypatch: pytest.MonkeyPatch):
-    """Without any flag decodes are recorded, and prompts, with what comes beside them, are read by ``mixed``."""
+    """Without any flag decodes are recorded, and prompts, with what comes beside them, are read by ``dispatch``."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     from colonnade.kernels.attention import dispatch
 
     seen = []
 
     def watched(*tensors, **how):
-        seen.append(tensors[3].host[0])
+        seen.append(tensors[3].host_lengths[0])
         return dispatch.paged(*tensors, **how)
 
     assert choose("paged_attention", "cuda", torch.float32) is dispatch.paged
-    monkeypatch.setitem(CHOSEN, ("paged_attention", "cuda", torch.float32, "auto"), watched)
+    monkeypatch.setitem(LOOKUP, ("paged_attention", "cuda", torch.float32, "auto"), watched)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     said = []
     for device in ("cpu", "cuda"):
@@ -106,8 +106,8 @@ def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pyte
     free = {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "row_ns": 0, "bytes_a_ns": 1, "flops_a_ns": 1e9}
     monkeypatch.setitem(decode_tiles.table(), "costs", decode_tiles.table()["costs"] | free)
     # One worker a multiprocessor is too many for a toy: a prefix of a few tiles must be work.
-    monkeypatch.setattr("colonnade.kernels.attention.decode_plan.processors", lambda _: 2)
-    monkeypatch.setattr(decode_tiles, "CHOSEN", [decode_tiles.Tiles(16, 4, 2, 1, 16, 64)])
+    monkeypatch.setattr("colonnade.kernels.attention.decode_plan.multiprocessors", lambda _: 2)
+    monkeypatch.setattr(decode_tiles, "OVERRIDE", [decode_tiles.Tiles(16, 4, 2, 1, 16, 64)])
     prefix = [(3 * i + 1) % 60 for i in range(80)]
     prompts = [[*prefix, i + 1, 2 * i] for i in range(4)] + [[5, 6, 7 + i] for i in range(4)]
     greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 20, 3, 9, 12, 4, 7, 20)]

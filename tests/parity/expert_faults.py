@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.kernels.dropout import Hidden, hidden_units
+from colonnade.kernels.dropout import HiddenDropout, hidden_hash
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer, transformer
 from colonnade.model.moe import dispatch, experts, layer, losses
@@ -50,8 +50,10 @@ def every_slice_adds_the_bias(patch: Patch) -> None:
 def hidden_units_by_their_place_here(patch: Patch) -> None:
     """A rank that has the second half of an expert's hidden units drops those that the first half would."""
 
-    def hidden(self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> Hidden:
-        return Hidden(tag_R, hidden_units(torch.arange(width // degree)), self.rate)
+    def hidden(
+        self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1
+    ) -> HiddenDropout:
+        return HiddenDropout(tag_R, hidden_hash(torch.arange(width // degree)), self.rate)
 
     patch.setattr(dropout.ExpertDropout, "hidden", hidden)
 

@@ -5,7 +5,7 @@ import torch
 
 from colonnade.config import Plan
 from colonnade.kernels.experts import reference
-from colonnade.kernels.registry import CHOSEN
+from colonnade.kernels.registry import LOOKUP
 from colonnade.model.moe import MixtureOfExperts
 from colonnade.parallel.distributed_context import DistributedContext
 from tests.serve import tiny
@@ -79,15 +79,15 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
     with DistributedContext.build(Plan(**plan)) as context, torch.no_grad():
         model = tiny.model(context.axes.serving(), **MODELS[name])
         wanted = tiny.logits(model, [5, 2, 7])
-        key = "few_experts", "cpu", torch.float64, "auto"
-        CHOSEN[key] = counted
+        key = "few_token_experts", "cpu", torch.float64, "auto"
+        LOOKUP[key] = counted
         for layer in model.modules():
             if fetched and isinstance(layer, MixtureOfExperts):
                 layer.experts.fetch = fetch_of(layer)
         try:
             assert_same(tiny.logits(model, [5, 2, 7]), wanted)
         finally:
-            del CHOSEN[key]
+            del LOOKUP[key]
     return len(calls)
 
 

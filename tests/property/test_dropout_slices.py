@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.kernels.dropout import Pairs, recomputed_dropout
+from colonnade.kernels.dropout import AttentionDropout, recomputed_dropout
 from colonnade.model import Dropout, DropoutRates, Packed
 from colonnade.parallel.axis import Axis
 
@@ -29,12 +29,12 @@ def test_tokens_and_features(first, tokens, a, b, site, rate):
 @given(st.integers(0, 2**33), places(T), places(T), st.integers(0, N - 1), st.integers(0, N), st.floats(0.01, 0.99))
 def test_heads_queries_and_keys(first, queries, keys, head, heads, rate):
     index_T = torch.arange(first, first + T)
-    whole = Pairs(KEY, index_T, index_T, rate)
+    whole = AttentionDropout(KEY, index_T, index_T, rate)
     heads = min(heads, N - head)
-    part = whole.cut(torch.tensor(queries, dtype=torch.int64), torch.tensor(keys, dtype=torch.int64))._replace(
+    part = whole.select(torch.tensor(queries, dtype=torch.int64), torch.tensor(keys, dtype=torch.int64))._replace(
         head=head
     )
-    assert torch.equal(part.keeps(heads), whole.keeps(N)[head : head + heads][:, queries][:, :, keys])
+    assert torch.equal(part.keep_mask(heads), whole.keep_mask(N)[head : head + heads][:, queries][:, :, keys])
 
 
 @given(st.integers(1, 7), st.integers(0, 40), st.booleans())

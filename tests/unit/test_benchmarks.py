@@ -161,7 +161,7 @@ def test_flash_decoding(tmp_path: Path) -> None:
     pinned = [row for row in cells if row.get("pinned_us")]
     assert len(cells) == 6 and len(pinned) == 1
     assert pinned[0]["of_pinned"] == pytest.approx(pinned[0]["pinned_us"] / pinned[0]["us"], abs=1e-3)
-    assert not decode_tiles.CHOSEN, "what is pinned is not left behind"
+    assert not decode_tiles.OVERRIDE, "what is pinned is not left behind"
     flash_decoding.main(["--tiny", "--eight-bits", "--out", str(tmp_path)])
     caches = json.loads((tmp_path / "flash_decoding_eight_tiny.json").read_text())["rows"]
     assert [row["cache"] for row in caches] == ["bfloat16", "float8", "float8, scales", "int8, scales"]

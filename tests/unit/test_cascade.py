@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import CapacityError
-from colonnade.kernels.attention import cascade_reference, reference
-from colonnade.kernels.attention.cascade import Cascade, Group, Reader, Room, groups, plan
+from colonnade.kernels.attention import plan_reference, reference
+from colonnade.kernels.attention.cascade import Cascade, CascadeCapacity, Group, KernelCosts, groups, plan
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan, Shape
 from tests.worlds import assert_same
 
 COSTS = Costs(tile=2000, start=1500, merge=2500, part=20)
-FEW = Reader(Shape(kv_heads=2, group=8, rows=16, tile=64), 264, COSTS)
-MANY = Reader(Shape(kv_heads=2, group=8, rows=128, tile=64), 132, COSTS._replace(tile=1000))
+FEW = KernelCosts(Shape(kv_heads=2, group=8, rows=16, tile=64), 264, COSTS)
+MANY = KernelCosts(Shape(kv_heads=2, group=8, rows=128, tile=64), 132, COSTS._replace(tile=1000))
 
 
 def branches(prefix: int, own: Sequence[int], page: int = 16) -> tuple[list[list[int]], list[int]]:
@@ -111,8 +111,8 @@ tables_of_pages = st.lists(
 def test_every_group(drawn: list, page: int, window: int | None) -> None:
     """Members share what is said, each is in one group; brute force over all pairs finds none where there is none."""
     cheap = Costs(1000, 0, 0, 0)
-    few = Reader(Shape(1, 3, 4, 1, window), 1, cheap)
-    many = Reader(Shape(1, 3, 8, 1), 1, cheap)
+    few = KernelCosts(Shape(1, 3, 4, 1, window), 1, cheap)
+    many = KernelCosts(Shape(1, 3, 8, 1), 1, cheap)
     tables = [[*begins, *[9] * (2 + new)] for begins, new, _ in drawn]
     queries = [new for _, new, _ in drawn]
     lengths = [len(begins) * page + min(more, page) for begins, _, more in drawn]
@@ -136,16 +136,16 @@ def test_a_graphs_array_holds_any_groups() -> None:
     tables, lengths = branches(32_768, [5] * 6)
     cascade = plan(tables, lengths, [1, 2, 1, 1, 1, 1], 16, FEW, MANY)
     assert isinstance(cascade, Cascade)
-    room = Room(8, 4, 20)
+    room = CascadeCapacity(8, 4, 20)
     flat = cascade.flat(room)
-    groups_at, rows_at, total = room.places
+    groups_at, rows_at, total = room.offsets
     assert len(flat) == total
     assert flat[4 * 2 : 4 * 2 + 3] == [0, 1, 3]  # three queries of its group come before
     assert flat[4 * 6] == flat[4 * 7] == -1
     assert flat[groups_at : groups_at + 3] == [0, rows_at, 7]
     assert flat[rows_at : rows_at + 8] == [0, 0, 1, 0, 1, 1, 2, 0]
     with pytest.raises(CapacityError, match="capture the graph for more"):
-        cascade.flat(Room(8, 4, 6))
+        cascade.flat(CascadeCapacity(8, 4, 6))
 
 
 @pytest.mark.parametrize("group", [1, 3, 17])
@@ -173,9 +173,9 @@ def test_a_cascade_computes_attention(group: int, window: int | None, extras: st
             "sinks_N": torch.linspace(-2, 2, K * group),
         }
     cheap = Costs(tile=1000, start=10, merge=0, part=0)
-    few = Reader(Shape(K, group, 16, 16, window), 5, cheap)
-    many = Reader(Shape(K, group, 32, 16), 3, cheap)
+    few = KernelCosts(Shape(K, group, 16, 16, window), 5, cheap)
+    many = KernelCosts(Shape(K, group, 32, 16), 3, cheap)
     cascade = plan(tables, lengths, queries, page, few, many)
     assert isinstance(cascade, Cascade) and len(cascade.groups) == 2 and cascade.shared.slots > 4
-    state = cascade_reference.run(cascade, few.shape, many.shape, q, k, v, table, **more)
+    state = plan_reference.run_cascade(cascade, few.shape, many.shape, q, k, v, table, **more)
     assert_same(state.o, reference.paged(q, k, v, table, window=window, **more), 1e-12)

@@ -26,12 +26,46 @@ POINTERS = {
     "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
     "members_ptr": "*i32", "shared_o_ptr": "*fp32", "shared_lse_ptr": "*fp32", "shared_ptr": "*i32",
 }  # fmt: skip
-STRIDES = ("q_t", "q_n", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k")
+STRIDES = [
+    *("queries.token", "queries.head", "keys.page", "keys.token", "keys.head", "values.page", "values.token"),
+    *("values.head", "latents.page", "latents.token", "k_t"),
+]
 """Multiples of 16, as in any real layer."""
 NUMBERS = dict.fromkeys(
-    (*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at", "used"),
-    "i32",
+    ("pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at", "used"), "i32"
 )
+
+
+def attend_types(queries: str = "*bf16", cache: str = "*bf16", members: str = "constexpr") -> dict[str, Any]:
+    """Types of the arguments of the decode and prefill kernels."""
+    from colonnade.kernels.attention.triton_args import Batch, Cache, Mods, Output, Queries
+
+    keys, scales = Cache(cache, "i32", "i32", "i32"), ("*fp32", "*fp32", "*fp32", "*fp32")
+    return NUMBERS | {
+        "queries": Queries(queries, "i32", "i32"), "keys": keys, "values": keys,
+        "output": Output(queries, "*fp32", "*fp32", "*fp32"), "plan_ptr": "*i32",
+        "batch": Batch("*i32", "*i32", "*i32", members), "mods": Mods("fp32", "fp32", *scales),
+    }  # fmt: skip
+
+
+def mla_types(cache: str = "*bf16", *, scaled: bool = False) -> dict[str, Any]:
+    """Types of the arguments of the MLA kernel."""
+    from colonnade.kernels.attention.triton_args import Batch, Cache, Output, Queries
+
+    scales = ("*fp32", "i32", "i32") if scaled else ("constexpr", "constexpr", "constexpr")
+    return NUMBERS | {
+        "queries": Queries("*bf16", "i32", "i32"), "latents": Cache(cache, "i32", "i32", "constexpr"),
+        "scales": Cache(*scales, "constexpr"), "output": Output("*bf16", "*fp32", "*fp32", "*fp32"),
+        "plan_ptr": "*i32", "batch": Batch("*i32", "*i32", "*i32", "constexpr"), "scale": "fp32",
+    }  # fmt: skip
+
+
+def with_config(constants: dict[str, Any]) -> dict[str, Any]:
+    """``constants`` with the kernel's configuration made of them."""
+    from colonnade.kernels.attention.triton_args import Config, MlaConfig
+
+    kind = MlaConfig if "RANK" in constants else Config
+    return constants | {"cfg": kind(**{name: x for name, x in constants.items() if name in kind._fields})}
 
 
 def cases() -> list[Any]:
@@ -62,18 +96,18 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("width", "rows", "cache", "more"), cases())
 def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_split_kv
-    from colonnade.kernels.attention.decode_tiles import pick
-    from colonnade.kernels.attention.triton_decode import beginning
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
+    from colonnade.kernels.attention.triton_decode import prefetch_options
 
-    tiles = pick(rows, width, 2, 2)
+    tiles = choose_tiles(rows, width, 2, 2)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "SINGLE": not more["SINKS"],
-        "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "N": 32, "GROUP": 8, "H": width, "LAUNCH_MERGE": True, "SINGLE": not more["SINKS"],
+        "SAME_STRIDES": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
-    types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    constants |= beginning(rows, tiles, more["PAGE"], eight=False)
-    built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    types = attend_types(cache=cache)
+    constants |= prefetch_options(rows, tiles, more["PAGE"], kv8=False)
+    built = compiled(triton_split_kv.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     if "maxnreg" in constants:
@@ -83,7 +117,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     # Keys and values come 16 bytes at once, and the loop waits for those of an earlier step only.
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", built.asm["ptx"]))) >= 2 * (tiles.stages - 2)
-    assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_NEXT"]
+    assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_MERGE"]
 
 
 @pytest.mark.parametrize(
@@ -101,19 +135,18 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     width: int, rows: int, kind: str, queries: str, page: int, most: int, tmp_path: Path
 ) -> None:
     from colonnade.kernels.attention import triton_split_kv
-    from colonnade.kernels.attention.decode_tiles import pick
-    from colonnade.kernels.attention.triton_decode import beginning
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
+    from colonnade.kernels.attention.triton_decode import prefetch_options
 
-    tiles = pick(rows, width, 2, 2)
+    tiles = choose_tiles(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": page, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
-        "SCALED": True, "LAUNCH_NEXT": True, "SINGLE": True, "ALIKE": page == 16, "ROWS": rows, "TILE": tiles.tile,
-        "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "EIGHT": kind, "ASM": True,
+        "SCALED": True, "LAUNCH_MERGE": True, "SINGLE": True, "SAME_STRIDES": page == 16, "ROWS": rows,
+        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "KV8": kind, "ASM": True,
     }  # fmt: skip
-    constants |= beginning(rows, tiles, page, eight=True)
-    types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
-    built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    constants |= prefetch_options(rows, tiles, page, kv8=True)
+    types = attend_types(queries, "*i16")
+    built = compiled(triton_split_kv.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     ptx = built.asm["ptx"]
@@ -134,7 +167,7 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     [
         pytest.param(128, 128, False, {}, id="prompts"),
         pytest.param(128, 128, True, {}, id="groups", marks=pytest.mark.long),
-        pytest.param(128, 128, True, {"COPIED": True, "BESIDE": True}, id="groups-by-the-copy-engine"),
+        pytest.param(128, 128, True, {"TMA": True, "OVERLAP": True}, id="groups-by-the-copy-engine"),
         pytest.param(256, 64, False, {"PAGE": 16, "WINDOW": 4096}, id="width-256", marks=pytest.mark.long),
         pytest.param(64, 128, False, {"CAPPED": True, "SINKS": True}, id="width-64", marks=pytest.mark.long),
         pytest.param(80, 128, True, {"SLOPES": True, "PAGE": 16}, id="width-80", marks=pytest.mark.long),
@@ -142,45 +175,39 @@ def test_numbers_of_eight_bits_are_made_in_registers(
 )
 def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_prefill
-    from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
 
-    tiles = pick(rows, width, 2, 2)
+    tiles = choose_tiles(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
-        "SCALED": False, "LISTED": listed, "COPIED": False, "BESIDE": False, "ALIKE": True, "ROWS": rows,
+        "SCALED": False, "GROUPED": listed, "TMA": False, "OVERLAP": False, "SAME_STRIDES": True, "ROWS": rows,
         "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
-    types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    cache = f"tensordesc<bf16[{tiles.tile}, {width}]>" if constants["COPIED"] else "*bf16"
+    types = attend_types(members="*i32")
+    cache = f"tensordesc<bf16[{tiles.tile}, {width}]>" if constants["TMA"] else "*bf16"
     types |= {"k_rows": cache, "v_rows": cache}
-    built = compiled(triton_prefill.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_prefill.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     # Blocks of 64 rows and more are products of Hopper's own kind.
     assert "wgmma" in built.asm["ptx"]
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
-    assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == constants["COPIED"]
+    assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == constants["TMA"]
 
 
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_mla_decode
-    from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
 
-    tiles = pick(rows, 576, 2, 2)
+    tiles = choose_tiles(rows, 576, 2, 2)
     constants = {
-        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_NEXT": False, "ROWS": rows,
-        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_MERGE": False,
+        "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
-    built = compiled(
-        triton_mla_decode.read,
-        {**POINTERS, **NUMBERS, "scale": "fp32"},
-        constants,
-        STRIDES,
-        warps=tiles.warps,
-        stages=3,
-    )
+    function = triton_mla_decode.mla_attend
+    built = compiled(function, mla_types(), with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     # 64 rows of 512 sums are half of all registers: addresses are put away before the loop and fetched after it.
     assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 300)
@@ -197,16 +224,15 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
 def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Path) -> None:
     """Half the tiles' shared memory, and one tile that was widened; of 64 rows some registers are put away."""
     from colonnade.kernels.attention import triton_mla_decode
-    from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.decode_tiles import choose_tiles
 
-    tiles = pick(rows, 576, 2, 2)
+    tiles = choose_tiles(rows, 576, 2, 2)
     constants = {
-        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_NEXT": False, "ROWS": rows,
-        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_MERGE": False,
+        "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
-    types = {**POINTERS, **NUMBERS, "scale": "fp32", "k_ptr": cache, "scales_ptr": "*fp32"}
-    types |= dict.fromkeys(("scales_page", "scales_p"), "i32")
-    built = compiled(triton_mla_decode.read, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    function, types = triton_mla_decode.mla_attend, mla_types(cache, scaled=True)
+    built = compiled(function, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 700)
     assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
@@ -219,7 +245,7 @@ def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
     types = {"k_ptr": "*bf16", "slots_ptr": "*i64", "scales_ptr": "*fp32", "k_t": "i32"}
     types["values_ptr"] = {"int8": "*i8", "float8": "*fp8e4nv"}[kind]
     constants = {"RANK": 512, "ROPE": 64, "KIND": kind, "BLOCK_C": 512, "BLOCK_R": 64}
-    built = compiled(triton_cache_write._store, types, constants, ["k_t"], warps=4)
+    built = compiled(triton_cache_write._write_latents, types, constants, ["k_t"], warps=4)
     assert spilled(built, tmp_path) == 0
     assert "div.rn.f32" in built.asm["ptx"]  # the bits of plain torch
     assert (kind == "float8") == ("cvt.rn.satfinite.e4m3x2" in built.asm["ptx"])
@@ -254,7 +280,7 @@ def test_the_merge_of_chunks_fits_the_chip(width: int, part: int, pieces: int, t
 
     constants = {
         "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": True, "ROWS": 16, "CHUNK": 512,
-        "FEW": triton_merge.FEW_PIECES, "WHOLE": min(triton_merge.WHOLE, 1 << (width - 1).bit_length()),
+        "FEW": triton_merge.FEW_CHUNKS, "WHOLE": min(triton_merge.MAX_WIDTH, 1 << (width - 1).bit_length()),
         "PIECES": pieces, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge_chunks, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)

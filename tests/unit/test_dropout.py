@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from colonnade.kernels import dropout
-from colonnade.kernels.dropout import HEADS, KEYS, Pairs, keeps
-from colonnade.kernels.registry import TABLE, Row
+from colonnade.kernels.dropout import HEADS, KEYS, AttentionDropout, keep_mask
+from colonnade.kernels.registry import KERNELS, Kernel
 from colonnade.parallel.rng_keys import keys
 
-DROPOUT = [row for row in TABLE if row.operation == "dropout" and "cpu" in row.devices]
+DROPOUT = [row for row in KERNELS if row.operation == "dropout" and "cpu" in row.devices]
 BOUND = 4.5
 """Standard deviations. All is fixed by seeds: a sound hash that meets it today meets it always."""
 
@@ -22,7 +22,7 @@ def key(seed: int = 0, step: int = 0, place: int = 0) -> Tensor:
 
 
 def mask(T: int, D: int, k: Tensor | None = None, *, site: int = 1, rate: float = 0.5, start: int = 0) -> Tensor:
-    return keeps(key() if k is None else k, torch.arange(T), start, start + D, site=site, rate=rate)
+    return keep_mask(key() if k is None else k, torch.arange(T), start, start + D, site=site, rate=rate)
 
 
 def mix_one(x: int) -> int:
@@ -38,7 +38,7 @@ def mix_one(x: int) -> int:
 def test_each_element_is_what_the_docstring_says() -> None:
     k = 0xFEDCBA9876543210
     index_T, site, rate = torch.tensor([0, 1, 2**31 + 5, 2**32 + 1, 77]), 3, 0.37
-    kept = keeps(torch.tensor(k - 2**64), index_T, 250, 270, site=site, rate=rate)
+    kept = keep_mask(torch.tensor(k - 2**64), index_T, 250, 270, site=site, rate=rate)
     for t, i in enumerate(index_T.tolist()):
         row = mix_one(mix_one(i % 2**32 ^ k % 2**32) ^ k >> 32)
         for c, j in enumerate(range(250, 270)):
@@ -50,22 +50,22 @@ def test_each_element_is_what_the_docstring_says() -> None:
 def test_each_probability_is_what_the_docstring_says() -> None:
     k = key(5, 6, 7)
     queries, ks = torch.tensor([9, 4, 100]), torch.tensor([3, 9])
-    kept = Pairs(k, queries, ks, 0.4, head=2).keeps(3)
+    kept = AttentionDropout(k, queries, ks, 0.4, head=2).keep_mask(3)
     for n, (t, q), (s, j) in itertools.product(range(3), enumerate(queries), enumerate(ks)):
-        row = dropout.mix(dropout.row_hash(k, q) ^ dropout.column_hash(HEADS, torch.tensor(n + 2)))
+        row = dropout.lowbias32(dropout.row_hash(k, q) ^ dropout.column_hash(HEADS, torch.tensor(n + 2)))
         column = dropout.column_hash(KEYS, j)
-        assert kept[n, t, s] == (dropout.mix(row ^ column) >= dropout.threshold(0.4))
+        assert kept[n, t, s] == (dropout.lowbias32(row ^ column) >= dropout.threshold(0.4))
 
 
 def _masks(k: Tensor, queries: Tensor, ks: Tensor) -> tuple[Tensor, ...]:
-    pairs = Pairs(k, queries, ks, 0.3, head=2)
+    pairs = AttentionDropout(k, queries, ks, 0.3, head=2)
     return (
-        pairs.keeps(3),
-        keeps(k, queries, 5, 24, site=3, rate=0.3),
-        keeps(k, queries, 5, 24, site=3, rate=0.3).T.contiguous(),  # its columns are the outer loop here
-        dropout.choices(k, queries, 2),
+        pairs.keep_mask(3),
+        keep_mask(k, queries, 5, 24, site=3, rate=0.3),
+        keep_mask(k, queries, 5, 24, site=3, rate=0.3).T.contiguous(),  # its columns are the outer loop here
+        dropout.choice_hash(k, queries, 2),
         dropout.uniform(k, queries, 5, 9),
-        dropout.hidden_units(torch.arange(7))[:, None] ^ ks.to(torch.int32),
+        dropout.hidden_hash(torch.arange(7))[:, None] ^ ks.to(torch.int32),
     )
 
 
@@ -79,7 +79,7 @@ def test_compiled_masks_are_the_same_bits() -> None:
 
 def test_mix_is_a_permutation_of_what_it_was_given() -> None:
     x = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0)).unique()
-    mixed = dropout.mix(x.int())
+    mixed = dropout.lowbias32(x.int())
     assert len(mixed.unique()) == len(x)
     assert mixed.tolist()[:100] == [(mix_one(i % 2**32) + 2**31) % 2**32 - 2**31 for i in x.tolist()[:100]]
 
@@ -98,13 +98,13 @@ GOLDEN = [2558736989570252433, 3400964856525257824]
 @pytest.mark.parametrize("row", DROPOUT, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "D"), [(7, 13), (0, 4), (3, 0), (1, 1)])
-def test_values_and_gradients(row: Row, dtype: torch.dtype, T: int, D: int) -> None:
+def test_values_and_gradients(row: Kernel, dtype: torch.dtype, T: int, D: int) -> None:
     x, g = torch.randn(2, T, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     index_T = torch.arange(T) * 5
     x.requires_grad_()
     y = row.run(x, key(), index_T, site=1, rate=0.25, start=100)
     y.backward(g)
-    kept = keeps(key(), index_T, 100, 100 + D, site=1, rate=0.25)
+    kept = keep_mask(key(), index_T, 100, 100 + D, site=1, rate=0.25)
     assert torch.equal(y, torch.where(kept, x * (1 / 0.75), 0.0))
     assert torch.equal(x.grad, torch.where(kept, g * (1 / 0.75), 0.0))
     assert not T * D > 50 or 0 < kept.sum() < kept.numel()
@@ -220,7 +220,7 @@ def test_rows_and_columns_are_no_more_alike_than_chance() -> None:
 
 def test_bytes_of_the_hash_are_uniform() -> None:
     row, column = dropout.row_hash(key(), torch.arange(1024)), dropout.column_hash(1, torch.arange(256))
-    hashes = dropout.mix(row[:, None] ^ column)
+    hashes = dropout.lowbias32(row[:, None] ^ column)
     for shift in (0, 8, 16, 24):
         counts = torch.bincount((hashes >> shift & 0xFF).flatten().long(), minlength=256).double()
         expected = hashes.numel() / 256
@@ -229,7 +229,7 @@ def test_bytes_of_the_hash_are_uniform() -> None:
 
 def test_heads_queries_and_keys_are_independent() -> None:
     index_T = torch.arange(128) + 1000
-    m = Pairs(key(), index_T, index_T, 0.3).keeps(6)
+    m = AttentionDropout(key(), index_T, index_T, 0.3).keep_mask(6)
     assert abs(z_of_mean(m, 0.3)) < BOUND
     for a, b in itertools.combinations(range(6), 2):
         assert abs(z_of_correlation(m[a], m[b], 0.3)) < BOUND
@@ -239,5 +239,5 @@ def test_heads_queries_and_keys_are_independent() -> None:
         assert abs(z_of_correlation(m[a][upper], m[a].T[upper], 0.3)) < BOUND, "a query and its key are not alike"
         assert abs(z_of_correlation(m[a][1:], m[a][:-1], 0.3)) < BOUND
         assert abs(z_of_correlation(m[a][:, 1:], m[a][:, :-1], 0.3)) < BOUND
-    other = Pairs(key(0, 1), index_T, index_T, 0.3).keeps(6)
+    other = AttentionDropout(key(0, 1), index_T, index_T, 0.3).keep_mask(6)
     assert abs(z_of_correlation(m, other, 0.3)) < BOUND

@@ -229,8 +229,15 @@ def test_a_profile_says_what_each_kernel_took(
 def test_a_layers_time_is_shared_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """By what each kernel is for; a product that the router runs alone too is the router's."""
     names = {
-        "router": ["nvjet_small", "_best", "_tally", "aminmax", "Memset"],
-        "dispatch": ["_count", "DeviceScanKernel", "_place", "_rank", "_invert", "_deal"],
+        "router": ["nvjet_small", "_top_experts", "_histogram", "aminmax", "Memset"],
+        "dispatch": [
+            "_count",
+            "DeviceScanKernel",
+            "_scatter",
+            "_sort_by_counting",
+            "_inverse_permutation",
+            "_gather_by_token",
+        ],
         "products": [
             "up_kernel",
             "down_kernel",
@@ -238,12 +245,15 @@ def test_a_layers_time_is_shared_out(monkeypatch: pytest.MonkeyPatch, capsys: py
             "cutlass GroupProblemShape",
             "wgrad_kernel",
         ],
-        "combine": ["_sum"],
+        "combine": ["_combine_kernel"],
     }
-    alone = {"nvjet_small", "_best"}
+    alone = {"nvjet_small", "_top_experts"}
     for group, kernels in names.items():
         assert {layer_share.group_of(name, alone) for name in kernels} == {group}
-    kernels = [(name, float(i), 10.0) for i, name in enumerate([*names["router"], "_place", "_sum", "up", "up", "up"])]
+    kernels = [
+        (name, float(i), 10.0)
+        for i, name in enumerate([*names["router"], "_scatter", "_combine_kernel", "up", "up", "up"])
+    ]
     runs = iter([[(name, 0.0, 1.0) for name in alone], *[kernels] * layer_share.RUNS])
     monkeypatch.setattr(layer_share, "timeline", lambda *_, **__: next(runs))
     weights, _ = moe_layer.stacks(moe_layer.TINY["qwen3"], "cpu", torch.bfloat16)

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from colonnade.errors import ConfigError
 from colonnade.kernels import permute
-from colonnade.kernels.dropout import CHOICES, HIDDEN, column_hash, mix, row_hash
+from colonnade.kernels.dropout import CHOICES, HIDDEN, column_hash, lowbias32, row_hash
 from colonnade.kernels.experts import grouped_mm, loop, reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
-from colonnade.kernels.registry import TABLE, Row, choose
+from colonnade.kernels.registry import KERNELS, Kernel, choose
 from colonnade.model.moe.experts import sorting_costs_more
 from tests.experts import LOADS, Case, experts_with_dropout, gradients, routed_experts
 from tests.worlds import assert_same
 
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
-    for row in TABLE
+    for row in KERNELS
     if row.operation == "routed_experts" and row.name != "reference" and "cpu" in row.devices
     for dtype in ((torch.float64 if torch.float64 in row.dtypes else torch.float32),)
 ]
@@ -40,7 +40,7 @@ def error(got: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("gated", "biased"), list(itertools.product([True, False], repeat=2)))
-def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
+def test_experts(row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
     activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
     case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
@@ -51,7 +51,7 @@ def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: b
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("T", [1, 40])
-def test_however_the_weights_lie_in_memory(row: Row, dtype: torch.dtype, T: int) -> None:
+def test_however_the_weights_lie_in_memory(row: Kernel, dtype: torch.dtype, T: int) -> None:
     case = Case(T, 2, 4, 16, 24, across=True, biased=True)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(routed_experts(row.run), case, dtype).items():
@@ -60,7 +60,7 @@ def test_however_the_weights_lie_in_memory(row: Row, dtype: torch.dtype, T: int)
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation(row: Row, dtype: torch.dtype, activation: str) -> None:
+def test_every_activation(row: Kernel, dtype: torch.dtype, activation: str) -> None:
     case = Case(20, 2, 4, 12, 14, activation=activation)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(routed_experts(row.run), case, dtype).items():
@@ -104,7 +104,7 @@ def _noted(run: Callable[..., Tensor], ran: list[str], name: str) -> Callable[..
 
 DROPOUT = [
     pytest.param(row, torch.float64 if torch.float64 in row.dtypes else torch.float32, id=row.name)
-    for row in TABLE
+    for row in KERNELS
     if row.operation == "dropout_experts" and row.name != "reference" and "cpu" in row.devices
 ]
 
@@ -113,7 +113,9 @@ DROPOUT = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True), (True, True)])
-def test_experts_with_dropout(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
+def test_experts_with_dropout(
+    row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool
+) -> None:
     activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
     case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
     exact = gradients(experts_with_dropout(reference.experts), case, torch.float64)
@@ -133,9 +135,9 @@ def test_what_is_dropped_is_a_unit_of_a_choice() -> None:
     ids_TA = case.ids()
     kept = torch.zeros(300, 2, 50, dtype=torch.bool)
     for j in range(2):
-        row_T = mix(row_hash(torch.tensor(77), torch.arange(300) + 5) ^ column_hash(CHOICES, torch.tensor([j])))
+        row_T = lowbias32(row_hash(torch.tensor(77), torch.arange(300) + 5) ^ column_hash(CHOICES, torch.tensor([j])))
         column_F = column_hash(HIDDEN, torch.arange(3, 53))
-        kept[:, j] = mix(row_T[:, None] ^ column_F).double() >= (rate - 0.5) * 2**32
+        kept[:, j] = lowbias32(row_T[:, None] ^ column_F).double() >= (rate - 0.5) * 2**32
     y_TD = torch.zeros_like(x_TD)
     for t, j in itertools.product(range(300), range(2)):
         e = ids_TA[t, j]

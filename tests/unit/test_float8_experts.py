@@ -108,7 +108,7 @@ def test_the_fast_file_hands_its_operands_over_as_the_operator_wants_them(monkey
     monkeypatch.setattr(torch, "_scaled_grouped_mm", operator, raising=False)
     case = Case(30, 2, 4, 32, 48)
     plain = gradients(routed_experts(float8.routed), case, torch.bfloat16)
-    fast = {"scaled_grouped_product": grouped_mm.scaled_product}
+    fast = {"scaled_grouped_mm": grouped_mm.scaled_product}
     monkeypatch.setattr(float8, "choose", lambda op, device, dtype: fast.get(op) or choose(op, device, dtype))
     for name, got in gradients(routed_experts(float8.routed), case, torch.bfloat16).items():
         assert torch.equal(got, plain[name]), name

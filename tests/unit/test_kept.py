@@ -17,16 +17,16 @@ FLOAT8 = torch.float8_e4m3fn
 def test_what_is_too_large_is_cut_off_and_what_is_no_number_stays_none() -> None:
     x = torch.tensor([1.0, 1.06, -3e4, 449.0, 2.0**-9, 2.0**-11, torch.inf, torch.nan])
     wanted = torch.tensor([1.0, 1.0, -448.0, 448.0, 2.0**-9, 0.0, 448.0, torch.nan])
-    assert torch.equal(cache_write.as_kept(x, FLOAT8).float().nan_to_num(7), wanted.nan_to_num(7))
+    assert torch.equal(cache_write.to_cache_dtype(x, FLOAT8).float().nan_to_num(7), wanted.nan_to_num(7))
 
 
 def test_slots_are_written_and_read() -> None:
     pool, x = torch.zeros(3, 4, 2, 6, dtype=FLOAT8), torch.randn(5, 2, 6, dtype=torch.float64)
     slots = torch.tensor([11, 0, 7, 3, 4])
-    cache_write.write(pool, slots, x)
-    rounded = cache_write.as_kept(x, FLOAT8).double()
-    assert torch.equal(cache_write.read(pool, slots, torch.float64), rounded)
-    assert torch.equal(cache_write.read(pool, torch.tensor([1, 2]), torch.float64), torch.zeros(2, 2, 6).double())
+    cache_write.write_kv(pool, slots, x)
+    rounded = cache_write.to_cache_dtype(x, FLOAT8).double()
+    assert torch.equal(cache_write.read_kv(pool, slots, torch.float64), rounded)
+    assert torch.equal(cache_write.read_kv(pool, torch.tensor([1, 2]), torch.float64), torch.zeros(2, 2, 6).double())
     assert ((rounded - x).abs() <= x.abs() / 16 + 2.0**-10).all()
 
 
@@ -40,8 +40,8 @@ def test_attention_is_to_what_was_kept(run, window: int | None) -> None:
     pages = torch.tensor([[0, 5, 2], [3, 8, 8], [1, 4, 8], [6, 7, 8]], dtype=torch.int32)
     ends, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1, 2, 5, 9], [11, 2, 8, 4]))
     table = PageTable(pages, ends, lengths, 4, 4, 11)
-    found = run(q, *(cache_write.as_kept(x, FLOAT8) for x in (k, v)), table, window=window)
-    exact = reference.paged(q, *(cache_write.as_kept(x, FLOAT8).double() for x in (k, v)), table, window=window)
+    found = run(q, *(cache_write.to_cache_dtype(x, FLOAT8) for x in (k, v)), table, window=window)
+    exact = reference.paged(q, *(cache_write.to_cache_dtype(x, FLOAT8).double() for x in (k, v)), table, window=window)
     assert found.dtype == torch.float64
     assert torch.allclose(found, exact, rtol=1e-12, atol=1e-12)
 

@@ -8,21 +8,21 @@ import torch
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.attention import reference, sharded_cache
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.registry import TABLE, Row, choose
+from colonnade.kernels.registry import KERNELS, Kernel, choose
 from tests.worlds import assert_same
 
-PACKED = [row for row in TABLE if row.operation == "packed_attention" and row.name != "reference"]
-LINEAR = [row for row in TABLE if row.operation == "linear" and row.name != "reference"]
-PAGED = [row for row in TABLE if row.operation == "paged_attention" and row.name != "reference"]
+PACKED = [row for row in KERNELS if row.operation == "packed_attention" and row.name != "reference"]
+LINEAR = [row for row in KERNELS if row.operation == "linear" and row.name != "reference"]
+PAGED = [row for row in KERNELS if row.operation == "paged_attention" and row.name != "reference"]
 
 
 def heads(T: int, n: int, seed: int, h: int = 8) -> torch.Tensor:
     return torch.randn(T, n, h, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def on_cpu(rows: list[Row]) -> list[Row]:
+def on_cpu(rows: list[Kernel]) -> list[Kernel]:
     return [row for row in rows if "cpu" in row.devices and torch.float64 in row.dtypes]
 
 
@@ -31,7 +31,7 @@ def on_cpu(rows: list[Row]) -> list[Row]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv", [1, 2, 6])
-def test_packed(row: Row, lengths: list[int], causal: bool, window: int | None, kv: int) -> None:
+def test_packed(row: Kernel, lengths: list[int], causal: bool, window: int | None, kv: int) -> None:
     T = sum(lengths)
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     equal = len(set(lengths)) == 1 and lengths[0] > 0
@@ -62,7 +62,7 @@ def requests(new: list[int], known: list[int], page: int, *, scattered: bool) ->
 @pytest.mark.parametrize("new", [[1, 1, 1], [4, 1, 2], [1], [7], [1, 3, 1, 1], [1, 0, 1]], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_paged(row: Row, new: list[int], window: int | None, scattered: bool) -> None:
+def test_paged(row: Kernel, new: list[int], window: int | None, scattered: bool) -> None:
     table = requests(new, [9, 0, 5, 10], page := 4, scattered=scattered)
     k, v = (heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
     q = heads(sum(new), 4, 0)
@@ -71,7 +71,7 @@ def test_paged(row: Row, new: list[int], window: int | None, scattered: bool) ->
 
 @pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
 @pytest.mark.parametrize("new", [[1, 1, 1], [4, 1, 2]], ids=str)
-def test_paged_values_are_the_beginning_of_keys(row: Row, new: list[int]) -> None:
+def test_paged_values_are_the_beginning_of_keys(row: Kernel, new: list[int]) -> None:
     """As in latent attention: one head is key and value, and of the output only the first numbers are asked for."""
     table = requests(new, [9, 0, 5], page := 4, scattered=True)
     k, q = heads(40 * page, 1, 1).unflatten(0, (40, page)), heads(sum(new), 4, 0)
@@ -81,7 +81,7 @@ def test_paged_values_are_the_beginning_of_keys(row: Row, new: list[int]) -> Non
 
 
 @pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
-def test_a_request_never_sees_what_another_left_in_a_page(row: Row) -> None:
+def test_a_request_never_sees_what_another_left_in_a_page(row: Kernel) -> None:
     """Two decodes of unlike length share a call; the shorter one's padding holds somebody's NaN."""
     table = requests([1, 1], [9, 5], page := 4, scattered=False)
     k, v = (heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
@@ -98,7 +98,7 @@ def test_a_request_never_sees_what_another_left_in_a_page(row: Row) -> None:
 @pytest.mark.parametrize(
     ("new", "known"), [([1], [-1]), ([1, 1], [-1, 5]), ([3, 1], [-2, 4]), ([1, 2], [-1, -2])], ids=str
 )
-def test_queries_without_keys_are_the_identity(row: Row, new: list[int], known: list[int]) -> None:
+def test_queries_without_keys_are_the_identity(row: Kernel, new: list[int], known: list[int]) -> None:
     """Requests of no keys at all, and of more queries than keys."""
     table = requests(new, known, page := 4, scattered=True)
     k, v = (heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
@@ -129,7 +129,7 @@ def test_a_bad_page_table_is_refused_and_not_read(run, scattered: bool, requests
         (asked(-1), ConfigError, f"request {last} has page -1 of a cache of 40"),
         (asked(40), ConfigError, f"request {last} has page 40 of a cache of 40; give it pages below that"),
         (asked(39 if last else 38), ConfigError, f"request {last} has page 40 of a cache of 40"),
-        (asked(lengths_R=table.lengths_R + longest), CapacityError, f"its table of pages room for {longest}"),
+        (asked(lengths_R=table.lengths_R + longest), CapacityError, f"its page table has room for {longest}"),
         (asked(lengths_R=table.lengths_R - longest - 1), ConfigError, "below 0 among lengths"),
         (asked(pages_RP=table.pages_RP[:0]), ConfigError, f"0 rows of pages for {len(requests_)} requests"),
     ):
@@ -142,7 +142,7 @@ def test_a_bad_page_table_is_refused_and_not_read(run, scattered: bool, requests
 @pytest.mark.parametrize("inputs", [12, 1200])
 @pytest.mark.parametrize("outputs", [48, 49])
 @pytest.mark.parametrize("biased", [True, False])
-def test_linear(row: Row, T: int, inputs: int, outputs: int, biased: bool) -> None:
+def test_linear(row: Kernel, T: int, inputs: int, outputs: int, biased: bool) -> None:
     results = []
     for run in (linear_reference.linear, row.run):
         x, weight, bias = (
@@ -172,7 +172,7 @@ def test_attention_dropout_is_a_product_with_a_mask(lengths: list[int], causal: 
     T, kv = sum(lengths), 2
     cu, equal = torch.tensor([0, *lengths]).cumsum(0).int(), len(set(lengths)) == 1
     index_T = torch.randperm(100, generator=torch.Generator().manual_seed(1))[:T]
-    pairs = Pairs(torch.tensor(77), index_T, index_T, 0.3, head=4)
+    pairs = AttentionDropout(torch.tensor(77), index_T, index_T, 0.3, head=4)
     q, k, v = (heads(T, n, seed).requires_grad_() for seed, n in enumerate((6, kv, kv)))
     o = reference.packed(
         q, k, v, cu, longest=max(lengths, default=0), equal=equal, causal=causal, window=window, dropout=pairs
@@ -180,7 +180,7 @@ def test_attention_dropout_is_a_product_with_a_mask(lengths: list[int], causal: 
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     seen = (segment[:, None] == segment) & reference.visible(T, T, causal=causal, window=window, device=q.device)
     scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(3, 1)) * 8**-0.5
-    p = scores.masked_fill(~seen, -torch.inf).softmax(-1) * pairs.keeps(6) / 0.7
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1) * pairs.keep_mask(6) / 0.7
     wanted = torch.einsum("nts,snh->tnh", p, v.repeat_interleave(3, 1))
     assert_same(o, wanted)
     if T:
@@ -189,4 +189,4 @@ def test_attention_dropout_is_a_product_with_a_mask(lengths: list[int], causal: 
 
 
 def test_only_kernels_of_ours_drop() -> None:
-    assert {row.name for row in TABLE if row.operation == "dropout_attention"} <= {"reference", "triton"}
+    assert {row.name for row in KERNELS if row.operation == "dropout_attention"} <= {"reference", "triton"}

@@ -11,7 +11,7 @@ from colonnade.config import LatentConfig, Plan, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.errors import ConfigError
 from colonnade.kernels.attention import cache_write
-from colonnade.kernels.registry import TABLE
+from colonnade.kernels.registry import KERNELS
 from colonnade.model import KVCache, Packed, Rows, Stream
 from colonnade.model.cache import Pools
 from colonnade.parallel.axis import SOLO_AXES
@@ -32,13 +32,13 @@ RANK = 20
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
-def test_no_number_moves_further_than_it_may(kind: cache_write.Kind, scale: float) -> None:
+def test_no_number_moves_further_than_it_may(kind: cache_write.LatentKind, scale: float) -> None:
     """And a large rotary key costs the latent beside it nothing."""
     x = torch.randn(50, RANK + 6, generator=torch.Generator().manual_seed(0)) * scale
     x[:, RANK:] *= 1000
     x[7], x[8, 1:] = 0, 0
-    values, scales = cache_write.keep(x, RANK, kind)
-    got = cache_write.written_out(values[:, None], scales, RANK, torch.float64)[:, 0]
+    values, scales = cache_write.quantise_latents(x, RANK, kind)
+    got = cache_write.dequantise_latents(values[:, None], scales, RANK, torch.float64)[:, 0]
     assert values.dtype.itemsize == 1 and scales.shape == (50, 2) and not got[7].any()
     for part in (slice(RANK), slice(RANK, None)):
         highest = x[:, part].abs().amax(1, keepdim=True)
@@ -51,15 +51,15 @@ def test_what_is_not_finite_stays_so() -> None:
     x = torch.ones(3, RANK + 6)
     x[1, 2], x[2, RANK] = torch.inf, torch.nan
     for kind in KINDS:
-        values, scales = cache_write.keep(x, RANK, kind)
-        finite = cache_write.written_out(values[:, None], scales, RANK, torch.float32)[:, 0].isfinite()
+        values, scales = cache_write.quantise_latents(x, RANK, kind)
+        finite = cache_write.dequantise_latents(values[:, None], scales, RANK, torch.float32)[:, 0].isfinite()
         assert finite[0].all() and not finite[1, :RANK].any() and not finite[2, RANK:].any()
 
 
 class Rounded(KVCache):
     """A cache in the model's type of numbers that 8 bits can hold: the specification."""
 
-    kind: cache_write.Kind
+    kind: cache_write.LatentKind
 
     def at(self, layer: int) -> Pools:
         cache = self
@@ -67,8 +67,8 @@ class Rounded(KVCache):
         class Round(Pools):
             def write(self, slots_T, k_TkH, v_TkH) -> None:
                 assert cache.values is not None
-                values, scales = cache_write.keep(k_TkH[:, 0], cache.values, cache.kind)
-                k_TkH = cache_write.written_out(values[:, None], scales, cache.values, k_TkH.dtype)
+                values, scales = cache_write.quantise_latents(k_TkH[:, 0], cache.values, cache.kind)
+                k_TkH = cache_write.dequantise_latents(values[:, None], scales, cache.values, k_TkH.dtype)
                 super().write(slots_T, k_TkH, k_TkH)
 
         pools = super().at(layer)
@@ -77,8 +77,8 @@ class Rounded(KVCache):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["latent", "latent_yarn_biased"])
-@pytest.mark.parametrize("row", [r for r in TABLE if r.operation == "paged_attention"], ids=lambda row: row.name)
-def test_prompts_chunks_and_decodes_read_what_was_kept(row, name: str, kind: cache_write.Kind) -> None:
+@pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "paged_attention"], ids=lambda row: row.name)
+def test_prompts_chunks_and_decodes_read_what_was_kept(row, name: str, kind: cache_write.LatentKind) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_latent.py and tests/gpu/test_cascade_gpu.py")
     config, draw = CONFIGS[name], torch.Generator().manual_seed(0)
@@ -104,7 +104,7 @@ def test_prompts_chunks_and_decodes_read_what_was_kept(row, name: str, kind: cac
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_costs_a_byte_a_number_and_two_scales(kind: cache_write.Kind) -> None:
+def test_a_token_costs_a_byte_a_number_and_two_scales(kind: cache_write.LatentKind) -> None:
     config = CONFIGS["latent"]
     cache = KVCache(config, pages=5, page_tokens=4, dtype=torch.float64, kind=kind)
     assert cache.bytes == 5 * 4 * config.layers * (7 + 4 + 2 * 4)
@@ -136,7 +136,7 @@ def test_twice_the_tokens_in_the_same_memory_and_half_of_it_for_the_same() -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_says_the_same_however_prompts_are_cut(kind: cache_write.Kind) -> None:
+def test_an_engine_says_the_same_however_prompts_are_cut(kind: cache_write.LatentKind) -> None:
     """In chunks, preempted, with shared prefixes, in steps of fixed shape, one by one: a token's bits are its own."""
     model = tiny.model(**LATENT)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)

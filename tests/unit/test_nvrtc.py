@@ -10,18 +10,20 @@ import torch
 
 from colonnade.kernels import nvrtc
 from colonnade.kernels.attention import cuda_decode
-from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.split_plan import FIELDS
 
 KERNEL = 'extern "C" __global__ void fill(int* x) { x[threadIdx.x] = NUMBER; }'
-compiles = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"nothing can be compiled: {nvrtc.unavailable()}")
+compiles = pytest.mark.skipif(
+    nvrtc.unavailable_reason() is not None, reason=f"nothing can be compiled: {nvrtc.unavailable_reason()}"
+)
 
 
 def test_a_binary_is_read_as_it_was_written(tmp_path: Path) -> None:
     path, binary = tmp_path / "new" / "folder" / "a.cubin", bytes(range(256)) * 9
-    assert nvrtc._read(path) is None
-    nvrtc._write(path, binary)
-    assert nvrtc._read(path) == binary
+    assert nvrtc._read_cache(path) is None
+    nvrtc._write_cache(path, binary)
+    assert nvrtc._read_cache(path) == binary
     assert [file.name for file in path.parent.iterdir()] == ["a.cubin"], "no temporary file is left"
 
 
@@ -30,27 +32,27 @@ def test_a_binary_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_damaged_binary_is_not_read(tmp_path: Path, damage) -> None:
     path = tmp_path / "a.cubin"
-    nvrtc._write(path, b"some instructions")
+    nvrtc._write_cache(path, b"some instructions")
     path.write_bytes(damage(path.read_bytes()))
-    assert nvrtc._read(path) is None
+    assert nvrtc._read_cache(path) is None
 
 
 def test_one_bit_of_damage_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "a.cubin"
-    nvrtc._write(path, b"some instructions")
+    nvrtc._write_cache(path, b"some instructions")
     for at in range(len(path.read_bytes())):
         data = bytearray(path.read_bytes())
         data[at] ^= 1
         (tmp_path / "b.cubin").write_bytes(data)
-        assert nvrtc._read(tmp_path / "b.cubin") is None
+        assert nvrtc._read_cache(tmp_path / "b.cubin") is None
 
 
 def test_a_folder_that_takes_nothing_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the place of a folder")
     with caplog.at_level(logging.WARNING):
-        nvrtc._write(tmp_path / "file" / "a.cubin", b"some instructions")
+        nvrtc._write_cache(tmp_path / "file" / "a.cubin", b"some instructions")
     assert len(caplog.records) == 1 and "not kept" in caplog.text
-    assert nvrtc._read(tmp_path / "file" / "a.cubin") is None
+    assert nvrtc._read_cache(tmp_path / "file" / "a.cubin") is None
 
 
 @compiles
@@ -58,27 +60,27 @@ def test_what_a_binary_depends_on(tmp_path: Path) -> None:
     def files() -> set[str]:
         return {file.name for file in tmp_path.iterdir()}
 
-    first = nvrtc.compiled(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path)
+    first = nvrtc.compile_cubin(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path)
     assert first[:4] == b"\x7fELF"
     (name,) = files()
     times = (tmp_path / name).stat().st_mtime_ns
-    assert nvrtc.compiled(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path) == first
+    assert nvrtc.compile_cubin(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path) == first
     assert (tmp_path / name).stat().st_mtime_ns == times, "compiled once"
     (tmp_path / name).write_bytes(b"damaged")
-    assert nvrtc.compiled(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path) == first
+    assert nvrtc.compile_cubin(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path) == first
     assert (tmp_path / name).read_bytes() != b"damaged", "and written again"
     for source, options, arch in (
         (KERNEL, ["-DNUMBER=2"], "sm_90"), (KERNEL, ["-DNUMBER=1"], "sm_80"), (KERNEL + " ", ["-DNUMBER=1"], "sm_90"),
     ):  # fmt: skip
         before = files()
-        nvrtc.compiled(source, options, arch, tmp_path)
+        nvrtc.compile_cubin(source, options, arch, tmp_path)
         assert len(files() - before) == 1
 
 
 @compiles
 def test_an_error_shows_the_compilers_own_words(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"NVRTC with .*-DNUMBER=one:\n.*identifier .one. is undefined"):
-        nvrtc.compiled(KERNEL, ["-DNUMBER=one"], "sm_90", tmp_path)
+        nvrtc.compile_cubin(KERNEL, ["-DNUMBER=one"], "sm_90", tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -92,17 +94,19 @@ def test_the_decode_kernel_spills_nothing(
 ) -> None:
     q = torch.empty(1, group, width, dtype=torch.bfloat16)
     k = torch.empty(1, 64, 1, width).to(cache)
-    rows = cuda_decode.rows_of(group, 1)
-    tiles = cuda_decode.tiles(rows, width, k.element_size(), lines, 132)
+    rows = cuda_decode.padded_rows(group, 1)
+    tiles = cuda_decode.choose_block(rows, width, k.element_size(), lines, 132)
     queries = rows == 8 and tiles.workers == 1
-    sized = cuda_decode.Sizes(tiles.warps, tiles.stages)
-    queries = queries and cuda_decode.memory(width, k.element_size(), rows, sized, queries=True) <= 227 * 1024
-    assert cuda_decode.memory(width, k.element_size(), rows, sized) <= 227 * 1024
+    sized = cuda_decode.BlockSizes(tiles.warps, tiles.stages)
+    queries = (
+        queries and cuda_decode.shared_memory_size(width, k.element_size(), rows, sized, queries=True) <= 227 * 1024
+    )
+    assert cuda_decode.shared_memory_size(width, k.element_size(), rows, sized) <= 227 * 1024
     for more in ({}, {"window": True, "cap": True, "slopes": True, "sinks": True, "single": False, "merge": False}):
         scaled = cache != torch.bfloat16
-        macros = cuda_decode.constants(q, k, group, rows, tiles, queries=queries, scaled=scaled, **more)
+        macros = cuda_decode.compile_macros(q, k, group, rows, tiles, queries=queries, scaled=scaled, **more)
         source = cuda_decode.SOURCE.read_text(encoding="utf-8")
-        binary = nvrtc.compiled(source, cuda_decode.options(macros), "sm_90", tmp_path)
+        binary = nvrtc.compile_cubin(source, cuda_decode.compiler_options(macros), "sm_90", tmp_path)
         (tmp_path / "kernel.cubin").write_bytes(binary)
         assert used(tmp_path / "kernel.cubin", "STACK") <= (128 if more and rows > 8 else 0)
         assert used(tmp_path / "kernel.cubin", "REG") * tiles.warps * 32 <= 2**16
@@ -123,25 +127,25 @@ def test_teams_divide_a_block_and_its_memory_fits() -> None:
     for width in (64, 80, 96, 112, 128, 192, 256):
         for size in (1, 2):
             for lines in (1, 132, 133, 300, 700, 1500, 9000):
-                tiles = cuda_decode.tiles(8, width, size, lines, 132)
+                tiles = cuda_decode.choose_block(8, width, size, lines, 132)
                 assert tiles.warps % tiles.workers == 0
                 assert tiles.stages >= 3
-                sized = cuda_decode.Sizes(tiles.warps, tiles.stages)
-                assert cuda_decode.memory(width, size, 8, sized) <= cuda_decode.HOPPER_BYTES
-    assert cuda_decode.tiles(8, 128, 2, 132, 132).workers == 1
-    assert cuda_decode.tiles(8, 128, 2, 133, 132).workers == 2
-    assert cuda_decode.tiles(8, 128, 2, 2000, 132).workers == 4
+                sized = cuda_decode.BlockSizes(tiles.warps, tiles.stages)
+                assert cuda_decode.shared_memory_size(width, size, 8, sized) <= cuda_decode.HOPPER_BYTES
+    assert cuda_decode.choose_block(8, 128, 2, 132, 132).workers == 1
+    assert cuda_decode.choose_block(8, 128, 2, 133, 132).workers == 2
+    assert cuda_decode.choose_block(8, 128, 2, 2000, 132).workers == 4
 
 
 def test_no_gpu_no_kernel_in_cuda() -> None:
     """Tensors of a CPU are read by the kernel in Triton, and nothing asks for a driver."""
     q, k = torch.empty(1, 8, 128, dtype=torch.bfloat16), torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)
-    assert not Layout.of(q, k, 1).cuda
+    assert not KernelLayout.of(q, k, 1).cuda
     with pytest.raises(LookupError, match="takes no 8 rows of 128"):
-        Layout.of(q, k, 1, kernels="cuda")
+        KernelLayout.of(q, k, 1, kernels="cuda")
     assert FIELDS * 4 % 16 == 0, "items are read 16 bytes at once"
 
 
 def test_what_is_missing_is_said() -> None:
-    why = nvrtc.unavailable()
+    why = nvrtc.unavailable_reason()
     assert why is None or "cuda-bindings" in why or "NVRTC" in why

@@ -14,7 +14,7 @@ from colonnade.config.presets import preset
 from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.kernels.linear import reference, skinny_gemm_cpu
 from colonnade.kernels.linear.quantise import dequantise, quantise, to_float
-from colonnade.kernels.registry import TABLE
+from colonnade.kernels.registry import KERNELS
 from colonnade.model.linear import Linear
 from colonnade.model.weight_only_quant import quantised_kind, weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
@@ -65,7 +65,7 @@ def test_a_word_holds_what_the_docstring_says() -> None:
         assert torch.equal(whole[:, 32 * group + 4 * i + c], torch.addcmul(low, q.float(), scale))
 
 
-@pytest.mark.parametrize("row", [r for r in TABLE if r.operation == "quantised_linear"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "quantised_linear"], ids=lambda row: row.name)
 @pytest.mark.parametrize(("kind", "group"), KINDS)
 def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int, monkeypatch) -> None:
     if "cpu" not in row.devices:

@@ -17,7 +17,7 @@ from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.quantise import dequantise, quantise
-from colonnade.kernels.registry import TABLE
+from colonnade.kernels.registry import KERNELS
 from colonnade.model import Transformer
 from colonnade.model.linear import Linear
 from colonnade.model.moe import expert_modules
@@ -37,7 +37,7 @@ KINDS = [("int8", 64), ("int4", 32), ("float8", 64)]
 SHAPES = [(37, 2, 5, 24, 20), (1, 2, 4, 70, 9), (0, 2, 3, 8, 8), (9, 3, 8, 16, 33)]
 
 
-@pytest.mark.parametrize("row", [r for r in TABLE if r.operation == "quantised_experts"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "quantised_experts"], ids=lambda row: row.name)
 @pytest.mark.parametrize(("kind", "group"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_the_reference_with_what_is_stored(row, kind: str, group: int, shape: tuple, monkeypatch) -> None:

@@ -22,7 +22,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0, wanted: bool = True) ->
 @pytest.fixture
 def on_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of 16 bits into float32, which torch has for GPUs."""
-    monkeypatch.setattr(routing, "product_tensor_core", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(routing, "matmul_float32", lambda a, b: a.float() @ b.float())
 
 
 @pytest.mark.usefixtures("on_matrix_units")
@@ -60,13 +60,13 @@ def test_a_gradient_nobody_wants_is_not_computed() -> None:
 def test_operators_of_scores() -> None:
     for T in (0, 4):
         x, w = draw(T, 8, dtype=torch.bfloat16), draw(5, 8, dtype=torch.bfloat16)
-        torch.library.opcheck(torch.ops.colonnade.scores.default, (x, w))
+        torch.library.opcheck(torch.ops.colonnade.router_scores.default, (x, w))
 
 
 def test_a_gradient_is_the_sum_of_its_parts() -> None:
     """To the last bit, of large and small numbers alike."""
     g = draw(200, 7, dtype=torch.float32, wanted=False) * torch.logspace(-30, 30, 200)[:, None]
-    assert torch.equal(routing.split_float32(g).unflatten(1, (3, 7)).double().sum(1), g.double())
+    assert torch.equal(routing.split_into_bfloat16(g).unflatten(1, (3, 7)).double().sum(1), g.double())
 
 
 def test_a_weight_of_another_type_is_multiplied_as_before() -> None:
@@ -78,7 +78,7 @@ def test_a_weight_of_another_type_is_multiplied_as_before() -> None:
 def test_scores_are_in_float32_at_least(dtype: torch.dtype) -> None:
     x, w, b = (draw(*shape, dtype=dtype, wanted=False) for shape in ((9, 8), (5, 8), (5,)))
     exact = torch.promote_types(dtype, torch.float32)
-    got = choose("scores", "cpu", dtype)(x, w, b)
+    got = choose("router_scores", "cpu", dtype)(x, w, b)
     assert got.dtype == exact
     assert torch.equal(got, torch.nn.functional.linear(x.to(exact), w.to(exact), b.to(exact)))
 
@@ -97,7 +97,7 @@ def test_the_plain_choice(T: int, E: int, A: int) -> None:
     scores = hard_scores(T, E)
     for name in ("normal", "ties", "infinite", "all equal"):
         for normalise in (False, True):
-            same_choice(by_hand, routing.best, scores[name], A, normalise=normalise, scale=1.7)
+            same_choice(by_hand, routing.top_experts, scores[name], A, normalise=normalise, scale=1.7)
 
 
 def test_equal_and_not_finite_scores_are_ordered_as_by_a_stable_sort() -> None:
@@ -108,12 +108,14 @@ def test_equal_and_not_finite_scores_are_ordered_as_by_a_stable_sort() -> None:
     x[5] = 0.0
     x[5, ::2] = -0.0
     for count in (1, 4, 8, 9):
-        assert torch.equal(routing.top(x, count), x.sort(dim=1, descending=True, stable=True).indices[:, :count])
+        assert torch.equal(
+            routing.stable_topk(x, count), x.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        )
 
 
 def test_a_choice_counts_as_its_score_where_nothing_is_asked() -> None:
     scores = draw(9, 6, dtype=torch.float32, wanted=False)
-    ids, weights = routing.best(scores, scores, 2, normalise=False, scale=1.0)
+    ids, weights = routing.top_experts(scores, scores, 2, normalise=False, scale=1.0)
     assert torch.equal(weights, scores.gather(1, ids))
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from colonnade.config import ServeConfig
 from colonnade.kernels.attention import cascade
-from colonnade.kernels.attention.cascade import Cascade, Reader
+from colonnade.kernels.attention.cascade import Cascade, KernelCosts
 from colonnade.kernels.attention.split_plan import Costs, Shape
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.cuda_graph_runner import PLAN_AHEAD_STEPS, PlannedBatch
@@ -39,7 +39,7 @@ def test_padding_writes_where_nobody_reads():
 
 def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
     """A request that takes another's place, as long as that, may have another prefix."""
-    few = Reader(Shape(kv_heads=2, group=4, rows=16, tile=16), 4, Costs(tile=10, start=1, merge=1, part=0))
+    few = KernelCosts(Shape(kv_heads=2, group=4, rows=16, tile=16), 4, Costs(tile=10, start=1, merge=1, part=0))
     prefix, lengths = tuple(range(100, 140)), [650, 650, 700]
     tables = [(*prefix, 1), (*prefix, 2), tuple(range(44))]
     plan = cascade.plan(tables, lengths, [1, 1, 1], 16, few, few._replace(workers=8), ahead=PLAN_AHEAD_STEPS)

@@ -11,7 +11,7 @@ from colonnade.config import LatentConfig, MoeConfig, RouterConfig, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.errors import ConfigError
 from colonnade.kernels.attention import sdpa
-from colonnade.kernels.registry import CHOSEN
+from colonnade.kernels.registry import LOOKUP
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
@@ -28,7 +28,7 @@ TWO = Axis("two", 2)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of a machine that has a GPU and triton."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        monkeypatch.setitem(CHOSEN, ("paged_attention", "cuda", dtype, "triton"), sdpa.paged)
+        monkeypatch.setitem(LOOKUP, ("paged_attention", "cuda", dtype, "triton"), sdpa.paged)
 
 
 def on_gpu(
@@ -84,7 +84,7 @@ def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: EngineTra
 
 
 @pytest.mark.skipif(
-    ("paged_attention", "cuda", torch.float32, "triton") in CHOSEN, reason="has triton and a GPU's torch"
+    ("paged_attention", "cuda", torch.float32, "triton") in LOOKUP, reason="has triton and a GPU's torch"
 )
 def test_without_triton_nothing_changes() -> None:
     assert resolve_config(ServeConfig(), on_gpu()).fixed_steps is False

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import reference, split_reference
+from colonnade.kernels.attention import plan_reference, reference
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.split_plan import FIELDS, SHARE, Capacity, Costs, Item, Plan, Shape, places
+from colonnade.kernels.attention.split_plan import FIELDS, SHARE, Capacity, Costs, Item, Plan, Shape, flat_offsets
 from colonnade.kernels.attention.split_planner import plan
 from tests.worlds import assert_same
 
@@ -54,8 +54,8 @@ def chunks_of(item: Item, chunk: int | None) -> int:
 
 def test_used_lengths_decide_and_not_allocated_ones() -> None:
     """300 keys used of 131,072 allocated: as many splits as 300 keys are worth."""
-    found = planned([300], room=131_072)
-    assert found == planned([300], room=320)
+    found = planned([300], max_keys=131_072)
+    assert found == planned([300], max_keys=320)
     assert found.slots <= 2 * -(-300 // SEED.tile)
 
 
@@ -240,12 +240,12 @@ def test_every_plan(
         len(drawn), max(queries, default=0), shape, workers, chunk=chunk, context=max(lengths, default=0)
     )
     flat = found.flat(room)
-    assert len(flat) == places(room)[-1]
+    assert len(flat) == flat_offsets(room)[-1]
     assert_flat(flat, room, found)
 
 
 def assert_flat(flat: Sequence[int], room: Capacity, found: Plan) -> None:
-    starts, items, merges, firsts, _ = places(room)
+    starts, items, merges, firsts, _ = flat_offsets(room)
     assert flat[0] == len(found.merges)
     assert flat[1] == sum(line.first == line.end for line in found.merges)
     assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
@@ -316,7 +316,7 @@ def test_chunks_that_follow_each_other_are_read_in_one_go(lengths: list[int], mo
 
 def test_runs_go_as_far_as_a_plan_looks_ahead() -> None:
     for grown, room in ((16, None), (8, 1032)):
-        found = planned([1024, 500, 1020], chunk=512, runs=True, ahead=16, room=room)
+        found = planned([1024, 500, 1020], chunk=512, runs=True, ahead=16, max_keys=room)
         assert_covers(found, [1024 + grown, 500 + 16, 1020 + min(16, grown + 4)], [1] * 3, SEED)
 
 
@@ -350,7 +350,7 @@ def test_a_plan_ahead_covers_what_lengths_become() -> None:
             assert keys == list(range(keys[0], keys[-1] + 1))
             assert keys[0] <= first
             assert keys[-1] >= end - 1
-    assert max(i.end for i in planned([640], ahead=64, room=650).items) == 650
+    assert max(i.end for i in planned([640], ahead=64, max_keys=650).items) == 650
 
 
 def test_a_graphs_arrays_hold_every_step() -> None:
@@ -369,7 +369,7 @@ def test_a_graphs_arrays_hold_every_step() -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "arguments"),
     [
-        (CapacityError, "request 1 has 4097 keys and its table of pages room for 4096", {"room": 4096}),
+        (CapacityError, "request 1 has 4097 keys, but its page table has room for 4096", {"max_keys": 4096}),
         (ConfigError, "cuts at every 100 keys cut tiles of 64", {"chunk": 100}),
         (ConfigError, "below 0", {"lengths": [-1, 2]}),
         (ConfigError, "2 lengths for 1 numbers", {"queries": [1]}),
@@ -427,7 +427,7 @@ def test_a_plan_computes_attention(group: int, window: int | None, extras: str) 
     ):
         found = plan(lengths, queries, shape, workers, COSTS._replace(merge=0), **options)
         assert found.slots or workers < 50 or window
-        assert_same(split_reference.run(found, shape, q, k, v, table, **more).o, exact, 1e-12)
+        assert_same(plan_reference.run_plan(found, shape, q, k, v, table, **more).o, exact, 1e-12)
 
 
 def test_states_of_split_attention_are_those_of_whole_attention() -> None:
@@ -435,7 +435,7 @@ def test_states_of_split_attention_are_those_of_whole_attention() -> None:
     q, k, v, table = paged([40, 3, 0], [2, 5, 2], 1, 3, 16)
     shape = Shape(1, 3, 16, 16)
     found = plan([40, 3, 0], [2, 5, 2], shape, 4, COSTS._replace(merge=0))
-    state = split_reference.run(found, shape, q, k, v, table)
+    state = plan_reference.run_plan(found, shape, q, k, v, table)
     keys = k[table.pages_RP[0, :3].long()].flatten(0, 1)[:40]
     whole = reference.attend(q[:2], keys, v[table.pages_RP[0, :3].long()].flatten(0, 1)[:40])
     assert_same(state.o[:2], whole.o, 1e-12)

@@ -69,7 +69,7 @@ def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, t
 def test_heads_on_their_way_fit_the_chip(tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_cache_write
 
-    kernel = triton_cache_write._place
+    kernel = triton_cache_write._rope_and_kv_write
     types = dict.fromkeys((name for name in kernel.arg_names if name.endswith("_ptr")), "*bf16")
     types |= {"slots_ptr": "*i64", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("qkv_t", "page_tokens", "places", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k"), "i32")

@@ -134,12 +134,13 @@ def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
 
     from colonnade.kernels import triton_adamw
 
-    function = triton_adamw._kernel
-    words = {"table_ptr": "*i64", "sizes_ptr": "*i64", "of_ptr": "*i32", "first_ptr": "*i32"}
+    function = triton_adamw._adamw
+    words = {"table_ptr": "*i64", "sizes_ptr": "*i64", "program_weight_ptr": "*i32", "first_program_ptr": "*i32"}
     types = {a: words.get(a, "*fp32" if a.endswith("_ptr") else "fp32") for a in function.arg_names if not a.isupper()}
+    types |= {"P": "i32", "moments": triton_adamw._Moments(*["fp32"] * 5)}
     constants = {"GRADIENT": getattr(tl, gradient), "COPY": tl.bfloat16, "ALIGN": triton_adamw.ALIGNED_BYTES}
-    constants |= {"BLOCK": triton_adamw.BLOCK, "TURNS": triton_adamw.TURNS}
-    built = compiled(function, types | {"P": "i32"}, constants, warps=triton_adamw.WARPS, enable_fp_fusion=False)
+    constants |= {"BLOCK": triton_adamw.BLOCK, "ITERATIONS": triton_adamw.ITERATIONS}
+    built = compiled(function, types, constants, warps=triton_adamw.WARPS, enable_fp_fusion=False)
     assert spilled(built, tmp_path) == 0
     assert registers(built, tmp_path) <= 64
     ptx = built.asm["ptx"]
@@ -156,9 +157,9 @@ def test_the_choice_keeps_its_numbers_in_registers(experts: int, active: int, tm
     padded = triton.next_power_of_2(experts)
     types = {"ids_ptr": "*i64", "weights_ptr": "*fp32", "compared_ptr": "*fp32", "scores_ptr": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("T", "E", "compared_stride", "scores_stride"), "i32")
-    rows = max(1, min(triton_routing.ROWS, triton_routing.HELD // padded))
+    rows = max(1, min(triton_routing.MAX_ROWS, triton_routing.BLOCK_VALUES // padded))
     constants = {"A": active, "NORMALISE": True, "E_PAD": padded, "A_PAD": triton.next_power_of_2(active), "ROWS": rows}
-    built = compiled(triton_routing._best, types, constants, ("compared_stride", "scores_stride"), warps=4)
+    built = compiled(triton_routing._top_experts, types, constants, ("compared_stride", "scores_stride"), warps=4)
     assert spilled(built, tmp_path) == 0
 
 
@@ -168,9 +169,9 @@ def test_sorting_and_counting_keep_their_tables_in_registers(experts: int, turns
 
     numbers = {"N": "i32", "E": "i32", "programs": "i32", "ids_ptr": "*i64", "order_ptr": "*i64", "ends_ptr": "*i64"}
     numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64"}
-    cut = {"TURNS": turns, "BLOCK": max(16, min(256, 8192 // experts)), "E_PAD": experts}
-    tally = {"BLOCK": triton_sort.COUNTED, "BINS": 2 * experts}
-    kernels = (triton_sort._count, cut), (triton_sort._place, cut), (triton_sort._tally, tally)
+    cut = {"ITERATIONS": turns, "BLOCK": max(16, min(256, 8192 // experts)), "E_PAD": experts}
+    tally = {"BLOCK": triton_sort.HISTOGRAM_BLOCK, "BINS": 2 * experts}
+    kernels = (triton_sort._count, cut), (triton_sort._scatter, cut), (triton_sort._histogram, tally)
     for function, constants in kernels:
         types = {name: kind for name, kind in numbers.items() if name in function.arg_names}
         assert spilled(compiled(function, types, constants, warps=4), tmp_path) == 0
@@ -181,7 +182,7 @@ def test_a_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
     from colonnade.kernels import triton_permute
 
     types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "inverse_ptr": "*i32", "D": "i32", "stride": "i32"}
-    built = compiled(triton_permute._deal, types, {"A": 8, "BD": 1024}, ("D", "stride"), warps=4)
+    built = compiled(triton_permute._gather_by_token, types, {"A": 8, "BD": 1024}, ("D", "stride"), warps=4)
     assert spilled(built, tmp_path) == 0
     assert built.asm["ptx"].count("st.global.v4") == 8
 

@@ -1,1 +1,1 @@
-"""Attention over packed sequences and over a paged cache."""
+"""Attention backends: packed sequences for training, a paged KV cache for serving."""

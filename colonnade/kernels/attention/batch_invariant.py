@@ -1,18 +1,18 @@
-"""Attention over pages whose numbers do not depend on who else is in the batch, nor on how a prompt was cut.
+"""Batch-invariant paged attention: a request's result does not depend on the batch or on prompt chunking.
 
-Flash-Decoding with cuts at fixed positions (:mod:`triton_decode`), for prompts too, in blocks of as many rows as one
-query has, 16 at least: so a prompt's keys are read once for each few of its queries. That is what it costs. Which
-queries share a block changes nothing: to a row, keys that it does not see are states of weight 0, which change no sum.
+Flash-Decoding with splits at fixed positions (:mod:`triton_decode`), also for prompts, in blocks of 16 rows, or as many
+as one query has. The price is that a prompt's keys are read once for every few queries. Which queries share a block
+does not matter: keys that a row does not see are states of weight 0, which do not change a sum.
 """
 
 from torch import Tensor
 
-from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.triton_decode import attend
 
 CHUNK = 512
-"""Keys of a split: cuts are at multiples of this."""
+"""Keys per split; splits end at multiples of this."""
 
 
 def paged(
@@ -24,11 +24,11 @@ def paged(
     window: int | None = None,
     values: int | None = None,
 ) -> Tensor:
-    """o_TNH (see :func:`reference.paged`), of heads up to 256 wide."""
-    layout = Layout.of(q_TNH, k_PpKH, 1, window=window, chunk=CHUNK)
-    if layout not in table.prepared:
-        new, lengths = table.host
-        plan = layout.plan(lengths, new, room=table.room)
-        table.prepared[layout] = (layout.prepare(plan, q_TNH.device),)
-    (ready,) = table.prepared[layout]
+    """o_TNH (see :func:`reference.paged`), for head widths up to 256."""
+    layout = KernelLayout.of(q_TNH, k_PpKH, 1, window=window, chunk=CHUNK)
+    if layout not in table.plan_cache:
+        new, lengths = table.host_lengths
+        plan = layout.plan(lengths, new, max_keys=table.max_keys)
+        table.plan_cache[layout] = (layout.prepare(plan, q_TNH.device),)
+    (ready,) = table.plan_cache[layout]
     return attend(q_TNH, k_PpKH, v_PpKH, table, ready).o[..., :values]

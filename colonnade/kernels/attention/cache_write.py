@@ -1,27 +1,26 @@
-"""Keys and values as a cache keeps them: in its own type, which may be float8.
+"""Writes to the paged KV cache, in plain torch: keys and values, 8-bit MLA latents, fused RoPE.
 
-    k₈ = round(clamp(k, ±448))        e4m3: three bits of mantissa, from 448 down to 2⁻⁶ and, with fewer bits, to 2⁻⁹
+**float8 keys and values** have no scales:
 
-No scales: keys and values that a model was trained to have are far below 448, and a scale that was not measured first
-would only move the range about. What is larger is cut off there; what is not a number stays none, so that a broken
-request can be told. Latents have scales (:mod:`~colonnade.kernels.attention.cache_write`), since one vector of theirs
-stands for all heads.
+    k₈ = round(clamp(k, ±448))        e4m3: 3 mantissa bits, from 448 down to 2⁻⁶ and, with fewer bits, to 2⁻⁹
 
-Cached latents in 8 bits: what a token's vector becomes, where it goes, and what it stands for.
+A trained model's keys and values are far below 448, and a scale that was not calibrated would only shift the range.
+Larger values are clamped; NaN stays NaN, so that a broken request can be detected.
 
-    [c; r] ≈ [c₈ s; r₈ z]          s and z one a token each, float32
+**8-bit latents** (MLA) have scales, since one vector serves all heads:
 
-c, the latent, went through a norm, and r, the rotary key beside it, did not: with one scale for both the larger would
-cost the smaller its bits. Scales are a token's own, as rows of weights have theirs (:mod:`.linear.quantise` says how a
-row is rounded), so that a token's bits depend on nobody else, and a page can be written token by token. Queries and
-products stay in the model's type: only what is kept is rounded, once.
+    [c; r] ≈ [c₈ s; r₈ z]          s and z: one per token each, float32
 
-From the product of a layer's first projection to queries, and keys and values in a paged cache.
+The latent c went through a norm and its rotary key r did not: with one scale for both, the larger part would take
+precision from the smaller. Scales are per token, like the row scales of weights (:mod:`.linear.quantise` defines the
+rounding), so that a token's bits depend on that token only and pages can be written token by token. Queries and
+products stay in the model's dtype: only stored values are rounded, once.
 
-    q, k, v = split(qkv)        q, k ← norm(q), norm(k)        q, k ← rot(q), rot(k)        cache[slots] ← k, v
+**RoPE and KV write**: from a layer's QKV projection to queries, and keys and values in a paged cache.
 
-The specification, in plain torch, and what a CPU uses. Rows of ``qkv_Tz`` are grouped by key/value head: its G query
-heads, its key, its value.
+    q, k, v = split(qkv)        q, k ← norm(q), norm(k)        q, k ← rope(q), rope(k)        cache[slots] ← k, v
+
+Rows of ``qkv_Tz`` are grouped by key/value head: its G query heads, its key, its value.
 """
 
 from typing import Literal
@@ -34,80 +33,81 @@ from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.reference import RmsNorm
 from colonnade.kernels.rotary import Rotation, rotate
 
-MOST = torch.finfo(torch.float8_e4m3fn).max
-"""The largest number of e4m3."""
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+"""The largest e4m3 number."""
 
 
-def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in a cache's type."""
-    # Not every torch saturates in the cast.
-    return x.clamp(-MOST, MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts ``x`` to a cache's dtype, with saturation."""
+    # The cast does not saturate in every version of torch.
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
-def rows(x: Tensor, where: Tensor) -> Tensor:
-    """x[where]; by bytes where a number has 8 bits, which not every torch moves otherwise."""
+def select_rows(x: Tensor, where: Tensor) -> Tensor:
+    """x[where]; 8-bit tensors as bytes, since not every torch can index float8."""
     if x.element_size() > 1:
         return x.index_select(0, where)
     return x.view(torch.uint8).index_select(0, where).view(x.dtype)
 
 
-def put(x: Tensor, where: Tensor, new: Tensor) -> None:
-    """x[where] = new, of one type; likewise."""
+def copy_rows(x: Tensor, where: Tensor, new: Tensor) -> None:
+    """x[where] = new, of one dtype; 8-bit tensors as bytes."""
     if x.element_size() == 1:
         x, new = x.view(torch.uint8), new.contiguous().view(torch.uint8)
     x.index_copy_(0, where, new)
 
 
-def write(pool_PpKH: Tensor, slots_T: Tensor, x_TKH: Tensor) -> None:
-    """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
-    put(pool_PpKH.flatten(0, 1), slots_T, as_kept(x_TKH, pool_PpKH.dtype))
+def write_kv(pool_PpKH: Tensor, slots_T: Tensor, x_TKH: Tensor) -> None:
+    """Writes tokens to slots (page · page_tokens + offset) of a cache."""
+    copy_rows(pool_PpKH.flatten(0, 1), slots_T, to_cache_dtype(x_TKH, pool_PpKH.dtype))
 
 
-def read(pool_PpKH: Tensor, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
-    """x_SKH of what is in these slots, in ``dtype``."""
-    return rows(pool_PpKH.flatten(0, 1), slots_S).to(dtype)
+def read_kv(pool_PpKH: Tensor, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
+    """x_SKH: the contents of these slots, in ``dtype``."""
+    return select_rows(pool_PpKH.flatten(0, 1), slots_S).to(dtype)
 
 
-Kind = Literal["int8", "float8"]
+LatentKind = Literal["int8", "float8"]
 DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
-SCALES = 2
-"""Of a token: of its latent, of its rotary key."""
+SCALES_PER_TOKEN = 2
+"""One of the latent, one of the rotary key."""
 
 
-def keep(k_TH: Tensor, rank: int, kind: Kind) -> tuple[Tensor, Tensor]:
-    """(values_TH in ``kind``, scales_T2) of vectors whose first ``rank`` numbers are the latent; scales of vectors that
-    are not finite are not.
+def quantise_latents(k_TH: Tensor, rank: int, kind: LatentKind) -> tuple[Tensor, Tensor]:
+    """(values_TH, scales_T2) of vectors whose first ``rank`` elements are the latent.
+
+    Vectors that are not finite get scales that are not finite.
     """
     c, r = (quantise(part, kind) for part in k_TH.split([rank, k_TH.shape[1] - rank], 1))
     return torch.cat((c.values, r.values), 1), torch.cat((c.scales, r.scales), 1)
 
 
-def store(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
-    """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
-    values_TH, scales_T2 = keep(k_TH, rank, kind_of(k_Pp1H))
-    put(k_Pp1H.flatten(0, 1), slots_T, values_TH[:, None])
+def write_latents(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
+    """Quantises tokens and writes them to slots (page · page_tokens + offset) of a cache."""
+    values_TH, scales_T2 = quantise_latents(k_TH, rank, latent_kind(k_Pp1H))
+    copy_rows(k_Pp1H.flatten(0, 1), slots_T, values_TH[:, None])
     scales_Pp2.flatten(0, 1).index_copy_(0, slots_T, scales_T2)
 
 
-def kind_of(k_Pp1H: Tensor) -> Kind:
-    """What a cache's latents are."""
+def latent_kind(k_Pp1H: Tensor) -> LatentKind:
+    """The quantisation of a cache of 8-bit latents."""
     return "int8" if k_Pp1H.dtype == torch.int8 else "float8"
 
 
-def written_out(values: Tensor, scales: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """What ``values`` (…, 1, H) with ``scales`` (…, 2) stand for, in ``dtype``; reckoned in float32 at least."""
-    fine = torch.promote_types(dtype, torch.float32)
-    c, r = values.to(fine).split([rank, values.shape[-1] - rank], -1)
-    s, z = scales.to(fine).unsqueeze(-2).split(1, -1)
+def dequantise_latents(values: Tensor, scales: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """Dequantises ``values`` (…, 1, H) with ``scales`` (…, 2) to ``dtype``, through at least float32."""
+    compute_dtype = torch.promote_types(dtype, torch.float32)
+    c, r = values.to(compute_dtype).split([rank, values.shape[-1] - rank], -1)
+    s, z = scales.to(compute_dtype).unsqueeze(-2).split(1, -1)
     return torch.cat((c * s, r * z), -1).to(dtype)
 
 
-def gathered(values: Tensor, scales: Tensor, where: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """The same of some rows: positions of a cache, or its pages."""
-    return written_out(rows(values, where), scales.index_select(0, where), rank, dtype)
+def gather_latents(values: Tensor, scales: Tensor, where: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """Dequantises some rows, which are positions of a cache or its pages."""
+    return dequantise_latents(select_rows(values, where), scales.index_select(0, where), rank, dtype)
 
 
-def place(
+def rope_and_kv_write(
     qkv_Tz: Tensor,
     k_PpKH: Tensor,
     v_PpKH: Tensor,
@@ -116,7 +116,7 @@ def place(
     turn: Rotation | None = None,
     norms: tuple[RmsNorm, RmsNorm] | None = None,
 ) -> Tensor:
-    """q_TnH; writes a key and a value for each row into the slots (page · page_tokens + offset)."""
+    """q_TnH; writes each row's key and value to its slot (page · page_tokens + offset)."""
     K, H = k_PpKH.shape[2:]
     qkv_TkgH = qkv_Tz.unflatten(-1, (K, -1, H))
     q_TnH = qkv_TkgH[:, :, :-2].flatten(1, 2)
@@ -128,5 +128,5 @@ def place(
     if turn is not None:
         q_TnH, k_TkH = (rotate(x, turn) for x in (q_TnH, k_TkH))
     for pool, new in ((k_PpKH, k_TkH), (v_PpKH, v_TkH)):
-        write(pool, slots_T, new)
+        write_kv(pool, slots_T, new)
     return q_TnH

@@ -1,13 +1,12 @@
-"""Flash-Decoding in CUDA C++ for Hopper (cuda_decode.cu): what it takes, its tiles, its launch.
+"""Flash-Decoding in CUDA C++ for Hopper (cuda_decode.cu): supported inputs, block sizes, launch.
 
-It follows the same plans as the Triton kernel (:mod:`~colonnade.kernels.attention.triton_split_kv`), which stays for
-all that this one does not take: float32, more query rows a request than its registers hold, pages of less than 16
-tokens, other GPUs, and machines where nothing can be compiled at run time. One block stays on each multiprocessor;
-what it can have in flight, not its arithmetic, decides its speed, so that warps and stages of a warp's ring are as
-many as shared memory holds.
+It executes the same plans as the Triton kernel (:mod:`~colonnade.kernels.attention.triton_split_kv`), which handles
+everything else: float32, more query rows per request than fit its registers, pages of less than 16 tokens, other GPUs,
+and machines without NVRTC. The kernel is persistent, with one block per SM. Its speed depends on the bytes in flight,
+not on arithmetic, so warps and stages of each warp's ring fill the shared memory.
 
-Lines that were cut are merged in the same launch (``merge``), unless cuts are fixed or a prefix is shared: then states
-go to slots and :mod:`~colonnade.kernels.attention.triton_merge` adds them up, in an order that depends on nobody else.
+Split lines are merged in the same launch (``MERGE``), unless splits are fixed or a prefix is shared: then states go to
+slots and :mod:`~colonnade.kernels.attention.triton_merge` adds them in an order that does not depend on the batch.
 """
 
 import functools
@@ -20,111 +19,122 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels import nvrtc
-from colonnade.kernels.attention.decode_tiles import Tiles, pick
+from colonnade.kernels.attention.decode_tiles import Tiles, choose_tiles
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.split_plan import places
-from colonnade.kernels.device import processors, shared_bytes
+from colonnade.kernels.attention.split_plan import flat_offsets
+from colonnade.kernels.device import multiprocessors, shared_memory_bytes
 from colonnade.kernels.softmax_state import State
 
 if TYPE_CHECKING:
-    from colonnade.kernels.attention.decode_plan import Prepared
+    from colonnade.kernels.attention.decode_plan import DevicePlan
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cu")
 TOKENS = 16
-"""Tokens of a tile; a tile is one warp's, and lies within one page."""
+"""Tokens of a tile; a tile belongs to one warp and lies within one page."""
 STAGES = 4
-"""Tiles of a warp's ring at most, the one in use among them: with more each load waits longer in line."""
+"""Tiles in a warp's ring at most, including the one in use; with more, each load queues longer."""
 ARCH = (9, 0)
 CACHES = {torch.float8_e4m3fn: 1, torch.int8: 2}
 ARGUMENTS = struct.Struct("15Q8q8i2f")
 HOPPER_BYTES = 227 * 1024
-CHOSEN: list["Sizes"] = []
-TEAMS: list[int] = []
-"""Where there is one, it stands above what is found here: for the tool that measures, and for tests."""
+SIZES_OVERRIDE: list["BlockSizes"] = []
+"""Replaces the computed sizes if not empty; for tuning and tests."""
+TEAMS_OVERRIDE: list[int] = []
+"""Replaces the computed number of teams if not empty; for tuning and tests."""
 
 
-class Sizes(NamedTuple):
-    """How a block is cut up."""
+class BlockSizes(NamedTuple):
+    """Warps of a block and stages of each warp's ring."""
 
     warps: int
     stages: int
 
 
-def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes, *, queries: bool = False) -> int:
-    """Bytes of shared memory that a block takes, as in cuda_decode.cu; ``queries`` of 8 rows may pass through it."""
+def shared_memory_size(width: int, cache_bytes: int, rows: int, sizes: BlockSizes, *, queries: bool = False) -> int:
+    """Shared memory of a block in bytes, as in cuda_decode.cu; ``queries``: 8 rows are staged through it."""
     chunks = width * cache_bytes // 16
     row_bytes = 16 * (chunks if chunks % 8 == 0 else chunks | 1)
     ring = sizes.warps * sizes.stages * 2 * TOKENS * row_bytes
     odd = width // 8 % 8 != 0
-    held = rows * (width * 2 + 4) if rows > 8 else queries * 16 * (8 * (width // 8 | odd) + odd)
-    return ring + sizes.warps * (32 * (width + 4 * (width % 32 != 0)) + 64) + held
+    query_bytes = rows * (width * 2 + 4) if rows > 8 else queries * 16 * (8 * (width // 8 | odd) + odd)
+    return ring + sizes.warps * (32 * (width + 4 * (width % 32 != 0)) + 64) + query_bytes
 
 
 @functools.cache
-def sizes(width: int, cache_bytes: int, rows: int, most_bytes: int = HOPPER_BYTES) -> Sizes | None:
-    """The most warps whose rings have three stages; None where not even three warps have them."""
+def choose_sizes(width: int, cache_bytes: int, rows: int, max_bytes: int = HOPPER_BYTES) -> BlockSizes | None:
+    """The most warps that have three stages each; None if not even three warps have."""
     small = rows == 8 and width * cache_bytes == 128 and cache_bytes == 2
     for warps in (12, 8, 6, 4, 3) if small else (8, 6, 4, 3):
-        fitting = [s for s in range(3, STAGES + 1) if memory(width, cache_bytes, rows, Sizes(warps, s)) <= most_bytes]
-        if fitting:
-            return Sizes(warps, max(fitting))
+        stages = [
+            s
+            for s in range(3, STAGES + 1)
+            if shared_memory_size(width, cache_bytes, rows, BlockSizes(warps, s)) <= max_bytes
+        ]
+        if stages:
+            return BlockSizes(warps, max(stages))
     return None
 
 
-def tiles(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> Tiles:
-    """What plans and the merge of slots are made for, where there are so many lines, and ``blocks`` multiprocessors.
+def choose_block(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> Tiles:
+    """Sizes for plans and the slot merge, given the number of lines and of multiprocessors (``blocks``).
 
-    Where lines are many a block is cut into teams that read one each: a team that has no second line need not stop
-    between two, which takes as long as reading 20 KB.
+    If there are many lines, a block is divided into teams that read one line each: a team without a second line need
+    not stop between two, which takes as long as reading 20 KB.
     """
-    found = CHOSEN[0] if CHOSEN else sizes(width, cache_bytes, rows)
-    assert found is not None, "asked only for what is taken"
+    capability = SIZES_OVERRIDE[0] if SIZES_OVERRIDE else choose_sizes(width, cache_bytes, rows)
+    assert capability is not None, "asked only for what is taken"
     teams = 1
-    while rows == 8 and teams * blocks < lines and teams < 4 and found.warps % (4 * teams) == 0:
+    while rows == 8 and teams * blocks < lines and teams < 4 and capability.warps % (4 * teams) == 0:
         teams *= 2
-    teams = TEAMS[0] if TEAMS else teams
-    of_merge = pick(16, width, 2, cache_bytes)
-    return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=teams)
+    teams = TEAMS_OVERRIDE[0] if TEAMS_OVERRIDE else teams
+    merge_tiles = choose_tiles(16, width, 2, cache_bytes)
+    return merge_tiles._replace(tile=TOKENS, warps=capability.warps, stages=capability.stages, workers=teams)
 
 
 @functools.cache
-def _runs_on(device: torch.device) -> bool:
-    """Whether this GPU is one that the kernel is for, and something can be compiled; says once why not."""
-    found = torch.cuda.get_device_capability(device)
-    why = nvrtc.unavailable() if found == ARCH else f"it is for compute capability 9.0, and {device} has {found}"
-    if why is not None:
-        log.warning("decode attention runs in Triton, not in CUDA C++: %s", why)
-    return why is None
+def _device_supported(device: torch.device) -> bool:
+    """Whether this GPU is supported and NVRTC available; logs the reason once if not."""
+    capability = torch.cuda.get_device_capability(device)
+    reason = (
+        nvrtc.unavailable_reason()
+        if capability == ARCH
+        else f"it is for compute capability 9.0, and {device} has {capability}"
+    )
+    if reason is not None:
+        log.warning("decode attention runs in Triton, not in CUDA C++: %s", reason)
+    return reason is None
 
 
-def rows_of(group: int, queries: int) -> int:
-    """Rows of a block that holds all of a request's."""
+def padded_rows(group: int, queries: int) -> int:
+    """Rows of a block that holds all rows of a request, rounded up to 8."""
     return -(-group * queries // 8) * 8
 
 
-def faster(rows: int, width: int) -> bool:
-    """Whether most cells of so many rows are read sooner than by the kernel in Triton: those of one product's 8.
+def preferred(rows: int, width: int) -> bool:
+    """Whether this kernel is faster than the Triton one for blocks of so many rows: those of one 8-row MMA.
 
-    Heads of 256 leave room for four warps: of 15 random cells with such heads 6 were faster, and all together slower.
+    Heads of 256 leave room for four warps only: in 6 of 15 random cases it was faster, and slower in total.
     """
     return rows == 8 and width < 256
 
 
-def takes(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:
-    """Whether the kernel reads such a cache for such queries, in blocks of ``rows`` rows."""
+def supports(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:
+    """Whether the kernel supports these queries and this cache, in blocks of ``rows`` rows."""
     H, page_tokens, size = q_TNH.shape[2], k_PpKH.shape[1], k_PpKH.element_size()
-    kinds = k_PpKH.dtype == q_TNH.dtype or k_PpKH.dtype in CACHES
-    # Sums of more numbers than these, rows times width, do not fit into registers.
-    fits = H % 16 == 0 and 64 <= H <= 256 and rows * H <= 4096 and rows <= 48 and sizes(H, size, rows) is not None
+    dtype_ok = k_PpKH.dtype == q_TNH.dtype or k_PpKH.dtype in CACHES
+    # The accumulators of more than rows · H = 4096 elements do not fit the registers.
+    size_ok = (
+        H % 16 == 0 and 64 <= H <= 256 and rows * H <= 4096 and rows <= 48 and choose_sizes(H, size, rows) is not None
+    )
     return (
-        q_TNH.is_cuda and q_TNH.dtype in (torch.float16, torch.bfloat16) and kinds and fits
-        and page_tokens % TOKENS == 0 and _aligned(k_PpKH) and _runs_on(q_TNH.device)
+        q_TNH.is_cuda and q_TNH.dtype in (torch.float16, torch.bfloat16) and dtype_ok and size_ok
+        and page_tokens % TOKENS == 0 and _aligned(k_PpKH) and _device_supported(q_TNH.device)
     )  # fmt: skip
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether rows can be copied 16 bytes at once."""
+    """Whether rows can be copied in 16-byte pieces."""
     size = x.element_size()
     whole = all(stride * size % 16 == 0 for stride in x.stride()[:-1])
     return x.stride(-1) == 1 and whole and x.data_ptr() % 16 == 0
@@ -132,23 +142,24 @@ def _aligned(x: Tensor) -> bool:
 
 @functools.cache
 def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> nvrtc.Kernel:
-    """Compiled for these macros."""
-    binary = nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), options(dict(constants)), "sm_{}{}".format(*ARCH))
+    binary = nvrtc.compile_cubin(
+        SOURCE.read_text(encoding="utf-8"), compiler_options(dict(constants)), "sm_{}{}".format(*ARCH)
+    )
     with torch.cuda.device(device):
         return nvrtc.Kernel(binary, "attend", shared)
 
 
-def options(constants: dict[str, int]) -> list[str]:
-    """What the compiler is told."""
+def compiler_options(constants: dict[str, int]) -> list[str]:
+    """Options for NVRTC."""
     return ["--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
 
 
-def constants(
+def compile_macros(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
     early: bool = False, queries: bool = False, compute: bool = True,
 ) -> dict[str, int]:  # fmt: skip
-    """Macros of a variant."""
+    """Macros of a kernel variant."""
     return {
         "H": q_TNH.shape[2], "GROUP": group, "NT": rows // 8, "PAGE": k_PpKH.shape[1], "WARPS": tiles.warps,
         "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
@@ -158,8 +169,8 @@ def constants(
     }  # fmt: skip
 
 
-Bends = tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None]
-"""Soft cap, slopes, sinks, scales of keys and of values, window."""
+ScoreMods = tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None]
+"""Soft cap, ALiBi slopes, sinks, scales of keys and values, window."""
 
 
 def attend(
@@ -169,42 +180,42 @@ def attend(
     state: State,
     slots: State | None,
     table: PageTable,
-    ready: "Prepared",
-    bends: Bends,
+    ready: "DevicePlan",
+    score_mods: ScoreMods,
     *,
     compute: bool = True,
 ) -> None:
-    """All pieces of a plan: whole lines into ``state``, states of the others into ``slots``.
+    """Executes all pieces of a plan: whole lines are written to ``state``, states of split lines to ``slots``.
 
-    Without ``slots`` the others are merged here, and lines of no keys written; :attr:`Prepared.posts`, where blocks
-    leave states for each other, is one plan's, so that a plan is for one stream at a time. Without ``compute`` the
-    loads alone, for a benchmark: how fast memory answers them.
+    Without ``slots`` split lines are merged here, and lines without keys written; blocks exchange states through
+    :attr:`DevicePlan.mailboxes`, which belong to the plan, so a plan can be used on one stream at a time. Without
+    ``compute`` only the loads run, to benchmark memory.
     """
     (T, N, H), layout = q_TNH.shape, ready.layout
     shape = layout.shape
     q_TNH, k_PpKH, v_PpKH = (x if _aligned(x) else x.contiguous().clone() for x in (q_TNH, k_PpKH, v_PpKH))
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
-    cap, slopes_N, sinks_N, scales_K, window = bends
+    cap, slopes_N, sinks_N, scales_K, window = score_mods
     slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
     device = q_TNH.device
     workers = ready.capacity.workers
-    sized = Sizes(layout.tiles.warps, layout.tiles.stages)
-    room, size = shared_bytes(device), k_PpKH.element_size()
+    block_sizes = BlockSizes(layout.tiles.warps, layout.tiles.stages)
+    limit, size = shared_memory_bytes(device), k_PpKH.element_size()
     queries = shape.rows == 8 and layout.tiles.workers == 1
-    queries = queries and memory(H, size, shape.rows, sized, queries=True) <= room
-    shared = memory(H, size, shape.rows, sized, queries=queries)
-    assert shared <= room
-    assert workers <= layout.tiles.workers * processors(device), "blocks that are not resident at once"
-    macros = constants(
+    queries = queries and shared_memory_size(H, size, shape.rows, block_sizes, queries=True) <= limit
+    shared = shared_memory_size(H, size, shape.rows, block_sizes, queries=queries)
+    assert shared <= limit
+    assert workers <= layout.tiles.workers * multiprocessors(device), "blocks that are not resident at once"
+    macros = compile_macros(
         q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
         slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
         single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
-        early=slots is not None and ready.overlaps, queries=queries, compute=compute,
+        early=slots is not None and ready.overlaps_merge, queries=queries, compute=compute,
     )  # fmt: skip
-    posts = (ready.empty_posts(), None) if slots is None else slots
-    _, items_at, merges_at, firsts_at, _ = places(ready.capacity)
+    mailboxes = (ready.mailboxes_for_launch(), None) if slots is None else slots
+    _, items_at, merges_at, firsts_at, _ = flat_offsets(ready.capacity)
     pointers = (
-        q_TNH, k_PpKH, v_PpKH, *state, *posts, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
+        q_TNH, k_PpKH, v_PpKH, *state, *mailboxes, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
         slopes_N, sinks_N, *(scales_K or (None, None)),
     )  # fmt: skip
     q_bytes, k_bytes, v_bytes = (x.element_size() for x in (q_TNH, k_PpKH, v_PpKH))

@@ -1,7 +1,7 @@
-"""What Flash-Decoding prepares before its kernels run: how rows and keys are cut up, and plans, on the device.
+"""Prepares Flash-Decoding launches: block layout, split plan, and its upload to the device.
 
-A :class:`Layout` is what is the same in every step and makes plans; a plan goes to the device as one tensor of a size
-that is known before the lengths are, so that a captured graph finds the next step's plan in the same place.
+A :class:`KernelLayout` is what stays the same in every step and makes plans. A plan is uploaded as one tensor whose
+size does not depend on the lengths, so that a captured graph finds the next step's plan at the same address.
 """
 
 from collections.abc import Sequence
@@ -14,26 +14,26 @@ import triton
 from torch import Tensor
 
 from colonnade.kernels.attention import cascade, cuda_decode, split_planner
-from colonnade.kernels.attention.cascade import Cascade, Reader, Room
-from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles, costs, pick
-from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, rows
-from colonnade.kernels.device import processors, upload, upload_into
+from colonnade.kernels.attention.cascade import Cascade, CascadeCapacity, KernelCosts
+from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles, choose_tiles, costs
+from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, pack_rows
+from colonnade.kernels.device import multiprocessors, upload, upload_into
 
-FEW = 64
-"""Rows, queries times heads of a group, up to which a request is read and not multiplied."""
+DECODE_ROWS = 64
+"""Up to this many rows (queries times heads of a group) a request uses the decode kernel, else the prefill kernel."""
 
 
 Kernels = Literal["auto", "triton", "cuda"]
 
 
-def few(queries: int, group: int) -> bool:
-    """Whether a request of so many new tokens is read and not multiplied; one is a decode, whatever the group."""
-    return queries * group <= FEW or queries == 1
+def is_decode(queries: int, group: int) -> bool:
+    """Whether a request with so many new tokens uses the decode kernel; a single token always does."""
+    return queries * group <= DECODE_ROWS or queries == 1
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What is the same in every step: the sizes that plans are made for."""
+class KernelLayout:
+    """Block shape, tile sizes and workers of a kernel: what plans are made for."""
 
     shape: Shape
     tiles: Tiles
@@ -42,20 +42,19 @@ class Layout:
     workers: int
     chunk: int | None = None
     runs: bool = False
-    """Whether chunks that follow each other are one item (:mod:`~colonnade.kernels.attention.split_planner`): of
-    larger blocks a chunk's state, put away
-    while tiles are on their way, would take the room of a worker."""
-    many: bool = False
-    """Whether blocks of rows are as large as the matrix units like them
-    (:mod:`~colonnade.kernels.attention.triton_prefill`)."""
-    copies: int = 2
-    """What is read of a token, keys and values; 1 where they are one."""
-    most: int = 0
-    """Rows of a block that any request has, where it is known to be fewer than there is room for; 0: all."""
-    shared: "Layout | None" = None
-    """How groups that share a prefix read it; None: nobody shares."""
+    """Whether consecutive chunks of a line form one item (:mod:`~colonnade.kernels.attention.split_planner`).
+
+    For larger blocks, storing a chunk's state while tiles are in flight would cost a worker's shared memory."""
+    prefill: bool = False
+    """Whether blocks fill the tensor cores' M dimension (:mod:`~colonnade.kernels.attention.triton_prefill`)."""
+    kv_copies: int = 2
+    """Vectors read per token: key and value, or 1 if they are the same."""
+    max_rows: int = 0
+    """Upper bound of the rows that any request uses of a block; 0: all."""
+    shared: "KernelLayout | None" = None
+    """Layout of groups that share a prefix; None disables sharing."""
     cuda: bool = False
-    """Whether the kernel in CUDA C++ reads (:mod:`cuda_decode`), and not the one in Triton."""
+    """Whether the CUDA C++ kernel runs (:mod:`cuda_decode`) instead of the Triton one."""
 
     @staticmethod
     def of(
@@ -67,198 +66,204 @@ class Layout:
         chunk: int | None = None,
         shares: bool = False,
         kernels: Kernels = "auto",
-    ) -> "Layout":
-        """For such tensors, and up to ``longest_query`` queries a request.
+    ) -> "KernelLayout":
+        """The layout for such tensors, and up to ``longest_query`` queries per request.
 
-        With "auto" the kernel in CUDA C++ reads what it reads faster than the one in Triton. With ``chunk``
-        keys are cut at its multiples only and blocks of rows do not depend on the number of queries: a request's
-        numbers are then the same bits whoever else is in the batch, and so nobody ``shares``.
+        With "auto" the CUDA C++ kernel runs where it is faster than the Triton one. With ``chunk``, keys are split at
+        its multiples only and blocks do not depend on the number of queries: a request's result is then bitwise
+        independent of the batch, and ``shares`` is ignored.
         """
         (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
         queries = 1 if chunk else max(1, longest_query)
-        # Fixed cuts are for chunks of prompts too: in blocks of 8 rows their keys would be read twice as often.
-        rows = max(16 if chunk else 8, cuda_decode.rows_of(N // K, queries))
-        # Tiles that somebody chose are those of the kernel in Triton.
-        wanted = kernels == "cuda" or (kernels == "auto" and not CHOSEN and cuda_decode.faster(rows, H))
-        cuda = wanted and cuda_decode.takes(q_TNH, k_PpKH, rows)
+        # Fixed splits also serve prompt chunks, whose keys would be read twice as often in blocks of 8 rows.
+        rows = max(16 if chunk else 8, cuda_decode.padded_rows(N // K, queries))
+        # Overridden tiles are meant for the Triton kernel.
+        use_cuda = kernels == "cuda" or (kernels == "auto" and not OVERRIDE and cuda_decode.preferred(rows, H))
+        cuda = use_cuda and cuda_decode.supports(q_TNH, k_PpKH, rows)
         if kernels == "cuda" and not cuda:
             raise LookupError(
                 f"the kernel in CUDA C++ takes no {rows} rows of {H} numbers of {q_TNH.dtype} and {k_PpKH.dtype} here"
             )
         if cuda:
-            # Fixed cuts are the same bits among any number of requests.
+            # With fixed splits the layout must not depend on the number of requests.
             lines = 1 if chunk else len(q_TNH) // queries * K
-            tiles = cuda_decode.tiles(rows, H, size, lines, processors(q_TNH.device))
+            tiles = cuda_decode.choose_block(rows, H, size, lines, multiprocessors(q_TNH.device))
         else:
-            rows = min(FEW, max(16, triton.next_power_of_2(N // K * queries)))
-            tiles = pick(rows, H, q_TNH.element_size(), size)
-        workers = tiles.workers * processors(q_TNH.device)
+            rows = min(DECODE_ROWS, max(16, triton.next_power_of_2(N // K * queries)))
+            tiles = choose_tiles(rows, H, q_TNH.element_size(), size)
+        workers = tiles.workers * multiprocessors(q_TNH.device)
         shared = None
         if chunk is not None:
             chunk = -(-chunk // tiles.tile) * tiles.tile
         elif shares:
-            shared = Layout.of_many(q_TNH, k_PpKH)
+            shared = KernelLayout.for_prefill(q_TNH, k_PpKH)
             shared = replace(shared, shape=shared.shape._replace(causal=False))
-        # Under fixed cuts the layout is of any number of queries, whatever is the longest of this step.
+        # With fixed splits the layout must not depend on this step's longest query.
         shape = Shape(K, N // K, rows, tiles.tile, window)
-        most = 0 if chunk is not None else shape.filled(max(1, longest_query))
+        max_rows = 0 if chunk is not None else shape.used_rows(max(1, longest_query))
         runs = chunk is not None and rows == 16 and not cuda
-        return Layout(shape, tiles, H, size, workers, chunk, runs=runs, most=most, shared=shared, cuda=cuda)
+        return KernelLayout(
+            shape, tiles, H, size, workers, chunk, runs=runs, max_rows=max_rows, shared=shared, cuda=cuda
+        )
 
     @staticmethod
-    def of_many(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "Layout":
-        """For requests, or groups of them, of many rows."""
+    def for_prefill(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "KernelLayout":
+        """The layout of requests, or groups of requests, with many rows."""
         (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
-        # 128 rows of 256 numbers, or of float32, are more than there are registers for.
+        # Blocks of 128 rows with heads of 256 or with float32 exceed the registers.
         rows = 128 if max(size, q_TNH.element_size()) <= 2 and H <= 128 else 64
-        tiles = pick(rows, H, q_TNH.element_size(), size)
-        workers = tiles.workers * processors(q_TNH.device)
-        return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, many=True)
+        tiles = choose_tiles(rows, H, q_TNH.element_size(), size)
+        workers = tiles.workers * multiprocessors(q_TNH.device)
+        return KernelLayout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, prefill=True)
 
     @staticmethod
-    def of_latent(
+    def for_mla(
         q_TNH: Tensor, k_Pp1H: Tensor, longest_query: int, *, window: int | None = None, chunk: int | None = None
-    ) -> "Layout":
-        """For latent attention (:mod:`~colonnade.kernels.attention.triton_mla_decode`); with ``chunk`` as
+    ) -> "KernelLayout":
+        """The layout of latent attention (:mod:`~colonnade.kernels.attention.triton_mla_decode`); ``chunk`` as in
         :meth:`of`.
         """
         (_, N, H), size = q_TNH.shape, k_Pp1H.element_size()
         rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else max(1, longest_query)))))
-        tiles = pick(rows, H, q_TNH.element_size(), size)
-        workers = tiles.workers * processors(q_TNH.device)
+        tiles = choose_tiles(rows, H, q_TNH.element_size(), size)
+        workers = tiles.workers * multiprocessors(q_TNH.device)
         if chunk is not None:
             chunk = -(-chunk // tiles.tile) * tiles.tile
-        return Layout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, copies=1)
+        return KernelLayout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, kv_copies=1)
 
     @property
-    def used(self) -> int:
-        """Rows of a block that may be there."""
-        return self.most or self.shape.rows
+    def used_rows(self) -> int:
+        """Rows of a block that may be used."""
+        return self.max_rows or self.shape.rows
 
     @property
-    def reader(self) -> Reader:
-        """Shape, workers and costs."""
+    def kernel_costs(self) -> KernelCosts:
+        """Shape, workers and costs, for the planner."""
         prices = costs(
-            self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies, cuda=self.cuda
+            self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.kv_copies, cuda=self.cuda
         )
-        return Reader(self.shape, self.workers, prices)
+        return KernelCosts(self.shape, self.workers, prices)
 
     def capacity(self, requests: int, queries: int, context: int) -> Capacity:
-        """Of plans for ``requests`` requests of at most so many queries and keys."""
+        """Capacity of plans for ``requests`` requests with at most so many queries and keys each."""
         shape, joined = self.shape, self.shared is not None
         return Capacity.of(requests, queries, shape, self.workers, chunk=self.chunk, context=context, joined=joined)
 
-    def shared_capacity(self, requests: int, queries: int) -> tuple[Capacity, Room]:
-        """Of plans for the groups of so many requests, and of who is in which."""
+    def shared_capacity(self, requests: int, queries: int) -> tuple[Capacity, CascadeCapacity]:
+        """Capacity of the group plans of so many requests, and of the group membership."""
         assert self.shared is not None
         shape, workers = self.shared.shape, self.shared.workers
         lines = shape.kv_heads * (shape.blocks(requests * queries) + requests // 2)
         pieces = lines + workers - 1
-        return Capacity(workers, pieces, lines, pieces), Room(requests, requests // 2, requests * queries)
+        return Capacity(workers, pieces, lines, pieces), CascadeCapacity(requests, requests // 2, requests * queries)
 
     def plan(
         self,
         lengths: Sequence[int],
         queries: Sequence[int],
         *,
-        room: int | None = None,
+        max_keys: int | None = None,
         ahead: int = 0,
         tables: Sequence[Sequence[int]] | None = None,
         page_tokens: int = 0,
     ) -> Plan | Cascade:
-        """A plan for one step; with the requests' ``tables`` of pages a cascade where that is faster."""
-        few = self.reader
+        """A plan for one step; a cascade if ``tables`` (each request's pages) are given and it is faster."""
+        few = self.kernel_costs
         if self.shared is None or tables is None:
-            return split_planner.plan(lengths, queries, *few, chunk=self.chunk, runs=self.runs, room=room, ahead=ahead)
-        many = self.shared.reader
-        return cascade.plan(tables, lengths, queries, page_tokens, few, many, room=room, ahead=ahead)
+            return split_planner.plan(
+                lengths, queries, *few, chunk=self.chunk, runs=self.runs, max_keys=max_keys, ahead=ahead
+            )
+        many = self.shared.kernel_costs
+        return cascade.plan(tables, lengths, queries, page_tokens, few, many, max_keys=max_keys, ahead=ahead)
 
     def prepare(
         self,
         plan: Plan | Cascade,
         device: torch.device | str,
         capacity: Capacity | None = None,
-        shared_capacity: tuple[Capacity, Room] | None = None,
-    ) -> "Prepared":
-        """``plan`` on the device, in arrays of its own size or of such capacities."""
+        shared_capacity: tuple[Capacity, CascadeCapacity] | None = None,
+    ) -> "DevicePlan":
+        """Uploads ``plan``, in arrays of its own size or of the given capacities."""
         if isinstance(plan, Plan) and shared_capacity is None:
             room = capacity or plan.capacity
-            return Prepared(upload(plan.flat(room), torch.int32, device), room, self)
+            return DevicePlan(upload(plan.flat(room), torch.int32, device), room, self)
         assert self.shared is not None
-        found = _as_cascade(plan, self.shared)
-        own = replace(self, shared=None).prepare(found.own, device, capacity)
-        theirs, members = shared_capacity or (found.shared.capacity, found.room)
-        shared = Shared(
-            self.shared.prepare(found.shared, device, theirs), upload(found.flat(members), torch.int32, device), members
+        as_cascade = _as_cascade(plan, self.shared)
+        own = replace(self, shared=None).prepare(as_cascade.own, device, capacity)
+        shared_sizes, members = shared_capacity or (as_cascade.shared.capacity, as_cascade.capacity)
+        shared = SharedPrefix(
+            self.shared.prepare(as_cascade.shared, device, shared_sizes),
+            upload(as_cascade.flat(members), torch.int32, device),
+            members,
         )
         return replace(own, layout=self, shared=shared)
 
 
-def _as_cascade(plan: Plan | Cascade, shared: Layout) -> Cascade:
-    """A plan as a cascade of no groups."""
+def _as_cascade(plan: Plan | Cascade, shared: KernelLayout) -> Cascade:
+    """Wraps a plan as a cascade without groups."""
     if isinstance(plan, Cascade):
         return plan
-    nothing = Plan((0,) * (shared.workers + 1), rows([]), rows([]), 0, 0, 0)
-    return Cascade((), plan, nothing, (), (), shared.shape.kv_heads)
+    empty = Plan((0,) * (shared.workers + 1), pack_rows([]), pack_rows([]), 0, 0, 0)
+    return Cascade((), plan, empty, (), (), shared.shape.kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
-    """What groups read, on the device."""
+class SharedPrefix:
+    """The plan and membership of groups that share a prefix, on the device."""
 
-    ready: "Prepared"
+    ready: "DevicePlan"
     members: Tensor
     """int32, :meth:`cascade.Cascade.flat`."""
-    room: Room
+    capacity: CascadeCapacity
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A plan on the device, and what the kernels are compiled for."""
+class DevicePlan:
+    """A plan on the device, with the layout that kernels are compiled for."""
 
     flat: Tensor
     """int32, :meth:`split_plan.Plan.flat`."""
     capacity: Capacity
-    layout: Layout
-    shared: Shared | None = None
+    layout: KernelLayout
+    shared: SharedPrefix | None = None
 
     @property
-    def merges(self) -> bool:
-        """Whether a merge is launched: in a graph always, since another step's plan may need it."""
+    def has_merges(self) -> bool:
+        """Whether a merge is launched; always in a graph, since another step's plan may need it."""
         return self.capacity.merges > 0
 
     @property
-    def overlaps(self) -> bool:
-        """Whether the merge is started while the reading goes on, which no interpreter does."""
-        return self.flat.is_cuda and self.layout.tiles.overlap and self.merges and not self.layout.many
+    def overlaps_merge(self) -> bool:
+        """Whether the merge starts before the reads end (programmatic dependent launch); never in the interpreter."""
+        return self.flat.is_cuda and self.layout.tiles.overlap and self.has_merges and not self.layout.prefill
 
     @cached_property
-    def posts(self) -> Tensor:
-        """Where blocks of :mod:`cuda_decode` leave states for each other; all bits are 1 before and after a launch."""
+    def mailboxes(self) -> Tensor:
+        """Buffers through which blocks of :mod:`cuda_decode` exchange states; all bits are 1 between launches."""
         shape = self.layout.shape
         count = 2 * max(1, self.capacity.slots) * shape.rows * self.layout.width
         return torch.full((count,), -1, dtype=torch.int32, device=self.flat.device)
 
-    def empty_posts(self) -> Tensor:
-        """:attr:`posts`; new ones where they would be made by a graph that is being captured, which may never run."""
-        if "posts" not in vars(self) and torch.cuda.is_current_stream_capturing():
-            return replace(self).posts
-        return self.posts
+    def mailboxes_for_launch(self) -> Tensor:
+        """:attr:`mailboxes`, or temporary ones if a graph capture would create them, since that graph may never run."""
+        if "mailboxes" not in vars(self) and torch.cuda.is_current_stream_capturing():
+            return replace(self).mailboxes
+        return self.mailboxes
 
     @property
-    def early(self) -> dict[str, Any]:
-        """What a launch after the reading takes that begins before its end, where one does."""
-        return {"launch_pdl": True} if self.overlaps else {}
+    def pdl_options(self) -> dict[str, Any]:
+        """Launch options of a kernel that starts before its predecessor ends."""
+        return {"launch_pdl": True} if self.overlaps_merge else {}
 
-    def take(self, plan: Plan | Cascade) -> None:
-        """Another step's plan in the place of this one."""
+    def update(self, plan: Plan | Cascade) -> None:
+        """Replaces the plan in place by another step's."""
         if self.shared is None:
             assert isinstance(plan, Plan), "a cascade in the place of a plan without groups"
             own = plan
         else:
             assert self.layout.shared is not None
-            found = _as_cascade(plan, self.layout.shared)
-            own = found.own
-            self.shared.ready.take(found.shared)
-            upload_into(self.shared.members, found.flat(self.shared.room))
+            as_cascade = _as_cascade(plan, self.layout.shared)
+            own = as_cascade.own
+            self.shared.ready.update(as_cascade.shared)
+            upload_into(self.shared.members, as_cascade.flat(self.shared.capacity))
         upload_into(self.flat, own.flat(self.capacity))

@@ -1,9 +1,9 @@
-"""Which pages hold which request's keys, and which new tokens are whose: one table a step, the same for all layers.
+"""Page tables: which pages hold each request's keys, and which new tokens belong to it.
 
-A kernel that runs on the device reads the tensors. One that needs Python's help, such as SDPA, reads
-:attr:`PageTable.groups`, which is worked out once a step and not once a layer: requests whose attention is one call.
-Those with a single new token (decodes) go together where their page counts have the same binary length, so that what a
-short one is padded with is never more than its own size; a request with several new tokens goes alone.
+One table per step serves all layers. Kernels on the device read its tensors. SDPA, which is called from Python, uses
+:attr:`PageTable.groups`, computed once per step: requests whose attention is one call. Requests with one new token
+(decodes) share a group if their page counts have the same bit length, which limits padding to their own size; a request
+with several new tokens is a group of its own.
 """
 
 import itertools
@@ -21,39 +21,42 @@ from colonnade.kernels.attention.split_plan import check_lengths
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """B requests for one call, with the same number of new tokens."""
+    """B requests with the same number of new tokens, for one SDPA call."""
 
     rows: Tensor | slice
     """Their new tokens in the stream."""
     pages: Tensor | slice
-    """Their pages in the cache, B equal parts one after another; a slice where one request's are neighbours."""
+    """Their pages, B equal parts; a slice if they are one request's contiguous pages."""
     lengths_B: Tensor
-    """Their positions, the new ones included."""
+    """Their lengths, including the new tokens."""
     longest: int
-    """The largest of these."""
+    """The longest of these."""
     unused: Tensor | None
-    """Rows of the gathered pages, below ``longest``, that are not the request's; None where there are none."""
+    """Rows of the gathered pages, below ``longest``, that are padding; None if there are none."""
 
     def gather(self, x_PpKH: Tensor) -> Tensor:
-        """x_BSKH of these requests, S being the longest; a copy unless pages are neighbours. (Or of anything else that
-        is kept of a token.)
+        """x_BSKH of these requests, S being the longest; a copy unless pages are contiguous.
+
+        ``x_PpKH`` may also be any other per-token tensor.
         """
         if isinstance(self.pages, slice):
             return x_PpKH[self.pages].flatten(0, 1)[None, : self.longest]
-        if x_PpKH.dtype == torch.float8_e4m3fn:  # whose zeros are those of bytes, which every torch moves
+        if x_PpKH.dtype == torch.float8_e4m3fn:  # float8's zero is byte 0; not every torch can index float8
             return self.gather(x_PpKH.view(torch.uint8)).view(x_PpKH.dtype)
-        # index_select is five times as fast here as indexing by a tensor.
+        # index_select is five times as fast as indexing here.
         x_PpKH = x_PpKH.index_select(0, self.pages)
         if self.unused is not None:
-            # Another's number times a weight of zero must not be NaN, whatever that number is.
+            # A stale value with a weight of zero must not give NaN.
             x_PpKH.flatten(0, 1).index_fill_(0, self.unused, 0)
         return x_PpKH.flatten(0, 1).unflatten(0, (len(self.lengths_B), -1))[:, : self.longest]
 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Request r's new tokens are rows ``cu_queries[r]:cu_queries[r + 1]`` of the stream, the last of its
-    ``lengths_R[r]`` positions; ``pages_RP[r]`` lists its pages of ``page_tokens`` tokens in order.
+    """New tokens, lengths and pages of each request.
+
+    Request r's new tokens are rows ``cu_queries[r]:cu_queries[r + 1]`` of the stream, the last of its ``lengths_R[r]``
+    positions; ``pages_RP[r]`` lists its pages of ``page_tokens`` tokens in order.
     """
 
     pages_RP: Tensor
@@ -62,51 +65,51 @@ class PageTable:
     page_tokens: int
     longest_query: int
     longest_context: int
-    known: tuple[list[int], list[int]] | None = None
-    """What :attr:`host` says, where somebody knows it without asking the device."""
+    known_lengths: tuple[list[int], list[int]] | None = None
+    """:attr:`host_lengths`, if the caller knows them without a device synchronisation."""
     known_pages: Sequence[Sequence[int]] | None = None
-    """What :attr:`host_pages` says, likewise."""
+    """:attr:`host_pages`, likewise."""
     share: bool = True
-    """Whether keys that several requests share may be read once for all of them, which rounds otherwise."""
+    """Whether shared prefixes may be read once for several requests, which changes the rounding."""
 
     @property
-    def room(self) -> int:
-        """Keys that a request's pages have place for; raises ConfigError where not each request has a row of pages."""
+    def max_keys(self) -> int:
+        """Keys that fit a request's pages; raises ConfigError if a request has no row of pages."""
         if len(self.pages_RP) != len(self.lengths_R):
             raise ConfigError(f"{len(self.pages_RP)} rows of pages for {len(self.lengths_R)} requests; give each one")
         return self.pages_RP.shape[1] * self.page_tokens
 
     @cached_property
-    def host(self) -> tuple[list[int], list[int]]:
-        """(new tokens, positions) of each request; waits for the device where they are not known."""
-        if self.known is not None:
-            return self.known
+    def host_lengths(self) -> tuple[list[int], list[int]]:
+        """(new tokens, length) of each request; synchronises with the device if they are not known."""
+        if self.known_lengths is not None:
+            return self.known_lengths
         ends = self.cu_queries.tolist()
         return [b - a for a, b in itertools.pairwise(ends)], self.lengths_R.tolist()
 
     @cached_property
     def host_pages(self) -> Sequence[Sequence[int]]:
-        """Each request's pages, with or without padding; waits for the device where they are not known."""
+        """Each request's pages, possibly padded; synchronises with the device if they are not known."""
         return self.pages_RP.tolist() if self.known_pages is None else self.known_pages
 
     @cached_property
-    def prepared(self) -> dict[Any, Any]:
-        """What a kernel made of this table, for the layers that come after, by what it was made for."""
+    def plan_cache(self) -> dict[Any, Any]:
+        """What kernels prepared for this table, such as plans, for use by later layers."""
         return {}
 
     def check(self, cache_pages: int) -> None:
-        """Refuse what kernels without bounds of their own would read wrongly; for those who ask the device anyway.
+        """Validates lengths and pages, for kernels without bounds checks.
 
-        Raises CapacityError where a request is longer than its row of pages, and ConfigError where it has a negative
-        length, or a page that it uses is none of ``cache_pages`` (on a GPU, where no :attr:`known_pages` say so).
+        Raises CapacityError if a request is longer than its row of pages, and ConfigError if a length is negative or a
+        page is not below ``cache_pages`` (not on a GPU with :attr:`known_pages`).
         """
         if cache_pages in self._checked:
             return
-        _, lengths = self.host
+        _, lengths = self.host_lengths
         if min(lengths, default=0) < 0:
             raise ConfigError(f"a number below 0 among lengths {lengths}; give counts")
-        check_lengths(lengths, self.room)
-        # Whoever knows them without asking the device made them, and to ask it here would be to wait for it.
+        check_lengths(lengths, self.max_keys)
+        # Known pages come from the allocator, and checking them on the device would block.
         if self.pages_RP.is_cuda and self.known_pages is not None:
             return
         if self.pages_RP.numel() and not 0 <= int(self.pages_RP.min()) <= int(self.pages_RP.max()) < cache_pages:
@@ -120,22 +123,22 @@ class PageTable:
 
     @cached_property
     def _checked(self) -> set[int]:
-        """For caches of how many pages this was found right: once for all layers."""
+        """Cache sizes for which the table was validated: once for all layers."""
         return set()
 
     @cached_property
     def groups(self) -> list[Group]:
-        """All requests that have new tokens and keys; waits for the device, to see which pages are neighbours."""
-        new_R, lengths = self.host
+        """SDPA groups of all requests with new tokens and keys; synchronises with the device to compare pages."""
+        new_R, lengths = self.host_lengths
         ends = [0, *itertools.accumulate(new_R)]
-        alike: dict[tuple[str, int], list[int]] = {}
+        groups: dict[tuple[str, int], list[int]] = {}
         for r, length in enumerate(lengths):
-            new = new_R[r] if length else 0  # who has no keys is nobody's row
+            new = new_R[r] if length else 0  # requests without keys are in no group
             if new == 1:
-                alike.setdefault(("decodes", self._pages(length).bit_length()), []).append(r)
+                groups.setdefault(("decodes", self._pages(length).bit_length()), []).append(r)
             elif new:
-                alike["alone", r] = [r]
-        return [self._group(requests, ends, lengths) for requests in alike.values()]
+                groups["alone", r] = [r]
+        return [self._group(requests, ends, lengths) for requests in groups.values()]
 
     def _pages(self, length: int) -> int:
         return -(-length // self.page_tokens)
@@ -143,14 +146,14 @@ class PageTable:
     def _group(self, requests: list[int], ends: list[int], lengths: list[int]) -> Group:
         first, last = requests[0], requests[-1]
         longest = max(lengths[r] for r in requests)
-        together = last - first + 1 == len(requests)
-        chosen = slice(first, last + 1) if together else torch.tensor(requests, device=self.pages_RP.device)
-        rows = slice(ends[first], ends[last + 1]) if together else self.cu_queries[chosen]
-        pages_BP, lengths_B = self.pages_RP[chosen, : self._pages(longest)], self.lengths_R[chosen]
+        contiguous = last - first + 1 == len(requests)
+        index = slice(first, last + 1) if contiguous else torch.tensor(requests, device=self.pages_RP.device)
+        rows = slice(ends[first], ends[last + 1]) if contiguous else self.cu_queries[index]
+        pages_BP, lengths_B = self.pages_RP[index, : self._pages(longest)], self.lengths_R[index]
         if len(requests) == 1:
             table = pages_BP[0].tolist()
             if table == list(range(table[0], table[0] + len(table))):
-                # The allocator's usual gift to a single conversation: nothing needs to be copied.
+                # The usual case of a single conversation: nothing needs to be copied.
                 return Group(rows, slice(table[0], table[0] + len(table)), lengths_B, longest, None)
         unused = None
         if any(lengths[r] < longest for r in requests):

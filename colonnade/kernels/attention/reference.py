@@ -1,17 +1,18 @@
-"""Attention in plain torch: the specification that every fast kernel is tested against, and the fallback.
+"""Attention in plain torch: the specification of every kernel, and the fallback.
 
     o_i = Σ_j softmax_j(q_i·k_j·H^-½) v_j        over the keys j that query i may see
 
-Queries are the last T of S positions (T = S in training, T < S with a cache), so query i stands at position S − T + i.
-Causal queries see keys up to their own position; a window of w keeps the last w of these, itself included. Query
-head n reads key/value head n // (N / K) (grouped queries, Ainslie 2023). Differentiable, on any device and dtype.
+Queries are the last T of S positions (T = S in training, T < S with a cache), so query i is at position S − T + i.
+Causal queries see keys up to their own position; with a window w they see the last w of these, including their own.
+Query head n reads key/value head n // (N / K) (grouped-query attention, Ainslie 2023). Differentiable, on any device
+and dtype.
 
-A ``cap`` c bends scores to c·tanh(s / c) (Gemma 2, arXiv 2408.00118); then ``slopes_N`` take m_n·(i − j) from them
-(ALiBi: Press et al., arXiv 2108.12409). ``sinks_N`` are scores of a key that each head always sees and whose value is 0
-(Xiao et al., arXiv 2309.17453): the state (0, sink_n), to be merged once.
+A soft cap c (``cap``) maps scores to c·tanh(s / c) (Gemma 2, arXiv 2408.00118); then ``slopes_N`` subtract m_n·(i − j)
+(ALiBi: Press et al., arXiv 2108.12409). ``sinks_N`` are scores of an extra key that each head always sees and whose
+value is 0 (attention sinks: Xiao et al., arXiv 2309.17453): the state (0, sink_n), merged once.
 
-Dropout, in training, takes probabilities out after the softmax and scales the rest: the normaliser is that of all of
-them, so states still merge.
+Dropout, in training, drops probabilities after the softmax and scales the rest: the normaliser includes all of them, so
+states still merge.
 """
 
 import itertools
@@ -19,9 +20,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention.cache_write import gathered, rows
+from colonnade.kernels.attention.cache_write import gather_latents, select_rows
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.softmax_state import State, merge
 
 
@@ -35,7 +36,7 @@ def visible(
     positions: int | None = None,
     first: int = 0,
 ) -> Tensor:
-    """(T, S) booleans: which of S keys, from position ``first`` on, each of the last T positions (of S) may see."""
+    """(T, S) booleans: which of S keys from position ``first`` each of the last T of all positions may see."""
     positions = S if positions is None else positions
     query = torch.arange(positions - T, positions, device=device)[:, None]
     key = torch.arange(first, first + S, device=device)[None, :]
@@ -54,15 +55,15 @@ def attend(
     *,
     causal: bool = True,
     window: int | None = None,
-    dropout: Pairs | None = None,
+    dropout: AttentionDropout | None = None,
     cap: float | None = None,
     slopes_N: Tensor | None = None,
     positions: int | None = None,
     first: int = 0,
 ) -> State:
-    """The softmax state (o_TNH, lse_TN) of one sequence; a query that may see no key has the identity state.
+    """The softmax state (o_TNH, lse_TN) of one sequence; a query without visible keys has the identity state.
 
-    The keys may be a part of the sequence, from position ``first`` on, of ``positions`` in all; queries are the last.
+    The keys may be a part of the sequence, from position ``first`` of ``positions`` in all; queries are the last.
     """
     T, N, H = q_TNH.shape
     S, K, _ = k_SKH.shape
@@ -73,20 +74,20 @@ def attend(
         scores_KGTS = cap * torch.tanh(scores_KGTS / cap)
     if slopes_N is not None:
         query_T = torch.arange(positions - T, positions, device=q_TNH.device)
-        behind_TS = query_T[:, None] - torch.arange(first, first + S, device=q_TNH.device)
-        scores_KGTS = scores_KGTS - slopes_N.to(scores_KGTS.dtype).view(K, -1, 1, 1) * behind_TS
+        distance_TS = query_T[:, None] - torch.arange(first, first + S, device=q_TNH.device)
+        scores_KGTS = scores_KGTS - slopes_N.to(scores_KGTS.dtype).view(K, -1, 1, 1) * distance_TS
     scores_KGTS = scores_KGTS.masked_fill(~mask_TS, -torch.inf)
-    top = scores_KGTS.detach().amax(-1, keepdim=True) if S else scores_KGTS.new_zeros(K, N // K, T, 1)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weight_KGTS = torch.exp(scores_KGTS - top)
-    total = weight_KGTS.sum(-1, keepdim=True)
-    seen = torch.where(total == 0, 1.0, total)
-    p_KGTS = weight_KGTS / seen
+    row_max = scores_KGTS.detach().amax(-1, keepdim=True) if S else scores_KGTS.new_zeros(K, N // K, T, 1)
+    row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
+    weight_KGTS = torch.exp(scores_KGTS - row_max)
+    row_sum = weight_KGTS.sum(-1, keepdim=True)
+    safe_sum = torch.where(row_sum == 0, 1.0, row_sum)
+    p_KGTS = weight_KGTS / safe_sum
     if dropout is not None:
-        kept_KGTS = dropout.keeps(N).unflatten(0, (K, N // K))
-        p_KGTS = torch.where(kept_KGTS, p_KGTS * (1 / (1 - dropout.rate)), 0.0)
+        keep_KGTS = dropout.keep_mask(N).unflatten(0, (K, N // K))
+        p_KGTS = torch.where(keep_KGTS, p_KGTS * (1 / (1 - dropout.rate)), 0.0)
     o_TNH = torch.einsum("kgts,skh->tkgh", p_KGTS, v_SKH).flatten(1, 2)
-    lse = torch.where(total == 0, -torch.inf, torch.log(seen) + top)
+    lse = torch.where(row_sum == 0, -torch.inf, torch.log(safe_sum) + row_max)
     return State(o_TNH, lse.squeeze(-1).flatten(0, 1).T)
 
 
@@ -100,16 +101,16 @@ def packed(
     equal: bool,
     causal: bool = True,
     window: int | None = None,
-    dropout: Pairs | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """o_TNH of sequences laid end to end; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``."""
-    # Equal lengths are known without asking the device, and without a break of torch.compile's graph.
+    """o_TNH of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``."""
+    # Equal lengths need no device synchronisation and no graph break in torch.compile.
     ends = range(0, len(q_TNH) + 1, longest) if equal and longest else cu_seqlens.tolist()
     parts = []
     for a, b in itertools.pairwise(ends):
-        pairs = None if dropout is None else dropout.cut(slice(a, b), slice(a, b))
+        pairs = None if dropout is None else dropout.select(slice(a, b), slice(a, b))
         parts.append(attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window, dropout=pairs).o)
-    return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
+    return torch.cat(parts) if parts else q_TNH.clone()  # no tokens
 
 
 def paged(
@@ -125,13 +126,14 @@ def paged(
     slopes_N: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """o_TNH of requests whose keys, those of the new tokens among them, lie in the pages that ``table`` lists.
+    """o_TNH of requests whose keys, including those of the new tokens, are in the pages that ``table`` lists.
 
-    With ``values`` only the first so many numbers of each value are, and so of each head's output. With ``scales_Pp2``
-    keys are latents of 8 bits, and values the first numbers of these (:mod:`~colonnade.kernels.attention.cache_write`).
+    With ``values`` only the first ``values`` elements of each value, and so of each head's output, are used. With
+    ``scales_Pp2`` keys are 8-bit latents and values their first elements
+    (:mod:`~colonnade.kernels.attention.cache_write`).
     """
     table.check(len(k_PpKH))
-    ends, (_, lengths) = table.cu_queries.tolist(), table.host
+    ends, (_, lengths) = table.cu_queries.tolist(), table.host_lengths
     out_TNH = torch.zeros_like(q_TNH[..., :values])
     for r, length in enumerate(lengths):
         a, b = ends[r], ends[r + 1]
@@ -151,16 +153,16 @@ def keys_and_values(
     scales_Pp2: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """k_SKH and v_SKH of the first ``length`` tokens of the pages ``used``, in ``dtype`` if they were of 8 bits."""
+    """k_SKH and v_SKH of the first ``length`` tokens of the pages ``used``; 8-bit ones are cast to ``dtype``."""
     if scales_Pp2 is None:
-        k_SKH, v_SKH = (rows(cache, used).flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        k_SKH, v_SKH = (select_rows(cache, used).flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
         k_SKH, v_SKH = (k_SKH, v_SKH) if k_PpKH.element_size() > 1 else (k_SKH.to(dtype), v_SKH.to(dtype))
         return k_SKH, v_SKH[..., :values]
     assert values is not None, "scales are for latents"
-    k_SKH = gathered(k_PpKH, scales_Pp2, used, values, dtype).flatten(0, 1)[:length]
+    k_SKH = gather_latents(k_PpKH, scales_Pp2, used, values, dtype).flatten(0, 1)[:length]
     return k_SKH, k_SKH[..., :values]
 
 
 def with_sinks(state: State, sinks_N: Tensor) -> State:
-    """``state`` (o_TNH, lse_TN) with a key more, whose scores are ``sinks_N`` and whose value is 0."""
+    """``state`` (o_TNH, lse_TN) merged with a key of score ``sinks_N`` and value 0."""
     return merge(state, State(torch.zeros_like(state.o), sinks_N.to(state.lse).expand_as(state.lse)))

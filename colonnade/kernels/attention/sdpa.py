@@ -1,14 +1,10 @@
-"""Attention through torch's fused ``scaled_dot_product_attention``: FlashAttention on a CPU, cuDNN or FlashAttention on
-a GPU.
+"""Attention through torch's fused kernels: scaled_dot_product_attention, and varlen FlashAttention on GPUs.
 
-Sequences of equal length are viewed as (batch, sequence), no copy. Ragged ones run one after another: on a CPU a call
-costs little beside its arithmetic. A causal call with T = S needs no mask; a chunk of a prompt (T < S) and a window
-pass one. Requests in pages run in the groups of :attr:`PageTable.groups`: decodes together, prompts one by one.
-
-Attention over ragged sequences in one launch, through torch's variable-length FlashAttention (GPU, 16-bit types).
-
-The lengths stay on the device: nobody waits for them, and a stream of many short documents is one kernel a layer
-instead of one a document. Equal sequences are viewed as a batch, for which cuDNN is faster.
+Sequences of equal length are viewed as (batch, sequence), without a copy. Ragged ones run one after another on a CPU,
+where a call costs little compared to its arithmetic; on a GPU in 16 bits all run in one varlen launch whose lengths
+stay on the device. Equal sequences are batched there too, since cuDNN is faster. A causal call with T = S needs no
+mask; a prompt chunk (T < S) or a window passes one. Requests in a paged cache run in the groups of
+:attr:`PageTable.groups`: decodes together, prompts one by one.
 """
 
 import inspect
@@ -19,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from colonnade.kernels.attention.cache_write import written_out
+from colonnade.kernels.attention.cache_write import dequantise_latents
 from colonnade.kernels.attention.page_table import Group, PageTable
 from colonnade.kernels.attention.reference import visible
 
 
 def attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, window: int | None) -> Tensor:
-    """o_BTNH of sequences of equal length, the queries being those of the last T of S keys."""
+    """o_BTNH of sequences of equal length; queries are the last T of S positions."""
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     if window is not None and window >= S:
         window = None
@@ -41,8 +37,8 @@ def attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, wind
 def _sdpa(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
     K = k_BSKH.shape[2]
     if q_BTNH.shape[1] == 1 and q_BTNH.shape[2] > K:
-        # The query heads of a group are queries of one key head: keys are read once for all of them, and torch's CPU
-        # kernel takes a single query of 16 bits 5 to 15 times as long as a few (docs/log.md, "CPU decode").
+        # Treat a group's query heads as queries of one key head: keys are read once for all of them, and torch's CPU
+        # kernel takes 5 to 15 times as long for a single 16-bit query as for a few (docs/log.md, "CPU decode").
         q_BGKH = q_BTNH.squeeze(1).unflatten(1, (K, -1)).transpose(1, 2)
         return _sdpa(q_BGKH, k_BSKH, v_BSKH, mask).transpose(1, 2).flatten(1, 2).unsqueeze(1)
     o_BNTH = scaled_dot_product_attention(
@@ -67,7 +63,7 @@ def packed(
     causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """o_TNH of sequences laid end to end (see :func:`reference.packed`)."""
+    """o_TNH of packed sequences (see :func:`reference.packed`)."""
     if equal:
         batch = [x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH)]
         return attend(*batch, causal=causal, window=window).flatten(0, 1)
@@ -77,7 +73,7 @@ def packed(
         for a, b in itertools.pairwise(ends)
         if b > a
     ]
-    return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
+    return torch.cat(parts) if parts else q_TNH.clone()  # no tokens
 
 
 def paged(
@@ -90,48 +86,48 @@ def paged(
     values: int | None = None,
     scales_Pp2: Tensor | None = None,
 ) -> Tensor:
-    """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`)."""
-    # The kernels are made for values as wide as keys, so that those which nobody asked for are left out of the output.
+    """o_TNH of requests with a paged KV cache (see :func:`reference.paged`)."""
+    # The kernels require values as wide as keys, so unused elements are cut from the output.
 
     def keys_and_values(group: Group) -> tuple[Tensor, Tensor]:
         k_BSKH = group.gather(k_PpKH)
         if scales_Pp2 is not None:
             assert values is not None, "scales are for latents"
-            k_BSKH = written_out(k_BSKH, group.gather(scales_Pp2), values, q_TNH.dtype)
+            k_BSKH = dequantise_latents(k_BSKH, group.gather(scales_Pp2), values, q_TNH.dtype)
         k_BSKH = k_BSKH.to(q_TNH.dtype)
         return k_BSKH, k_BSKH if v_PpKH is k_PpKH else group.gather(v_PpKH).to(q_TNH.dtype)
 
     table.check(len(k_PpKH))
-    empty = 0 in table.host[1]
-    if len(table.groups) == 1 and not empty:
+    has_empty = 0 in table.host_lengths[1]
+    if len(table.groups) == 1 and not has_empty:
         group = table.groups[0]
-        return _group(q_TNH, *keys_and_values(group), group, window)[..., :values]
-    out_TNH = torch.zeros_like(q_TNH) if empty else torch.empty_like(q_TNH)
+        return _attend_group(q_TNH, *keys_and_values(group), group, window)[..., :values]
+    out_TNH = torch.zeros_like(q_TNH) if has_empty else torch.empty_like(q_TNH)
     for group in table.groups:
-        out_TNH[group.rows] = _group(q_TNH[group.rows], *keys_and_values(group), group, window)
+        out_TNH[group.rows] = _attend_group(q_TNH[group.rows], *keys_and_values(group), group, window)
     return out_TNH[..., :values]
 
 
-def _group(q_TNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, group: Group, window: int | None) -> Tensor:
+def _attend_group(q_TNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, group: Group, window: int | None) -> Tensor:
     q_BTNH = q_TNH.unflatten(0, (len(group.lengths_B), -1))
     if group.unused is None:
         return attend(q_BTNH, k_BSKH, v_BSKH, causal=True, window=window).flatten(0, 1)
     key_S, lengths_B1 = torch.arange(group.longest, device=q_TNH.device), group.lengths_B[:, None]
-    seen_BS = key_S < lengths_B1
+    mask_BS = key_S < lengths_B1
     if window is not None:
-        seen_BS &= key_S >= lengths_B1 - window
-    return _sdpa(q_BTNH, k_BSKH, v_BSKH, seen_BS[:, None, None]).flatten(0, 1)
+        mask_BS &= key_S >= lengths_B1 - window
+    return _sdpa(q_BTNH, k_BSKH, v_BSKH, mask_BS[:, None, None]).flatten(0, 1)
 
 
 if torch.backends.cuda.is_built():
     from torch.nn.attention.varlen import varlen_attn
-else:  # the import brings torch's compiler: a second of every process that could not call it
+else:  # the import loads torch's compiler, which takes a second, and a CPU build cannot use it
     varlen_attn = None
 
-# Newer torch wants to be told of grouped heads; 2.11 takes them as they are.
-GROUPED: dict[str, Any] = {}
+# Newer torch requires a flag for grouped queries; 2.11 accepts them without.
+VARLEN_OPTIONS: dict[str, Any] = {}
 if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-    GROUPED = {"enable_gqa": True}
+    VARLEN_OPTIONS = {"enable_gqa": True}
 
 
 def packed_varlen(
@@ -145,12 +141,14 @@ def packed_varlen(
     causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """o_TNH of sequences laid end to end (see :func:`reference.packed`); ``longest`` may be a bound."""
-    # The kernel itself asks for heads in multiples of 8; scaled_dot_product_attention pads others.
+    """o_TNH of packed sequences (see :func:`reference.packed`); ``longest`` may be an upper bound."""
+    # The kernel needs head widths in multiples of 8; scaled_dot_product_attention pads others.
     if equal or not len(q_TNH) or q_TNH.shape[2] % 8:
         return packed(q_TNH, k_TKH, v_TKH, cu_seqlens, longest=longest, equal=equal, causal=causal, window=window)
     assert varlen_attn is not None, "a torch that was built with CUDA"
-    sees = (-1 if window is None else window - 1, 0 if causal else -1)
-    o_TNH = varlen_attn(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **GROUPED)
+    window_size = (-1 if window is None else window - 1, 0 if causal else -1)
+    o_TNH = varlen_attn(
+        q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=window_size, **VARLEN_OPTIONS
+    )
     assert isinstance(o_TNH, torch.Tensor)
     return o_TNH

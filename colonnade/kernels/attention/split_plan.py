@@ -1,5 +1,6 @@
-"""A plan of Flash-Decoding as data: who reads which keys, what is merged;
-:mod:`~colonnade.kernels.attention.split_planner` makes it, kernels read it.
+"""Split plans as data: which worker reads which keys, and what is merged.
+
+:mod:`~colonnade.kernels.attention.split_planner` makes them and kernels read them.
 """
 
 import itertools
@@ -12,62 +13,62 @@ from typing import NamedTuple
 from colonnade.errors import CapacityError
 
 FIELDS = 8
-"""Numbers of an item, and of a merge, in the flat form; a multiple of 4, so that rows are aligned."""
+"""Integers of an item or a merge in the flat array; a multiple of 4, for alignment."""
 
 
-def check_lengths(lengths: Sequence[int], room: int) -> None:
-    """Raise CapacityError where a request has more keys than its table of pages has ``room`` for."""
-    if (longest := max(lengths, default=0)) > room:
-        where = list(lengths).index(longest)
+def check_lengths(lengths: Sequence[int], max_keys: int) -> None:
+    """Raises CapacityError if a request has more than ``max_keys`` keys."""
+    if (longest := max(lengths, default=0)) > max_keys:
+        request = list(lengths).index(longest)
         raise CapacityError(
-            f"request {where} has {longest} keys and its table of pages room for {room}; give it more pages"
+            f"request {request} has {longest} keys, but its page table has room for {max_keys}; give it more pages"
         )
 
 
 class Costs(NamedTuple):
-    """What work costs, in one unit, such as nanoseconds."""
+    """Cost model of a kernel, in any one unit, such as nanoseconds."""
 
     tile: int
-    """A tile of keys, read while all workers read."""
+    """A tile of keys while all workers read."""
     start: int
-    """Beginning a piece and writing its result."""
+    """Starting a piece and writing its result."""
     merge: int
-    """A merge of anything at all."""
+    """A merge, whatever its size."""
     part: int
-    """Each piece of the line that has most."""
+    """Each piece of the line with the most pieces."""
     row: int = 0
-    """Each row that is merged."""
+    """Each merged row."""
     twice: int = 0
-    """A worker with pieces of two cut lines, where workers merge themselves."""
+    """A worker with pieces of two split lines, if workers merge themselves."""
     lone: int = 0
-    """A tile while few workers read, the least that one can take; 0: as much as while all read."""
+    """The least time of a tile, when few workers read; 0: the same as with all."""
 
 
 class Shape(NamedTuple):
-    """What is the same for all requests."""
+    """Block shape of a kernel, equal for all requests."""
 
     kv_heads: int
     group: int
-    """Query heads of a key/value head; any number."""
+    """Query heads per key/value head."""
     rows: int
     """Rows of a block: row m of a request is query m // group, head m % group of its key/value head."""
     tile: int
-    """Keys of a tile; tiles begin at its multiples."""
+    """Keys of a tile; tiles start at its multiples."""
     window: int | None = None
-    """Keys that a query sees, itself included, the last ones; keys before cost nothing."""
+    """Keys that a query sees, the last ones including its own; earlier keys cost nothing."""
     causal: bool = True
-    """Whether keys end with the queries; where not, all of them come before every query, and none is left out."""
+    """Whether the queries are the last positions; if not, all keys precede every query."""
 
     def blocks(self, queries: int) -> int:
         """Blocks of rows of a request with so many queries."""
         return -(-queries * self.group // self.rows)
 
-    def filled(self, queries: int) -> int:
-        """Rows of a block that requests of up to so many queries fill."""
+    def used_rows(self, queries: int) -> int:
+        """Rows of a block that requests with up to so many queries use."""
         return min(self.rows, queries * self.group)
 
     def keys(self, length: int, queries: int, block: int) -> tuple[int, int]:
-        """(first, end) of the keys that any row of a block sees; equal where there are none."""
+        """(first, end) of the keys that any row of a block sees; equal if there are none."""
         if not self.causal:
             return 0, length
         first_query = block * self.rows // self.group
@@ -82,21 +83,21 @@ class Item(NamedTuple):
 
     request: int
     head: int
-    """Which key/value head."""
+    """Key/value head."""
     block: int
     first: int
     end: int
     slot: int
-    """Where its state goes, to be merged, that of its first chunk where it is a run of them; −1: it is the whole line,
-    and writes the output itself."""
+    """Where its state is stored for the merge, that of its first chunk if it is a run of chunks; −1: the item is a
+    whole line and writes the output itself."""
 
 
 SHARE = 7
-"""Field of an item in the flat form: which piece of its line it is times 2^16, plus how many the line has."""
+"""Field of an item in the flat array: index of the piece in its line times 2^16, plus the line's pieces."""
 
 
 class Merge(NamedTuple):
-    """A line that was cut: the states in slots first .. end − 1, in the order of their keys; of none, the identity."""
+    """A split line: merges the states in slots first .. end − 1 in key order; without slots, the identity."""
 
     request: int
     head: int
@@ -106,7 +107,7 @@ class Merge(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """Sizes of arrays that hold any plan for so many requests: what a captured graph is given."""
+    """Sizes of arrays that hold any plan for so many requests, as a captured graph allocates them."""
 
     workers: int
     items: int
@@ -125,10 +126,11 @@ class Capacity(NamedTuple):
         context: int = 0,
         joined: bool = False,
     ) -> "Capacity":
-        """For ``requests`` of at most ``queries`` queries; with fixed cuts also of at most ``context`` keys.
+        """Capacity for ``requests`` requests of at most ``queries`` queries; with fixed splits also of ``context``
+        keys.
 
-        W workers have W − 1 ends between them, so at most so many cuts, and each makes at most two slots; a line that
-        is ``joined`` with keys read elsewhere has one slot more than cuts.
+        W workers have W − 1 boundaries, so at most so many splits, each of which makes at most two slots. A line that
+        is ``joined`` with keys read elsewhere has one slot more than splits.
         """
         lines = requests * shape.kv_heads * shape.blocks(queries)
         if chunk is None:
@@ -140,10 +142,10 @@ class Capacity(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Who reads what. Worker w takes items ``starts[w] .. starts[w + 1] − 1``, in turn.
+    """A split plan: worker w takes items ``starts[w] .. starts[w + 1] − 1`` in turn.
 
-    Items and merges are kept as :func:`rows`, as kernels read them: an engine makes a plan every few steps, and no
-    object for any of them.
+    Items and merges are stored packed (:func:`pack_rows`), as kernels read them: an engine makes a plan every few
+    steps, and objects for each item would be slow.
     """
 
     starts: tuple[int, ...]
@@ -151,21 +153,21 @@ class Plan:
     merge_rows: "array[int]"
     slots: int
     finish: int
-    """When it should end, its merge included, in the unit of the costs."""
+    """Estimated time of the end, including the merge, in cost units."""
     ideal: int
-    """Before which no plan can, rounded up."""
+    """Lower bound of any plan's end, rounded up."""
     chunk: int | None = None
-    """Keys between cuts that are fixed: an item that goes beyond one is several pieces."""
+    """Keys between fixed splits: an item that crosses one is several pieces."""
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
-        """All workers' pieces of work."""
-        numbers = self.item_rows
-        return tuple(Item(*numbers[i : i + len(Item._fields)]) for i in range(0, len(numbers), FIELDS))
+        """All workers' items."""
+        packed = self.item_rows
+        return tuple(Item(*packed[i : i + len(Item._fields)]) for i in range(0, len(packed), FIELDS))
 
     @cached_property
     def pieces(self) -> tuple[Item, ...]:
-        """What has a state of its own: items, with fixed cuts chunk by chunk, in slots one after another."""
+        """Items divided into what has a state of its own: with fixed splits each chunk, in consecutive slots."""
         if self.chunk is None:
             return self.items
         cuts = [range(item.first // self.chunk * self.chunk, item.end, self.chunk) for item in self.items]
@@ -178,36 +180,35 @@ class Plan:
     @cached_property
     def merges(self) -> tuple[Merge, ...]:
         """Lines that no item writes."""
-        numbers = self.merge_rows
-        return tuple(Merge(*numbers[i : i + len(Merge._fields)]) for i in range(0, len(numbers), FIELDS))
+        packed = self.merge_rows
+        return tuple(Merge(*packed[i : i + len(Merge._fields)]) for i in range(0, len(packed), FIELDS))
 
     @property
     def capacity(self) -> Capacity:
-        """The least that holds this plan."""
+        """The smallest capacity that holds this plan."""
         return Capacity(len(self.starts) - 1, len(self.item_rows) // FIELDS, len(self.merge_rows) // FIELDS, self.slots)
 
     def flat(self, capacity: Capacity | None = None) -> "array[int]":
-        """The plan as one array for a kernel: merges' number and that of those of nothing, starts, items,
-        merges, firsts, from :func:`places` on.
+        """The plan as one array for kernels: number of merges and of empty ones, then starts, items, merges, firsts.
 
-        The firsts are each worker's first item once more, and behind it how many the worker has, so that it can begin
-        without looking up where its items stand.
-
-        With a larger ``capacity`` the array is as long as any plan's of that capacity; workers beyond these have
-        nothing. Raises CapacityError where the plan is larger.
+        Offsets are those of :func:`flat_offsets`. The firsts repeat each worker's first item, followed by its number of
+        items, so that it can start without a lookup. With a larger ``capacity`` the array has the length of any plan of
+        that capacity, and additional workers have no items. Raises CapacityError if the plan does not fit.
         """
-        own, room = self.capacity, capacity or self.capacity
-        if any(have > most for have, most in zip(own, room, strict=True)):
-            raise CapacityError(f"a plan of {own} does not fit {room}; capture the graph for more requests or queries")
-        first_start, first_item, first_merge, firsts, total = places(room)
+        own, capacity = self.capacity, capacity or self.capacity
+        if any(have > most for have, most in zip(own, capacity, strict=True)):
+            raise CapacityError(
+                f"a plan of {own} does not fit {capacity}; capture the graph for more requests or queries"
+            )
+        first_start, first_item, first_merge, firsts, total = flat_offsets(capacity)
         starts = array("i", self.starts)
-        starts.extend(starts[-1:] * (room.workers - own.workers))
+        starts.extend(starts[-1:] * (capacity.workers - own.workers))
         flat = array("i", [0]) * total
         flat[0] = own.merges
         spans = zip(self.merge_rows[3::FIELDS], self.merge_rows[4::FIELDS], strict=True)
         flat[1] = sum(first == end for first, end in spans)
-        for at, numbers in ((first_start, starts), (first_item, self.item_rows), (first_merge, self.merge_rows)):
-            flat[at : at + len(numbers)] = numbers
+        for at, packed in ((first_start, starts), (first_item, self.item_rows), (first_merge, self.merge_rows)):
+            flat[at : at + len(packed)] = packed
         for w, (i, end) in enumerate(itertools.pairwise(self.starts)):
             if end > i:
                 at = firsts + w * FIELDS
@@ -216,20 +217,20 @@ class Plan:
         return flat
 
 
-def rows(of: Iterable[Sequence[int]]) -> "array[int]":
-    """Items or merges one after another, each in ``FIELDS`` numbers, the last ones 0."""
-    numbers: list[int] = []
-    for row in of:
-        numbers += row
-        numbers += _ZEROS[len(row) :]
-    return array("i", numbers)
+def pack_rows(tuples: Iterable[Sequence[int]]) -> "array[int]":
+    """Items or merges packed one after another, ``FIELDS`` integers each, zero-padded."""
+    packed: list[int] = []
+    for row in tuples:
+        packed += row
+        packed += _ZEROS[len(row) :]
+    return array("i", packed)
 
 
 _ZEROS = (0,) * FIELDS
 
 
-def places(capacity: Capacity) -> tuple[int, int, int, int, int]:
-    """(where the starts, items, merges and firsts begin in the flat form, its length); all multiples of 4."""
+def flat_offsets(capacity: Capacity) -> tuple[int, int, int, int, int]:
+    """(offsets of starts, items, merges and firsts in the flat array, its length), all multiples of 4."""
     items = 4 + -(-(capacity.workers + 1) // 4) * 4
     merges = items + capacity.items * FIELDS
     firsts = merges + capacity.merges * FIELDS

@@ -1,18 +1,17 @@
-"""Products with keys and values of 8 bits as they lie in a cache, on the matrix units of 16-bit numbers.
+"""8-bit keys and values on 16-bit tensor cores, converted in registers.
 
-    s = q⁰ k⁰ᵀ + q¹ k¹ᵀ        oʲ ← oʲ · shrink + p vʲ        j: numbers of even and of odd places of a head
+    s = q⁰ k⁰ᵀ + q¹ k¹ᵀ        oʲ ← oʲ · rescale + p vʲ        j: even and odd elements of a head
 
-A cache is read as halves of 16 bits, two numbers each: a tile of halves goes from shared memory into registers as one
-of float16 would (``ldmatrix``), and a register's two halves become four numbers of float16 there, with these
-instructions:
+The cache is read as 16-bit words of two elements each: a tile of words is loaded from shared memory like float16
+(``ldmatrix``), and each register's two words become four float16 numbers, with these instructions:
 
     float8    one that sorts bytes by j; for each j one that converts two
-    int8      one that turns signs; for each j one that sets bytes as 1152 + n, and one that takes 1152 off
+    int8      one that flips signs; for each j one that builds 1152 + n from a byte, and one that subtracts 1152
 
-All are exact. They are float16 for queries of bfloat16 too, for no instruction makes two of these. A block of queries
-is multiplied by the power of 2 that takes its largest number to between 2^14 and 2^15: then float16 holds whatever is
-above 2^−32 of it as bfloat16 does, and loses what is below 2^−40 of it. Weights are 2^15 at most, not 1, lest many
-small ones vanish that together count; they are rounded to 11 bits, not to 8.
+All are exact. The result is float16 for bfloat16 queries too, since no instruction converts to pairs of bfloat16. A
+block of queries is scaled by the power of 2 that brings its maximum to between 2^14 and 2^15: then float16 represents
+everything above 2^−32 of it as bfloat16 does, and loses what is below 2^−40 of it. Softmax weights are scaled to at
+most 2^15 instead of 1, lest many small ones underflow that together count; they are rounded to 11 bits, not to 8.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -24,21 +23,21 @@ from torch import Tensor
 from triton import language as tl
 
 KINDS = {torch.float8_e4m3fn: "float8", torch.int8: "int8"}
-LEAST = 64
-"""Numbers of a head's block: of half as many a warp would not have a part of its own."""
+MIN_WIDTH = 64
+"""Minimum block width of a head: with 32 elements a warp would not have a part of its own."""
 
 
-def kind_of(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor) -> str | None:
-    """How such caches are read here; None: other types, places of odd numbers, queries of float32."""
+def kv8_kind(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor) -> str | None:
+    """The kind of 8-bit cache that this path supports; None for other dtypes, odd strides or float32 queries."""
     even = all(not n % 2 for x in (k_PpKH, v_PpKH) for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-    if even and q_TNH.element_size() == 2 and triton.next_power_of_2(q_TNH.shape[-1]) >= LEAST:
+    if even and q_TNH.element_size() == 2 and triton.next_power_of_2(q_TNH.shape[-1]) >= MIN_WIDTH:
         return KINDS.get(k_PpKH.dtype) if k_PpKH.dtype == v_PpKH.dtype else None
     return None
 
 
 @triton.constexpr_function
-def _assembly(kind: str, j: int) -> str:
-    """What makes two numbers, of place ``j``, of a register of two halves; both places share what they can."""
+def _unpack_ptx(kind: str, j: int) -> str:
+    """PTX that makes two numbers, of element ``j``, from a register of two words."""
     if kind == "float8":
         return (
             "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; "
@@ -51,10 +50,10 @@ def _assembly(kind: str, j: int) -> str:
 
 
 @triton.jit
-def _numbers(w, j: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """Number j of each half, in float16."""
+def _unpack(w, j: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Element j of each word, in float16."""
     if ASM:
-        CODE: tl.constexpr = _assembly(KIND, j)
+        CODE: tl.constexpr = _unpack_ptx(KIND, j)
         bits = tl.inline_asm_elementwise(CODE, "=r,r", [w], tl.int16, is_pure=True, pack=2)
         return bits.to(tl.float16, bitcast=True)
     byte = (w >> (8 * j)).to(tl.int8)
@@ -62,38 +61,38 @@ def _numbers(w, j: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def queries(q):
-    """(numbers of even places, of odd places, by what products are to be multiplied) of q (rows, width).
+def split_queries(q):
+    """(even elements, odd elements, factor for the products) of q (rows, width).
 
-    The first two are (rows, width / 2), in float16.
+    The first two are float16, (rows, width / 2).
     """
-    wide = q.to(tl.float32)
-    size = tl.abs(wide)
-    # A row that is not finite is so by itself.
-    largest = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
-    # Of queries all below 2^-31 scores are 0, and a factor of them that came to 0 would make NaN of what is not seen.
+    q32 = q.to(tl.float32)
+    magnitude = tl.abs(q32)
+    # A row that is not finite must not affect the others.
+    largest = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
+    # If all queries are below 2^-31, scores are 0; a factor of 0 would make NaN of masked scores.
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 96)
-    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    even, odd = tl.split(tl.reshape((wide * up).to(tl.float16), [q.shape[0], q.shape[1] // 2, 2]))
-    return even, odd, back
+    query_scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    product_scale = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    even, odd = tl.split(tl.reshape((q32 * query_scale).to(tl.float16), [q.shape[0], q.shape[1] // 2, 2]))
+    return even, odd, product_scale
 
 
 @triton.jit
-def products(even, odd, k, KIND: tl.constexpr, ASM: tl.constexpr):
-    """(rows, TILE) of :func:`queries` with the halves (TILE, width / 2) of keys."""
-    s = tl.dot(even, tl.trans(_numbers(k, 0, KIND, ASM)))
-    return tl.dot(odd, tl.trans(_numbers(k, 1, KIND, ASM)), s)
+def scores(even, odd, k, KIND: tl.constexpr, ASM: tl.constexpr):
+    """(rows, TILE): products of :func:`split_queries` with a tile of key words (TILE, width / 2)."""
+    s = tl.dot(even, tl.trans(_unpack(k, 0, KIND, ASM)))
+    return tl.dot(odd, tl.trans(_unpack(k, 1, KIND, ASM)), s)
 
 
 @triton.jit
-def sums(p, v, even, odd, KIND: tl.constexpr, ASM: tl.constexpr):
-    """Sums (rows, width / 2) of weighted values of even and of odd places, with those of a tile of halves."""
+def weighted_values(p, v, even, odd, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Adds a tile's weighted values to the sums (rows, width / 2) of even and odd elements."""
     p = p.to(tl.float16)
-    return tl.dot(p, _numbers(v, 0, KIND, ASM), even), tl.dot(p, _numbers(v, 1, KIND, ASM), odd)
+    return tl.dot(p, _unpack(v, 0, KIND, ASM), even), tl.dot(p, _unpack(v, 1, KIND, ASM), odd)
 
 
 @triton.jit
-def joined(even, odd):
-    """(rows, width) of :func:`sums`."""
+def interleave(even, odd):
+    """(rows, width) from the even and odd elements."""
     return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1] * 2])

@@ -1,24 +1,19 @@
-"""The merge of what :mod:`~colonnade.kernels.attention.triton_split_kv` cut: every number of the output by itself, all
-its pieces at once.
+"""Merges softmax states: the split lines of Flash-Decoding, and the states of all ranks.
 
     lse = log Σ_s exp(lse_s)        o = Σ_s exp(lse_s − lse) o_s
 
-Done by one program that goes through the pieces in sequence, the merge of a long context took as long as the reading
-(36 µs in all where 21 would do). Here a line's rows and parts of its width go to different programs, and each loads
-PIECES of its pieces side by side; more of them it adds in the same way, in a fixed order, so that the bits are the same
-each time. A line of no pieces is the identity, which is how queries without keys get their output. Where a request
-shares a prefix (:mod:`cascade`), the states of its group's blocks of rows are added too, after its own: where these
-are is known sooner.
+**Split lines.** With one program looping over the pieces, the merge of a long context took as long as reading it (36 µs
+in total instead of 21). Here the rows of a line and parts of their width are divided among programs, and each loads
+PIECES pieces in parallel; further pieces follow in a fixed order, so that results are deterministic. A line without
+pieces gets the identity state, which is how queries without keys get their output. If a request shares a prefix
+(:mod:`cascade`), the states of its group are added after its own.
 
-Under fixed cuts a sum's bits must not depend on anybody else, and they do depend on how it is laid out: there this
-follows from a row's own position alone, which is how many chunks it sees.
+With fixed splits a sum's bits must not depend on the batch, and they do depend on its layout: there the layout follows
+from a row's own position alone, that is, from how many chunks it sees.
 
-The merge of all ranks' states (:mod:`~colonnade.kernels.attention.sharded_cache`) in one launch, where plain torch
-takes ten for a few kilobytes.
-
-    lse = log Σ_r exp(lse_r)        o = Σ_r exp(lse_r − lse) o_r        in the order of ranks, the same bits on each
-
-One program for each query and head; all ranks' numbers are loaded side by side.
+**Ranks** (:mod:`~colonnade.kernels.attention.sharded_cache`): one launch where plain torch takes ten for a few
+kilobytes. One program per query and head loads all ranks' values in parallel and sums in the order of ranks, so that
+the result is bitwise equal on each.
 """
 
 from collections.abc import Sequence
@@ -29,65 +24,66 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.attention import sharded_cache
-from colonnade.kernels.attention.decode_plan import Prepared
+from colonnade.kernels.attention.decode_plan import DevicePlan
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.split_plan import places
+from colonnade.kernels.attention.split_plan import flat_offsets
 from colonnade.kernels.attention.triton_split_kv import FIELDS, LN_2, LOG2_E
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.softmax_state import State
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 
-MERGERS = 8
-"""Programs that merge, a multiprocessor, at most."""
-FEWEST = 16
-"""Pieces side by side, at least: a line that is long among short ones has many."""
-FEW_PIECES = 16
-"""Chunks up to which one program merges a row under fixed cuts, up to ``WHOLE`` of its numbers at once."""
-WHOLE = 256
+MERGE_PROGRAMS = 8
+"""Merge programs per SM, at most."""
+MIN_PIECES = 16
+"""Pieces loaded in parallel, at least: a long line among short ones has many."""
+FEW_CHUNKS = 16
+"""With fixed splits: chunks up to which one program merges a row in its whole width, up to MAX_WIDTH elements at a
+time."""
+MAX_WIDTH = 256
 
 
 @triton.jit
-def _begun(n, sinks_ptr, SINKS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """(o, top, total) of no pieces."""
-    top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+def _initial_sums(n, sinks_ptr, SINKS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """(o, row_max, row_sum) of no pieces."""
+    row_max, row_sum = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     if SINKS:
-        top = tl.load(sinks_ptr + n).to(tl.float32) * LOG2_E
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
-    return tl.zeros((BLOCK_H,), tl.float32), top, total
+        row_max = tl.load(sinks_ptr + n).to(tl.float32) * LOG2_E
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    return tl.zeros((BLOCK_H,), tl.float32), row_max, row_sum
 
 
 @triton.jit
-def _added(
-    o, top, total, h, slots_o, slots_lse, from_slot, to_slot, rows, place, H: tl.constexpr, PIECES: tl.constexpr
+def _accumulate(
+    o, row_max, row_sum, h, slots_o, slots_lse, from_slot, to_slot, rows, place, H: tl.constexpr, PIECES: tl.constexpr
 ):
-    """(o, top, total) with a row's states of these slots."""
+    """(o, row_max, row_sum) with a row's states of these slots added."""
     for piece in range(from_slot, to_slot, PIECES):
         s = piece + tl.arange(0, PIECES)
         at_row = s.to(tl.int64) * rows + place
         lse = tl.load(slots_lse + at_row, s < to_slot, float("-inf")) * LOG2_E
-        held = (s < to_slot)[:, None] & (h < H)[None, :]
-        part = tl.load(slots_o + at_row[:, None] * H + h[None, :], held, 0.0)
-        higher = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(lse - base)
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weight, 0)
-        o = o * shrink + tl.sum(weight[:, None] * part, 0)
-        top = higher
-    return o, top, total
+        mask = (s < to_slot)[:, None] & (h < H)[None, :]
+        part = tl.load(slots_o + at_row[:, None] * H + h[None, :], mask, 0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(lse - safe_max)
+        rescale = tl.exp2(row_max - safe_max)
+        row_sum = row_sum * rescale + tl.sum(weight, 0)
+        o = o * rescale + tl.sum(weight[:, None] * part, 0)
+        row_max = new_max
+    return o, row_max, row_sum
 
 
 @triton.jit
-def _write(o, top, total, h, line, o_ptr, lse_ptr, H: tl.constexpr):
-    """A row's numbers ``h``."""
-    some = tl.where(total > 0.0, total, 1.0)
-    o = o / some
+def _store_row(o, row_max, row_sum, h, line, o_ptr, lse_ptr, H: tl.constexpr):
+    """Normalises and stores the elements ``h`` of a row."""
+    safe_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
+    o = o / safe_sum
     tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
-    tl.store(lse_ptr + line, tl.where(total > 0.0, top + tl.log2(some), float("-inf")) * LN_2)
+    tl.store(lse_ptr + line, tl.where(row_sum > 0.0, row_max + tl.log2(safe_sum), float("-inf")) * LN_2)
 
 
 @triton.jit(do_not_specialize=["merges_at", "shared_at"])
@@ -98,55 +94,60 @@ def merge(
     ROWS: tl.constexpr, USED: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr,
     SHARED_PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes (line, row, part of the width) in turn: the number of lines is the plan's, the grid fixed.
+    """Merges split lines; programs take (line, row, part of the width) in turn.
 
-    No block has more than USED rows. What the plan says is read before WAIT, beside the last of the reading. With
-    SHARED_ROWS a request may be in a group (:mod:`cascade`), whose states are of blocks of so many rows.
+    The number of lines comes from the plan, the grid is fixed. No block has more than USED rows. The plan is read
+    before WAIT, while the last reads are running. With SHARED_ROWS requests may be in a group (:mod:`cascade`), whose
+    states have blocks of so many rows.
     """
-    parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    tasks = tl.load(plan_ptr) * USED * parts
+    PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    tasks = tl.load(plan_ptr) * USED * PARTS
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        at = plan_ptr + merges_at + task // (USED * parts) * FIELDS
+        at = plan_ptr + merges_at + task // (USED * PARTS) * FIELDS
         request, head, block = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         first, end = tl.load(at + 3), tl.load(at + 4)
-        row = task // parts % USED
+        row = task // PARTS % USED
         m = block * ROWS + row
         t = tl.load(cu_ptr + request) + m // GROUP
-        there = t < tl.load(cu_ptr + request + 1)
-        their_first, their_end, among = 0, 0, m
+        valid = t < tl.load(cu_ptr + request + 1)
+        shared_first, shared_end, group_row = 0, 0, m
         if SHARED_ROWS:
             line = tl.load(members_ptr + request * 4)
             blocks, before = tl.load(members_ptr + request * 4 + 1), tl.load(members_ptr + request * 4 + 2)
-            among = before * GROUP + m
-            line_at = shared_ptr + shared_at + (line + head * blocks + among // SHARED_ROWS) * FIELDS
-            their_first, their_end = tl.load(line_at + 3, line >= 0, 0), tl.load(line_at + 4, line >= 0, 0)
+            group_row = before * GROUP + m
+            line_at = shared_ptr + shared_at + (line + head * blocks + group_row // SHARED_ROWS) * FIELDS
+            shared_first, shared_end = tl.load(line_at + 3, line >= 0, 0), tl.load(line_at + 4, line >= 0, 0)
         if WAIT:
-            tl.extra.cuda.gdc_wait()  # at the second task it is over
-        if there:
+            tl.extra.cuda.gdc_wait()  # returns at once from the second task on
+        if valid:
             n = head * GROUP + m % GROUP
-            h = task % parts * BLOCK_H + tl.arange(0, BLOCK_H)
-            o, top, total = _begun(n, sinks_ptr, SINKS, BLOCK_H)
-            o, top, total = _added(o, top, total, h, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, H, PIECES)
+            h = task % PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
+            o, row_max, row_sum = _initial_sums(n, sinks_ptr, SINKS, BLOCK_H)
+            o, row_max, row_sum = _accumulate(
+                o, row_max, row_sum, h, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, H, PIECES
+            )
             if SHARED_ROWS:
-                o, top, total = _added(
-                    o, top, total, h, shared_o_ptr, shared_lse_ptr, their_first, their_end, SHARED_ROWS,
-                    among % SHARED_ROWS, H, SHARED_PIECES,
+                o, row_max, row_sum = _accumulate(
+                    o, row_max, row_sum, h, shared_o_ptr, shared_lse_ptr, shared_first, shared_end, SHARED_ROWS,
+                    group_row % SHARED_ROWS, H, SHARED_PIECES,
                 )  # fmt: skip
-            _write(o, top, total, h, t.to(tl.int64) * N + n, o_ptr, lse_ptr, H)
+            _store_row(o, row_max, row_sum, h, t.to(tl.int64) * N + n, o_ptr, lse_ptr, H)
     if WAIT:
-        tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
+        tl.extra.cuda.gdc_wait()  # later kernels rely on the reads being complete, too
 
 
 @triton.jit
-def _merged(
+def _merge_row(
     h_at, n, line, from_slot, to_slot, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
     H: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a row from ``h_at`` on."""
+    """Merges the elements of a row from ``h_at`` on."""
     h = h_at + tl.arange(0, BLOCK_H)
-    o, top, total = _begun(n, sinks_ptr, SINKS, BLOCK_H)
-    o, top, total = _added(o, top, total, h, slot_o_ptr, slot_lse_ptr, from_slot, to_slot, ROWS, row, H, PIECES)
-    _write(o, top, total, h, line, o_ptr, lse_ptr, H)
+    o, row_max, row_sum = _initial_sums(n, sinks_ptr, SINKS, BLOCK_H)
+    o, row_max, row_sum = _accumulate(
+        o, row_max, row_sum, h, slot_o_ptr, slot_lse_ptr, from_slot, to_slot, ROWS, row, H, PIECES
+    )
+    _store_row(o, row_max, row_sum, h, line, o_ptr, lse_ptr, H)
 
 
 @triton.jit(do_not_specialize=["merges_at", "used"])
@@ -156,16 +157,16 @@ def merge_chunks(
     ROWS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """:func:`merge` under fixed cuts and without a window, where every line begins with key 0.
+    """:func:`merge` for fixed splits without a window, where every line starts with key 0.
 
-    A row sees as many chunks as its position says. Up to FEW are added side by side in their whole width, more in parts
-    of it: tiles of mostly nothing cost a fifth of a step of short requests. Chunks behind these, of later queries of
-    its block or of a plan made ahead, are left out. Where rows are many a program takes all parts of one.
+    A row's position determines how many chunks it sees. Up to FEW chunks are added in parallel over the whole width,
+    more in parts of it: mostly empty tiles cost a fifth of a step of short requests. Later chunks, of later queries of
+    the block or of a plan made ahead, are skipped. If there are many rows, a program takes all parts of one.
     """
-    parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     rows = tl.load(plan_ptr) * used
-    takers = tl.where(2 * rows <= tl.num_programs(0), parts, 1)
-    for task in range(tl.program_id(0), rows * takers, tl.num_programs(0)):
+    programs_per_row = tl.where(2 * rows <= tl.num_programs(0), PARTS, 1)
+    for task in range(tl.program_id(0), rows * programs_per_row, tl.num_programs(0)):
         part, row = task // rows, task % used
         at = plan_ptr + merges_at + task % rows // used * FIELDS
         request, head, block = tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -181,14 +182,14 @@ def merge_chunks(
             n = head * GROUP + m % GROUP
             line = (start + m // GROUP).to(tl.int64) * N + n
             if chunks > FEW:
-                for h_at in range(part * BLOCK_H, H, takers * BLOCK_H):
-                    _merged(
+                for h_at in range(part * BLOCK_H, H, programs_per_row * BLOCK_H):
+                    _merge_row(
                         h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
                         H, SINKS, ROWS, PIECES, BLOCK_H,
                     )  # fmt: skip
             elif part == 0:
                 for h_at in range(0, H, WHOLE):
-                    _merged(
+                    _merge_row(
                         h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
                         H, SINKS, ROWS, FEW, WHOLE,
                     )  # fmt: skip
@@ -196,81 +197,88 @@ def merge_chunks(
         tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
 
 
-def slots_of(o_TNH: Tensor, ready: Prepared) -> State:
-    """Room for the states of a plan's pieces, for outputs of this width."""
+def allocate_slots(o_TNH: Tensor, ready: DevicePlan) -> State:
+    """Allocates the states of a plan's pieces, for outputs of this width."""
     shape = max(1, ready.capacity.slots), ready.layout.shape.rows, o_TNH.shape[2]
     return State(o_TNH.new_empty(shape, dtype=torch.float32), o_TNH.new_empty(shape[:2], dtype=torch.float32))
 
 
-def _part(ready: Prepared, H: int, room: int) -> int:
-    """Numbers of a row that one program merges: all where there are rows enough for ``room`` programs, else as few as
-    the table says. Under fixed cuts always these, for a sum's bits depend on how it is laid out.
+def _part_width(ready: DevicePlan, H: int, max_programs: int) -> int:
+    """Elements of a row that one program merges.
+
+    All of them if there are rows enough for ``room`` programs, else as few as the table says. With fixed splits always
+    as the table says, because a sum's bits depend on its layout.
     """
     layout = ready.layout
     least, part = min(layout.tiles.part, triton.next_power_of_2(H)), triton.next_power_of_2(H)
     if layout.chunk is not None:
         return least
-    while part > least and 2 * ready.capacity.merges * layout.used * triton.cdiv(H, part) < room:
+    while part > least and 2 * ready.capacity.merges * layout.used_rows * triton.cdiv(H, part) < max_programs:
         part //= 2
     return part
 
 
-def _pieces(ready: Prepared) -> int:
-    """Pieces of a line that a program loads side by side: as many as a line has where all have as many."""
+def _parallel_pieces(ready: DevicePlan) -> int:
+    """Pieces of a line that a program loads in parallel: as many as lines have on average."""
     layout, most = ready.layout, ready.layout.tiles.pieces
     if layout.chunk is not None:
-        # Of a block with a window, rows begin in different chunks: a row's states stand further back in company than
-        # alone, and only one by one is that the same sum. They are few, those of a window.
+        # With a window, a block's rows start in different chunks: the position of a row's states depends on the batch,
+        # and only a sequential sum does not depend on it. A window has few chunks.
         return 1
     return max(
-        min(FEWEST, most), min(most, triton.next_power_of_2(ready.capacity.workers // ready.capacity.merges + 1))
+        min(MIN_PIECES, most), min(most, triton.next_power_of_2(ready.capacity.workers // ready.capacity.merges + 1))
     )
 
 
-def launch(
+def launch_merge(
     state: State,
     slots: State,
     table: PageTable,
-    ready: Prepared,
+    ready: DevicePlan,
     sinks_N: Tensor | None = None,
-    shared: tuple[State, Prepared, Tensor] | None = None,
+    shared: tuple[State, DevicePlan, Tensor] | None = None,
 ) -> None:
-    """Merge what ``ready`` cut into ``state``; ``shared`` are slots, plan and members of groups with a prefix."""
-    if not ready.merges:
+    """Merges the split lines of ``ready`` into ``state``; ``shared`` are slots, plan and membership of groups."""
+    if not ready.has_merges:
         return
     (_, N, H), shape = state.o.shape, ready.layout.shape
-    their_slots, theirs, members = shared or (slots, ready, ready.flat)
-    used, room = ready.layout.used, MERGERS * processors(state.o.device)
-    part = _part(ready, H, room)
+    shared_slots, shared_plan, members = shared or (slots, ready, ready.flat)
+    used, max_programs = ready.layout.used_rows, MERGE_PROGRAMS * multiprocessors(state.o.device)
+    part = _part_width(ready, H, max_programs)
     if ready.layout.chunk is not None and shape.window is None:
-        _launch_chunks(state, slots, table, ready, sinks_N, part, room)
+        _launch_merge_chunks(state, slots, table, ready, sinks_N, part, max_programs)
         return
-    programs = min(ready.capacity.merges * used * triton.cdiv(H, part), room)
+    programs = min(ready.capacity.merges * used * triton.cdiv(H, part), max_programs)
     merge[programs,](
         *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
-        *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
-        N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps,
+        *shared_slots, shared_plan.flat, members,
+        flat_offsets(ready.capacity)[2], flat_offsets(shared_plan.capacity)[2],
+        N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps_merge,
         ROWS=shape.rows, USED=used,
-        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=_pieces(ready), SHARED_PIECES=_pieces(theirs),
-        BLOCK_H=part, num_warps=4,
-        **ready.early,
+        SHARED_ROWS=shared_plan.layout.shape.rows if shared else 0, PIECES=_parallel_pieces(ready),
+        SHARED_PIECES=_parallel_pieces(shared_plan), BLOCK_H=part, num_warps=4,
+        **ready.pdl_options,
     )  # fmt: skip
 
 
-def _launch_chunks(
-    state: State, slots: State, table: PageTable, ready: Prepared, sinks_N: Tensor | None, part: int, room: int
+def _launch_merge_chunks(
+    state: State,
+    slots: State,
+    table: PageTable,
+    ready: DevicePlan,
+    sinks_N: Tensor | None,
+    part: int,
+    max_programs: int,
 ) -> None:
-    """Rows that no request of this step has are no work; how many there are is no constant of the kernel, whose sums
-    might be laid out by it.
-    """
+    # Rows that no request of this step has are skipped. ``used`` is no constexpr, lest the layout of sums depend on it.
     (_, N, H), layout = state.o.shape, ready.layout
-    used = min(layout.used, layout.shape.group * max(1, table.longest_query))
-    merge_chunks[min(ready.capacity.merges * used * triton.cdiv(H, part), room),](
+    used = min(layout.used_rows, layout.shape.group * max(1, table.longest_query))
+    merge_chunks[min(ready.capacity.merges * used * triton.cdiv(H, part), max_programs),](
         *state, *slots, ready.flat, table.cu_queries, table.lengths_R, slots.lse if sinks_N is None else sinks_N,
-        places(ready.capacity)[2], used, N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None,
-        WAIT=ready.overlaps, ROWS=layout.shape.rows, CHUNK=layout.chunk, FEW=FEW_PIECES,
-        WHOLE=min(WHOLE, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4,
-        **ready.early,
+        flat_offsets(ready.capacity)[2], used, N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None,
+        WAIT=ready.overlaps_merge, ROWS=layout.shape.rows, CHUNK=layout.chunk, FEW=FEW_CHUNKS,
+        WHOLE=min(MAX_WIDTH, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4,
+        **ready.pdl_options,
     )  # fmt: skip
 
 
@@ -287,16 +295,16 @@ def _merge_rank_states(
     r, h = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_H)
     at = each_ptr + (r * lines + line) * (H + 1)
     lse = tl.load(at + H, r < RANKS, float("-inf"))
-    top = tl.max(lse, 0)
-    weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
+    row_max = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(row_max == float("-inf"), 0.0, row_max))
+    row_sum = tl.sum(weight, 0)
     part = tl.load(at[:, None] + h[None, :], (r < RANKS)[:, None] & (h < H)[None, :], 0.0)
-    o = tl.sum(weight[:, None] * part, 0) / tl.where(total > 0.0, total, 1.0)
+    o = tl.sum(weight[:, None] * part, 0) / tl.where(row_sum > 0.0, row_sum, 1.0)
     tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
 
 
 def merge_states(each_STNz: Tensor, more: Sequence[State], dtype: torch.dtype) -> Tensor:
-    """o_TNH (see :func:`sharded_cache.merged`); with ``more`` states, those of long steps, plain torch's."""
+    """o_TNH (see :func:`sharded_cache.merge_states`); with ``more`` states, as long steps have, in plain torch."""
     if more:
         return sharded_cache.merge_states(each_STNz, more, dtype)
     ranks, T, N, z = each_STNz.shape

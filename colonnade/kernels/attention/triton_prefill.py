@@ -1,156 +1,143 @@
-"""Attention of many rows over pages, in Triton: chunks of prompts, and requests that share a prefix.
+"""Paged attention of many rows, in Triton: prompt chunks, and groups that share a prefix.
 
-The same pieces of the same plans as :mod:`~colonnade.kernels.attention.triton_split_kv`, for blocks of rows that fill
-the matrix units: 64 or 128 queries and heads of one request or, LISTED, of all requests of a group, whose rows are
-listed one by one. What matters is arithmetic and not reading, so that keys which every row of the block sees, nearly
-all of a long context, are not compared with anyone's position:
+Executes the same plans as :mod:`~colonnade.kernels.attention.triton_split_kv`, in blocks that fill the tensor cores: 64
+or 128 queries and heads of one request or, if GROUPED, of all requests of a group, whose rows are listed individually.
+The kernel is compute-bound, so keys that every row of the block sees, nearly all of a long context, are not masked:
 
     low                  a            b          high
      | some rows' window |   all see  | causal    |          a, b: whole tiles
 
-FlashAttention-2's loop (Dao, arXiv 2307.08691) over pages that lie anywhere. Pages outside the cache are keys that are
-not there, as there. COPIED, a page holds whole tiles, and the tensor copy engine fetches those that all rows see: no
-warp spends instructions on addresses, and a tile outside the cache is zeros.
+This is FlashAttention-2's loop (Dao, arXiv 2307.08691) over scattered pages. Pages outside the cache are masked. With
+TMA, a page holds whole tiles, and the unmasked ones are fetched by the tensor memory accelerator, which saves address
+arithmetic; a tile outside the cache is zeros.
 
-A group's keys are read BESIDE the requests' own, by a launch that waits for the other one's end only before it ends
-itself (programmatic dependent launch): neither reads what the other writes.
+With OVERLAP, a group's keys are read concurrently with the requests' own, by a launch that waits for its predecessor
+only at its end (programmatic dependent launch): neither reads what the other writes.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 import triton
 from triton import language as tl
 
 from colonnade.kernels.attention.triton_split_kv import (
     FIELDS,
-    finish,
-    fold,
-    item_of,
-    page_of,
-    row_of,
-    weigh_tile,
-    write,
+    attend_tiles,
+    block_rows,
+    load_item,
+    load_page_ids,
+    normalise,
+    softmax_tile,
+    store_state,
 )
 
 
 @triton.jit
-def _listed(members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """(each row's place in the stream, query head, position, whether it is one)."""
+def _group_rows(
+    members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr
+):
+    """(each row's index in the stream, query head, position, mask of valid rows)."""
     at = members_ptr + groups_at + group * 4
     m = block * ROWS + tl.arange(0, ROWS)
-    there = m // GROUP < tl.load(at + 2)
+    row_mask = m // GROUP < tl.load(at + 2)
     entry = members_ptr + tl.load(at + 1) + m // GROUP * 2
-    request, query = tl.load(entry, there, 0), tl.load(entry + 1, there, 0)
-    start, end = tl.load(cu_ptr + request, there, 0), tl.load(cu_ptr + request + 1, there, 0)
-    position = tl.load(lengths_ptr + request, there, 0) - (end - start) + query
-    return start + query, head * GROUP + m % GROUP, position, there
+    request, query = tl.load(entry, row_mask, 0), tl.load(entry + 1, row_mask, 0)
+    start, end = tl.load(cu_ptr + request, row_mask, 0), tl.load(cu_ptr + request + 1, row_mask, 0)
+    position = tl.load(lengths_ptr + request, row_mask, 0) - (end - start) + query
+    return start + query, head * GROUP + m % GROUP, position, row_mask
 
 
 @triton.jit
-def _fold_copied(
-    q, o, top, total, start, stop, page, position, n, there, head, table_ptr, k_rows, v_rows, slopes_ptr, columns,
-    pages, factor, cap,
-    PAGE: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """:func:`fold` of whole tiles that every row sees, from caches as the copy engine knows them, (P · PAGE, K · H).
+def _attend_tiles_tma(q, sums, start, stop, page, rows, head, table, k_rows, v_rows, mods, factor, cfg: tl.constexpr):
+    """:func:`attend_tiles` over unmasked whole tiles, through TMA descriptors of (P · PAGE, K · H).
 
-    The first one lies on ``page``.
+    ``page`` is the first tile's.
     """
-    for at in tl.range(start, stop, TILE, num_stages=STAGES):
-        j = at + tl.arange(0, TILE)
+    o, row_max, row_sum = sums
+    table_ptr, columns, pages = table
+    for at in tl.range(start, stop, cfg.TILE, num_stages=cfg.STAGES):
+        j = at + tl.arange(0, cfg.TILE)
         inside = (page >= 0) & (page < pages)
-        row = tl.where(inside, page * PAGE + at % PAGE, -TILE)
-        k, v = k_rows.load([row, head * BLOCK_H]), v_rows.load([row, head * BLOCK_H])
-        page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
+        row = tl.where(inside, page * cfg.PAGE + at % cfg.PAGE, -cfg.TILE)
+        k, v = k_rows.load([row, head * cfg.BLOCK_H]), v_rows.load([row, head * cfg.BLOCK_H])
+        page = load_page_ids(table_ptr, at + cfg.TILE, columns, cfg.PAGE, cfg.TILE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        known, lift = tl.where(inside, j, -1) >= 0, tl.where(inside, 0.0, float("-inf"))
-        p, shrink, top, total = weigh_tile(
-            s, top, total, factor, position, j, known, lift, n, there, slopes_ptr, cap,
-            PAGE, TILE, 0, CAPPED, SLOPES, False,
-        )  # fmt: skip
-        o = tl.dot(p.to(q.dtype), v, o * shrink[:, None], input_precision="ieee")
-    return o, top, total
+        key_mask, bias = tl.where(inside, j, -1) >= 0, tl.where(inside, 0.0, float("-inf"))
+        p, rescale, row_max, row_sum = softmax_tile(
+            s, row_max, row_sum, factor, rows, j, key_mask, bias, mods, cfg, False
+        )
+        o = tl.dot(p.to(q.dtype), v, o * rescale[:, None], input_precision="ieee")
+    return o, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "firsts_at", "groups_at"])
 def attend(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, members_ptr, k_rows, v_rows,
-    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, firsts_at, groups_at,
-    scale, cap,
-    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr,
-    COPIED: tl.constexpr, BESIDE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    queries, keys, values, output, plan_ptr, batch, mods, k_rows, v_rows, pages_r, columns, pages, items_at, firsts_at,
+    groups_at, cfg: tl.constexpr,
 ):  # fmt: skip
-    """All pieces of one worker."""
-    h = tl.arange(0, BLOCK_H)
-    if BESIDE:
+    """Executes all pieces of one worker."""
+    h = tl.arange(0, cfg.BLOCK_H)
+    if cfg.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    # Read as in :func:`triton_splits.attend`, for the same reason.
+    # As in :func:`triton_split_kv.attend`, for the same reason.
     at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
-    request, head, block, first, end, slot = item_of(at_first, 0)
+    request, head, block, first, end, slot = load_item(at_first, 0)
     count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     for i in range(count):
-        low, group = first // TILE * TILE, request
-        if LISTED:
-            request = tl.load(members_ptr + groups_at + group * 4)  # one of them, all have these pages
-        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
-        page = page_of(table_ptr, low, columns, PAGE, TILE)  # on its way while the rows are found
-        if LISTED:
-            t, n, position, there = _listed(
-                members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP, ROWS
+        low, group = first // cfg.TILE * cfg.TILE, request
+        if cfg.GROUPED:
+            request = tl.load(batch.members + groups_at + group * 4)  # any of its requests, since all share these pages
+        table_ptr = batch.pages + request.to(tl.int64) * pages_r
+        page = load_page_ids(table_ptr, low, columns, cfg.PAGE, cfg.TILE)  # loads while the rows are computed
+        if cfg.GROUPED:
+            t, n, position, row_mask = _group_rows(
+                batch.members, groups_at, group, head, block, batch.cu_queries, batch.lengths, cfg.GROUP, cfg.ROWS
             )
         else:
-            t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
-            position = tl.load(lengths_ptr + request) - new + query
-        high = tl.minimum(end, tl.load(lengths_ptr + request))
-        b = tl.minimum(tl.min(tl.where(there, position, high)) + 1, high) // TILE * TILE
-        q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
-        q = tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
-        factor = scale
-        if SCALED:
-            factor = scale * tl.load(k_scale_ptr + head)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        o = tl.zeros((ROWS, BLOCK_H), tl.float32)
+            t, n, query, row_mask, new = block_rows(batch.cu_queries, request, head, block, cfg.GROUP, cfg.ROWS)
+            position = tl.load(batch.lengths + request) - new + query
+        rows, table = (position, n, row_mask), (table_ptr, columns, pages)
+        high = tl.minimum(end, tl.load(batch.lengths + request))
+        b = tl.minimum(tl.min(tl.where(row_mask, position, high)) + 1, high) // cfg.TILE * cfg.TILE
+        q_at = queries.ptr + t.to(tl.int64)[:, None] * queries.token + n[:, None] * queries.head + h[None, :]
+        q = tl.load(q_at, row_mask[:, None] & (h < cfg.H)[None, :], 0.0)
+        factor = mods.scale
+        if cfg.SCALED:
+            factor = mods.scale * tl.load(mods.k_scale + head)
+        row_max = tl.full((cfg.ROWS,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((cfg.ROWS,), tl.float32)
+        o = tl.zeros((cfg.ROWS, cfg.BLOCK_H), tl.float32)
         a = low
-        if WINDOW:
-            a = tl.max(tl.where(there, position, 0)) - WINDOW + 1
-            a = tl.minimum(tl.maximum((a + TILE - 1) // TILE * TILE, low), tl.maximum(high, low))
-            o, top, total = fold(
-                q, o, top, total, low, a, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
-                k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-                H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
+        if cfg.WINDOW:
+            a = tl.max(tl.where(row_mask, position, 0)) - cfg.WINDOW + 1
+            a = tl.minimum(tl.maximum((a + cfg.TILE - 1) // cfg.TILE * cfg.TILE, low), tl.maximum(high, low))
+            o, row_max, row_sum = attend_tiles(
+                q, (o, row_max, row_sum), (low, a, high), page, rows, head, table,
+                keys, values, mods, factor, cfg, True,
             )  # fmt: skip
-            page = page_of(table_ptr, a, columns, PAGE, TILE)
+            page = load_page_ids(table_ptr, a, columns, cfg.PAGE, cfg.TILE)
         b = tl.maximum(a, b)
-        if COPIED:
-            o, top, total = _fold_copied(
-                q, o, top, total, a, b, page, position, n, there, head, table_ptr, k_rows, v_rows, slopes_ptr,
-                columns, pages, factor, cap, PAGE, CAPPED, SLOPES, TILE, BLOCK_H, STAGES,
-            )  # fmt: skip
+        if cfg.TMA:
+            o, row_max, row_sum = _attend_tiles_tma(
+                q, (o, row_max, row_sum), a, b, page, rows, head, table, k_rows, v_rows, mods, factor, cfg
+            )
         else:
-            o, top, total = fold(
-                q, o, top, total, a, b, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
-                k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-                H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, False, TILE, BLOCK_H, STAGES,
+            o, row_max, row_sum = attend_tiles(
+                q, (o, row_max, row_sum), (a, b, high), page, rows, head, table,
+                keys, values, mods, factor, cfg, False,
             )  # fmt: skip
-        o, top, total = fold(
-            q, o, top, total, b, high, high, page_of(table_ptr, b, columns, PAGE, TILE), position, n, there, head,
-            table_ptr, k_ptr, v_ptr, slopes_ptr,
-            k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
+        o, row_max, row_sum = attend_tiles(
+            q, (o, row_max, row_sum), (b, high, high), load_page_ids(table_ptr, b, columns, cfg.PAGE, cfg.TILE), rows,
+            head, table, keys, values, mods, factor, cfg, True,
         )  # fmt: skip
-        if SCALED:
-            o = o * tl.load(v_scale_ptr + head)
-        # Sinks are one key, not one a piece: of what was cut the merge adds them.
-        o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
-        write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
-        request, head, block, first, end, slot = item_of(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
-    if BESIDE:
-        tl.extra.cuda.gdc_wait()  # who waits for this launch takes the one before it for over, too
+        if cfg.SCALED:
+            o = o * tl.load(mods.v_scale + head)
+        # Sinks are one key per row, not one per piece: the merge adds them to split lines.
+        o, lse = normalise(o, row_max, row_sum, n, tl.where(slot < 0, row_mask, False), mods.sinks, cfg.SINKS)
+        store_state(o, lse, slot, t, n, row_mask, output, cfg.N, cfg.H, cfg.ROWS, cfg.BLOCK_H)
+        request, head, block, first, end, slot = load_item(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
+    if cfg.OVERLAP:
+        tl.extra.cuda.gdc_wait()  # launches that wait for this one rely on its predecessor, too

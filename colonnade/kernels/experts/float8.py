@@ -80,7 +80,7 @@ class _GroupedGemm(Function):
                 part = _gemm(dy8, scale, w.transpose(1, 2) if ctx.up else w, ends_E, dy.dtype).where(valid_R1, 0)
                 dx_RK = part if dx_RK is None else dx_RK + part
             p, q = (dy, x_RK) if ctx.up else (x_RK, dy)
-            wgrad = choose("expert_sums", dy.device.type, dy.dtype)
+            wgrad = choose("grouped_wgrad", dy.device.type, dy.dtype)
             d_stacks.append(wgrad(p, q, ends_E) if needs_grad else None)
         return dx_RK, None, None, *d_stacks
 
@@ -88,5 +88,5 @@ class _GroupedGemm(Function):
 def _gemm(a_RK: Tensor, a_scale: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
     E, N, K = w_ENK.shape
     b, b_scale = quantise(w_ENK.reshape(E * N, K), E4M3, row_wise=True)
-    run = choose("scaled_grouped_product", a_RK.device.type, a_RK.dtype)
+    run = choose("scaled_grouped_mm", a_RK.device.type, a_RK.dtype)
     return run(a_RK, b.view(E, N, K), a_scale, b_scale.view(E, N, 1), ends_E, dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.kernels.dropout import Hidden
+from colonnade.kernels.dropout import HiddenDropout
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 
 _product = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -77,7 +77,9 @@ def scaled_product_reference(
     return c_RN.to(dtype)
 
 
-def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
+def experts(
+    x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: HiddenDropout | None = None
+) -> Tensor:
     """y_RD (see :func:`reference.experts`)."""
     R, D = x_RD.shape
     if not R or not len(ends_E):

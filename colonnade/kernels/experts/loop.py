@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels import permute
-from colonnade.kernels.dropout import Hidden
+from colonnade.kernels.dropout import HiddenDropout
 from colonnade.kernels.experts import grouped_mm
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.linear import skinny_gemm_cpu
@@ -108,7 +108,7 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, activation: str,
-        keep: bool, dropout: Hidden | None, *stacks: Tensor | None,
+        keep: bool, dropout: HiddenDropout | None, *stacks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         x = tokens
         weights, act, ranges = Weights(*stacks), ACTIVATIONS[activation], _experts_with_rows(ends_E)  # type: ignore[arg-type]
@@ -210,13 +210,15 @@ def _activate_inplace(activation: str, act: Any, a: Tensor) -> Tensor:
 
 def _run(
     x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, w: Weights, activation: str,
-    dropout: Hidden | None = None,
+    dropout: HiddenDropout | None = None,
 ) -> Tensor:  # fmt: skip
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, routing_TA, *w))
     return _Loop.apply(x, order_R, ends_E, routing_TA, activation, keep, dropout, *w)
 
 
-def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
+def experts(
+    x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: HiddenDropout | None = None
+) -> Tensor:
     """y_RD (see :func:`reference.experts`)."""
     return _run(x_RD, None, ends_E, None, weights, activation, dropout)
 

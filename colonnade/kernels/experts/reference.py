@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels import permute
-from colonnade.kernels.dropout import Hidden
+from colonnade.kernels.dropout import HiddenDropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -55,7 +55,9 @@ class Weights(NamedTuple):
         return [w for w in self if w is not None]
 
 
-def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
+def experts(
+    x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: HiddenDropout | None = None
+) -> Tensor:
     """y_RD: rows ends[e − 1]:ends[e] through expert e, with optional dropout of hidden units."""
     act, start, parts = ACTIVATIONS[activation], 0, []
     for e, end in enumerate(ends_E.tolist()):

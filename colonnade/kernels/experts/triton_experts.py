@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from colonnade.kernels.experts import triton_products as products
 from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.triton_permute import rows_in
+from colonnade.kernels.triton_permute import row_contiguous
 
 
 @torch.library.custom_op("colonnade::experts", mutates_args=())
@@ -32,7 +32,12 @@ def _forward(
     up_b: Tensor | None, gate_b: Tensor | None, down_b: Tensor | None, activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, a, u); a and u are empty without ``keep``."""
-    x, up, down, gate = rows_in(x), up.contiguous(), down.contiguous(), None if gate is None else gate.contiguous()
+    x, up, down, gate = (
+        row_contiguous(x),
+        up.contiguous(),
+        down.contiguous(),
+        None if gate is None else gate.contiguous(),
+    )
     rows, a, u = products.RoutedRows(order_R, ends_E, routing_TA), None, None
     if rows.R and x.shape[1]:
         h, a, u = products.up_forward(rows, x, up, gate, up_b, gate_b, activation, keep=keep)
@@ -75,7 +80,7 @@ def _dgrad(
     activation: str, input_grad: bool,
 ) -> tuple[Tensor | None, Tensor, Callable[[], list[Tensor | None]]]:  # fmt: skip
     """(dx, gradient of the routing weights, a function that computes those of the six weights)."""
-    x, dy = rows_in(x), dy.contiguous()
+    x, dy = row_contiguous(x), dy.contiguous()
     up, down, gate = (None if w is None else w.contiguous() for w in weights[:3])
     assert up is not None
     assert down is not None

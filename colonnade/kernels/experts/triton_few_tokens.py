@@ -25,10 +25,10 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.device import processors, shared_bytes
+from colonnade.kernels.device import multiprocessors, shared_memory_bytes
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.triton_permute import rows_in
+from colonnade.kernels.triton_permute import row_contiguous
 
 UP_TILES = {"BN": 4, "BK": 1024, "V": 8, "STAGES": 3, "num_warps": 4}
 DOWN_TILES = {"BF": 512, "STAGES": 4, "num_warps": 4}
@@ -161,14 +161,14 @@ def _routed_unsorted(
     x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, up_EFD: Tensor, down_EFD: Tensor, gate_EFD: Tensor | None,
     up_b: Tensor | None, gate_b: Tensor | None, down_b: Tensor | None, activation: str,
 ) -> Tensor:  # fmt: skip
-    x_TD, (T, A), (E, F, D) = rows_in(x_TD), ids_TA.shape, up_EFD.shape
+    x_TD, (T, A), (E, F, D) = row_contiguous(x_TD), ids_TA.shape, up_EFD.shape
     R, y_TD = T * A, x_TD.new_empty(x_TD.shape)
     if not y_TD.numel():
         return y_TD
     if not (R and F):
         return y_TD.zero_()
     ids_R, weights_R = ids_TA.contiguous(), weights_TA.contiguous()
-    h_RF, sms = x_TD.new_empty(R, F, dtype=torch.float32), processors(x_TD.device)
+    h_RF, sms = x_TD.new_empty(R, F, dtype=torch.float32), multiprocessors(x_TD.device)
     R_PAD = max(2, triton.next_power_of_2(R))
     BK = min(UP_TILES["BK"], max(16, triton.next_power_of_2(D)))
     blocks = R * triton.cdiv(F, UP_TILES["BN"])
@@ -182,7 +182,7 @@ def _routed_unsorted(
         num_warps=UP_TILES["num_warps"],
     )  # fmt: skip
     BD = min(MAX_OUTPUTS, max(MIN_OUTPUTS, triton.next_power_of_2(T * D // sms)))
-    BF = tile_hidden_units(BD, x_TD.itemsize, shared_bytes(x_TD.device))
+    BF = tile_hidden_units(BD, x_TD.itemsize, shared_memory_bytes(x_TD.device))
     few_tokens_down_kernel[T, triton.cdiv(D, BD)](
         h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D,
         DownConstants(A, down_b is not None, triton.cdiv(F, BF), R_PAD, BF, BD, DOWN_TILES["STAGES"], pdl),

@@ -47,7 +47,7 @@ class RoutedRows:
     @cached_property
     def inverse(self) -> Tensor | None:
         """The row of each choice; None where there are so few rows that kernels search for it."""
-        return triton_permute.found(self.order_R, *self.routing_TA.shape)
+        return triton_permute.inverse_if_large(self.order_R, *self.routing_TA.shape)
 
     @cached_property
     def row_experts(self) -> Tensor:
@@ -62,7 +62,7 @@ class RoutedRows:
     def gather(self, x_TD: Tensor) -> Tensor:
         """The token of each row, (R, D); cached."""
         if id(x_TD) not in self._gathered:
-            self.cache_gathered(x_TD, triton_permute.laid(x_TD, self.order_R, self.active, self.inverse))
+            self.cache_gathered(x_TD, triton_permute.gather_rows(x_TD, self.order_R, self.active, self.inverse))
         return self._gathered[id(x_TD)][1]
 
     def cache_gathered(self, x_TD: Tensor, x_RD: Tensor) -> None:
@@ -72,7 +72,7 @@ class RoutedRows:
     def combine(self, y_RD: Tensor, *, weighted: bool) -> Tensor:
         """Each token's rows summed, with ``weighted`` by their routing weights."""
         routing_TA = self.routing_TA if weighted else None
-        return triton_permute.summed(
+        return triton_permute.combine_rows(
             y_RD, self.order_R, *self.routing_TA.shape, routing_TA, self.ends_E, self.inverse
         )  # fmt: skip
 

@@ -34,7 +34,7 @@ from colonnade.kernels.experts.triton_tile_schedule import (
 )
 from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.kernels.linear.triton_quantised import nibble, scale_and_low
-from colonnade.kernels.triton_permute import rows_in, summed
+from colonnade.kernels.triton_permute import combine_rows, row_contiguous
 
 
 class Matrices(NamedTuple):
@@ -171,7 +171,7 @@ def routed(
     tiles: GroupedTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD (see :func:`quantised.routed`); ``tiles`` overrides the choice made here."""
-    x_TD, weights_TA, ends_E = rows_in(x_TD), weights_TA.contiguous(), ends_E.contiguous()
+    x_TD, weights_TA, ends_E = row_contiguous(x_TD), weights_TA.contiguous(), ends_E.contiguous()
     up_w, down_w, gate_w, up_b, gate_b, down_b = weights
     R, E, F, D = len(order_R), len(ends_E), up_w.outputs, down_w.outputs
     h, y = x_TD.new_empty(R, F), x_TD.new_empty(R, D)
@@ -189,7 +189,7 @@ def routed(
             h, order_R, ends_E, launch.matrices(down_w, down_b), weights_TA, y, F, D, E, *launch.stored_sizes,
             launch.constants._replace(BIASED=down_b is not None), **launch.options,
         )  # fmt: skip
-    return summed(y, order_R, *weights_TA.shape, ends_E=ends_E)
+    return combine_rows(y, order_R, *weights_TA.shape, ends_E=ends_E)
 
 
 def select_tiles(rows: int, experts: int, dtype: torch.dtype) -> GroupedTiles:

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.experts.tiles import GroupedTiles
 
 
@@ -87,7 +87,7 @@ def grid_size(rows: int, ends_E: Tensor, columns: int, tiles: GroupedTiles, *, o
     """Programs to launch for ``rows`` rows and ``columns`` columns."""
     row_tiles = rows if one_token else rows // tiles.BM + min(len(ends_E), rows)
     most = row_tiles * triton.cdiv(columns, tiles.BN)
-    return min(most, tiles.programs_per_sm * processors(ends_E.device)) if tiles.programs_per_sm else most
+    return min(most, tiles.programs_per_sm * multiprocessors(ends_E.device)) if tiles.programs_per_sm else most
 
 
 def padded_experts(ends_E: Tensor) -> int:

@@ -66,4 +66,4 @@ class _Linear(Function):
 
 
 def _scaled_gemm(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return choose("scaled_product", a_MK.device.type, a_MK.dtype)(a_MK, b_NK, a_scale, b_scale, dtype)
+    return choose("scaled_mm", a_MK.device.type, a_MK.dtype)(a_MK, b_NK, a_scale, b_scale, dtype)

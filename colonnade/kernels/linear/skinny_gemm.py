@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels import norm as norm_reference
-from colonnade.kernels.device import processors, shared_bytes
+from colonnade.kernels.device import multiprocessors, shared_memory_bytes
 from colonnade.kernels.linear import (
     reference,
     scaled_mm,
@@ -125,7 +125,7 @@ def launch(
     unused = y_TF  # in place of a tensor that is not read
     (w, w_scale), (u, u_scale) = _stored(first, unused), _stored(second, unused)
     blocks = triton.cdiv(outputs, tiles.BN)
-    grid = (min(blocks, tiles.programs_per_sm * processors(x_TD.device) or blocks),)
+    grid = (min(blocks, tiles.programs_per_sm * multiprocessors(x_TD.device) or blocks),)
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
         "RESIDUAL": residual_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages, "num_warps": tiles.warps,
@@ -142,7 +142,7 @@ def launch(
     if tiles.tensor_cores:
         assert isinstance(weight, Quantised), "the tensor core kernel is for quantised weights"
         constants |= skinny_gemm_tiles.tensor_core_constants(
-            weight, T, tiles, gated=gate is not None, normed=norm is not None, shared=shared_bytes(x_TD.device)
+            weight, T, tiles, gated=gate is not None, normed=norm is not None, shared=shared_memory_bytes(x_TD.device)
         )
         w_stride = w.stride(0) * w.element_size() // 2
         triton_skinny_gemm_tensor_core.tensor_core_kernel[grid](
@@ -191,7 +191,7 @@ def split_k(x_TD: Tensor, weight: Quantised, tiles: SplitKTiles | None = None, s
     blocks = triton.cdiv(outputs, tiles.outputs)
     if splits is None:
         most = triton.cdiv(columns, 2 * tiles.columns)
-        splits = max(1, min(most, PROGRAMS_PER_SM * processors(x_TD.device) // blocks))
+        splits = max(1, min(most, PROGRAMS_PER_SM * multiprocessors(x_TD.device) // blocks))
     step = triton.cdiv(triton.cdiv(columns, splits), tiles.columns) * tiles.columns
     splits = triton.cdiv(columns, step)
     out = parts = x_TD.new_empty(T, outputs)

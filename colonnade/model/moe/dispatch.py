@@ -296,7 +296,7 @@ def _plan_exchange(
     """
     ep, sh, device, (t, A) = grid.ep.size, grid.sh.size, ids_tA.device, ids_tA.shape
     groups, local, P = sh // degree, experts // ep, len(tokens)
-    sort = choose("sort_choices", device.type, torch.float32)
+    sort = choose("sort_by_expert", device.type, torch.float32)
     part_t1 = torch.cat([torch.full((n, 1), i, device=device) for i, n in enumerate(tokens)])
     group_tA = ids_tA // local
     if groups > 1:

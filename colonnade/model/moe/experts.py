@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels.dropout import Hidden, choices, hidden_units
+from colonnade.kernels.dropout import HiddenDropout, choice_hash, hidden_hash
 from colonnade.kernels.experts import float8
 from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
 from colonnade.kernels.experts.loop import down_column_major
 from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised
-from colonnade.kernels.registry import CHOSEN, choose
+from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.dropout import BlockDropout
 from colonnade.model.linear import Float8Module, quantise_finite
@@ -46,7 +46,7 @@ class ExpertDropout:
         """For ``active`` choices of each token of ``noise``; None if nothing is dropped."""
         if noise is None or not noise.rates.expert:
             return None
-        return ExpertDropout(choices(noise.key, noise.index_T, active), noise.rates.expert)
+        return ExpertDropout(choice_hash(noise.key, noise.index_T, active), noise.rates.expert)
 
     def split(self, tokens: list[int]) -> "list[ExpertDropout]":
         """Split by consecutive runs of so many tokens."""
@@ -56,7 +56,7 @@ class ExpertDropout:
         """int32 (R,): the tags of the choices (t·A + j) in ``order_R``."""
         return self.tag_TA.flatten()[order_R]
 
-    def hidden(self, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> Hidden:
+    def hidden(self, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> HiddenDropout:
         """The mask of rows with these tags, for the rank's slice of ``width`` hidden units at this degree (1: all).
 
         A slice is the shares of the sh ranks that are equal modulo the degree, one after another.
@@ -64,7 +64,7 @@ class ExpertDropout:
         holders = range(grid.sh.rank % degree, grid.sh.size, degree)
         shares = [grid.sh.part(width, rank) for rank in holders]
         unit_F = torch.cat([torch.arange(start, stop, device=tag_R.device) for start, stop in shares])
-        return Hidden(tag_R, hidden_units(unit_F), self.rate)
+        return HiddenDropout(tag_R, hidden_hash(unit_F), self.rate)
 
 
 class ExpertRows(NamedTuple):
@@ -108,7 +108,7 @@ def sorting_costs_more(T: int, A: int, E: int, weights: Weights) -> bool:
 
 def unsorted_kernel(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
     """The kernel that takes choices without sorting, if it exists and pays off; else None."""
-    run = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto"))
+    run = LOOKUP.get(("few_token_experts", x_TD.device.type, x_TD.dtype, "auto"))
     if run is None or torch.is_grad_enabled() or not sorting_costs_more(len(ids_TA), ids_TA.shape[1], E, weights):
         return None
     return run
@@ -218,7 +218,7 @@ class Experts(Float8Module):
         x_TD, kind, dtype, routing_TA = rows.x_TD, rows.x_TD.device.type, rows.x_TD.dtype, rows.weights_TA
         if rows.deferred is not None:
             assert rows.order is not None
-            run = choose("routed_later", kind, dtype)
+            run = choose("routed_experts_deferred_wgrad", kind, dtype)
             return run(x_TD, *rows.order, routing_TA, rows.deferred, self.activation)
         if rows.gather is None and rows.dropout is None and (y_TD := self._unsorted(rows)) is not None:
             return y_TD
@@ -244,7 +244,7 @@ class Experts(Float8Module):
 
     def _sorted(self, rows: ExpertRows, gathered: Weights | None) -> tuple[Tensor, Tensor]:
         """(order_R, ends_e) of choices that are not sorted yet."""
-        sort = choose("sort_choices", rows.x_TD.device.type, rows.x_TD.dtype)
+        sort = choose("sort_by_expert", rows.x_TD.device.type, rows.x_TD.dtype)
         count = self.local_count if gathered is None else len(gathered.up_EFD)
         return sort(rows.ids_TA, count, rows.max_choices)
 
@@ -257,7 +257,7 @@ class Experts(Float8Module):
         if run is None:
             return None
         if self.fetch is not None:  # count the choices to know which experts to fetch
-            sort = choose("sort_choices", rows.x_TD.device.type, rows.x_TD.dtype)
+            sort = choose("sort_by_expert", rows.x_TD.device.type, rows.x_TD.dtype)
             fetched = self.fetch(sort(rows.ids_TA, self.local_count)[1], rows.ids_TA.numel())
             assert isinstance(fetched, Weights), "offloading does not change the format"
             weights = fetched
@@ -306,7 +306,7 @@ class Experts(Float8Module):
 
         None if weights are gathered, offloaded, quantised or float8, or if no kernel defers.
         """
-        supported = ("routed_later", kind, dtype, "auto") in CHOSEN
+        supported = ("routed_experts_deferred_wgrad", kind, dtype, "auto") in LOOKUP
         axis = self.grid.hidden_slice(degree)
         if not supported or axis.size > 1 or self.fetch is not None or self.quantised or self.float8:
             return None

@@ -62,7 +62,7 @@ class LossAndSlopes(NamedTuple):
 
 def expert_load(ids_TA: Tensor, experts: int) -> Tensor:
     """int64 (E,): choices by expert; choices of none are not counted."""
-    return choose("count_choices", ids_TA.device.type, ids_TA.dtype)(ids_TA, experts)
+    return choose("count_by_expert", ids_TA.device.type, ids_TA.dtype)(ids_TA, experts)
 
 
 def balance_losses(

@@ -182,7 +182,7 @@ def select_experts(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tu
 
     Weights are their ``scores_TE``, normalised if the config says so, and scaled.
     """
-    run = choose("best_experts", compared_TE.device.type, compared_TE.dtype)
+    run = choose("top_experts", compared_TE.device.type, compared_TE.dtype)
     ids_TA, weights_TA = run(
         compared_TE, scores_TE, moe.active, normalise=moe.normalises_weights, scale=moe.router.scale
     )
@@ -195,7 +195,7 @@ def select_experts(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tu
 def top_indices(x_TE: Tensor, count: int) -> Tensor:
     """int64 (T, count): indices of each row's highest values, highest first, the lower index first of equals."""
     x_TE = x_TE.detach()
-    run = choose("best_experts", x_TE.device.type, x_TE.dtype)
+    run = choose("top_experts", x_TE.device.type, x_TE.dtype)
     return run(x_TE, x_TE, count, normalise=False, scale=1)[0]
 
 
@@ -223,7 +223,7 @@ class Gate(nn.Module):
         if self.weight is None:
             return None
         if exact:
-            return choose("scores", x_TD.device.type, x_TD.dtype)(x_TD, self.weight, self.bias)
+            return choose("router_scores", x_TD.device.type, x_TD.dtype)(x_TD, self.weight, self.bias)
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), bias_E)
 

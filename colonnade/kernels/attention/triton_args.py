@@ -1,0 +1,99 @@
+"""Grouped arguments of the paged attention kernels, as Triton takes them: NamedTuples.
+
+A pointer or stride in a tuple is specialised like an argument of its own. ``do_not_specialize`` however does not apply
+to a tuple's members, so sizes that change from step to step stay separate arguments. A tuple of constants is one
+``tl.constexpr`` argument.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Queries(NamedTuple):
+    """Queries (T, N, H) and their strides."""
+
+    ptr: Any
+    token: Any
+    head: Any
+
+
+class Cache(NamedTuple):
+    """A paged cache (P, page tokens, K, H) and its strides."""
+
+    ptr: Any
+    page: Any
+    token: Any
+    head: Any = None
+
+
+class Output(NamedTuple):
+    """Where results go: o and lse of whole lines, and the slots of split ones."""
+
+    o: Any
+    lse: Any
+    slot_o: Any
+    slot_lse: Any
+
+
+class Batch(NamedTuple):
+    """The tensors of a page table, and the membership of groups."""
+
+    pages: Any
+    cu_queries: Any
+    lengths: Any
+    members: Any = None
+
+
+class Mods(NamedTuple):
+    """Score modifiers: softmax scale, soft cap, ALiBi slopes, sinks, and the scales of an 8-bit cache's heads."""
+
+    scale: Any
+    cap: Any
+    slopes: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Config(NamedTuple):
+    """Constants of the decode and prefill kernels."""
+
+    N: int
+    GROUP: int
+    H: int
+    BLOCK_H: int
+    PAGE: int
+    ROWS: int
+    TILE: int
+    STAGES: int
+    WINDOW: int = 0
+    CAPPED: bool = False
+    SLOPES: bool = False
+    SINKS: bool = False
+    SCALED: bool = False
+    SAME_STRIDES: bool = False
+    LAUNCH_MERGE: bool = False
+    SINGLE: bool = False
+    KV8: str | None = None
+    ASM: bool = True
+    CHUNK: int = 0
+    PREFETCH: bool = True
+    GROUPED: bool = False
+    TMA: bool = False
+    OVERLAP: bool = False
+
+
+class MlaConfig(NamedTuple):
+    """Constants of the MLA decode kernel."""
+
+    N: int
+    RANK: int
+    ROPE: int
+    BLOCK_C: int
+    BLOCK_R: int
+    PAGE: int
+    ROWS: int
+    TILE: int
+    STAGES: int
+    WINDOW: int = 0
+    SCALED: bool = False
+    LAUNCH_MERGE: bool = False
