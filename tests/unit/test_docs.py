@@ -191,8 +191,7 @@ def test_the_reference_of_requests_and_metrics_is_complete():
     names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", shown, re.MULTILINE) if "created" not in name}
     assert _rows(page, "Metrics") == names
     flags = {
-        name.removeprefix("--serve.").removeprefix("no_")
-        for name in _rows("docs/howto/serve.md", "Server options")
+        name.removeprefix("--serve.").removeprefix("no_") for name in _rows("docs/howto/serve.md", "Server options")
     }
     assert flags | {"weight_group"} == set(ServeConfig.model_fields)
 
