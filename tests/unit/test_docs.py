@@ -184,15 +184,14 @@ def test_the_reference_of_requests_and_metrics_is_complete():
         *request_schemas.ChatBody.model_fields,
         *request_schemas.UNSUPPORTED,
     }
-    assert _rows(page, "What a request may say") == known
+    assert _rows(page, "Request fields") == known
     text = (ROOT / page).read_text(encoding="utf-8")
     assert {name for name in request_schemas.IGNORED if f"`{name}`" not in text} == set()
     shown = Metrics(SimpleNamespace(stats=Stats()), "it").text().decode()  # type: ignore[arg-type]
     names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", shown, re.MULTILINE) if "created" not in name}
-    assert _rows(page, "What it counts") == names
+    assert _rows(page, "Metrics") == names
     flags = {
-        name.removeprefix("--serve.").removeprefix("no_")
-        for name in _rows("docs/howto/serve.md", "How large, how fast")
+        name.removeprefix("--serve.").removeprefix("no_") for name in _rows("docs/howto/serve.md", "Server options")
     }
     assert flags | {"weight_group"} == set(ServeConfig.model_fields)
 
