@@ -32,7 +32,7 @@ def interpreter() -> Iterator[subprocess.Popen[str]]:
     ("module", "checks"),
     [
         ("interpreted", 5),
-        ("interpreted_experts", 11),
+        ("interpreted_experts", 10),
         ("interpreted_decode", 13),
         ("interpreted_cascade", 7),
         ("interpreted_latent", 5),
