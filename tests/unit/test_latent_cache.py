@@ -66,9 +66,9 @@ class Rounded(KVCache):
 
         class Round(Pools):
             def write(self, slots_T, k_TkH, v_TkH) -> None:
-                assert cache.values is not None
-                values, scales = cache_write.quantise_latents(k_TkH[:, 0], cache.values, cache.kind)
-                k_TkH = cache_write.dequantise_latents(values[:, None], scales, cache.values, k_TkH.dtype)
+                assert cache.value_width is not None
+                values, scales = cache_write.quantise_latents(k_TkH[:, 0], cache.value_width, cache.kind)
+                k_TkH = cache_write.dequantise_latents(values[:, None], scales, cache.value_width, k_TkH.dtype)
                 super().write(slots_T, k_TkH, k_TkH)
 
         pools = super().at(layer)
