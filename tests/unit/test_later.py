@@ -1,4 +1,4 @@
-"""What experts owe their weights is paid after rows have left, and before anybody waits for others."""
+"""Deferred weight gradients of experts run after rows are sent and before the next wait."""
 
 import gc
 import weakref
@@ -11,11 +11,11 @@ from torch.autograd import Function
 from colonnade.kernels.experts.deferred_wgrad import DeferredWgrad
 from colonnade.kernels.experts.reference import Weights
 
-SAID: list[str] = []
+EVENTS: list[str] = []
 
 
-class Says(Function):
-    """Notes when its turn comes on the way back."""
+class Record(Function):
+    """Records an event in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, what: str) -> Tensor:
@@ -24,12 +24,12 @@ class Says(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        SAID.append(ctx.what)
+        EVENTS.append(ctx.what)
         return grad, None
 
 
-class Owes(Function):
-    """Multiplies by 2, and owes both weights ones."""
+class DeferredDouble(Function):
+    """Multiplies by 2, and defers weight gradients of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, later: DeferredWgrad, what: str, _: Tensor) -> Tensor:
@@ -39,60 +39,60 @@ class Owes(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         what, weights = ctx.what, ctx.later.weights
-        SAID.append(f"rows {what}")
+        EVENTS.append(f"rows {what}")
 
-        def sums() -> list[Tensor]:
-            SAID.append(f"sums {what}")
+        def weight_grads() -> list[Tensor]:
+            EVENTS.append(f"sums {what}")
             return [torch.ones_like(w) for w in weights.tensors]
 
-        ctx.later.pending[ctx.call] = sums
+        ctx.later.pending[ctx.call] = weight_grads
         return 2 * grad, None, None, grad.new_zeros(())
 
 
-def test_sums_come_after_all_rows_have_left() -> None:
-    """In the order in which a layer over several ranks calls: a part is sent before the one before it is worked at."""
-    SAID.clear()
+def test_weight_gradients_run_after_all_rows_are_sent() -> None:
+    """In the call order of a layer over several ranks: a part is sent before the previous part is computed."""
+    EVENTS.clear()
     x, up, down = (torch.ones(2, 2, 2, requires_grad=True) for _ in range(3))
-    first = Says.apply(x, "waits for 0")
-    later = DeferredWgrad(Weights(up, down))
-    second = Says.apply(x, "waits for 1")
-    y = Owes.apply(Says.apply(first, "sends 0"), later, "0", later.token)
-    y = y + Owes.apply(Says.apply(second, "sends 1"), later, "1", later.token)
+    first = Record.apply(x, "waits for 0")
+    deferred = DeferredWgrad(Weights(up, down))
+    second = Record.apply(x, "waits for 1")
+    y = DeferredDouble.apply(Record.apply(first, "sends 0"), deferred, "0", deferred.token)
+    y = y + DeferredDouble.apply(Record.apply(second, "sends 1"), deferred, "1", deferred.token)
     grads = torch.autograd.grad(y.sum(), [x, up, down])
-    assert SAID[:5] == ["rows 1", "sends 1", "rows 0", "sends 0", "waits for 1"]
-    assert sorted(SAID[5:7]) == ["sums 0", "sums 1"]
-    assert SAID[7:] == ["waits for 0"]
-    assert not later.pending
+    assert EVENTS[:5] == ["rows 1", "sends 1", "rows 0", "sends 0", "waits for 1"]
+    assert sorted(EVENTS[5:7]) == ["sums 0", "sums 1"]
+    assert EVENTS[7:] == ["waits for 0"]
+    assert not deferred.pending
     assert [sorted(set(grad.flatten().tolist())) for grad in grads] == [[4.0], [2.0], [2.0]]
 
 
-def test_who_is_asked_for_rows_first_and_for_weights_afterwards_owes_once() -> None:
-    """As a pipeline without bubbles goes back, twice through each call."""
+def test_separate_input_and_weight_backward_computes_them_once() -> None:
+    """As in a zero-bubble pipeline: two backward passes through each call."""
     x, up, down = (torch.ones(2, 2, 2, requires_grad=True) for _ in range(3))
-    later = DeferredWgrad(Weights(up, down))
-    y = Owes.apply(x, later, "0", later.token) + Owes.apply(x, later, "1", later.token)
+    deferred = DeferredWgrad(Weights(up, down))
+    y = DeferredDouble.apply(x, deferred, "0", deferred.token) + DeferredDouble.apply(x, deferred, "1", deferred.token)
     (dx,) = torch.autograd.grad(y.sum(), [x], retain_graph=True)
     grads = torch.autograd.grad(y.sum(), [up, down])
-    assert not later.pending
+    assert not deferred.pending
     assert [sorted(set(grad.flatten().tolist())) for grad in (dx, *grads)] == [[4.0], [2.0], [2.0]]
 
 
-def test_who_owes_nothing_gives_zeros() -> None:
+def test_without_deferred_calls_gradients_are_zero() -> None:
     up, down = (torch.ones(1, 2, 2, requires_grad=True) for _ in range(2))
     grads = torch.autograd.grad(DeferredWgrad(Weights(up, down)).token, [up, down])
     assert not any(grad.any() for grad in grads)
 
 
-def test_nothing_of_it_is_left_behind() -> None:
-    """Weights, and what was owed, are freed without a garbage collector."""
+def test_deferred_gradients_are_freed() -> None:
+    """Weights and pending gradients are freed without a garbage collector."""
     gc.disable()
     try:
         up = torch.ones(1, 2, 2, requires_grad=True)
-        later = DeferredWgrad(Weights(up, up))
-        y = Owes.apply(torch.ones(2, requires_grad=True), later, "", later.token)
+        deferred = DeferredWgrad(Weights(up, up))
+        y = DeferredDouble.apply(torch.ones(2, requires_grad=True), deferred, "", deferred.token)
         y.sum().backward()
-        gone = weakref.ref(later)
-        del later, y
-        assert gone() is None
+        reference = weakref.ref(deferred)
+        del deferred, y
+        assert reference() is None
     finally:
         gc.enable()
