@@ -182,8 +182,8 @@ class FailingTokenizer:
     def __init__(self, error: Exception | None):
         self.error = error
 
-    def save(self, saved_folder: Path) -> None:
-        (saved_folder / "tokenizer.json").write_text("{}")
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
         if self.error:
             raise self.error
 

@@ -116,7 +116,7 @@ def test_queries_without_keys_give_the_identity_state(row: Kernel, new: list[int
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("requests_", [[1], [1, 1]], ids=str)
 def test_invalid_page_table_is_refused_before_any_read(run, scattered: bool, requests_: list[int]) -> None:
-    """In kernels without bounds checks of their own; in the last pages, where views and slices would silently be short."""
+    """For kernels without bounds checks; in the last pages, where views and slices would silently be short."""
     table = page_table(requests_, [9, 5], page := 4, scattered=scattered)
     k, v = (random_heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
     q = random_heads(len(requests_), 4, 0)

@@ -86,8 +86,9 @@ def test_losses_match_formula_and_autograd(balance, with_noise, active):
     assert_same(value, reference.detach(), what="value")
     assert_same(z, plain_z.detach(), what="z")
     for got, expected in zip(leaves, plain_leaves, strict=True):
-        assert_same(got.grad if got.grad is not None else torch.zeros_like(got),
-                    expected.grad if expected.grad is not None else torch.zeros_like(expected), what="slope")  # fmt: skip
+        got_grad = got.grad if got.grad is not None else torch.zeros_like(got)
+        expected_grad = expected.grad if expected.grad is not None else torch.zeros_like(expected)
+        assert_same(got_grad, expected_grad, what="slope")
 
 
 @pytest.mark.parametrize(

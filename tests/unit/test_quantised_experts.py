@@ -105,9 +105,9 @@ def dequantised(model: Transformer, like: Transformer) -> Transformer:
             if isinstance(theirs, Linear) and theirs.quantised is not None:
                 module.weight.copy_(dequantise(theirs.quantised, torch.float64))
             elif isinstance(theirs, Experts):
-                for held, made in zip(module.stored, written_out(theirs.stored, torch.float64), strict=True):
-                    if held is not None:
-                        held.copy_(made)
+                for destination, values in zip(module.stored, written_out(theirs.stored, torch.float64), strict=True):
+                    if destination is not None:
+                        destination.copy_(values)
         for name, p in model.named_parameters():  # not quantised
             like.get_parameter(name).copy_(p)
     return like

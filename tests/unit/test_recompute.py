@@ -37,13 +37,13 @@ def train_once(config: ModelConfig, kinds: list[RecomputeKind]):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_values_and_gradients_are_bitwise_equal(name: str) -> None:
     config = CONFIGS[name].replace(layers=3)
-    loss, grads, kept = train_once(config, ["none"] * 3)
+    loss, grads, saved = train_once(config, ["none"] * 3)
     for kinds in (["attention"] * 3, ["full"] * 3, MIXED):
         again, others, less = train_once(config, kinds)
         assert torch.equal(again, loss)
         for parameter, grad in grads.items():
             assert torch.equal(others[parameter], grad), f"{parameter} with {kinds}"
-        assert less < kept
+        assert less < saved
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -64,8 +64,8 @@ def test_compiled_blocks_recompute(kind: RecomputeKind) -> None:
     assert_same(losses[0], losses[1])
     for name, p in model.named_parameters():
         assert_same(p.grad, plain.get_parameter(name).grad, what=name)
-    kept = [saved_for_backward_bytes(it, lambda it=it: it(stream, attend, Loss(targets))[0]) for it in (model, plain)]
-    assert kept[0] < kept[1]
+    saved = [saved_for_backward_bytes(it, lambda it=it: it(stream, attend, Loss(targets))[0]) for it in (model, plain)]
+    assert saved[0] < saved[1]
     torch._dynamo.reset()
 
 
