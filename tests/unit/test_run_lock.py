@@ -65,7 +65,7 @@ def owns(process: subprocess.Popen[str]) -> None:
     assert process.stdout.readline() == "owns\n"
 
 
-def exit_output(process: subprocess.Popen[str]) -> None:
+def assert_clean_exit(process: subprocess.Popen[str]) -> None:
     output, errors = process.communicate("\n", timeout=60)
     assert (output, process.returncode) == ("released\n", 0), errors
 
@@ -89,10 +89,10 @@ def test_second_start_is_refused_until_the_first_ends(start: Starter) -> None:
     complaint = refused(start())
     assert f"{start.run} is in use by process {first.pid} on " in complaint
     assert "use another --name" in complaint and f"delete {start.run / LOCK}" in complaint
-    exit_output(first)
+    assert_clean_exit(first)
     assert not list(start.run.iterdir())
     owns(third := start())
-    exit_output(third)
+    assert_clean_exit(third)
 
 
 def test_killed_owner_is_replaced_at_once(start: Starter) -> None:
@@ -100,7 +100,7 @@ def test_killed_owner_is_replaced_at_once(start: Starter) -> None:
     first.send_signal(signal.SIGKILL)  # and not waited for: it stays a zombie
     owns(second := start())
     assert json.loads((start.run / LOCK).read_text())["pid"] == second.pid
-    exit_output(second)
+    assert_clean_exit(second)
 
 
 def test_exactly_one_process_takes_a_stale_lock(start: Starter) -> None:
@@ -109,7 +109,7 @@ def test_exactly_one_process_takes_a_stale_lock(start: Starter) -> None:
     others = [start() for _ in range(6)]
     first_lines = [process.stdout.readline() for process in others if process.stdout]
     assert sorted(first_lines) == [""] * 5 + ["owns\n"]
-    exit_output(others[first_lines.index("owns\n")])
+    assert_clean_exit(others[first_lines.index("owns\n")])
     assert not list(start.run.iterdir())
 
 
@@ -121,9 +121,9 @@ def test_requeued_job_waits_for_its_predecessor(start: Starter) -> None:
     second = start("77", "1")
     assert second.stderr is not None
     assert second.stderr.readline().startswith(f"waiting for {start.run}, in use by process {first.pid}")
-    exit_output(first)
+    assert_clean_exit(first)
     owns(second)
-    exit_output(second)
+    assert_clean_exit(second)
 
 
 def test_reused_pid_is_not_the_owner(start: Starter) -> None:
@@ -131,7 +131,7 @@ def test_reused_pid_is_not_the_owner(start: Starter) -> None:
     lock = json.loads((start.run / LOCK).read_text())
     (start.run / LOCK).write_text(json.dumps(lock | {"started": "1"}))  # the pid was used before
     owns(second := start())
-    exit_output(second)
+    assert_clean_exit(second)
     assert "is no longer locked by this run: its lock was deleted" in first.communicate("\n")[1]
 
 
