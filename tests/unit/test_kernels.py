@@ -185,10 +185,10 @@ def test_attention_dropout_multiplies_by_a_mask(lengths: list[int], causal: bool
     seen = (segment[:, None] == segment) & reference.visible(T, T, causal=causal, window=window, device=q.device)
     scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(3, 1)) * 8**-0.5
     p = scores.masked_fill(~seen, -torch.inf).softmax(-1) * pairs.keep_mask(6) / 0.7
-    wanted = torch.einsum("nts,snh->tnh", p, v.repeat_interleave(3, 1))
-    assert_same(o, wanted)
+    expected = torch.einsum("nts,snh->tnh", p, v.repeat_interleave(3, 1))
+    assert_same(o, expected)
     if T:
-        for ours, theirs in zip(*(torch.autograd.grad(x.pow(2).sum(), (q, k, v)) for x in (o, wanted)), strict=True):
+        for ours, theirs in zip(*(torch.autograd.grad(x.pow(2).sum(), (q, k, v)) for x in (o, expected)), strict=True):
             assert_same(ours, theirs)
 
 

@@ -18,18 +18,21 @@ def test_chunked_loss_and_gradients_match_torch(
     monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: float, dtype: torch.dtype
 ) -> None:
     monkeypatch.setitem(loss.CHUNK_ROWS, "cpu", rows)
-    draw = torch.Generator().manual_seed(0)
-    x_TD, weight_VD = (torch.randn(n, 6, generator=draw, dtype=torch.float64).to(dtype) for n in (10, 17))
-    targets_T = torch.randint(17, (10,), generator=draw).index_fill(0, torch.tensor([2, 3, 9]), IGNORE)
+    generator = torch.Generator().manual_seed(0)
+    x_TD, weight_VD = (torch.randn(n, 6, generator=generator, dtype=torch.float64).to(dtype) for n in (10, 17))
+    targets_T = torch.randint(17, (10,), generator=generator).index_fill(0, torch.tensor([2, 3, 9]), IGNORE)
     leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
     ours = cross_entropy_sum(leaves[0], leaves[1], targets_T, tp=SOLO, vocab_size=17, smoothing=smoothing)
     ours.backward()
     exact = [x.double().requires_grad_() for x in (x_TD, weight_VD)]
     logits_TV = exact[0] @ exact[1].T
-    theirs = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
-    theirs.backward()
+    expected = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    expected.backward()
     bound = 1e-10 if dtype == torch.float64 else 2e-2
-    for name, a, b in (("loss", ours, theirs), *(("grad", a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))):
+    for name, a, b in (
+        ("loss", ours, expected),
+        *(("grad", a.grad, b.grad) for a, b in zip(leaves, exact, strict=True)),
+    ):
         assert_same(a.double(), b, bound, what=name)
 
 

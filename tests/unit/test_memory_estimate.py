@@ -206,9 +206,9 @@ def test_each_remedy_is_sufficient(name: str, corpus: Path, capsys: pytest.Captu
     """The run with the offered flags fits by the same estimate, with the flags parsed by the command line."""
     run, machine = MACHINES[name]
     assert not fits(run, machine)
-    found = remedies(run, machine)
-    assert found
-    for remedy in found:
+    offered = remedies(run, machine)
+    assert offered
+    for remedy in offered:
         check(remedy.run, remedy.machine)
         assert all(use.total <= REMEDY_SHARE * use.free for use in memory_use(remedy.run, remedy.machine))
         if name != "small host, two ranks" and "--preset" not in remedy.flags and run.plan == Plan():
@@ -216,7 +216,7 @@ def test_each_remedy_is_sufficient(name: str, corpus: Path, capsys: pytest.Captu
             words = ["train", "--preset", model, "--data.path", "none", "--data.sequence", str(run.data.sequence)]
             main([*words, *shlex.split(remedy.flags), "--dry_run"])
             capsys.readouterr()
-    more = [remedy for remedy in found if "--plan" in remedy.flags and machine.kind == "cpu"]
+    more = [remedy for remedy in offered if "--plan" in remedy.flags and machine.kind == "cpu"]
     assert all(remedy.machine.ranks is not None for remedy in more), "more ranks on one host do not help"
 
 

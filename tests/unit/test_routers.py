@@ -425,7 +425,7 @@ def test_routers_define_their_initial_values():
 
 
 @router("first_letters", lambda config, moe: {"push": RouterParameter((moe.experts,), 2.0)})
-def unnamed_router(seen: RouterInput) -> RouterOutput:
+def first_letters(seen: RouterInput) -> RouterOutput:
     ids_TA = (seen.tokens_T[:, None] + torch.arange(seen.moe.active)) % seen.moe.experts
     probs_TE = (seen.logits_TE * seen.parameters["push"]).softmax(1)
     return RouterOutput(ids_TA, probs_TE.gather(1, ids_TA), probs_TE)

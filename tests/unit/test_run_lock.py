@@ -137,9 +137,9 @@ def test_reused_pid_is_not_the_owner(start: Starter) -> None:
 
 @pytest.mark.parametrize("text", ["elsewhere", "", "half of {", '{"pid": 1}', "[]"])
 def test_unreachable_owner_without_heartbeat_is_replaced(tmp_path: Path, capsys, text: str) -> None:
-    held = text if text != "elsewhere" else foreign_lock(tmp_path)
+    lock_text = text if text != "elsewhere" else foreign_lock(tmp_path)
     for silent_s, waits in ((0, True), (500, False)):
-        (tmp_path / LOCK).write_text(held)
+        (tmp_path / LOCK).write_text(lock_text)
         os.utime(tmp_path / LOCK, (time.time() - silent_s,) * 2)
         lock = FileLock(tmp_path, stale_s=1.0 if waits else 120.0)
         lock.acquire()

@@ -58,7 +58,7 @@ def test_quantised_weights_are_estimated_to_the_byte(weights: str, moe: MoeConfi
         waiting = expert_modules(api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2)).transformer)
         assert waiting[0].fetch is not None
         assert on_device == weight_bytes(model) - 3 * layers[0].size_bytes + 2 * sum(
-            held.nbytes for held in waiting[0].fetch(None, 0).tensors
+            stack.nbytes for stack in waiting[0].fetch(None, 0).tensors
         )
 
 
@@ -148,7 +148,7 @@ def test_far_too_little_memory_is_reported_as_a_factor() -> None:
         Engine(model, tiny.tokenizer(), ServeConfig(memory_bytes=1000))
     assert "%" not in str(caught.value).split("what would help")[0].replace(" 0.0%", "")
     assert re.search(r"together:\n  --.*\(a cache of 16 tokens, \S+ \w+ still too much\)$", str(caught.value)), (
-        "not even with every remedy"
+        "every remedy together is still too little"
     )
 
 

@@ -33,10 +33,10 @@ THREE = SkinnyTiles(32, 128, 4, 3, 3, True)
 
 def emulate(text: str, words: torch.Tensor) -> torch.Tensor:
     """Emulates a few PTX instructions on 32-bit registers, as the PTX manual defines them."""
-    found: dict[str, torch.Tensor] = {"$1": words & 0xFFFFFFFF}
+    registers: dict[str, torch.Tensor] = {"$1": words & 0xFFFFFFFF}
 
     def read(name: str) -> torch.Tensor:
-        return torch.full_like(words, int(name, 0)) if name[0].isdigit() else found[name]
+        return torch.full_like(words, int(name, 0)) if name[0].isdigit() else registers[name]
 
     for line in text.strip("{ }").split(";"):
         name, _, rest = line.strip().partition(" ")
@@ -45,15 +45,15 @@ def emulate(text: str, words: torch.Tensor) -> torch.Tensor:
             continue
         out, sources = names[0], [read(part) for part in names[1:]]
         if name == "shr.b32":
-            found[out] = sources[0] >> sources[1]
+            registers[out] = sources[0] >> sources[1]
         elif name == "shl.b32":
-            found[out] = (sources[0] << sources[1]) & 0xFFFFFFFF
+            registers[out] = (sources[0] << sources[1]) & 0xFFFFFFFF
         elif name == "and.b32":
-            found[out] = sources[0] & sources[1]
+            registers[out] = sources[0] & sources[1]
         else:
             assert (name, names[4]) == ("lop3.b32", "0xEA"), line
-            found[out] = (sources[0] & sources[1]) | sources[2]
-    return found["$0"]
+            registers[out] = (sources[0] & sources[1]) | sources[2]
+    return registers["$0"]
 
 
 @pytest.mark.parametrize(("dtype", "lift"), [(torch.bfloat16, 128), (torch.float16, 1024)])

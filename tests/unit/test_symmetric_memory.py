@@ -60,13 +60,13 @@ def test_kernel_reads_peers_after_all_have_written(kind: str, summed: bool, tmp_
 
 @pytest.mark.xdist_group("worlds")
 def test_limit_is_the_first_size_where_nccl_is_faster() -> None:
-    theirs = {4096: 20.0, 8192: 20.0, 16384: 20.0, 32768: 20.0}
+    nccl = {4096: 20.0, 8192: 20.0, 16384: 20.0, 32768: 20.0}
     ours = {"sum": [5.0, 20.0, 21.0, 9.0], "gather": [21.0, 5.0, 5.0, 5.0]}
     rows = [
         {"what": what, "by": by, "ranks": 2, "bytes": size, "us": us}
         for what, times in ours.items()
-        for by, found in (("one kernel", times), ("NCCL", theirs.values()))
-        for size, us in zip(theirs, found, strict=True)
+        for by, found in (("one kernel", times), ("NCCL", nccl.values()))
+        for size, us in zip(nccl, found, strict=True)
     ]
     assert benchmark.limits_of(rows) == {"sum": {"2": 8192}, "gather": {"2": 0}}
     rows = run(2, benchmark.work, 2, True, "cpu")[0]

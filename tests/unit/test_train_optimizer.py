@@ -79,12 +79,12 @@ def test_gradient_norm_and_clipping() -> None:
     for name, value in (("a", 1.0), ("b", 2.0), ("c", -2.0)):
         weights[name].grad = torch.full((3,), value, dtype=torch.float64)
     optimizer_step.sum_partial_grads(weights, layout, SOLO)
-    found = optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO)
-    assert found.item() == pytest.approx(math.sqrt(27))
-    optimizer_step.clip_grads_(weights, found, float("inf"))
+    norm = optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO)
+    assert norm.item() == pytest.approx(math.sqrt(27))
+    optimizer_step.clip_grads_(weights, norm, float("inf"))
     assert weights["b"].grad is not None
     assert weights["b"].grad[0].item() == 2.0
-    optimizer_step.clip_grads_(weights, found, 1.0)
+    optimizer_step.clip_grads_(weights, norm, 1.0)
     assert optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6)
     optimizer_step.clip_grads_(weights, torch.tensor(0.5), 1.0)
     assert optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6), (

@@ -27,9 +27,9 @@ def test_scale_update_rule() -> None:
     it = scaler(8.0, 3)
     seen = []
     for norm in (1.0, 1.0, torch.inf, 1.0, 1.0, 1.0, torch.nan, 1.0, 1.0, 1.0, 1.0):
-        found = it.update(torch.tensor(norm * 8))
+        unscaled = it.update(torch.tensor(norm * 8))
         seen.append((it.used_scale.item(), float(it.good_steps.item() == 0 and it.scale < it.used_scale)))
-        assert not torch.isfinite(found) or found.item() == norm * 8 / it.used_scale.item()
+        assert not torch.isfinite(unscaled) or unscaled.item() == norm * 8 / it.used_scale.item()
     assert [used for used, _ in seen] == [8, 8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
     assert [bool(over) for _, over in seen] == [i in (2, 6) for i in range(11)]
     assert it.skipped.item() == 2

@@ -18,7 +18,7 @@ from colonnade.verify.plans import pairs
 
 def enumerated(world: int) -> set[Plan]:
     """The same plans by trying all combinations and keeping those that differ."""
-    found = set()
+    plans = set()
     for pp, replicate, dp, cp, tp in itertools.product(range(1, world + 1), repeat=5):
         if pp * replicate * dp * cp * tp != world:
             continue
@@ -28,13 +28,13 @@ def enumerated(world: int) -> set[Plan]:
         for schedule, stages in orders:
             for sequence_parallel, tp_overlap in {(False, False), (tp > 1, False), (tp > 1, tp > 1)}:
                 for reshard in {True, not (pp == 1 and replicate * dp * cp > 1)}:
-                    found.add(
+                    plans.add(
                         Plan(
                             pp=pp, replicate=replicate, dp=dp, cp=cp, tp=tp, schedule=schedule, stages=stages,
                             sequence_parallel=sequence_parallel, tp_overlap=tp_overlap, reshard=reshard,
                         )
                     )  # fmt: skip
-    return found
+    return plans
 
 
 @pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 14), (4, 68), (6, 122)])
