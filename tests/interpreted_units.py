@@ -1,7 +1,7 @@
 """Products on the matrix units, by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_units``.
 
 See interpreted.py. Where the assembler would make numbers of two halves at once the interpreter makes them one by one;
-that both do the same is shown by tests/unit/test_units.py.
+that both do the same is shown by tests/unit/test_skinny_gemm_tensor_core.py.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""config.json both ways: published files give the published models, and what we cannot express is refused."""
+"""Reading and writing config.json: published files match the presets; unsupported settings are refused."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError
 from tests.hf_configs import configs
 
-# As they lie on the Hub, with all their ballast.
+# As published on the Hub, with all their extra keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2": {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
@@ -138,7 +138,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
         "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400,
     },
-    # As its conversions to bfloat16 have it: without the original's quantization_config.
+    # As in its bfloat16 conversions: without the original's quantization_config.
     "deepseek-v3": {
         "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001,
@@ -161,35 +161,35 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 OURS = ("tour-moe", "gpt2-switch-8", "gpt2-gshard-8")
-"""With a balance loss or a place for experts that no family's files can say."""
+"""Their balance loss or expert placement cannot be expressed in any family's config.json."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_files_are_the_presets(name: str) -> None:
+def test_published_files_equal_the_presets(name: str) -> None:
     assert config_from_hf(PUBLISHED[name]) == preset(name)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in OURS])
-def test_presets_survive_a_round_trip_and_transformers_reads_them_alike(name: str, tmp_path: Path) -> None:
+def test_presets_round_trip_and_transformers_agrees(name: str, tmp_path: Path) -> None:
     raw = config_to_hf(preset(name))
     assert config_from_hf(raw) == preset(name)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
-    assert config_from_hf(theirs) == preset(name), "and what transformers makes of it says the same"
+    assert config_from_hf(theirs) == preset(name), "transformers' own version of the file differs"
 
 
-def test_our_own_small_model_with_experts_can_be_saved_for_others() -> None:
+def test_small_moe_model_can_be_saved_in_hf_format() -> None:
     config = preset("tour-moe")
     assert config_from_hf(config_to_hf(config)).replace(moe=config.moe, ffn_width=config.ffn_width) == config
 
 
 @pytest.mark.parametrize("name", ["gpt2-switch-8", "gpt2-gshard-8"])
-def test_a_family_without_experts_cannot_express_them(name: str) -> None:
+def test_dense_families_refuse_to_write_experts(name: str) -> None:
     with pytest.raises(CheckpointError, match="'gpt2' files cannot express a model with experts"):
         config_to_hf(preset(name))
 
 
-def test_settings_of_a_run_alone_need_no_words_in_a_file() -> None:
+def test_training_only_settings_are_not_written() -> None:
     config = preset("qwen3-30b-a3b")
     assert config.moe is not None
     trained = config.moe.replace(
@@ -199,7 +199,7 @@ def test_settings_of_a_run_alone_need_no_words_in_a_file() -> None:
 
 
 @pytest.mark.parametrize(("balance", "coefficient"), [("choices", 0.4), ("switch", 0.05), ("none", 0.0)])
-def test_a_balance_loss_over_all_layers_is_written_as_transformers_has_it(balance: str, coefficient: float) -> None:
+def test_global_balance_loss_is_written_as_transformers_does(balance: str, coefficient: float) -> None:
     config = preset("qwen3-30b-a3b")
     assert config.moe is not None and config.moe.active == 8
     raw = config_to_hf(config.replace(moe=config.moe.replace(balance=balance, balance_weight=0.4)))
@@ -211,7 +211,7 @@ def test_a_balance_loss_over_all_layers_is_written_as_transformers_has_it(balanc
 
 @settings(max_examples=200, deadline=None)
 @given(configs())
-def test_any_config_survives_a_round_trip(config: ModelConfig) -> None:
+def test_any_config_round_trips(config: ModelConfig) -> None:
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
@@ -236,11 +236,11 @@ LLAMA = PUBLISHED["llama-2-7b"]
         ({"is_causal": True}, "causal", True),
     ],
 )
-def test_what_the_keys_mean(changes: dict[str, Any], field: str, expected: Any) -> None:
+def test_each_key_sets_its_field(changes: dict[str, Any], field: str, expected: Any) -> None:
     assert getattr(config_from_hf(LLAMA | changes), field) == expected
 
 
-def test_qwens_recipe_for_yarn_gives_the_stretched_context() -> None:
+def test_qwen_yarn_settings_give_the_extended_context() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = config_from_hf(PUBLISHED["qwen2-0.5b"] | {"rope_scaling": scaling, "max_position_embeddings": 32768})
     assert config.context == 131072
@@ -360,7 +360,7 @@ def test_qwens_recipe_for_yarn_gives_the_stretched_context() -> None:
         ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
     ],
 )
-def test_what_we_cannot_express_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         config_from_hf(PUBLISHED[name] | changes, "folder/config.json")
     assert str(caught.value).startswith("folder/config.json") and "\n" not in str(caught.value)
@@ -396,11 +396,11 @@ def test_what_we_cannot_express_is_refused(name: str, changes: dict[str, Any], m
         ("deepseek-v3", {"moe": MoeConfig(experts=8, ffn_width=9)}, "sets 'n_shared_experts' to 0"),
     ],
 )
-def test_what_a_family_cannot_say_is_not_written(name: str, changes: dict[str, Any], message: str) -> None:
+def test_settings_a_family_lacks_are_not_written(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         config_to_hf(preset(name).replace(**changes))
 
 
-def test_the_settings_of_the_config_itself_stay_config_errors() -> None:
+def test_invalid_model_settings_stay_config_errors() -> None:
     with pytest.raises(ConfigError):
         preset("gpt2").replace(heads=7)

@@ -1,4 +1,4 @@
-"""Folders of weights: what is missing, damaged, strange or dangerous ends in one line that names file and tensor."""
+"""Weight folders: missing, damaged or dangerous files give a one-line error that names file and tensor."""
 
 import json
 import shutil
@@ -25,38 +25,38 @@ GPT2 = ModelConfig(
 )  # fmt: skip
 
 
-def folder(path: Path, config: ModelConfig = LLAMA, shard_bytes: int = 1 << 30) -> Path:
+def saved_folder(path: Path, config: ModelConfig = LLAMA, shard_bytes: int = 1 << 30) -> Path:
     write_hf(build(config), path, shard_bytes=shard_bytes)
     return path
 
 
-def same(model: Transformer, config: ModelConfig = LLAMA) -> bool:
+def matches_fresh_model(model: Transformer, config: ModelConfig = LLAMA) -> bool:
     pairs = zip(model.parameters(), build(config).parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Rewrite the single file of a folder."""
+def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrite the single weight file of a folder."""
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
 
 
-def refused(path: Path, message: str) -> None:
+def assert_refused(path: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
 
-def test_one_file_or_many(tmp_path: Path) -> None:
-    assert same(load(folder(tmp_path / "one")))
-    many = folder(tmp_path / "many", shard_bytes=6000)
+def test_saves_one_file_or_several_shards(tmp_path: Path) -> None:
+    assert matches_fresh_model(load(saved_folder(tmp_path / "one")))
+    many = saved_folder(tmp_path / "many", shard_bytes=6000)
     files = sorted(path.name for path in many.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert all((many / file).stat().st_size < 7000 for file in files), "6,000 bytes of numbers and a header"
+    assert all((many / file).stat().st_size < 7000 for file in files), "6,000 bytes of values and a header"
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(p.numel() * 8 for p in build(LLAMA).parameters())
-    assert same(load(many))
+    assert matches_fresh_model(load(many))
 
 
 def test_shards_are_filled_in_order() -> None:
@@ -66,7 +66,7 @@ def test_shards_are_filled_in_order() -> None:
     assert plan_shards(sizes, 22) == {"model.safetensors": ["a", "b", "c", "d"]}
 
 
-def test_type_on_disk_and_in_memory(tmp_path: Path) -> None:
+def test_dtype_on_disk_and_in_memory(tmp_path: Path) -> None:
     write_hf(build(LLAMA), tmp_path / "half", dtype=torch.bfloat16)
     assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -75,20 +75,20 @@ def test_type_on_disk_and_in_memory(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
 
 
-def test_the_ballast_of_old_files_is_ignored(tmp_path: Path) -> None:
-    path = folder(tmp_path / "llama")
-    edit(path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
-    edit(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert same(load(path))
+def test_unused_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path / "llama")
+    edit_weights(path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
+    edit_weights(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert matches_fresh_model(load(path))
 
 
-def test_the_original_gpt2_lacks_the_prefix_and_carries_masks(tmp_path: Path) -> None:
-    path = folder(tmp_path / "gpt2", GPT2)
+def test_original_gpt2_without_prefix_and_with_masks_loads(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path / "gpt2", GPT2)
     tensors = load_file(path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)} | {"h.0.attn.masked_bias": torch.ones(1)}
     save_file(bare, path / "model.safetensors")
-    assert same(load(path), GPT2)
+    assert matches_fresh_model(load(path), GPT2)
 
 
 @pytest.mark.parametrize(
@@ -113,40 +113,40 @@ def test_the_original_gpt2_lacks_the_prefix_and_carries_masks(tmp_path: Path) ->
         (lambda t: t.pop("model.embed_tokens.weight"), r"lacks the tensor 'model\.embed_tokens"),
     ],
 )
-def test_wrong_tensors(change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path) -> None:
-    edit(folder(tmp_path / "x"), change)
-    refused(tmp_path / "x", message)
+def test_wrong_tensors_are_refused(change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path) -> None:
+    edit_weights(saved_folder(tmp_path / "x"), change)
+    assert_refused(tmp_path / "x", message)
 
 
-def test_missing_and_damaged_files(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", r"nowhere/config\.json is missing")
-    path = folder(tmp_path / "x")
+def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    assert_refused(tmp_path / "nowhere", r"nowhere/config\.json is missing")
+    path = saved_folder(tmp_path / "x")
     weights, whole = path / "model.safetensors", (path / "model.safetensors").read_bytes()
     for size in (0, 5, 100, len(whole) - 1):
         weights.write_bytes(whole[:size])
-        refused(path, r"model\.safetensors is damaged or truncated")
+        assert_refused(path, r"model\.safetensors is damaged or truncated")
     weights.unlink()
-    refused(path, r"has neither model\.safetensors nor model\.safetensors\.index\.json")
+    assert_refused(path, r"has neither model\.safetensors nor model\.safetensors\.index\.json")
     (path / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
-    refused(path, r"pytorch_model\.bin is a pickle, which can run code.*save_pretrained")
+    assert_refused(path, r"pytorch_model\.bin is a pickle, which can run code.*save_pretrained")
     for text in ("", "{", "[1]", "\0"):
         (path / "config.json").write_text(text)
-        refused(path, r"config\.json")
+        assert_refused(path, r"config\.json")
 
 
-def test_an_absurd_config_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
-    path = folder(tmp_path / "x")
+def test_implausible_config_is_refused_before_allocation(tmp_path: Path) -> None:
+    path = saved_folder(tmp_path / "x")
     raw = json.loads((path / "config.json").read_text())
     for layers, says in (
         (10**6, "they belong to different models"),
         (10**12, "layers is 1000000000000: input should be"),
     ):
         (path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": layers}))
-        refused(path, says)
+        assert_refused(path, says)
 
 
-def test_shards_and_their_index(tmp_path: Path) -> None:
-    good = folder(tmp_path / "good", shard_bytes=6000)
+def test_inconsistent_shard_index_is_refused(tmp_path: Path) -> None:
+    good = saved_folder(tmp_path / "good", shard_bytes=6000)
     index = json.loads((good / "model.safetensors.index.json").read_text())
     first = min(index["weight_map"].values())
     names = [name for name, file in index["weight_map"].items() if file == first]
@@ -160,19 +160,21 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         return path
 
-    refused(broken(lambda path, _: (path / first).unlink()), rf"{first} is missing, but .*index\.json lists it")
-    refused(broken(lambda path, _: (path / first).write_bytes(b"x" * 50)), f"{first} is damaged")
-    refused(
+    assert_refused(broken(lambda path, _: (path / first).unlink()), rf"{first} is missing, but .*index\.json lists it")
+    assert_refused(broken(lambda path, _: (path / first).write_bytes(b"x" * 50)), f"{first} is damaged")
+    assert_refused(
         broken(lambda _, m: m.update(dict.fromkeys(names, "../good/" + first))), "not a safetensors file of this folder"
     )
-    refused(broken(lambda _, m: m.update(dict.fromkeys(names, "/etc/passwd"))), "not a safetensors file of this folder")
-    refused(broken(lambda _, m: m.pop(names[0])), rf"{first} contains the tensor '{names[0]}'.*says otherwise")
-    refused(broken(lambda _, m: m.update(ghost=first)), rf"{first} lacks the tensor 'ghost'.*says otherwise")
-    refused(broken(lambda _, m: m.clear()), "has no 'weight_map'")
-    assert same(load(broken(lambda _path, _map: None)))
+    assert_refused(
+        broken(lambda _, m: m.update(dict.fromkeys(names, "/etc/passwd"))), "not a safetensors file of this folder"
+    )
+    assert_refused(broken(lambda _, m: m.pop(names[0])), rf"{first} contains the tensor '{names[0]}'.*says otherwise")
+    assert_refused(broken(lambda _, m: m.update(ghost=first)), rf"{first} lacks the tensor 'ghost'.*says otherwise")
+    assert_refused(broken(lambda _, m: m.clear()), "has no 'weight_map'")
+    assert matches_fresh_model(load(broken(lambda _path, _map: None)))
 
 
-class Failing:
+class FailingTokenizer:
     """A tokenizer that cannot be saved."""
 
     bos_id, eos_ids = 1, (2, 3)
@@ -186,12 +188,12 @@ class Failing:
             raise self.error
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_folder_is_written_atomically(tmp_path: Path) -> None:
     for error in (OSError("disk full"), DataError("no")):
         with pytest.raises(CheckpointError, match=str(error)):
-            write_hf(build(LLAMA), tmp_path / "x", tokenizer=Failing(error))
+            write_hf(build(LLAMA), tmp_path / "x", tokenizer=FailingTokenizer(error))
         assert list(tmp_path.iterdir()) == []
-    write_hf(build(LLAMA), tmp_path / "x", tokenizer=Failing(None))
+    write_hf(build(LLAMA), tmp_path / "x", tokenizer=FailingTokenizer(None))
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
@@ -204,14 +206,14 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "x" / "model.safetensors").read_bytes() == before
 
 
-def test_a_model_of_another_config_is_our_bug(tmp_path: Path) -> None:
-    files = HFFolder(folder(tmp_path / "x"))
+def test_model_of_another_config_is_an_internal_error(tmp_path: Path) -> None:
+    files = HFFolder(saved_folder(tmp_path / "x"))
     with pytest.raises(KeyError):
         files.load_weights(build(GPT2))
 
 
-def test_boxes_that_cut_through_heads_and_groups(tmp_path: Path) -> None:
-    """What FSDP would ask for: any rows of any parameter."""
+def test_row_ranges_that_cut_through_heads_are_read(tmp_path: Path) -> None:
+    """As FSDP reads: any range of rows of any parameter."""
     config = LLAMA.replace(heads=6, kv_heads=2, width=10)
     whole = build(config)
     write_hf(whole, tmp_path / "x")

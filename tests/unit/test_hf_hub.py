@@ -1,4 +1,4 @@
-"""Fetching by id, from a Hub that this file serves on 127.0.0.1: what is fetched, what is left, what goes wrong."""
+"""Downloads by model id from a Hub served on 127.0.0.1: which files are fetched, and the errors."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from tests.models import build
 from tests.unit.test_hf_files import LLAMA
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-# A process of its own, because huggingface_hub reads its environment once, when it is imported.
+# A separate process, because huggingface_hub reads its environment once, at import.
 SCRIPT = """
 import sys
 from colonnade.checkpoint.hf import HFFolder
@@ -38,26 +38,26 @@ TOKENIZER = b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0
 
 
 def git_id(contents: bytes) -> str:
-    """The Hub's name of a file's contents."""
+    """The Hub's git blob id of a file."""
     return hashlib.sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """(its address, the paths that were asked for); it has one model, "us/tiny"."""
+    """(address, requested paths) of a Hub with one model, "us/tiny"."""
     write_hf(build(LLAMA), tmp_path / "tiny")
     (tmp_path / "tiny" / "pytorch_model.bin").write_bytes(b"never")
     (tmp_path / "tiny" / "modeling.py").write_text("raise SystemExit")
     (tmp_path / "tiny" / "tokenizer.json").write_bytes(TOKENIZER)
     files = {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.do_GET()
 
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             name = self.path.rsplit("/", 1)[-1]
             if self.path.startswith("/api/models/us/tiny/revision/"):
                 self.say({"id": "us/tiny", "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]})
@@ -88,14 +88,14 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", requested
     server.shutdown()
     server.server_close()
     thread.join()
 
 
-def ask(address: str, model_ids: str, home: Path, script: str = SCRIPT, **more: str) -> str:
-    """What a fresh process prints, which fetches one after another."""
+def fetch_output(address: str, model_ids: str, home: Path, script: str = SCRIPT, **more: str) -> str:
+    """Output of a fresh process that fetches the models one after another."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     env = keep | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
     command = [sys.executable, "-c", script, *model_ids.split()]
@@ -103,34 +103,34 @@ def ask(address: str, model_ids: str, home: Path, script: str = SCRIPT, **more: 
     return run.stdout.strip()
 
 
-def test_weights_and_settings_are_fetched_and_nothing_that_runs(hub: tuple[str, list[str]], tmp_path: Path) -> None:
-    address, asked = hub
+def test_fetches_weights_and_config_but_no_code(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, requested = hub
     home = tmp_path / "home"
-    said = ask(address, "us/tiny", home)
-    assert said == "config.json generation_config.json model.safetensors tokenizer.json 2", asked
-    assert not any(path.endswith((".bin", ".py")) for path in asked)
-    asked.clear()
-    offline = ask(address, "us/tiny", home, HF_HUB_OFFLINE="1")
-    assert offline == "config.json generation_config.json model.safetensors tokenizer.json 2" and asked == []
+    output = fetch_output(address, "us/tiny", home)
+    assert output == "config.json generation_config.json model.safetensors tokenizer.json 2", requested
+    assert not any(path.endswith((".bin", ".py")) for path in requested)
+    requested.clear()
+    offline = fetch_output(address, "us/tiny", home, HF_HUB_OFFLINE="1")
+    assert offline == "config.json generation_config.json model.safetensors tokenizer.json 2" and requested == []
 
 
-def test_a_tokenizer_is_fetched_without_weights(hub: tuple[str, list[str]], tmp_path: Path) -> None:
-    address, asked = hub
+def test_tokenizer_is_fetched_without_weights(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, requested = hub
     words = "import sys, colonnade; print(colonnade.load_tokenizer(sys.argv[1]).vocab_size)"
-    assert ask(address, "us/tiny", tmp_path / "home", words) == "3"
-    assert asked and not any(path.endswith(".safetensors") for path in asked)
+    assert fetch_output(address, "us/tiny", tmp_path / "home", words) == "3"
+    assert requested and not any(path.endswith(".safetensors") for path in requested)
 
 
-def test_what_goes_wrong_is_one_line(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+def test_errors_are_one_line(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     address, _ = hub
-    unknown, misspelt = ask(address, "us/nothing a/b/c", tmp_path).splitlines()
-    unreachable = ask("http://127.0.0.1:9", "us/tiny", tmp_path)
+    unknown, misspelt = fetch_output(address, "us/nothing a/b/c", tmp_path).splitlines()
+    unreachable = fetch_output("http://127.0.0.1:9", "us/tiny", tmp_path)
     assert unknown.startswith("refused: cannot download 'us/nothing' from the Hub")
     assert unreachable.startswith("refused: ") and "cannot be reached" in unreachable and "\n" not in unreachable
     assert misspelt == "refused: 'a/b/c' is neither a file or folder here nor a Hub id (owner/name)"
 
 
-def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'colonnade\[hub\]'"):
         download("us/tiny")

@@ -1,4 +1,4 @@
-"""Every key of transformers' own configs: accepted at its default; changed, null or absent, never silently ignored."""
+"""Every key of transformers' configs: accepted at its default, never silently ignored when changed, null or absent."""
 
 import json
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from colonnade.checkpoint.hf.family import IGNORED_KEYS, IGNORED_PREFIXES, UNSUP
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 
-# What configs of transformers 4.33 to 4.57 have that those of 5 lack, as ``to_dict`` wrote them.
-OF_ALL_4: dict[str, Any] = {
+# Keys of configs of transformers 4.33 to 4.57 that version 5 lacks, as ``to_dict`` wrote them.
+TRANSFORMERS_4_KEYS: dict[str, Any] = {
     "_attn_implementation_autoset": False, "add_cross_attention": False, "bad_words_ids": None,
     "begin_suppress_tokens": None, "cross_attention_hidden_size": None, "decoder_start_token_id": None,
     "diversity_penalty": 0.0, "do_sample": False, "early_stopping": False, "encoder_no_repeat_ngram_size": 0,
@@ -29,13 +29,13 @@ OF_ALL_4: dict[str, Any] = {
     "tokenizer_class": None, "top_k": 50, "top_p": 1.0, "torch_dtype": "bfloat16", "torchscript": False,
     "typical_p": 1.0, "use_bfloat16": False,
 }  # fmt: skip
-OF_4: dict[str, dict[str, Any]] = {
+TRANSFORMERS_4_FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "bert": {"position_embedding_type": "absolute"},
     "megatron-bert": {"position_embedding_type": "absolute"},
     "qwen2_moe": {"sliding_window": None},
     "deepseek_v2": {"aux_loss_alpha": 0.001, "seq_aux": True},
 }
-# As they lie on the Hub, beside those of test_hf_config.py.
+# As published on the Hub, in addition to those of test_hf_config.py.
 HUB: dict[str, dict[str, Any]] = {
     "gte-qwen2-1.5b": {
         "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -105,9 +105,9 @@ HUB: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-NEEDED: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}, "bert": {}, "megatron-bert": {}}
-"""What transformers' own default lacks for a model."""
-MATTERS: dict[tuple[str, str], dict[str, Any]] = {
+REQUIRED: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}, "bert": {}, "megatron-bert": {}}
+"""Keys that transformers' own default lacks but a model needs."""
+ENABLING_SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     **{
         (family, key): {"use_sliding_window": key != "use_sliding_window", "sliding_window": 64}
         for family in ("qwen2", "qwen3", "qwen3_moe")
@@ -125,53 +125,57 @@ WITHOUT_EFFECT = {
     "deepseek_v2": ("seq_aux",),
     "deepseek_v3": ("num_nextn_predict_layers",),
 }
-"""Keys of one family that change no logit."""
-OTHER: dict[str, Any] = {
+"""Keys of one family that change no logits."""
+OTHER_VALUES: dict[str, Any] = {
     "hidden_act": "relu", "activation_function": "relu", "topk_method": "group_limited_greedy", "is_causal": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_scaling": {"type": "linear", "factor": 2.0},
     "n_inner": 99, "num_key_value_heads": 1, "num_experts_per_tok": 3, "clip_qkv": 0.5, "q_lora_rank": 96,
     "mlp_only_layers": [1], "pruned_heads": {"0": [1]}, "cross_attention_hidden_size": 8, "head_dim": 32,
 }  # fmt: skip
-"""Plausible values, where one more or twice as much is none."""
+"""Plausible values for keys where adding one or doubling gives none."""
 
 
-def default(family: str) -> dict[str, Any]:
-    """The contents of a config.json that transformers 5 writes of a family's default."""
-    return json.loads(json.dumps(CONFIG_MAPPING[family]().to_dict())) | NEEDED.get(family, {})
+def default_json(family: str) -> dict[str, Any]:
+    """Contents of the config.json that transformers 5 writes for a family's default."""
+    return json.loads(json.dumps(CONFIG_MAPPING[family]().to_dict())) | REQUIRED.get(family, {})
 
 
-def as_of_4(family: str) -> dict[str, Any]:
-    """The same as transformers 4 wrote it."""
-    raw = default(family)
+def as_transformers_4(family: str) -> dict[str, Any]:
+    """The same config.json as transformers 4 wrote it."""
+    raw = default_json(family)
     rope = raw.pop("rope_parameters", None)
     old = {} if rope is None else {"rope_theta": rope["rope_theta"], "rope_scaling": None}
-    raw |= {key: value for key, value in OF_ALL_4.items() if key not in raw} | old | OF_4.get(family, {})
+    raw |= (
+        {key: value for key, value in TRANSFORMERS_4_KEYS.items() if key not in raw}
+        | old
+        | TRANSFORMERS_4_FAMILY_KEYS.get(family, {})
+    )
     if family == "qwen3_moe":
         raw["num_experts"] = raw.pop("num_local_experts")
     return raw
 
 
-def theirs(family: str, raw: dict[str, Any]) -> ModelConfig:
-    """What transformers makes of a file, read by us."""
+def through_transformers(family: str, raw: dict[str, Any]) -> ModelConfig:
+    """The file as rewritten by transformers, read by Colonnade."""
     made = CONFIG_MAPPING[family](**{key: value for key, value in raw.items() if key != "model_type"}).to_dict()
     return config_from_hf(json.loads(json.dumps(made, default=str)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_familys_default_is_read_as_transformers_4_and_5_write_it(family: str) -> None:
-    assert config_from_hf(as_of_4(family)) == config_from_hf(default(family))
+def test_default_configs_of_transformers_4_and_5_load(family: str) -> None:
+    assert config_from_hf(as_transformers_4(family)) == config_from_hf(default_json(family))
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_published_files_load(name: str) -> None:
     config = config_from_hf(HUB[name])
     family, raw = str(HUB[name]["model_type"]), {k: v for k, v in HUB[name].items() if k != "torch_dtype"}
-    assert config == theirs(family, raw)
+    assert config == through_transformers(family, raw)
     assert config.causal == (config.family != "bert" and "is_causal" not in raw)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_changed_key_is_read_or_refused_or_harmless(family: str) -> None:
+def test_every_changed_key_is_used_refused_or_harmless(family: str) -> None:
     silent = []
     for raw, key, value in changes(family):
         before = config_from_hf(raw)
@@ -186,20 +190,20 @@ def test_every_changed_key_is_read_or_refused_or_harmless(family: str) -> None:
 
 
 def changes(family: str) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(file, key, another value) for each key of a family, in files where the key matters."""
-    for file in (default(family), as_of_4(family)):
+    """(file, key, other value) for each key of a family, in files where the key has an effect."""
+    for file in (default_json(family), as_transformers_4(family)):
         for key in {**file, **UNSUPPORTED, "is_causal": "bert" not in family}:
-            raw = {**file, **MATTERS.get((family, key), {})}
-            if (family, key) in MATTERS:
+            raw = {**file, **ENABLING_SETTINGS.get((family, key), {})}
+            if (family, key) in ENABLING_SETTINGS:
                 raw.pop("layer_types", None)  # it would contradict a changed window
             value = raw.get(key, UNSUPPORTED.get(key))
-            yield raw, key, other(key, "bert" not in family if key == "is_causal" else value)
+            yield raw, key, other_value(key, "bert" not in family if key == "is_causal" else value)
 
 
-def other(key: str, value: Any) -> Any:
+def other_value(key: str, value: Any) -> Any:
     """Another plausible value of a key."""
-    if key in OTHER and value != OTHER[key]:
-        return OTHER[key]
+    if key in OTHER_VALUES and value != OTHER_VALUES[key]:
+        return OTHER_VALUES[key]
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -209,14 +213,14 @@ def other(key: str, value: Any) -> Any:
     return {"a": 1} if isinstance(value, dict) else "another"
 
 
-def test_the_harmless_keys_change_no_logit_of_transformers() -> None:
+def test_harmless_keys_change_no_transformers_logits() -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 20, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 32, "n_embd": 16, "n_head": 2, "n_layer": 1}
     typed = {"id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression", "classifier_dropout": 0.5}
     typed |= {"chunk_size_feed_forward": 3, "pad_token_id": 3}
     harmless: set[str] = set()
     for family in ("gpt2", "llama", "bert", "olmoe"):
-        raw = as_of_4(family) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        raw = as_transformers_4(family) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         raw |= {"num_experts": 4, "num_experts_per_tok": 2} if family == "olmoe" else {}
         raw = {key: value for key, value in raw.items() if key not in ("head_dim", "model_type", "torch_dtype")}
         raw |= {key: size for key, size in sizes.items() if key in raw}
@@ -225,15 +229,15 @@ def test_the_harmless_keys_change_no_logit_of_transformers() -> None:
             IGNORED_KEYS & raw.keys() - {"transformers_version", "architectures", "dtype", "return_dict"}
         ):
             if key == "is_decoder" and family == "bert":
-                continue  # refused there
-            value = typed.get(key, other(key, raw[key]))
+                continue  # refused by Colonnade
+            value = typed.get(key, other_value(key, raw[key]))
             assert torch.allclose(logits(family, raw | {key: value}), expected, atol=1e-6), key
             harmless.add(key)
     assert len(harmless) > 40
 
 
 def logits(family: str, raw: dict[str, Any]) -> torch.Tensor:
-    """What transformers computes of a few tokens, with weights of its own."""
+    """Logits that transformers computes for a few tokens, with its own initial weights."""
     config = CONFIG_MAPPING[family](**raw)
     torch.manual_seed(0)
     made = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
@@ -246,16 +250,16 @@ def logits(family: str, raw: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_key_that_is_absent_or_null_means_what_transformers_makes_of_it(family: str) -> None:
+def test_absent_or_null_keys_mean_the_same_as_in_transformers(family: str) -> None:
     wider = {"num_attention_heads": 64, "n_head": 16}
-    for file in (default(family), as_of_4(family)):
+    for file in (default_json(family), as_transformers_4(family)):
         for sizes in ({}, {key: value for key, value in wider.items() if key in file}):
             for key in file.keys() - {"model_type", "num_key_value_heads" if sizes and family == "deepseek_v3" else ""}:
                 raw = file | sizes
                 for changed in ({k: v for k, v in raw.items() if k != key}, raw | {key: None}):
                     try:
                         ours = config_from_hf({"model_type": family, **changed})
-                        expected = theirs(family, changed)
+                        expected = through_transformers(family, changed)
                     except (CheckpointError, StrictDataclassError):
-                        continue  # refused here, or (a null) by transformers
+                        continue  # refused by Colonnade, or (a null) by transformers
                     assert ours == expected, (key, changed.get(key, "absent"))

@@ -1,6 +1,6 @@
-"""Who may reach what: the rules of import order that import-linter cannot see, because it knows torch only as a whole.
+"""Import rules that import-linter cannot check, because it treats torch as one package.
 
-Collectives live in parallel/ (and DCP's own in checkpoint/), DTensor in the storage view and in FSDP's masters, the
+Collectives are used in parallel/ (and DCP's in checkpoint/), DTensor in the storage view and FSDP's master weights, the
 environment in the command line and the launcher; nothing unpickles or evaluates what it reads.
 """
 
@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "colonnade"
 
 # dotted name (and everything below it) -> the files that may use it
-REACH = {
+ALLOWED_FILES = {
     "torch.distributed": ("parallel/*", "checkpoint/*"),
     "torch.distributed.tensor": ("checkpoint/dtensor_view.py", "parallel/collectives.py", "parallel/fsdp.py"),
     "torch.distributed.checkpoint": ("checkpoint/*",),
@@ -33,7 +33,7 @@ REACH = {
 }
 
 
-# Private interfaces of torch: one file names those of communication, one the attention operators below autograd.
+# Private interfaces of torch: one file uses those of communication, one the attention operators below autograd.
 # torch._foreach_* is documented.
 PRIVATE = (
     "parallel/collectives.py", "parallel/symmetric_memory.py", "kernels/attention/chunk.py",
@@ -77,27 +77,28 @@ def _dotted(node: ast.expr) -> str | None:
     return None
 
 
-def offences(source: str, path: str, name: str) -> set[int]:
-    """Lines of ``source`` that reach ``name`` although ``path`` may not."""
-    if any(fnmatch(path, pattern) for pattern in REACH[name]):
+def violations(source: str, path: str, name: str) -> set[int]:
+    """Lines of ``source`` that use ``name`` although ``path`` may not."""
+    if any(fnmatch(path, pattern) for pattern in ALLOWED_FILES[name]):
         return set()
     return {line for used, line in names_used(source) if used == name or used.startswith(name + ".")}
 
 
-@pytest.mark.parametrize("name", REACH)
-def test_reach(name):
+@pytest.mark.parametrize("name", ALLOWED_FILES)
+def test_restricted_names_are_used_only_where_allowed(name):
     found = {}
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()
-        if lines := offences(file.read_text(), path, name):
+        if lines := violations(file.read_text(), path, name):
             found[path] = sorted(lines)
-    assert not found, f"{name} may be used in {REACH[name] or 'no file'} only"
+    assert not found, f"{name} may be used in {ALLOWED_FILES[name] or 'no file'} only"
 
 
 HEAVY = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.pipelining")
-"""Half a second to two seconds each, for plans, checkpoints and compilations that a process may never meet."""
+"""Imports of half a second to two seconds each, for plans, checkpoints and compilation that many processes never use.
+"""
 
-TRAINS = """
+TRAIN_STEP = """
 import torch
 from colonnade.config import TrainConfig
 from colonnade.train import loop
@@ -109,8 +110,8 @@ with loop._deterministic(False):
 """
 
 
-@pytest.mark.parametrize("code", [TRAINS, "import colonnade.serve.server", "import colonnade.verify.run"])
-def test_what_few_processes_need_is_imported_by_those(code):
+@pytest.mark.parametrize("code", [TRAIN_STEP, "import colonnade.serve.server", "import colonnade.verify.run"])
+def test_heavy_modules_are_imported_only_when_needed(code):
     """Each rank of a run imports what it uses before its first step."""
     command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
@@ -126,7 +127,7 @@ def private_names(source: str) -> set[str]:
     }
 
 
-def test_private_interfaces_of_torch_are_named_in_one_file():
+def test_torch_private_interfaces_are_used_in_one_file():
     found = {}
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()
@@ -153,17 +154,17 @@ def test_private_interfaces_of_torch_are_named_in_one_file():
         ("def f():\n    import pickle", "pickle"),
     ],
 )
-def test_every_way_to_reach_is_seen(source, name):
-    assert offences(source, "model/ffn.py", name)
+def test_every_form_of_use_is_detected(source, name):
+    assert violations(source, "model/ffn.py", name)
 
 
 def test_torch_load_reads_weights_only():
-    for pattern in REACH["torch.load"]:
+    for pattern in ALLOWED_FILES["torch.load"]:
         calls = [node for node in ast.walk(ast.parse((PACKAGE / pattern).read_text())) if isinstance(node, ast.Call)]
         loads = [call for call in calls if _dotted(call.func) == "torch.load"]
         assert loads
         assert all(ast.unparse(call).endswith("weights_only=True)") for call in loads)
 
 
-def test_a_method_of_the_same_name_is_no_offence():
-    assert not offences("model.eval()", "model/ffn.py", "eval")
+def test_method_of_the_same_name_is_not_a_violation():
+    assert not violations("model.eval()", "model/ffn.py", "eval")

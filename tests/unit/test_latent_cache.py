@@ -1,4 +1,4 @@
-"""Latents kept in 8 bits: what rounding may cost, what a page takes, and that whoever reads them reads the same."""
+"""8-bit latent caches: rounding error, page size, and equal results from every reader."""
 
 import dataclasses
 from pathlib import Path
@@ -32,8 +32,8 @@ RANK = 20
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
-def test_no_number_moves_further_than_it_may(kind: cache_write.LatentKind, scale: float) -> None:
-    """And a large rotary key costs the latent beside it nothing."""
+def test_rounding_error_is_bounded(kind: cache_write.LatentKind, scale: float) -> None:
+    """A large rotary key does not affect the precision of the latent beside it."""
     x = torch.randn(50, RANK + 6, generator=torch.Generator().manual_seed(0)) * scale
     x[:, RANK:] *= 1000
     x[7], x[8, 1:] = 0, 0
@@ -43,11 +43,11 @@ def test_no_number_moves_further_than_it_may(kind: cache_write.LatentKind, scale
     for part in (slice(RANK), slice(RANK, None)):
         highest = x[:, part].abs().amax(1, keepdim=True)
         bound = highest / 127 / 2 if kind == "int8" else (x[:, part].abs() / 16).maximum(highest * 2.0**-17)
-        apart = (got[:, part] - x[:, part].double()).abs()
-        assert (apart <= 1.001 * bound).all() and (apart > bound / 10).any()
+        error = (got[:, part] - x[:, part].double()).abs()
+        assert (error <= 1.001 * bound).all() and (error > bound / 10).any()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_non_finite_values_stay_non_finite() -> None:
     x = torch.ones(3, RANK + 6)
     x[1, 2], x[2, RANK] = torch.inf, torch.nan
     for kind in KINDS:
@@ -56,8 +56,8 @@ def test_what_is_not_finite_stays_so() -> None:
         assert finite[0].all() and not finite[1, :RANK].any() and not finite[2, RANK:].any()
 
 
-class Rounded(KVCache):
-    """A cache in the model's type of numbers that 8 bits can hold: the specification."""
+class RoundedCache(KVCache):
+    """Specification: a cache in the model's dtype, holding values that 8 bits can represent."""
 
     kind: cache_write.LatentKind
 
@@ -78,14 +78,14 @@ class Rounded(KVCache):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["latent", "latent_yarn_biased"])
 @pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "paged_attention"], ids=lambda row: row.name)
-def test_prompts_chunks_and_decodes_read_what_was_kept(row, name: str, kind: cache_write.LatentKind) -> None:
+def test_prompts_chunks_and_decodes_read_the_rounded_cache(row, name: str, kind: cache_write.LatentKind) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_latent.py and tests/gpu/test_cascade_gpu.py")
-    config, draw = CONFIGS[name], torch.Generator().manual_seed(0)
+    config, generator = CONFIGS[name], torch.Generator().manual_seed(0)
     model = build(config)
-    texts = [torch.randint(config.vocab_size, (n,), generator=draw) for n in (11, 9)]
+    texts = [torch.randint(config.vocab_size, (n,), generator=generator) for n in (11, 9)]
     on = {"pages": 9, "page_tokens": 3, "dtype": torch.float64}
-    cache, exact = KVCache(config, **on, kind=kind), Rounded(config, **on)
+    cache, exact = KVCache(config, **on, kind=kind), RoundedCache(config, **on)
     exact.kind = kind
     errors = []
     with torch.no_grad():
@@ -98,36 +98,36 @@ def test_prompts_chunks_and_decodes_read_what_was_kept(row, name: str, kind: cac
                 paged = dataclasses.replace(paged, kernels=row.name)
                 logits.append(model(Stream(tokens, positions), paged, Rows()))
             assert_same(*logits)
-            wanted = torch.cat([e[slice(*span)] for e, span in zip(plain, spans, strict=True)])
-            errors.append(float((logits[0] - wanted).norm() / wanted.norm()))
+            expected = torch.cat([e[slice(*span)] for e, span in zip(plain, spans, strict=True)])
+            errors.append(float((logits[0] - expected).norm() / expected.norm()))
     assert 1e-5 < max(errors) < (0.02 if kind == "int8" else 0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_costs_a_byte_a_number_and_two_scales(kind: cache_write.LatentKind) -> None:
+def test_a_token_takes_a_byte_per_value_and_two_scales(kind: cache_write.LatentKind) -> None:
     config = CONFIGS["latent"]
     cache = KVCache(config, pages=5, page_tokens=4, dtype=torch.float64, kind=kind)
     assert cache.bytes == 5 * 4 * config.layers * (7 + 4 + 2 * 4)
     assert cache.bytes == 5 * KVCache.bytes_per_page(config, SOLO_AXES, 4, torch.float64, kind)
     v3 = preset("deepseek-v3")
-    stored, kept = (KVCache.bytes_per_page(v3, SOLO_AXES, 64, torch.bfloat16, k) for k in ("stored", kind))
-    assert kept / stored == pytest.approx((576 + 8) / 1152)
+    stored, quantised = (KVCache.bytes_per_page(v3, SOLO_AXES, 64, torch.bfloat16, k) for k in ("stored", kind))
+    assert quantised / stored == pytest.approx((576 + 8) / 1152)
 
 
-def test_twice_the_tokens_in_the_same_memory_and_half_of_it_for_the_same() -> None:
+def test_8_bits_double_the_tokens_or_halve_the_memory() -> None:
     model = tiny.model(dtype=torch.float32, **LATENT | {"latent": LatentConfig(kv_rank=56, rope_width=4, v_width=3)})
     limits = ServeConfig(cache_bytes=100_000, page_tokens=4)
-    stored, kept = (Engine(model, tiny.tokenizer(), limits.replace(cache=kind)) for kind in ("stored", "int8"))
-    for engine in (stored, kept):
-        asked = EngineSpec(model.config, engine.config, torch.float32, CPU)
-        assert asked.needs().cache == engine.cache.bytes <= 100_000
-    assert kept.cache.pages / stored.cache.pages == pytest.approx(60 * 4 / (60 + 8), rel=0.05)
-    asked = EngineSpec(model.config, limits.replace(pages=100), torch.float32, CPU)
-    saves = {flags: saves for flags, saves, _ in remedies(asked, asked.needs(), 1000, number=9)}
+    stored, quantised = (Engine(model, tiny.tokenizer(), limits.replace(cache=kind)) for kind in ("stored", "int8"))
+    for engine in (stored, quantised):
+        requested = EngineSpec(model.config, engine.config, torch.float32, CPU)
+        assert requested.needs().cache == engine.cache.bytes <= 100_000
+    assert quantised.cache.pages / stored.cache.pages == pytest.approx(60 * 4 / (60 + 8), rel=0.05)
+    requested = EngineSpec(model.config, limits.replace(pages=100), torch.float32, CPU)
+    saves = {flags: saves for flags, saves, _ in remedies(requested, requested.needs(), 1000, number=9)}
     assert 0 < saves["--serve.cache int8"] < 100 * 4 * 2 * (60 * 4 - 68)
     other = EngineSpec(tiny.config(), limits.replace(pages=100), torch.float32, CPU)
     saves = {flags: saves for flags, saves, _ in remedies(other, other.needs(), 1000, number=9)}
-    assert "--serve.cache int8" not in saves, "which is for latents"
+    assert "--serve.cache int8" not in saves, "int8 is for latents only"
     assert 0 < saves["--serve.cache float8"] < other.needs().cache
     assert not any(
         "serve.cache " in f
@@ -136,12 +136,12 @@ def test_twice_the_tokens_in_the_same_memory_and_half_of_it_for_the_same() -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_says_the_same_however_prompts_are_cut(kind: cache_write.LatentKind) -> None:
-    """In chunks, preempted, with shared prefixes, in steps of fixed shape, one by one: a token's bits are its own."""
+def test_engine_output_does_not_depend_on_chunking(kind: cache_write.LatentKind) -> None:
+    """In chunks, preempted, with shared prefixes, in padded steps or one by one: a token's bits are its own."""
     model = tiny.model(**LATENT)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     whole = ServeConfig(pages=64, page_tokens=3, cache=kind)
-    said = [
+    outputs = [
         [c.token_ids for c in Engine(model, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))]
         for limits in (
             whole,
@@ -150,19 +150,19 @@ def test_an_engine_says_the_same_however_prompts_are_cut(kind: cache_write.Laten
             whole.replace(batch_invariant=True),
         )
     ]
-    assert said[0] == said[1] == said[2] == said[3]
-    assert len({token for text in said[0] for token in text}) > 5
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
+    assert len({token for text in outputs[0] for token in text}) > 5
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path) -> None:
     limits = ServeConfig(cache="int8")
     with pytest.raises(ConfigError, match=r"an int8 cache needs latent attention.*2 key/value heads.*use --serve"):
         Engine(tiny.model(), tiny.tokenizer(), limits)
     api.save(
         api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "m"), tmp_path / "m"
     )
-    where = chat.ModelSpec(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
+    path = chat.ModelSpec(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
     with pytest.raises(ConfigError, match="an int8 cache needs latent attention"):
-        where.open()
+        path.open()
     with pytest.raises(ConfigError):
         ServeConfig(cache="int4")

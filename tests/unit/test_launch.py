@@ -1,4 +1,4 @@
-"""The launcher: results come back, and so does the one failure that explains all the others."""
+"""The launcher returns results and reports the one failure that caused the others."""
 
 import os
 import signal
@@ -19,10 +19,10 @@ TWO = Plan(tp=2)
 
 
 def work(how: str) -> tuple[list[float], int, int]:
-    """Two ranks meet in a collective; then rank 1 meets its fate, and rank 0 waits for it in another."""
+    """Two ranks reduce once; then rank 1 fails as ``how`` says while rank 0 waits in a second reduction."""
     with DistributedContext.build(TWO) as context:
         tp = context.axes.tp
-        met = tp.fan_in(torch.full((2,), float(context.rank + 1)))
+        total = tp.fan_in(torch.full((2,), float(context.rank + 1)))
         if context.rank == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -32,29 +32,29 @@ def work(how: str) -> tuple[list[float], int, int]:
                 raise SystemExit(3)
             if how == "ours":
                 raise DataError("corpus is empty; add text")
-        return tp.fan_in(met).tolist(), *where()
+        return tp.fan_in(total).tolist(), *pid_and_threads()
 
 
-def well() -> tuple[str, list[float], int, int]:
-    """What each of the ranks chooses on a machine with one GPU, and a run on what it chose."""
+def choose_and_work() -> tuple[str, list[float], int, int]:
+    """Device that each rank chooses on a machine with one GPU, and the result of a run there."""
     torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
     return choose_device(TWO, "auto"), *work("well")
 
 
-def where() -> tuple[int, int]:
+def pid_and_threads() -> tuple[int, int]:
     return os.getpid(), torch.get_num_threads()
 
 
-def test_result_of_rank_0_and_workers_share_the_cores() -> None:
-    """On a machine with one GPU all ranks are on the CPU."""
-    chosen, sums, pid, threads = launch(well, (), TWO)
+def test_returns_rank_0_result_and_workers_share_the_cores() -> None:
+    """On a machine with one GPU all ranks use the CPU."""
+    chosen, sums, pid, threads = launch(choose_and_work, (), TWO)
     assert chosen == "cpu" and sums == [6.0, 6.0]
     assert pid != os.getpid()
     assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def test_a_world_of_one_is_this_process() -> None:
-    assert launch(where, (), Plan())[0] == os.getpid()
+def test_world_of_one_runs_in_this_process() -> None:
+    assert launch(pid_and_threads, (), Plan())[0] == os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_a_world_of_one_is_this_process() -> None:
         ("ours", DataError, r"^rank 1: corpus is empty; add text$"),
     ],
 )
-def test_the_first_failure_is_the_message(how: str, kind: type[Exception], message: str) -> None:
+def test_the_first_failure_is_reported(how: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as failure:
         launch(work, (how,), TWO)
     if how == "raises":
         assert "test_launch.py" in "".join(failure.value.__notes__), "a bug keeps its traceback"
 
 
-SLOW_TO_BEGIN = """
+SLOW_START = """
 import os
 import time
 from colonnade.config import Plan
@@ -98,22 +98,22 @@ else:
 """
 
 
-def test_ctrl_c_while_the_workers_begin(tmp_path: Path) -> None:
-    """A terminal sends it to all of them; it is neither lost nor answered with tracebacks."""
+def test_ctrl_c_while_workers_start(tmp_path: Path) -> None:
+    """A terminal sends it to all processes; it is neither lost nor answered with tracebacks."""
     script = tmp_path / "slow.py"
-    script.write_text(SLOW_TO_BEGIN)
+    script.write_text(SLOW_START)
     command = [sys.executable, str(script)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert run.stdout is not None
     assert [run.stdout.readline().strip() for _ in range(2)] == ["begins"] * 2
     os.killpg(run.pid, signal.SIGINT)
-    asked = time.monotonic()
-    said, errors = run.communicate(timeout=60)
-    assert time.monotonic() - asked < 20
-    assert (said.strip(), errors, run.returncode) == ("stopped by SIGINT", "", 0)
+    interrupted = time.monotonic()
+    output, errors = run.communicate(timeout=60)
+    assert time.monotonic() - interrupted < 20
+    assert (output.strip(), errors, run.returncode) == ("stopped by SIGINT", "", 0)
 
 
-def test_more_gpus_than_there_are() -> None:
+def test_more_ranks_than_gpus_is_refused() -> None:
     if torch.cuda.device_count() >= 64:
         pytest.skip("needs fewer than 64 GPUs")
     with (
@@ -123,6 +123,6 @@ def test_more_gpus_than_there_are() -> None:
         pass
 
 
-def test_wrong_world() -> None:
+def test_wrong_world_size_is_refused() -> None:
     with pytest.raises(PlanError, match="needs 2 processes but 1 were started"), DistributedContext.build(TWO, "cpu"):
         pass

@@ -1,4 +1,4 @@
-"""Which experts take which tokens: what the tables say is what the router chose."""
+"""`look routing`: the tables report the router's choices."""
 
 import io
 
@@ -19,22 +19,22 @@ TEXT = "My fellow citizens, in 1862 we met. " * 3
 MOE = MoeConfig(experts=4, active=2, ffn_width=6, first=1)
 
 
-def test_the_tables_count_every_choice_once() -> None:
+def test_tables_count_every_choice_once() -> None:
     model, tokenizer = tiny.model(moe=MOE), tiny.tokenizer()
     tokens = tokenizer.encode(TEXT)
-    found = record_routing(model, tokenizer, tokens, context=16)
-    assert found.score == score(model, tokens, context=16)
-    assert list(found.layers) == [layer for layer in range(model.config.layers) if layer]
-    for it in found.layers.values():
-        assert sum(map(sum, it.counts)) == 2 * (len(tokens) - 1), "two choices for each token that is read"
+    tables = record_routing(model, tokenizer, tokens, context=16)
+    assert tables.score == score(model, tokens, context=16)
+    assert list(tables.layers) == [layer for layer in range(model.config.layers) if layer]
+    for it in tables.layers.values():
+        assert sum(map(sum, it.counts)) == 2 * (len(tokens) - 1), "two choices for each input token"
         kinds = classify_tokens([tokenizer.decode([token]) for token in tokens[:-1]])
         assert {kind: sum(row) for kind, row in zip(it.kinds, it.counts, strict=True)} == {
             kind: 2 * kinds.count(kind) for kind in set(kinds)
         }
 
 
-def test_a_token_that_one_expert_takes_is_its_example() -> None:
-    """The router is bent so that commas alone go to expert 3."""
+def test_tokens_of_one_expert_are_its_examples() -> None:
+    """The router is set so that only commas go to expert 3."""
     model, tokenizer = tiny.model(moe=MOE.replace(active=1, first=0)), tiny.tokenizer()
     (comma,) = tokenizer.encode(",")
     tokens = tokenizer.encode(TEXT)
@@ -49,18 +49,18 @@ def test_a_token_that_one_expert_takes_is_its_example() -> None:
         model(stream, Packed.of([len(tokens)]), Rows())
         hook.remove()
         is_comma = torch.tensor([token == comma for token in tokens])
-        # The direction that tells commas from everything else, by least squares.
-        solved = torch.linalg.lstsq(hidden["x"].double(), (2.0 * is_comma - 1)[:, None].double()).solution[:, 0]
-        gate.weight[3] = solved.to(gate.weight.dtype)
-    found = record_routing(model, tokenizer, tokens, context=len(tokens))
-    first = found.layers[0]
+        # The direction that separates commas from everything else, by least squares.
+        direction = torch.linalg.lstsq(hidden["x"].double(), (2.0 * is_comma - 1)[:, None].double()).solution[:, 0]
+        gate.weight[3] = direction.to(gate.weight.dtype)
+    tables = record_routing(model, tokenizer, tokens, context=len(tokens))
+    first = tables.layers[0]
     taken = {kind: row[3] for kind, row in zip(first.kinds, first.counts, strict=True)}
-    assert taken["punctuation"] >= 2 and found.texts[0][3][0] == ","
+    assert taken["punctuation"] >= 2 and tables.texts[0][3][0] == ","
     shown = Console(width=120, record=True, file=io.StringIO())
-    shown.print(routing_tables(found)[0])
+    shown.print(routing_tables(tables)[0])
     assert "punctuation x" in shown.export_text()
 
 
-def test_a_dense_model_has_nothing_to_tell() -> None:
+def test_dense_model_is_refused() -> None:
     with pytest.raises(RequestError, match="this model has no experts"):
         record_routing(tiny.model(), tiny.tokenizer(), [1, 2, 3])

@@ -1,4 +1,4 @@
-"""The cross-entropy in chunks is torch's own, with its gradients."""
+"""The chunked cross-entropy equals torch's, with its gradients."""
 
 import pytest
 import torch
@@ -14,25 +14,30 @@ from tests.worlds import assert_same
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: float, dtype: torch.dtype) -> None:
+def test_chunked_loss_and_gradients_match_torch(
+    monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: float, dtype: torch.dtype
+) -> None:
     monkeypatch.setitem(loss.CHUNK_ROWS, "cpu", rows)
-    draw = torch.Generator().manual_seed(0)
-    x_TD, weight_VD = (torch.randn(n, 6, generator=draw, dtype=torch.float64).to(dtype) for n in (10, 17))
-    targets_T = torch.randint(17, (10,), generator=draw).index_fill(0, torch.tensor([2, 3, 9]), IGNORE)
+    generator = torch.Generator().manual_seed(0)
+    x_TD, weight_VD = (torch.randn(n, 6, generator=generator, dtype=torch.float64).to(dtype) for n in (10, 17))
+    targets_T = torch.randint(17, (10,), generator=generator).index_fill(0, torch.tensor([2, 3, 9]), IGNORE)
     leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
     ours = cross_entropy_sum(leaves[0], leaves[1], targets_T, tp=SOLO, vocab_size=17, smoothing=smoothing)
     ours.backward()
     exact = [x.double().requires_grad_() for x in (x_TD, weight_VD)]
     logits_TV = exact[0] @ exact[1].T
-    theirs = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
-    theirs.backward()
+    expected = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    expected.backward()
     bound = 1e-10 if dtype == torch.float64 else 2e-2
-    for name, a, b in (("loss", ours, theirs), *(("grad", a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))):
+    for name, a, b in (
+        ("loss", ours, expected),
+        *(("grad", a.grad, b.grad) for a, b in zip(leaves, exact, strict=True)),
+    ):
         assert_same(a.double(), b, bound, what=name)
 
 
-def test_logits_never_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a vocabulary of 131,072 all logits of 256 tokens are 134 MB, and those of a chunk 4 MB."""
+def test_logits_are_never_allocated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a vocabulary of 131,072, logits of all 256 tokens take 134 MB, those of a chunk 4 MB."""
     monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", 1 << 22)
     V, T = 131_072, 256
     x_TD, weight_VD = torch.randn(T, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
@@ -45,7 +50,7 @@ def test_logits_never_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weight_VD.nbytes < peak_bytes < 40e6 < T * V * 4
 
 
-def test_the_count_is_not_rounded_to_16_bits() -> None:
+def test_token_count_is_not_rounded_to_16_bits() -> None:
     """1/count in bfloat16 is off by up to 0.4%, and with it every gradient of the model."""
     x, w = torch.randn(64, 8).bfloat16(), torch.randn(16, 8).bfloat16()
     targets, count = torch.arange(64) % 16, 331.0

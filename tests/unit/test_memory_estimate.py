@@ -1,4 +1,4 @@
-"""What a training run takes of memory: estimated as it is, refused before it is taken, and remedies that are enough."""
+"""Memory of a training run: accurate estimates, refusal before allocation, and sufficient remedies."""
 
 import json
 import os
@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[ModelConfig, dict[str, object]]] = {
 
 
 TOLERANCES = {"attention dropout": 0.1, "experts in bfloat16": 0.03}
-"""Of others 1.5%."""
+"""All others: 1.5%."""
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
-    """Against what autograd packs away."""
+def test_saved_activations_of_a_block_match_the_estimate(name: str, ragged: bool) -> None:
+    """Compared with the tensors that autograd saves."""
     model, settings = FAMILIES[name]
     run = RunConfig(model=model, train=TrainConfig(**settings), data=DataConfig(sequence=64)).resolved("cpu")
     ends = [0, 40, 64, 70, 128, 192, 256] if ragged else [0, 64, 128, 192, 256]
@@ -71,16 +71,16 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
     batch = Batch(tokens_T, torch.cat(positions), tokens_T, cu_seqlens, 64, not ragged)
     terms = StepContext(dropout=None if model.moe else step_dropout(run.train, 0, model, torch.device("cpu")))
     for kind in RECOMPUTE_KINDS:
-        kept: list[int] = []
+        saved: list[int] = []
         for layers in (1, 2):
             it = Transformer(model.replace(layers=layers), dtype=getattr(torch, run.train.dtype))
             with torch.no_grad():
                 for p in it.parameters():
                     p.normal_(0, 0.1)
             set_recompute(it.blocks, [kind] * layers)
-            kept.append(saved_for_backward_bytes(it, lambda it=it: forward(it, batch, terms)))
+            saved.append(saved_for_backward_bytes(it, lambda it=it: forward(it, batch, terms)))
         estimated = 256 * block_bytes(run, 0, "cpu", kind, ragged=ragged)
-        assert estimated == pytest.approx(kept[1] - kept[0], rel=TOLERANCES.get(name, 0.015)), kind
+        assert estimated == pytest.approx(saved[1] - saved[0], rel=TOLERANCES.get(name, 0.015)), kind
 
 
 MEDIUM = MODEL.replace(
@@ -103,8 +103,8 @@ SHAPES: dict[str, tuple[ModelConfig, dict[str, object]]] = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of its resident memory from /proc")
-def test_the_peak_of_a_run_is_what_is_estimated(corpus: Path, tmp_path: Path) -> None:
-    """Resident memory of a process of its own, within 15%; glibc gives large pieces back, so that waste stays small."""
+def test_peak_memory_of_a_run_matches_the_estimate(corpus: Path, tmp_path: Path) -> None:
+    """Resident memory of a separate process, within 15%; glibc returns large blocks, so waste stays small."""
     runs = [
         RunConfig(name=name, runs=tmp_path / str(again), device="cpu", model=model,
                   train=TrainConfig(**ONE_STEP | settings),
@@ -122,7 +122,7 @@ def test_the_peak_of_a_run_is_what_is_estimated(corpus: Path, tmp_path: Path) ->
         assert estimated == pytest.approx(peak, rel=0.15), name
 
 
-def test_what_a_setting_saves() -> None:
+def test_each_setting_saves_the_expected_memory() -> None:
     train, data = TrainConfig(batch=8, micro_batch=8, save_every=0, async_save=False), DataConfig(sequence=256)
     run = RunConfig(model=MEDIUM, train=train, data=data)
 
@@ -134,14 +134,16 @@ def test_what_a_setting_saves() -> None:
     assert "weights to compute with" not in whole
     assert rows(dtype="bfloat16")["weights to compute with"] == 2 * P
     assert rows("cuda") == rows("cuda", dtype="bfloat16", fused_adamw=True, compile=True)
-    assert rows("cuda")["gradients"] == 2 * P, "one micro-batch: read as they are made"
+    assert rows("cuda")["gradients"] == 2 * P, "one micro-batch: gradients are used as they are computed"
     assert rows("cuda", deterministic=True) == rows("cuda", dtype="float32", fused_adamw=False, compile=False)
     assert rows(micro_batch=4)["activations"] < 0.7 * whole["activations"]
     assert rows(recompute="full")["activations"] < rows(recompute="attention")["activations"] < whole["activations"]
     assert rows(async_save=True, save_every=10)["checkpoint"] == 12 * P
-    assert sum(rows(async_save=True).values()) < sum(rows(async_save=True, save_every=10).values()), "at the end only"
+    assert sum(rows(async_save=True).values()) < sum(rows(async_save=True, save_every=10).values()), (
+        "only at the end of the step"
+    )
     offloaded = estimate(run.replace(train=run.train.replace(offload="optimizer")), "cuda")
-    assert (offloaded.device["moments"], offloaded.host) == (8 * P, {"moments": 8 * P}), "three buckets hold so few"
+    assert (offloaded.device["moments"], offloaded.host) == (8 * P, {"moments": 8 * P}), "so few fit into three buckets"
     assert rows(plan=Plan(tp=2))["master weights"] == pytest.approx(2 * P, rel=0.01)
     assert rows(plan=Plan(dp=2))["moments"] == pytest.approx(4 * P, rel=0.01)
     stages = [
@@ -150,35 +152,35 @@ def test_what_a_setting_saves() -> None:
     assert sum(stage["master weights"] for stage in stages) == 4 * P
 
 
-# -- refused before anything is allocated -----------------------------------------------------------------------------
+# -- refused before allocation ----------------------------------------------------------------------------------------
 
 
 LLAMA = RunConfig(model=preset("llama-3-8b"))
 
 
-def test_too_large_a_run_is_refused_with_numbers() -> None:
+def test_run_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(CapacityError) as caught:
         check(LLAMA, Machine("cpu", 20 * GIB))
-    said = str(caught.value)
-    assert re.search(r"this run takes 26\d\.\d GiB of a host's memory, and 20 GiB is free; nothing was allocated", said)
-    assert re.search(r"\n  moments +59\.83 GiB +299\.\d%\n", said)
-    assert "--train.no_check_memory tries it anyway" in said
+    message = str(caught.value)
+    assert re.search(
+        r"this run takes 26\d\.\d GiB of a host's memory, and 20 GiB is free; nothing was allocated", message
+    )
+    assert re.search(r"\n  moments +59\.83 GiB +299\.\d%\n", message)
+    assert "--train.no_check_memory tries it anyway" in message
     check(LLAMA.replace(train=LLAMA.train.replace(check_memory=False)), Machine("cpu", 20 * GIB))
     check(LLAMA, Machine("cpu", 300 * GIB))
 
 
-def test_all_ranks_of_a_host_count() -> None:
+def test_all_ranks_of_a_host_share_its_memory() -> None:
     alone, two = (memory_use(LLAMA.replace(plan=plan), Machine("cpu", GIB))[0].total for plan in (Plan(), Plan(dp=2)))
-    assert two > alone, "the same state cut in two, on the same host"
+    assert two > alone, "the same state sharded in two, on the same host"
     apart = memory_use(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, ranks=1))[0].total
     assert 0.4 * two < apart < 0.6 * two
     started = memory_use(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, program=GIB))[0]
     assert started.rows["processes"] == 2 * GIB
     gpu, host = memory_use(LLAMA.replace(plan=Plan(dp=2)), Machine("cuda", GIB, device=GIB))
-    assert gpu.total < 0.7 * memory_use(LLAMA, Machine("cuda", GIB, device=GIB))[0].total, (
-        "each GPU has memory of its own"
-    )
-    assert host.rows == {"checkpoint": 12 * LLAMA.model.parameters}, "copies of both ranks' parts"
+    assert gpu.total < 0.7 * memory_use(LLAMA, Machine("cuda", GIB, device=GIB))[0].total, "each GPU has its own memory"
+    assert host.rows == {"checkpoint": 12 * LLAMA.model.parameters}, "copies of both ranks' shards"
 
 
 MACHINES = {
@@ -200,13 +202,13 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_each_remedy_is_enough(name: str, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the same estimate says of the run that the offered flags make, typed on the command line."""
+def test_each_remedy_is_sufficient(name: str, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run with the offered flags fits by the same estimate, with the flags parsed by the command line."""
     run, machine = MACHINES[name]
     assert not fits(run, machine)
-    found = remedies(run, machine)
-    assert found
-    for remedy in found:
+    offered = remedies(run, machine)
+    assert offered
+    for remedy in offered:
         check(remedy.run, remedy.machine)
         assert all(use.total <= REMEDY_SHARE * use.free for use in memory_use(remedy.run, remedy.machine))
         if name != "small host, two ranks" and "--preset" not in remedy.flags and run.plan == Plan():
@@ -214,11 +216,11 @@ def test_each_remedy_is_enough(name: str, corpus: Path, capsys: pytest.CaptureFi
             words = ["train", "--preset", model, "--data.path", "none", "--data.sequence", str(run.data.sequence)]
             main([*words, *shlex.split(remedy.flags), "--dry_run"])
             capsys.readouterr()
-    more = [remedy for remedy in found if "--plan" in remedy.flags and machine.kind == "cpu"]
+    more = [remedy for remedy in offered if "--plan" in remedy.flags and machine.kind == "cpu"]
     assert all(remedy.machine.ranks is not None for remedy in more), "more ranks on one host do not help"
 
 
-def test_the_least_change_is_offered() -> None:
+def test_the_smallest_change_is_offered() -> None:
     run, machine = MACHINES["long samples"]
     flags = [remedy.flags for remedy in remedies(run, machine)]
     assert "--train.micro_batch 4" in flags
@@ -231,7 +233,7 @@ def test_the_least_change_is_offered() -> None:
     assert "--train.no_async_save" in flags
 
 
-def test_a_run_that_does_not_fit_starts_nothing(
+def test_run_that_does_not_fit_starts_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the command line and from a session: no process, no folder, no model."""
@@ -251,7 +253,7 @@ def test_a_run_that_does_not_fit_starts_nothing(
         Session(run, context)
 
 
-def test_a_run_that_is_not_checked_begins(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_the_check_off_starts(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colonnade.train.memory_advice.free_host_bytes", lambda: 1 << 20)
     train = TrainConfig(steps=1, batch=1, warmup=0, eval_every=0)
     run = RunConfig(runs=tmp_path, device="cpu", model=MODEL, data=DataConfig(path=corpus, sequence=16), train=train)
@@ -260,10 +262,10 @@ def test_a_run_that_is_not_checked_begins(corpus: Path, tmp_path: Path, monkeypa
     assert Trainer(run.replace(train=train.replace(check_memory=False))).fit().steps == 1
 
 
-# -- what is free -----------------------------------------------------------------------------------------------------
+# -- free memory ------------------------------------------------------------------------------------------------------
 
 
-def proc(folder: Path, cgroup: str, mounts: str) -> Path:
+def write_proc(folder: Path, cgroup: str, mounts: str) -> Path:
     (folder / "proc" / "self").mkdir(parents=True)
     (folder / "proc" / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:    700 kB\n")
     (folder / "proc" / "self" / "cgroup").write_text(cgroup)
@@ -271,7 +273,7 @@ def proc(folder: Path, cgroup: str, mounts: str) -> Path:
     return folder / "proc"
 
 
-def group(folder: Path, names: tuple[str, str], limit: str, usage: int, stat: str = "") -> None:
+def write_cgroup(folder: Path, names: tuple[str, str], limit: str, usage: int, stat: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{usage}\n")
@@ -281,43 +283,45 @@ def group(folder: Path, names: tuple[str, str], limit: str, usage: int, stat: st
 V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 
 
-def test_the_machine_without_groups(tmp_path: Path) -> None:
-    assert device_memory.free_host_bytes(proc(tmp_path, "", "")) == 700 << 10
+def test_free_memory_without_cgroups(tmp_path: Path) -> None:
+    assert device_memory.free_host_bytes(write_proc(tmp_path, "", "")) == 700 << 10
     assert device_memory.host_bytes(tmp_path / "proc") == 1000 << 10
     assert device_memory.free_host_bytes(tmp_path / "none") > 1 << 20
     assert 0 < device_memory.free_bytes(torch.device("cpu")) < 1 << 50
 
 
-def test_nested_groups_of_version_2(tmp_path: Path) -> None:
-    """The tightest counts, wherever it is; cached files give way."""
+def test_free_memory_in_nested_cgroups_v2(tmp_path: Path) -> None:
+    """The tightest limit counts, at any level; cached files count as free."""
     mount = tmp_path / "cgroup"
-    made = proc(tmp_path, "0::/job/step\n", f"41 31 0:38 / {mount} rw,relatime - cgroup2 cgroup2 rw\n")
-    group(mount / "job" / "step", V2, "max", 100)
+    made = write_proc(tmp_path, "0::/job/step\n", f"41 31 0:38 / {mount} rw,relatime - cgroup2 cgroup2 rw\n")
+    write_cgroup(mount / "job" / "step", V2, "max", 100)
     assert device_memory.free_host_bytes(made) == 700 << 10
-    group(mount / "job", V2, "400000", 300000, "anon 5\ninactive_file 20000\nactive_file 3000\n")
+    write_cgroup(mount / "job", V2, "400000", 300000, "anon 5\ninactive_file 20000\nactive_file 3000\n")
     assert device_memory.free_host_bytes(made) == 123000
     assert device_memory.host_bytes(made) == 400000
-    group(mount / "job" / "step", V2, "150000", 100000)
+    write_cgroup(mount / "job" / "step", V2, "150000", 100000)
     assert device_memory.free_host_bytes(made) == 50000
-    group(mount / "job" / "step", V2, "150000", 160000)
+    write_cgroup(mount / "job" / "step", V2, "150000", 160000)
     assert device_memory.free_host_bytes(made) == 0
 
 
-def test_nested_groups_of_version_1(tmp_path: Path) -> None:
+def test_free_memory_in_nested_cgroups_v1(tmp_path: Path) -> None:
     mount = tmp_path / "cgroup" / "memory"
     cgroup = "9:name=systemd:/\n4:cpu,memory:/slurm/job\n0::/\n"
     mounts = (
         f"35 31 0:32 / {tmp_path}/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
         f"35 31 0:32 / {mount} rw,relatime shared:1 - cgroup cgroup rw,memory\n"
     )
-    made = proc(tmp_path, cgroup, mounts)
-    group(mount / "slurm" / "job", V1, "9223372036854771712", 5)
-    group(mount / "slurm", V1, "500000", 200000, "total_inactive_file 1000\ninactive_file 7\n")
+    made = write_proc(tmp_path, cgroup, mounts)
+    write_cgroup(mount / "slurm" / "job", V1, "9223372036854771712", 5)
+    write_cgroup(mount / "slurm", V1, "500000", 200000, "total_inactive_file 1000\ninactive_file 7\n")
     assert device_memory.free_host_bytes(made) == 301000
 
 
-def test_a_container_sees_the_path_of_its_host(tmp_path: Path) -> None:
+def test_cgroup_path_of_the_host_seen_in_a_container(tmp_path: Path) -> None:
     mount = tmp_path / "cgroup"
-    made = proc(tmp_path, "3:memory:/docker/abc\n", f"35 31 0:32 /docker/abc {mount} rw - cgroup cgroup rw,memory\n")
-    group(mount, V1, "300000", 100000)
+    made = write_proc(
+        tmp_path, "3:memory:/docker/abc\n", f"35 31 0:32 /docker/abc {mount} rw - cgroup cgroup rw,memory\n"
+    )
+    write_cgroup(mount, V1, "300000", 100000)
     assert device_memory.free_host_bytes(made) == 200000

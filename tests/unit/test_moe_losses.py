@@ -1,4 +1,4 @@
-"""Each loss against its plain formula, and its closed-form slope against autograd; what makes it the losses' sum."""
+"""Each balance loss against its formula, and its closed-form gradient against autograd."""
 
 import math
 
@@ -17,8 +17,8 @@ E, T = EXPERTS, TOKENS
 OF_T = torch.repeat_interleave(torch.arange(len(SEQUENCES)), torch.tensor(SEQUENCES))
 
 
-def draw(active: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, ids, expected): scores, choices by other scores of which some are none, and probabilities."""
+def random_choice(active: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, ids, expected): scores, choices by other scores (some of them none), and probabilities."""
     generator = torch.Generator().manual_seed(seed)
     logits_TE = torch.randn(T, E, generator=generator, dtype=torch.float64)
     ids_TA = torch.randn(T, E, generator=generator).topk(active).indices
@@ -28,28 +28,28 @@ def draw(active: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cv_squared(values: Tensor) -> Tensor:
-    """The square of the coefficient of variation: the variance over the squared mean."""
+    """The squared coefficient of variation: variance over squared mean."""
     return values.var(correction=0) / values.mean() ** 2
 
 
-def counts(ids: Tensor) -> Tensor:
+def expert_counts(ids: Tensor) -> Tensor:
     return torch.tensor([(ids == e).sum().item() for e in range(E)], dtype=torch.float64)
 
 
-def plain(balance: str, probs_TE: Tensor, ids_TA: Tensor, expected_TE: Tensor | None, active: int) -> Tensor:
+def reference_loss(balance: str, probs_TE: Tensor, ids_TA: Tensor, expected_TE: Tensor | None, active: int) -> Tensor:
     """The loss as its paper writes it, differentiable in the probabilities."""
     if balance == "none":
         return probs_TE.sum() * 0
     if balance == "gshard":
-        return E * (counts(ids_TA[:, 0]) / T * probs_TE.mean(0)).sum()
+        return E * (expert_counts(ids_TA[:, 0]) / T * probs_TE.mean(0)).sum()
     if balance in ("switch", "choices"):
-        share_E = counts(ids_TA) / T / (active if balance == "switch" else 1)
+        share_E = expert_counts(ids_TA) / T / (active if balance == "switch" else 1)
         return E * (share_E * probs_TE.mean(0)).sum()
     if balance == "sequence":
         parts = []
         for s in set(OF_T.tolist()):
             mine = OF_T.eq(s)
-            f_E = counts(ids_TA[mine]) * E / (active * mine.sum())
+            f_E = expert_counts(ids_TA[mine]) * E / (active * mine.sum())
             parts.append((f_E * probs_TE[mine].mean(0)).sum())
         return torch.stack(parts).mean()
     importance = cv_squared(probs_TE.sum(0))
@@ -59,18 +59,18 @@ def plain(balance: str, probs_TE: Tensor, ids_TA: Tensor, expected_TE: Tensor | 
 @pytest.mark.parametrize("active", [1, 3])
 @pytest.mark.parametrize("with_noise", [False, True])
 @pytest.mark.parametrize("balance", ["none", "gshard", "switch", "choices", "sequence", "importance"])
-def test_a_loss_is_its_formula_and_its_slope_is_autograds(balance, with_noise, active):
+def test_losses_match_formula_and_autograd(balance, with_noise, active):
     moe = moe_of("softmax", balance=balance, active=active, balance_weight=0.7, z_weight=0.2)
-    logits_TE, ids_TA, expected_TE = draw(active)
+    logits_TE, ids_TA, expected_TE = random_choice(active)
     expected_TE = expected_TE if with_noise else None
 
-    def both(logits_TE: Tensor, expected_TE: Tensor | None):
+    def loss_and_reference(logits_TE: Tensor, expected_TE: Tensor | None):
         leaves = [logits_TE.clone().requires_grad_()]
         if expected_TE is not None:
             leaves.append(expected_TE.clone().requires_grad_())
         return leaves, leaves[0].softmax(1), leaves[1] if len(leaves) > 1 else None
 
-    leaves, probs_TE, noisy_TE = both(logits_TE, expected_TE)
+    leaves, probs_TE, noisy_TE = loss_and_reference(logits_TE, expected_TE)
     weights_TA = torch.ones(ids_TA.shape, dtype=torch.float64)
     choice = RouterOutput(ids_TA, weights_TA, probs_TE, expected_TE=noisy_TE)
     surrogate, value, z = balance_losses(
@@ -78,23 +78,24 @@ def test_a_loss_is_its_formula_and_its_slope_is_autograds(balance, with_noise, a
     )
     surrogate.backward()
 
-    plain_leaves, plain_probs_TE, plain_noisy_TE = both(logits_TE, expected_TE)
-    reference = plain(balance, plain_probs_TE, ids_TA, plain_noisy_TE, active)
+    plain_leaves, plain_probs_TE, plain_noisy_TE = loss_and_reference(logits_TE, expected_TE)
+    reference = reference_loss(balance, plain_probs_TE, ids_TA, plain_noisy_TE, active)
     plain_z = plain_leaves[0].exp().sum(1).log().square().mean()
     ((0.7 * reference + 0.2 * plain_z) * T).backward()
 
     assert_same(value, reference.detach(), what="value")
     assert_same(z, plain_z.detach(), what="z")
-    for got, wanted in zip(leaves, plain_leaves, strict=True):
-        assert_same(got.grad if got.grad is not None else torch.zeros_like(got),
-                    wanted.grad if wanted.grad is not None else torch.zeros_like(wanted), what="slope")  # fmt: skip
+    for got, expected in zip(leaves, plain_leaves, strict=True):
+        got_grad = got.grad if got.grad is not None else torch.zeros_like(got)
+        expected_grad = expected.grad if expected.grad is not None else torch.zeros_like(expected)
+        assert_same(got_grad, expected_grad, what="slope")
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("sigmoid", {"active": 2}), ("sigmoid_groups", {}), ("softmax_biased", {}), ("softmax", {"groups": 2})],
 )
-def test_the_loss_of_sequences_counts_the_highest_scores_without_bias_or_groups(name, changes):
+def test_sequence_loss_counts_top_scores_without_bias_or_groups(name, changes):
     """DeepSeek-V3, equations 17 to 20, token by token: s ∈ Topk, s' = s/Σs, f = E/(A·T)·Σ_t, P = 1/T·Σ_t."""
     moe = moe_of(name, balance="sequence", **changes)
     router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
@@ -119,9 +120,9 @@ def test_the_loss_of_sequences_counts_the_highest_scores_without_bias_or_groups(
     assert value.item() == pytest.approx(sum(parts) / len(parts), rel=1e-12)
 
 
-def test_a_load_under_noise_that_a_router_does_not_know_is_refused():
+def test_load_loss_without_noisy_router_is_refused():
     moe = moe_of("topology", balance="importance", noise=1.0)
-    choice = RouterOutput(draw(2)[1], torch.ones(T, 2), torch.ones(T, E))
+    choice = RouterOutput(random_choice(2)[1], torch.ones(T, 2), torch.ones(T, E))
     with pytest.raises(ConfigError, match=r"router 'topology' does not give it; set model\.moe\.router\.noise to 0"):
         balance_losses(choice, expert_load(choice.ids_TA, E), None, moe, SOLO)
 
@@ -129,7 +130,7 @@ def test_a_load_under_noise_that_a_router_does_not_know_is_refused():
 @pytest.mark.parametrize(
     ("balance", "even"), [("gshard", 1), ("switch", 1), ("choices", 3), ("sequence", 1), ("importance", 0)]
 )
-def test_a_loss_of_an_even_load(balance, even):
+def test_losses_of_an_even_load(balance, even):
     moe = moe_of("softmax", balance=balance, active=3)
     ids_TA = (torch.arange(30)[:, None] * 3 + torch.arange(3)) % E
     probs_TE = torch.full((30, E), 1 / E, dtype=torch.float64)
@@ -139,8 +140,8 @@ def test_a_loss_of_an_even_load(balance, even):
     assert value.item() == pytest.approx(even, abs=1e-12)
 
 
-def test_the_two_normalisations_differ_by_exactly_A():  # noqa: N802
-    logits_TE, ids_TA, _ = draw(4)
+def test_the_two_normalisations_differ_by_a_factor_of_A():  # noqa: N802
+    logits_TE, ids_TA, _ = random_choice(4)
     results = {}
     for balance in ("switch", "choices"):
         moe = moe_of("softmax", balance=balance, active=4, z_weight=0.0, balance_weight=1.0)
@@ -153,19 +154,19 @@ def test_the_two_normalisations_differ_by_exactly_A():  # noqa: N802
     assert torch.equal(results["choices"][1], 4 * results["switch"][1])
 
 
-def test_the_choices_loss_is_transformers_own():
+def test_choice_loss_equals_transformers():
     modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    logits_TE = draw(2)[0]
+    logits_TE = random_choice(2)[0]
     ids_TA = logits_TE.topk(2).indices
     moe = moe_of("softmax", balance="choices")
     choice = RouterOutput(ids_TA, ids_TA.double(), logits_TE.softmax(1))
     _, value, _ = balance_losses(choice, expert_load(ids_TA, E), logits_TE, moe, SOLO)
     theirs = modeling.load_balancing_loss_func((logits_TE,), E, 2)
-    # Theirs counts in float32.
+    # transformers counts in float32.
     assert value.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 
-def test_losses_of_no_tokens_are_finite():
+def test_losses_without_tokens_are_finite():
     for balance in ("none", "gshard", "switch", "choices", "sequence", "importance"):
         moe = moe_of("softmax", balance=balance)
         leaf = torch.zeros(0, E, dtype=torch.float64, requires_grad=True)
@@ -178,8 +179,8 @@ def test_losses_of_no_tokens_are_finite():
         assert z.item() == 0
 
 
-def test_scores_in_16_bits_are_counted_exactly():
-    """bfloat16 knows no 701 and no 1001."""
+def test_16_bit_scores_are_counted_exactly():
+    """bfloat16 cannot represent 701 or 1001."""
     moe = moe_of("softmax", active=1, balance="switch", z_weight=0.0)
     ids_TA = (torch.arange(1001) < 701).long()[:, None]
     probs_TE = torch.zeros(1001, E, dtype=torch.bfloat16).scatter(1, ids_TA, 1)
@@ -189,10 +190,10 @@ def test_scores_in_16_bits_are_counted_exactly():
     assert value.item() == pytest.approx(E * (701**2 + 300**2) / 1001**2, rel=1e-6)
 
 
-def test_no_number_among_the_scores_is_no_number_in_the_losses():
+def test_nan_scores_give_nan_losses():
     for balance in ("gshard", "switch", "choices", "importance"):
         moe = moe_of("softmax", balance=balance)
-        logits_TE, ids_TA, _ = draw(2)
+        logits_TE, ids_TA, _ = random_choice(2)
         logits_TE[3, 1] = math.nan
         choice = RouterOutput(ids_TA, ids_TA.double(), logits_TE.softmax(1))
         _, value, z = balance_losses(choice, expert_load(ids_TA, E), logits_TE, moe, SOLO)
@@ -200,9 +201,9 @@ def test_no_number_among_the_scores_is_no_number_in_the_losses():
         assert z.isnan()
 
 
-def test_a_loss_of_sequences_must_be_told_them():
+def test_sequence_loss_requires_sequences():
     moe = moe_of("softmax", balance="sequence")
-    _, ids_TA, _ = draw(2)
+    _, ids_TA, _ = random_choice(2)
     choice = RouterOutput(ids_TA, ids_TA.double(), torch.ones(T, E, dtype=torch.float64))
     with pytest.raises(ConfigError, match="loss of sequences, and the stream does not say"):
         balance_losses(choice, expert_load(ids_TA, E), None, moe, SOLO)

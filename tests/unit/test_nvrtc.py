@@ -1,4 +1,4 @@
-"""CUDA C++ compiled at run time: the cache on disk and, where NVRTC is installed, the kernels themselves."""
+"""CUDA C++ compiled at run time: the disk cache and, where NVRTC is installed, the kernels."""
 
 import logging
 import re
@@ -19,25 +19,25 @@ compiles = pytest.mark.skipif(
 )
 
 
-def test_a_binary_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_binary_round_trips_through_the_cache(tmp_path: Path) -> None:
     path, binary = tmp_path / "new" / "folder" / "a.cubin", bytes(range(256)) * 9
     assert nvrtc._read_cache(path) is None
     nvrtc._write_cache(path, binary)
     assert nvrtc._read_cache(path) == binary
-    assert [file.name for file in path.parent.iterdir()] == ["a.cubin"], "no temporary file is left"
+    assert [file.name for file in path.parent.iterdir()] == ["a.cubin"], "a temporary file is left"
 
 
 @pytest.mark.parametrize(
     "damage", [lambda x: x[:-1], lambda x: b"", lambda x: x[: nvrtc.HASH_BYTES], lambda x: x + b"1"]
 )
-def test_a_damaged_binary_is_not_read(tmp_path: Path, damage) -> None:
+def test_damaged_binary_is_not_read(tmp_path: Path, damage) -> None:
     path = tmp_path / "a.cubin"
     nvrtc._write_cache(path, b"some instructions")
     path.write_bytes(damage(path.read_bytes()))
     assert nvrtc._read_cache(path) is None
 
 
-def test_one_bit_of_damage_is_seen(tmp_path: Path) -> None:
+def test_single_bit_damage_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "a.cubin"
     nvrtc._write_cache(path, b"some instructions")
     for at in range(len(path.read_bytes())):
@@ -47,7 +47,7 @@ def test_one_bit_of_damage_is_seen(tmp_path: Path) -> None:
         assert nvrtc._read_cache(tmp_path / "b.cubin") is None
 
 
-def test_a_folder_that_takes_nothing_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_cache_folder_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the place of a folder")
     with caplog.at_level(logging.WARNING):
         nvrtc._write_cache(tmp_path / "file" / "a.cubin", b"some instructions")
@@ -56,7 +56,7 @@ def test_a_folder_that_takes_nothing_is_no_error(tmp_path: Path, caplog: pytest.
 
 
 @compiles
-def test_what_a_binary_depends_on(tmp_path: Path) -> None:
+def test_cache_key_covers_source_options_and_arch(tmp_path: Path) -> None:
     def files() -> set[str]:
         return {file.name for file in tmp_path.iterdir()}
 
@@ -65,10 +65,10 @@ def test_what_a_binary_depends_on(tmp_path: Path) -> None:
     (name,) = files()
     times = (tmp_path / name).stat().st_mtime_ns
     assert nvrtc.compile_cubin(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path) == first
-    assert (tmp_path / name).stat().st_mtime_ns == times, "compiled once"
+    assert (tmp_path / name).stat().st_mtime_ns == times, "it must compile once"
     (tmp_path / name).write_bytes(b"damaged")
     assert nvrtc.compile_cubin(KERNEL, ["-DNUMBER=1"], "sm_90", tmp_path) == first
-    assert (tmp_path / name).read_bytes() != b"damaged", "and written again"
+    assert (tmp_path / name).read_bytes() != b"damaged", "it must be written again"
     for source, options, arch in (
         (KERNEL, ["-DNUMBER=2"], "sm_90"), (KERNEL, ["-DNUMBER=1"], "sm_80"), (KERNEL + " ", ["-DNUMBER=1"], "sm_90"),
     ):  # fmt: skip
@@ -78,7 +78,7 @@ def test_what_a_binary_depends_on(tmp_path: Path) -> None:
 
 
 @compiles
-def test_an_error_shows_the_compilers_own_words(tmp_path: Path) -> None:
+def test_compile_error_shows_the_compiler_output(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"NVRTC with .*-DNUMBER=one:\n.*identifier .one. is undefined"):
         nvrtc.compile_cubin(KERNEL, ["-DNUMBER=one"], "sm_90", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -89,9 +89,7 @@ def test_an_error_shows_the_compilers_own_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [80, 128, 256])
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize(("group", "lines"), [(5, 1), (8, 500)])
-def test_the_decode_kernel_spills_nothing(
-    width: int, cache: torch.dtype, group: int, lines: int, tmp_path: Path
-) -> None:
+def test_decode_kernel_has_no_spills(width: int, cache: torch.dtype, group: int, lines: int, tmp_path: Path) -> None:
     q = torch.empty(1, group, width, dtype=torch.bfloat16)
     k = torch.empty(1, 64, 1, width).to(cache)
     rows = cuda_decode.padded_rows(group, 1)
@@ -108,12 +106,12 @@ def test_the_decode_kernel_spills_nothing(
         source = cuda_decode.SOURCE.read_text(encoding="utf-8")
         binary = nvrtc.compile_cubin(source, cuda_decode.compiler_options(macros), "sm_90", tmp_path)
         (tmp_path / "kernel.cubin").write_bytes(binary)
-        assert used(tmp_path / "kernel.cubin", "STACK") <= (128 if more and rows > 8 else 0)
-        assert used(tmp_path / "kernel.cubin", "REG") * tiles.warps * 32 <= 2**16
+        assert resource_usage(tmp_path / "kernel.cubin", "STACK") <= (128 if more and rows > 8 else 0)
+        assert resource_usage(tmp_path / "kernel.cubin", "REG") * tiles.warps * 32 <= 2**16
 
 
-def used(image: Path, what: str) -> int:
-    """Registers, or bytes of a thread's stack."""
+def resource_usage(image: Path, what: str) -> int:
+    """Registers, or stack bytes per thread."""
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -123,7 +121,7 @@ def used(image: Path, what: str) -> int:
     return int(found[1])
 
 
-def test_teams_divide_a_block_and_its_memory_fits() -> None:
+def test_thread_teams_divide_a_block_and_shared_memory_fits() -> None:
     for width in (64, 80, 96, 112, 128, 192, 256):
         for size in (1, 2):
             for lines in (1, 132, 133, 300, 700, 1500, 9000):
@@ -137,15 +135,15 @@ def test_teams_divide_a_block_and_its_memory_fits() -> None:
     assert cuda_decode.choose_block(8, 128, 2, 2000, 132).workers == 4
 
 
-def test_no_gpu_no_kernel_in_cuda() -> None:
-    """Tensors of a CPU are read by the kernel in Triton, and nothing asks for a driver."""
+def test_cpu_tensors_do_not_use_the_cuda_kernel() -> None:
+    """CPU tensors use the Triton kernel, and no CUDA driver is loaded."""
     q, k = torch.empty(1, 8, 128, dtype=torch.bfloat16), torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)
     assert not KernelLayout.of(q, k, 1).cuda
     with pytest.raises(LookupError, match="takes no 8 rows of 128"):
         KernelLayout.of(q, k, 1, kernels="cuda")
-    assert FIELDS * 4 % 16 == 0, "items are read 16 bytes at once"
+    assert FIELDS * 4 % 16 == 0, "items are read 16 bytes at a time"
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_compiler_is_reported() -> None:
     why = nvrtc.unavailable_reason()
     assert why is None or "cuda-bindings" in why or "NVRTC" in why

@@ -1,4 +1,4 @@
-"""Quantised weights: what rounding may cost, what is stored, and that a model reads, scores and speaks with them."""
+"""Quantised weights: rounding error, storage, and loading, scoring and generating with them."""
 
 import math
 from pathlib import Path
@@ -25,15 +25,15 @@ from tests.serve import tiny
 KINDS = [("int8", 64), ("int4", 32), ("int4", 64), ("int4", 128), ("float8", 64)]
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+def random_weights(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
 @pytest.mark.parametrize("inputs", [32, 300, 1])
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
-def test_no_weight_moves_further_than_it_may(kind: str, group: int, inputs: int, scale: float) -> None:
-    w = (draw(40, inputs) + 0.3) * scale
+def test_rounding_error_of_weights_is_bounded(kind: str, group: int, inputs: int, scale: float) -> None:
+    w = (random_weights(40, inputs) + 0.3) * scale
     w[3], w[4, 1:] = 0, 0  # a row of zeros; one number alone
     got = dequantise(quantise(w, kind, group), torch.float32)
     assert got.shape == w.shape and not got[3].any()
@@ -44,20 +44,20 @@ def test_no_weight_moves_further_than_it_may(kind: str, group: int, inputs: int,
         padded = torch.nn.functional.pad(w, (0, -inputs % group)).unflatten(1, (-1, group))
         span = padded.amax(2).clamp(min=0) - padded.amin(2).clamp(max=0)
         bound = (span / 15 * 0.6).repeat_interleave(group, 1)[:, :inputs]
-    else:  # half a unit in the last of 4 bits, until the format ends
+    else:  # half a unit in the last of 4 bits, up to the end of the format
         bound = (w.abs() / 16).maximum(highest * 2.0**-17)
     assert ((got - w).abs() <= bound * 1.001).all()
     assert ((got - w).abs() > bound / 10).any() or inputs == 1
 
 
 @pytest.mark.parametrize(("kind", "share"), [("int8", 1 / 4), ("float8", 1 / 4), ("int4", 4.5 / 32)])
-def test_memory_is_what_the_bits_are(kind: str, share: float) -> None:
-    w = draw(64, 1024)
+def test_stored_bytes_follow_the_bit_width(kind: str, share: float) -> None:
+    w = random_weights(64, 1024)
     assert quantise(w, kind, 64).nbytes / w.nbytes == pytest.approx(share, rel=0.01)
 
 
-def test_a_word_holds_what_the_docstring_says() -> None:
-    w = quantise(draw(3, 64), "int4", 32)
+def test_packed_words_have_the_documented_layout() -> None:
+    w = quantise(random_weights(3, 64), "int4", 32)
     words, whole = w.values.unflatten(1, (2, 4)), dequantise(w, torch.float32)
     for i, c, group in ((0, 0, 0), (7, 3, 0), (5, 2, 1)):
         scale, low = w.scales[:, group].float().T
@@ -67,11 +67,11 @@ def test_a_word_holds_what_the_docstring_says() -> None:
 
 @pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "quantised_linear"], ids=lambda row: row.name)
 @pytest.mark.parametrize(("kind", "group"), KINDS)
-def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int, monkeypatch) -> None:
+def test_kernels_multiply_with_the_dequantised_weights(row, kind: str, group: int, monkeypatch) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
     monkeypatch.setattr(reference, "BAND_ELEMENTS", 1000)
-    w, bias = quantise(draw(37, 90), kind, group), draw(37).double()
+    w, bias = quantise(random_weights(37, 90), kind, group), random_weights(37).double()
     for shape in (
         (0, 90),
         (1, 90),
@@ -80,7 +80,7 @@ def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int
         (skinny_gemm_cpu.MAX_QUANTISED_ROWS, 90),
         (skinny_gemm_cpu.MAX_QUANTISED_ROWS + 1, 90),
     ):
-        x = draw(*shape).double()
+        x = random_weights(*shape).double()
         exact = x @ dequantise(w, torch.float64).T
         assert (row.run(x, w) - exact).abs().max().nan_to_num() < 1e-12 if x.numel() else row.run(x, w).shape == (0, 37)
         assert torch.equal(row.run(x, w, bias), row.run(x, w) + bias)
@@ -88,8 +88,8 @@ def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kind", "group"), KINDS)
-def test_few_rows_are_reckoned_at_least_as_finely_as_many(kind: str, group: int, dtype: torch.dtype) -> None:
-    w, x = quantise(draw(37, 300), kind, group), draw(5, 300, seed=1).to(dtype)
+def test_few_rows_are_at_least_as_precise_as_many(kind: str, group: int, dtype: torch.dtype) -> None:
+    w, x = quantise(random_weights(37, 300), kind, group), random_weights(5, 300, seed=1).to(dtype)
     exact = x.double() @ dequantise(w, torch.float64).T
     got = skinny_gemm_cpu.quantised_linear(x, w)
     assert (
@@ -99,7 +99,7 @@ def test_few_rows_are_reckoned_at_least_as_finely_as_many(kind: str, group: int,
     assert got.is_contiguous()
 
 
-def test_every_number_of_float8_is_widened_to_itself() -> None:
+def test_every_float8_value_widens_exactly() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     every = every[every.float().isfinite()]
     assert len(every) == 254
@@ -110,9 +110,9 @@ def test_every_number_of_float8_is_widened_to_itself() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(("kind", "group"), KINDS)
-def test_a_number_that_is_none_is_refused(bad: float, kind: str, group: int) -> None:
+def test_non_finite_weights_are_refused(bad: float, kind: str, group: int) -> None:
     layer = Linear(64, 3, bias=False, device=torch.device("cpu"), dtype=torch.float32)
-    w = draw(3, 64)
+    w = random_weights(3, 64)
     w[1, 40] = bad
     with pytest.raises(CheckpointError, match=f"3 × 64 is not finite and cannot be put into {kind}"):
         layer.quantise(w, kind, group, lambda x: x)
@@ -121,8 +121,8 @@ def test_a_number_that_is_none_is_refused(bad: float, kind: str, group: int) -> 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased", "qwen3_window_tied", "latent_yarn_biased"])
 @pytest.mark.parametrize("format", ["hf", "colonnade"])
-def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path: Path) -> None:
-    """From either format the same bits; what comes out is what dequantised weights give."""
+def test_model_is_quantised_while_loading(name: str, format: str, tmp_path: Path) -> None:
+    """Both formats give the same bits; outputs are those of the dequantised weights."""
     if name.startswith("latent") and format == "hf":
         pytest.skip("the tiny latent shape is of no Hugging Face family")
     context = DistributedContext.solo(torch.device("cpu"))
@@ -137,7 +137,7 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
         assert quantised_kind(model.transformer) == kind
         layers = {n: m for n, m in model.transformer.named_modules() if isinstance(m, Linear)}
         plain = build(CONFIGS[name], dtype=torch.float64)
-        for n, p in plain.named_parameters():  # what is quantised, dequantised; all else as it is
+        for n, p in plain.named_parameters():  # quantised weights dequantised; all others unchanged
             stem = n.removesuffix(".weight")
             original = whole.transformer.get_parameter(n)
             if stem in layers and layers[stem].quantised is not None:
@@ -159,7 +159,7 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
             api.save(model, tmp_path / "again")
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unsupported_settings_are_refused() -> None:
     llama = preset("llama-2-7b")
     for weights, group, tp in (("int4", 128, 4), ("int4", 64, 8)):
         with pytest.raises(
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused() -> None:
         ServeConfig(weights="int5")
     for kind in ("int3", "INT8", 8, "stored"):
         with pytest.raises(ConfigError, match=rf"unknown weight format {kind!r}; use int8, int4 or float8"):
-            quantise(draw(3, 32), kind)
+            quantise(random_weights(3, 32), kind)
 
 
 @pytest.mark.parametrize(
@@ -205,19 +205,19 @@ def test_what_cannot_be_is_refused() -> None:
         ({"device": "tpu"}, "device is 'tpu'; it must be 'auto', 'cpu' or 'cuda'"),
     ],
 )
-def test_a_word_that_load_does_not_know_is_refused_before_anything_is_read(given: dict, message: str) -> None:
+def test_unknown_load_option_is_refused_before_reading(given: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         api.load("/nowhere", **given)
 
 
-def test_a_model_says_what_its_weights_are(tmp_path: Path) -> None:
+def test_model_reports_its_weight_format(tmp_path: Path) -> None:
     whole = api.Model(tiny.model(dtype=torch.float32), None, DistributedContext.solo(torch.device("cpu")), "tiny")
     with pytest.raises(ConfigError, match="format is 'gguf'; it must be 'hf' or 'colonnade'"):
         api.save(whole, tmp_path / "m", format="gguf")
     api.save(whole, tmp_path / "m")
-    for weights, said in (("stored", "float32, one process"), ("int4", "float32 with weights in int4, one process")):
+    for weights, output in (("stored", "float32, one process"), ("int4", "float32 with weights in int4, one process")):
         with api.load(tmp_path / "m", device="cpu", weights=weights) as model:
-            assert said in repr(model)
+            assert output in repr(model)
 
 
 @pytest.mark.slow
@@ -225,15 +225,15 @@ def test_a_model_says_what_its_weights_are(tmp_path: Path) -> None:
     ("weights", "share", "worse"),
     [("int8", 1 / 4, 0.02), pytest.param("int4", 5 / 32, 0.03, marks=pytest.mark.long)],
 )
-def test_smollm2_in_fewer_bits_says_what_it_said(weights: str, share: float, worse: float) -> None:
+def test_quantised_smollm2_generates_similar_text(weights: str, share: float, worse: float) -> None:
     """Real weights: greedy text, perplexity, memory. (The file itself has 4 bits, in groups of 32.)"""
     text = Path(api.__file__).read_text(encoding="utf-8")[:400]
-    said, perplexity, size = [], [], []
-    for kept in ("stored", weights):
-        model = api.load("smollm2", dtype="float32", device="cpu", weights=kept, weight_group=32)
-        said.append(model.generate("The capital of France is", temperature=0, max_tokens=6))
+    output, perplexity, size = [], [], []
+    for unquantised_bytes in ("stored", weights):
+        model = api.load("smollm2", dtype="float32", device="cpu", weights=unquantised_bytes, weight_group=32)
+        output.append(model.generate("The capital of France is", temperature=0, max_tokens=6))
         perplexity.append(model.score(text).perplexity)
-        size.append(weight_bytes(model.transformer) - 49152 * 576 * 4)  # the tied embedding stays
-    assert said[0] == said[1] and "Paris" in said[0]
+        size.append(weight_bytes(model.transformer) - 49152 * 576 * 4)  # the tied embedding stays unquantised
+    assert output[0] == output[1] and "Paris" in output[0]
     assert perplexity[1] == pytest.approx(perplexity[0], rel=worse)
     assert size[1] / size[0] == pytest.approx(share, rel=0.01)

@@ -1,4 +1,4 @@
-"""Products with quantised weights and of fixed tiles, compiled for Hopper without a GPU: they fit and spill nothing."""
+"""Quantised and fixed-tile matmul kernels, compiled for Hopper without a GPU: they fit and do not spill."""
 
 import importlib.util
 import re
@@ -20,16 +20,16 @@ STORED = {"int4": "*i32", "int8": "*i8", "float8": "*fp8e4nv"}
 SIZES = ("outputs", "inputs", "columns", "groups", "x_t", "step")
 """Multiples of 16, as in any real layer."""
 EXPERT_SIZES = ("D", "F", "stride", "columns", "groups")
-OFTEN = {("up", "int4", 16), ("up", "int8", 128)}
+FAST_CASES = {("up", "int4", 16), ("up", "int8", 128)}
 EXPERTS = [
-    pytest.param(name, kind, rows, marks=() if (name, kind, rows) in OFTEN else pytest.mark.long)
+    pytest.param(name, kind, rows, marks=() if (name, kind, rows) in FAST_CASES else pytest.mark.long)
     for name in ("up", "down") for kind in STORED for rows in (16, 64, 128)
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", pytest.param("float8", marks=pytest.mark.long)])
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
-def test_they_fit_the_chip(kind: str, rows: int, tmp_path: Path) -> None:
+def test_linear_kernels_fit_the_gpu(kind: str, rows: int, tmp_path: Path) -> None:
     from colonnade.kernels.linear import skinny_gemm_tiles, triton_quantised
 
     how, kernel = skinny_gemm_tiles.SPLIT_K_TILES[kind], triton_quantised.split_k_kernel
@@ -40,17 +40,17 @@ def test_they_fit_the_chip(kind: str, rows: int, tmp_path: Path) -> None:
     whole = [size for size in SIZES if size in types]
     built = compiled(kernel, types, constants, whole, warps=how.warps, stages=how.stages)
     ptx = built.asm["ptx"]
-    # Several programs stand on one multiprocessor: without them nothing would be read while one waits.
+    # Several programs share a multiprocessor: otherwise nothing would be loaded while one waits.
     assert built.metadata.shared * (4 if rows == 16 else 2) <= SHARED_BYTES
     assert registers(built, tmp_path) * 32 * how.warps * 3 <= 65536
     assert spilled(built, tmp_path) == 0
-    # Weights come 16 bytes at once; no integer is turned into a float one by one where it has four bits.
+    # Weights are loaded 16 bytes at a time; 4-bit integers are not converted to float one by one.
     assert "wgmma" in ptx and re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
     assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", ptx)
 
 
 @pytest.mark.parametrize(("name", "kind", "rows"), EXPERTS)
-def test_experts_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> None:
+def test_expert_kernels_fit_the_gpu(name: str, kind: str, rows: int, tmp_path: Path) -> None:
     """A gated layer without biases."""
     from colonnade.kernels.experts import triton_quantised
 
@@ -83,7 +83,7 @@ def test_experts_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["*bf16", pytest.param("*fp32", marks=pytest.mark.long)])
-def test_fixed_tiles_fit_the_chip(kind: str, tmp_path: Path) -> None:
+def test_fixed_tile_kernels_fit_the_gpu(kind: str, tmp_path: Path) -> None:
     from colonnade.kernels.linear import triton_batch_invariant
 
     types = dict.fromkeys(("x_ptr", "w_ptr", "b_ptr", "y_ptr"), kind)

@@ -1,4 +1,4 @@
-"""Quantised experts: each expert's matrices are a dense layer's, and a mixture reads, speaks and waits with them."""
+"""Quantised experts: matrices like a dense layer's; loading, generating and offloading."""
 
 import itertools
 import math
@@ -40,7 +40,9 @@ SHAPES = [(37, 2, 5, 24, 20), (1, 2, 4, 70, 9), (0, 2, 3, 8, 8), (9, 3, 8, 16, 3
 @pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "quantised_experts"], ids=lambda row: row.name)
 @pytest.mark.parametrize(("kind", "group"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_the_reference_with_what_is_stored(row, kind: str, group: int, shape: tuple, monkeypatch) -> None:
+def test_kernels_match_the_reference_with_dequantised_weights(
+    row, kind: str, group: int, shape: tuple, monkeypatch
+) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
     monkeypatch.setattr(quantised, "BAND_ELEMENTS", 100)
@@ -62,8 +64,8 @@ def layer_of(experts: int, hidden: int, width: int) -> Experts:
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
-def test_each_matrix_is_a_dense_layers_and_no_product_errs_further(kind: str, group: int) -> None:
-    """The bits are those of a dense layer's, so no weight moves by more than there; nor then does a product."""
+def test_matrices_equal_a_dense_layer_and_error_is_bounded(kind: str, group: int) -> None:
+    """The bits equal a dense layer's, so weight errors have the same bound; products then do too."""
     layer, draw = layer_of(3, 40, 50), torch.Generator().manual_seed(0)
     x = torch.randn(7, 50, generator=draw)
     for part in ("up", "gate", "down"):
@@ -87,7 +89,7 @@ def test_each_matrix_is_a_dense_layers_and_no_product_errs_further(kind: str, gr
 
 
 @pytest.mark.parametrize("part", ["up", "down"])
-def test_a_number_that_is_none_is_refused(part: str) -> None:
+def test_non_finite_weights_are_refused(part: str) -> None:
     layer, stack = layer_of(2, 4, 6), torch.ones(2, 4, 6)
     stack[1, 2, 3] = math.nan
     with pytest.raises(CheckpointError, match="is not finite and cannot be put into int8"):
@@ -96,25 +98,25 @@ def test_a_number_that_is_none_is_refused(part: str) -> None:
 
 
 def dequantised(model: Transformer, like: Transformer) -> Transformer:
-    """``like`` with the weights that ``model``, which is quantised, stands for."""
+    """``like`` with the dequantised weights of the quantised ``model``."""
     with torch.no_grad():
         for name, module in like.named_modules():
             theirs = model.get_submodule(name)
             if isinstance(theirs, Linear) and theirs.quantised is not None:
                 module.weight.copy_(dequantise(theirs.quantised, torch.float64))
             elif isinstance(theirs, Experts):
-                for held, made in zip(module.stored, written_out(theirs.stored, torch.float64), strict=True):
-                    if held is not None:
-                        held.copy_(made)
-        for name, p in model.named_parameters():  # what is not quantised
+                for destination, values in zip(module.stored, written_out(theirs.stored, torch.float64), strict=True):
+                    if destination is not None:
+                        destination.copy_(values)
+        for name, p in model.named_parameters():  # not quantised
             like.get_parameter(name).copy_(p)
     return like
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
 @pytest.mark.parametrize(("name", "format"), [("gated", "hf"), ("biased_shared", "colonnade")])
-def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights: str, tmp_path: Path) -> None:
-    """Also a layer of it that is dense. What decides where a token goes, and how much of it, stays as it was."""
+def test_moe_model_is_quantised_while_loading(name: str, format: str, weights: str, tmp_path: Path) -> None:
+    """Also with one dense layer. Routers and their weights stay unquantised."""
     config = MOES[name].replace(family="mixtral") if format == "hf" else MOES[name]
     whole = build(config, dtype=torch.float32)
     if format == "hf":
@@ -124,9 +126,9 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
     model = api.load(tmp_path / "m", dtype="float64", device="cpu", weights=weights, weight_group=32)
     assert quantised_kind(model.transformer) == weights
     made = {n for n, m in model.transformer.named_modules() if getattr(m, "quantised", None)}
-    wanted = ["blocks.1.ffn.experts"]
-    wanted += ["blocks.0.ffn.up", "blocks.1.ffn.shared.down"] if name == "biased_shared" else ["blocks.0.ffn.experts"]
-    assert made.issuperset(wanted)
+    expected = ["blocks.1.ffn.experts"]
+    expected += ["blocks.0.ffn.up", "blocks.1.ffn.shared.down"] if name == "biased_shared" else ["blocks.0.ffn.experts"]
+    assert made.issuperset(expected)
     for n, p in model.transformer.named_parameters():
         assert torch.equal(p, whole.get_parameter(n).double()), n
         assert any(word in n for word in ("embed", "norm", "bias", "router", "shared_gate")), n
@@ -140,8 +142,8 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
 
 
 @pytest.mark.parametrize(("changes", "weights"), [({}, "int8"), (GPT2, "int4")], ids=["gated", "biased"])
-def test_an_engine_says_what_the_reference_forward_says(changes: dict, weights: str, tmp_path: Path) -> None:
-    """Prompts in chunks beside single tokens; and the same when experts wait in host memory, to the bit."""
+def test_engine_output_matches_the_reference_forward(changes: dict, weights: str, tmp_path: Path) -> None:
+    """Prompts in chunks beside single tokens; bitwise the same with experts offloaded to host memory."""
     moe = EXPERTS.replace(experts=8, ffn_width=33)
     whole = tiny.model(dtype=torch.float32, **changes, layers=3, moe=moe)
     api.save(api.Model(whole, tiny.tokenizer(), DistributedContext.solo(CPU), "tiny"), tmp_path / "m")
@@ -150,11 +152,11 @@ def test_an_engine_says_what_the_reference_forward_says(changes: dict, weights: 
     plain = dequantised(model.transformer, tiny.model(**changes, layers=3, moe=moe))
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     limits = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3, weights=weights)
-    said = Engine(model.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
-    assert [list(c.token_ids) for c in said] == [tiny.greedy(plain, prompt, COUNT) for prompt in PROMPTS]
+    outputs = Engine(model.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
+    assert [list(c.token_ids) for c in outputs] == [tiny.greedy(plain, prompt, COUNT) for prompt in PROMPTS]
     waiting = api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2))
     assert all(layer.fetch is not None for layer in expert_modules(waiting.transformer))
     again = Engine(waiting.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
-    assert [c.token_ids for c in again] == [c.token_ids for c in said]
+    assert [c.token_ids for c in again] == [c.token_ids for c in outputs]
     for n in (1, 20):
         assert torch.equal(waiting.logits(list(range(n))), model.logits(list(range(n))))

@@ -1,4 +1,4 @@
-"""Recomputation gives the same bits and keeps fewer bytes, and a budget is kept to."""
+"""Recomputation gives the same bits and saves memory, within a budget."""
 
 import pytest
 import torch
@@ -23,32 +23,32 @@ from tests.worlds import assert_same
 MIXED: list[RecomputeKind] = ["full", "attention", "none"]
 
 
-def trained(config: ModelConfig, kinds: list[RecomputeKind]):
-    """(loss, gradients, bytes kept) of one forward and backward pass in float64."""
+def train_once(config: ModelConfig, kinds: list[RecomputeKind]):
+    """(loss, gradients, saved bytes) of one forward and backward pass in float64."""
     model = build(config)
     set_recompute(model.blocks, kinds)
     stream, attend, targets = ragged(config)
-    kept = saved_for_backward_bytes(model, lambda: model(stream, attend, Loss(targets))[0])
+    saved_bytes = saved_for_backward_bytes(model, lambda: model(stream, attend, Loss(targets))[0])
     loss, _ = model(stream, attend, Loss(targets))
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, kept
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, saved_bytes
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_values_and_gradients_are_the_same_bits(name: str) -> None:
+def test_values_and_gradients_are_bitwise_equal(name: str) -> None:
     config = CONFIGS[name].replace(layers=3)
-    loss, grads, kept = trained(config, ["none"] * 3)
+    loss, grads, saved = train_once(config, ["none"] * 3)
     for kinds in (["attention"] * 3, ["full"] * 3, MIXED):
-        again, others, less = trained(config, kinds)
+        again, others, less = train_once(config, kinds)
         assert torch.equal(again, loss)
         for parameter, grad in grads.items():
             assert torch.equal(others[parameter], grad), f"{parameter} with {kinds}"
-        assert less < kept
+        assert less < saved
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("kind", ["attention", "full"])
-def test_compiled_blocks_recompute_too(kind: RecomputeKind) -> None:
+def test_compiled_blocks_recompute(kind: RecomputeKind) -> None:
     torch._dynamo.reset()
     config = CONFIGS["qwen3_window_tied"].replace(window=None)
     model, plain = build(config), build(config)
@@ -64,13 +64,13 @@ def test_compiled_blocks_recompute_too(kind: RecomputeKind) -> None:
     assert_same(losses[0], losses[1])
     for name, p in model.named_parameters():
         assert_same(p.grad, plain.get_parameter(name).grad, what=name)
-    kept = [saved_for_backward_bytes(it, lambda it=it: it(stream, attend, Loss(targets))[0]) for it in (model, plain)]
-    assert kept[0] < kept[1]
+    saved = [saved_for_backward_bytes(it, lambda it=it: it(stream, attend, Loss(targets))[0]) for it in (model, plain)]
+    assert saved[0] < saved[1]
     torch._dynamo.reset()
 
 
-def test_a_block_is_weighed_right() -> None:
-    """Three blocks more keep three times what one was measured to keep; computed again in full, its input."""
+def test_measured_bytes_of_a_block_are_right() -> None:
+    """Three more blocks save three times the measured bytes; fully recomputed blocks save only their input."""
     config = CONFIGS["llama"]
     stream, attend, targets = ragged(config)
 
@@ -80,16 +80,14 @@ def test_a_block_is_weighed_right() -> None:
     block = measure_block_bytes(lambda it: Transformer(it, dtype=torch.float64), config, run, SOLO)
     assert block["full"] == stream.tokens_T.numel() * config.width * 8 < block["attention"] < block["none"]
     for kind in RECOMPUTE_KINDS:
-        five, two = (trained(config.replace(layers=layers), [kind] * layers)[2] for layers in (5, 2))
+        five, two = (train_once(config.replace(layers=layers), [kind] * layers)[2] for layers in (5, 2))
         assert five - two == 3 * block[kind]
 
 
 @given(
     costs=st.tuples(*[st.integers(1, 1000)] * 3), blocks=st.integers(1, 40), share=st.floats(0, 1.5),
 )  # fmt: skip
-def test_a_budget_is_kept_with_as_little_again_as_possible(
-    costs: tuple[int, int, int], blocks: int, share: float
-) -> None:
+def test_budget_is_met_with_the_least_recomputation(costs: tuple[int, int, int], blocks: int, share: float) -> None:
     full, attention, none = sorted(costs)
     block: dict[RecomputeKind, int] = {"none": none, "attention": attention, "full": full}
     allowed = int(share * blocks * none)
@@ -99,19 +97,19 @@ def test_a_budget_is_kept_with_as_little_again_as_possible(
         return
     kinds = choose_kinds(block, blocks, allowed)
     assert len(kinds) == blocks and sum(block[kind] for kind in kinds) <= allowed
-    assert kinds == sorted(kinds, key=["full", "attention", "none"].index), "the first blocks are computed again"
+    assert kinds == sorted(kinds, key=["full", "attention", "none"].index), "the first blocks are recomputed"
     for lighter in (("full", "attention"), ("attention", "none"), ("full", "none")):
         if lighter[0] in kinds and not ("full" in kinds and lighter[0] == "attention"):
             spared = [*kinds]
             spared[kinds.index(lighter[0])] = lighter[1]
-            assert sum(block[kind] for kind in spared) > allowed, f"one {lighter[0]} less would have fitted"
+            assert sum(block[kind] for kind in spared) > allowed, f"one block less in {lighter[0]} would have fitted"
 
 
-def test_attention_that_frees_nothing_is_no_step_on_the_way() -> None:
+def test_attention_recompute_that_frees_nothing_is_skipped() -> None:
     assert choose_kinds({"none": 10, "attention": 12, "full": 1}, 3, 21) == ["full", "none", "none"]
 
 
-def test_the_line_that_a_run_begins_with() -> None:
+def test_first_line_of_a_run_reports_recomputation() -> None:
     choice = RecomputeChoice(["full", "none"], {"none": 1 << 20, "attention": 1 << 19, "full": 1 << 10}, 3 << 19)
     assert str(choice) == (
         "recompute in 2 blocks: 1 none, 1 full; they save 1.001 MiB of the 1.5 MiB allowed for a micro-batch "
@@ -119,6 +117,6 @@ def test_the_line_that_a_run_begins_with() -> None:
     )
 
 
-def test_the_second_run_is_the_first_one_operator_by_operator() -> None:
+def test_recomputation_runs_the_same_operators() -> None:
     with set_checkpoint_debug_enabled(True):
-        trained(CONFIGS["gpt2"], ["full", "attention"])
+        train_once(CONFIGS["gpt2"], ["full", "attention"])

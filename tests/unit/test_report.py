@@ -19,7 +19,7 @@ def record(folder, **changes):
     return json.loads(path.read_text()) | {"file": path.name} | changes
 
 
-def test_a_record_says_where_when_and_how(tmp_path):
+def test_record_has_machine_date_and_command(tmp_path):
     found = record(tmp_path)
     assert found["rows"][0] == {"batch": 1, "tokens_per_s": 1234.5}
     assert found["notes"] == "median of 5"
@@ -29,7 +29,7 @@ def test_a_record_says_where_when_and_how(tmp_path):
     assert found["command"].startswith("python ")
 
 
-def test_nothing_measured_or_not_a_number_is_refused(tmp_path):
+def test_empty_and_non_numeric_records_are_refused(tmp_path):
     with pytest.raises(ValueError, match="measured nothing"):
         report.report("empty", [], folder=tmp_path)
     with pytest.raises(ValueError, match="JSON compliant"):
@@ -56,7 +56,7 @@ def test_headlines_and_rows_are_rendered(tmp_path):
     assert "2026-01-02 03:04 UTC" in page
 
 
-def test_what_one_script_says_of_several_records_is_told_once(tmp_path):
+def test_shared_notes_of_one_script_are_rendered_once(tmp_path):
     of_all = "What all have in common.\n\n    python benchmarks/it.py --tiny    # how to run it\n\nHow."
     one, two, three = (
         record(tmp_path, notes=notes, command="python benchmarks/it.py", file=name)
@@ -73,7 +73,7 @@ def test_what_one_script_says_of_several_records_is_told_once(tmp_path):
     assert "\n\nOf the part.\n\n" in sections[1] and "As in [it](#it)." in sections[2]
 
 
-def test_a_command_does_not_say_where_things_were_put(monkeypatch):
+def test_command_omits_output_paths(monkeypatch):
     words = ["benchmarks/it.py", "--out", "/home/me/x", "--sweep", "0", "3", "--picture=y.png", "--keep", "k", "--tiny"]
     monkeypatch.setattr("sys.argv", words)
     assert report.command() == "python benchmarks/it.py --sweep 0 3 --tiny"
@@ -81,21 +81,21 @@ def test_a_command_does_not_say_where_things_were_put(monkeypatch):
         assert not {"--out", "--picture", "--keep"} & set(found["command"].split()), found["file"]
 
 
-def test_toys_are_not_kept_among_the_results(tmp_path, monkeypatch):
+def test_tiny_runs_are_not_written_to_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert report.folder_of(None, toy=True).parent == tmp_path
     assert report.folder_of(None, toy=False) == report.RESULTS
     assert report.folder_of(tmp_path / "x", toy=True) == report.folder_of(tmp_path / "x", toy=False) == tmp_path / "x"
 
 
-def test_ratios_say_how_many_times_as_fast(tmp_path):
+def test_ratios_are_rendered_as_speedups(tmp_path):
     found = record(tmp_path)
     rows = [("decode", 0, "Decoding", "transformers"), ("decode", 0, f"Decoding{table.LOWER}", "transformers")]
     shown = table.comparison([found], rows)
     assert "| Decoding | transformers | 1.25 × |" in shown and "| Decoding | transformers | 0.80 × |" in shown
 
 
-def test_the_readme_shows_at_most_25_rows_that_exist():
+def test_readme_shows_at_most_25_existing_rows():
     by_stem = {record["file"].removesuffix(".json"): record for record in table.load()}
     rows = [row for topic in table.TOPICS.values() for row in topic]
     assert len(rows) <= 25
@@ -103,14 +103,14 @@ def test_the_readme_shows_at_most_25_rows_that_exist():
         assert line < len(by_stem[stem]["headlines"]), stem
 
 
-def test_the_tables_in_the_tree_are_what_the_results_say():
-    wanted = table.rendered()
-    assert {table.README, table.PAGE, table.ROOT / "docs/howto/serve.md"} == set(wanted)
-    for path, text in wanted.items():
+def test_committed_tables_match_the_results():
+    expected = table.rendered()
+    assert {table.README, table.PAGE, table.ROOT / "docs/howto/serve.md"} == set(expected)
+    for path, text in expected.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python benchmarks/table.py"
 
 
-def test_a_page_shows_the_columns_of_a_record_that_it_asks_for(tmp_path):
+def test_page_shows_the_requested_columns(tmp_path):
     text = "before\n<!-- record: decode tokens_per_s batch -->\nold\n<!-- record: end -->\nafter\n"
     shown = table.with_parts(text, [record(tmp_path)])
     head, row, last = "| tokens_per_s | batch |", "| 1,234 | 1 |", "|  | 8 |"

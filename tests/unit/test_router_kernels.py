@@ -1,6 +1,6 @@
-"""A router's kernels: the plain ones against their formulas, and scores on matrix units without these.
+"""Router kernels: the plain ones against their formulas, and tensor-core scores computed without tensor cores.
 
-The choice and the counts in Triton are held to the same cases by tests/interpreted_experts.py.
+The Triton kernels for choosing and counting run the same cases in tests/interpreted_experts.py.
 """
 
 import pytest
@@ -14,14 +14,14 @@ from colonnade.model.moe.router import ROUTERS
 from tests.routers import CHOICES, hard_scores, moe_of, router_of, same_choice, tokens
 
 
-def draw(*shape: int, dtype: torch.dtype, seed: int = 0, wanted: bool = True) -> torch.Tensor:
+def random_values(*shape: int, dtype: torch.dtype, seed: int = 0, wanted: bool = True) -> torch.Tensor:
     drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return drawn.to(dtype).requires_grad_(wanted)
 
 
 @pytest.fixture
-def on_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product of 16 bits into float32, which torch has for GPUs."""
+def emulate_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulates a 16-bit matrix product with float32 output, which torch has for GPUs only."""
     monkeypatch.setattr(routing, "matmul_float32", lambda a, b: a.float() @ b.float())
 
 
@@ -29,11 +29,15 @@ def on_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("T", "E", "D"), [(40, 6, 24), (1, 1, 7), (0, 5, 8), (300, 33, 65)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_wide_scores(dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
-    """As in float64; gradients but for their own rounding to 16 bits."""
-    x, w, b = draw(T, D, dtype=dtype), draw(E, D, dtype=dtype, seed=1), draw(E, dtype=dtype, seed=2)
+def test_float32_scores_of_16_bit_inputs(dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
+    """As in float64; gradients too, except for their own rounding to 16 bits."""
+    x, w, b = (
+        random_values(T, D, dtype=dtype),
+        random_values(E, D, dtype=dtype, seed=1),
+        random_values(E, dtype=dtype, seed=2),
+    )
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    g = draw(T, E, dtype=torch.float32, seed=3, wanted=False) * torch.logspace(-2, 3, E)
+    g = random_values(T, E, dtype=torch.float32, seed=3, wanted=False) * torch.logspace(-2, 3, E)
     got = routing.scores_tensor_core(x, w, b if biased else None)
     wanted = routing.scores(exact[0], exact[1], exact[2] if biased else None)
     assert got.dtype == torch.float32 and wanted.dtype == torch.float64
@@ -46,8 +50,8 @@ def test_wide_scores(dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -
 
 
 @pytest.mark.usefixtures("on_matrix_units")
-def test_a_gradient_nobody_wants_is_not_computed() -> None:
-    x, w = draw(9, 8, dtype=torch.bfloat16), draw(5, 8, dtype=torch.bfloat16)
+def test_unneeded_gradients_are_not_computed() -> None:
+    x, w = random_values(9, 8, dtype=torch.bfloat16), random_values(5, 8, dtype=torch.bfloat16)
     for frozen, trained in ((x, w), (w, x)):
         frozen.requires_grad_(False)
         routing.scores_tensor_core(x, w).sum().backward()
@@ -57,26 +61,29 @@ def test_a_gradient_nobody_wants_is_not_computed() -> None:
 
 
 @pytest.mark.usefixtures("on_matrix_units")
-def test_operators_of_scores() -> None:
+def test_score_operators_pass_opcheck() -> None:
     for T in (0, 4):
-        x, w = draw(T, 8, dtype=torch.bfloat16), draw(5, 8, dtype=torch.bfloat16)
+        x, w = random_values(T, 8, dtype=torch.bfloat16), random_values(5, 8, dtype=torch.bfloat16)
         torch.library.opcheck(torch.ops.colonnade.router_scores.default, (x, w))
 
 
-def test_a_gradient_is_the_sum_of_its_parts() -> None:
-    """To the last bit, of large and small numbers alike."""
-    g = draw(200, 7, dtype=torch.float32, wanted=False) * torch.logspace(-30, 30, 200)[:, None]
+def test_gradient_is_the_sum_of_its_parts() -> None:
+    """Bitwise, for large and small values alike."""
+    g = random_values(200, 7, dtype=torch.float32, wanted=False) * torch.logspace(-30, 30, 200)[:, None]
     assert torch.equal(routing.split_into_bfloat16(g).unflatten(1, (3, 7)).double().sum(1), g.double())
 
 
-def test_a_weight_of_another_type_is_multiplied_as_before() -> None:
-    x, w = draw(9, 8, dtype=torch.bfloat16, wanted=False), draw(5, 8, dtype=torch.float32, wanted=False)
+def test_mixed_dtypes_use_the_plain_product() -> None:
+    x, w = (
+        random_values(9, 8, dtype=torch.bfloat16, wanted=False),
+        random_values(5, 8, dtype=torch.float32, wanted=False),
+    )
     assert torch.equal(routing.scores_tensor_core(x, w), torch.nn.functional.linear(x.float(), w))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_scores_are_in_float32_at_least(dtype: torch.dtype) -> None:
-    x, w, b = (draw(*shape, dtype=dtype, wanted=False) for shape in ((9, 8), (5, 8), (5,)))
+def test_scores_are_at_least_float32(dtype: torch.dtype) -> None:
+    x, w, b = (random_values(*shape, dtype=dtype, wanted=False) for shape in ((9, 8), (5, 8), (5,)))
     exact = torch.promote_types(dtype, torch.float32)
     got = choose("router_scores", "cpu", dtype)(x, w, b)
     assert got.dtype == exact
@@ -84,8 +91,8 @@ def test_scores_are_in_float32_at_least(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("T", "E", "A"), CHOICES)
-def test_the_plain_choice(T: int, E: int, A: int) -> None:
-    """Against Python's sort, which leaves equals in their order."""
+def test_plain_top_k_matches_a_sort(T: int, E: int, A: int) -> None:
+    """Against Python's sort, which is stable."""
 
     def by_hand(compared_TE, scores_TE, active, *, normalise, scale):
         ids = [sorted(range(E), key=lambda e, row=row: -row[e])[:active] for row in compared_TE.tolist()]
@@ -100,10 +107,10 @@ def test_the_plain_choice(T: int, E: int, A: int) -> None:
             same_choice(by_hand, routing.top_experts, scores[name], A, normalise=normalise, scale=1.7)
 
 
-def test_equal_and_not_finite_scores_are_ordered_as_by_a_stable_sort() -> None:
+def test_ties_and_non_finite_scores_are_sorted_stably() -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randint(-4, 4, (200, 9), generator=generator).float()
-    x[::3] += torch.rand(67, 9, generator=generator)  # rows without equals among them
+    x[::3] += torch.rand(67, 9, generator=generator)  # rows without ties
     x[::7, 2], x[::11, 4], x[::13, 6] = float("nan"), float("-inf"), float("nan")
     x[5] = 0.0
     x[5, ::2] = -0.0
@@ -113,21 +120,21 @@ def test_equal_and_not_finite_scores_are_ordered_as_by_a_stable_sort() -> None:
         )
 
 
-def test_a_choice_counts_as_its_score_where_nothing_is_asked() -> None:
-    scores = draw(9, 6, dtype=torch.float32, wanted=False)
+def test_weights_are_plain_scores_by_default() -> None:
+    scores = random_values(9, 6, dtype=torch.float32, wanted=False)
     ids, weights = routing.top_experts(scores, scores, 2, normalise=False, scale=1.0)
     assert torch.equal(weights, scores.gather(1, ids))
 
 
-def test_the_plain_count() -> None:
+def test_plain_expert_count() -> None:
     ids = torch.tensor([[0, 2], [2, 3], [9, 2]])
     assert permute.count(ids, 3).tolist() == [1, 0, 3]
     assert permute.count(ids[:0], 3).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_seen(bad: float) -> None:
-    scores = draw(9, 6, dtype=torch.float32, wanted=False) * 3e38
+def test_non_finite_scores_are_detected(bad: float) -> None:
+    scores = random_values(9, 6, dtype=torch.float32, wanted=False) * 3e38
     assert bool(_all_finite(scores.clamp(-3e38, 3e38)))
     scores = scores.clamp(-3e38, 3e38)
     scores[4, 2] = bad
@@ -135,16 +142,16 @@ def test_what_is_not_finite_is_seen(bad: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "cosine", "hash", "switch"])
-def test_tokens_are_seen_in_the_scores_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever asks; they are kept as they came."""
+def test_routers_see_tokens_in_the_score_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any caller; stored tokens keep their dtype."""
     seen: list[RouterInput] = []
     rule = ROUTERS[moe_of(name).router.kind]
 
-    def noted(it: RouterInput) -> RouterOutput:
+    def recorded(it: RouterInput) -> RouterOutput:
         seen.append(it)
         return rule.choose(it)
 
-    monkeypatch.setitem(ROUTERS, moe_of(name).router.kind, rule._replace(choose=noted))
+    monkeypatch.setitem(ROUTERS, moe_of(name).router.kind, rule._replace(choose=recorded))
     x_TD, tokens_T, index_T, _ = tokens()
     choice, _ = router_of(moe_of(name)).bfloat16()(x_TD.bfloat16(), tokens_T, index_T, None)
     assert seen[0].raw_TD.dtype == torch.bfloat16 and seen[0].logits_TE.dtype == torch.float32

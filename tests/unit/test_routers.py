@@ -1,4 +1,4 @@
-"""Each router against its formula, written out token by token; what a newcomer must do; what is refused."""
+"""Each router against its formula, token by token; custom routers; refused settings."""
 
 import math
 import re
@@ -41,7 +41,7 @@ def softmax(row: list[float]) -> list[float]:
     return [v / sum(exps) for v in exps]
 
 
-def order(row: list[float]) -> list[int]:
+def descending_order(row: list[float]) -> list[int]:
     return sorted(range(len(row)), key=lambda e: -row[e])
 
 
@@ -52,24 +52,24 @@ def gate_rows(router: Router, x_TD: torch.Tensor) -> list[list[float]]:
     return [[sum(w * v for w, v in zip(ws, x, strict=True)) + b for ws, b in units] for x in x_TD.tolist()]
 
 
-def finish(moe: MoeConfig, chosen: list[float]) -> list[float]:
+def normalise_and_scale(moe: MoeConfig, chosen: list[float]) -> list[float]:
     total = sum(chosen) if moe.router.normalise and moe.active > 1 else 1.0
     return [v / total * moe.router.scale for v in chosen]
 
 
 def within_groups(moe: MoeConfig, row: list[float]) -> list[int]:
-    """The experts by their score, those of groups left out not among them."""
+    """Experts by score, without those of the excluded groups."""
     groups = moe.router.groups
     size = E // groups
     rows = [row[g * size : (g + 1) * size] for g in range(groups)]
     top = 1 if moe.router.group_score == "max" else 2
     score = [sum(sorted(part, reverse=True)[:top]) for part in rows]
-    kept = order(score)[: moe.router.groups_kept]
-    return [e for e in order(row) if e // size in kept]
+    kept_groups = descending_order(score)[: moe.router.groups_kept]
+    return [e for e in descending_order(row) if e // size in kept_groups]
 
 
-def plain(name: str, moe: MoeConfig, router: Router) -> tuple[list[list[int]], list[list[float]]]:
-    """(ids, weights) of each token by the formula of the router's paper, in plain Python; none is E and 0."""
+def reference_choice(name: str, moe: MoeConfig, router: Router) -> tuple[list[list[int]], list[list[float]]]:
+    """(ids, weights) of each token by the formula of the router's paper, in plain Python; an unused slot is E and 0."""
     x_TD, _, index_T, units = tokens()
     noise, own, config = noise_for(moe, index_T), weights_of(router), moe.router
     kind, A = kind_of(name), moe.active
@@ -107,11 +107,11 @@ def plain(name: str, moe: MoeConfig, router: Router) -> tuple[list[list[int]], l
         probs = [softmax(row) for row in rows]
         C = math.ceil(TOKENS * A / E)
         takers = [sorted(range(TOKENS), key=lambda t, e=e: -probs[t][e])[:C] for e in range(E)]
-        ids = [[e for e in order(probs[t]) if t in takers[e]] for t in range(TOKENS)]
+        ids = [[e for e in descending_order(probs[t]) if t in takers[e]] for t in range(TOKENS)]
         weights = [[probs[t][e] for e in ids[t]] for t in range(TOKENS)]
         return ids, weights
     if kind == "topology":
-        return plain_topology(moe, [softmax(row) for row in rows])
+        return reference_topology(moe, [softmax(row) for row in rows])
     if kind == "hash":
         return [[] for _ in range(TOKENS)], [[1 / A] * A for _ in range(TOKENS)]
     ids, weights = [], []
@@ -119,37 +119,39 @@ def plain(name: str, moe: MoeConfig, router: Router) -> tuple[list[list[int]], l
         scores = [1 / (1 + math.exp(-v)) for v in row] if kind == "sigmoid" else softmax(row)
         chosen = within_groups(moe, [s + b for s, b in zip(scores, bias, strict=True)])[:A]
         if kind == "noisy":
-            chosen = order(row)[:A]
+            chosen = descending_order(row)[:A]
             ids.append(chosen)
             weights.append(softmax([row[e] for e in chosen]))
             continue
-        kept = finish(moe, [scores[e] for e in chosen])
+        kept_weights = normalise_and_scale(moe, [scores[e] for e in chosen])
         if kind == "gshard":
             g2 = scores[chosen[1]] / (scores[chosen[0]] + scores[chosen[1]])
             if 2 * g2 < noise.uniform(1, SECOND)[t].item():
-                chosen, kept = chosen[:1], kept[:1]
+                chosen, kept_weights = chosen[:1], kept_weights[:1]
         ids.append(chosen)
-        weights.append(kept)
+        weights.append(kept_weights)
     return ids, weights
 
 
-def plain_topology(moe: MoeConfig, probs: list[list[float]]) -> tuple[list[list[int]], list[list[float]]]:
+def reference_topology(moe: MoeConfig, probs: list[list[float]]) -> tuple[list[list[int]], list[list[float]]]:
     nodes = moe.router.nodes
     home = [t * nodes // TOKENS for t in range(TOKENS)]
     experts = [[e for e in range(E) if e * nodes // E == n] for n in range(nodes)]
     may_leave: set[int] = set()
     for n in range(nodes):
         ours = [t for t in range(TOKENS) if home[t] == n]
-        leavers = sorted((t for t in ours if order(probs[t])[0] not in experts[n]), key=lambda t: -max(probs[t]))
+        leavers = sorted(
+            (t for t in ours if descending_order(probs[t])[0] not in experts[n]), key=lambda t: -max(probs[t])
+        )
         may_leave |= set(leavers[: int(moe.router.away * len(ours))])
     ids = []
     for t in range(TOKENS):
-        best = order(probs[t])
+        best = descending_order(probs[t])
         if best[0] not in experts[home[t]] and t not in may_leave:
             first = next(e for e in best if e in experts[home[t]])
             best = [first] + [e for e in best if e != first]
         ids.append(best[: moe.active])
-    return ids, [finish(moe, [probs[t][e] for e in ids[t]]) for t in range(TOKENS)]
+    return ids, [normalise_and_scale(moe, [probs[t][e] for e in ids[t]]) for t in range(TOKENS)]
 
 
 def chosen(name: str, moe: MoeConfig, router: Router, **how) -> RouterOutput:
@@ -158,14 +160,14 @@ def chosen(name: str, moe: MoeConfig, router: Router, **how) -> RouterOutput:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_router_is_its_formula(name):
+def test_router_matches_its_formula(name):
     moe = moe_of(name)
     router = router_of(moe)
     choice = chosen(name, moe, router)
-    ids, weights = plain(name, moe, router)
+    ids, weights = reference_choice(name, moe, router)
     for t in range(TOKENS):
         real = [j for j, e in enumerate(choice.ids_TA[t].tolist()) if e < E]
-        assert real == list(range(len(real))), "none stands last"
+        assert real == list(range(len(real))), "unused slots are last"
         if kind_of(name) != "hash":
             assert choice.ids_TA[t, : len(real)].tolist() == ids[t], t
         assert_same(choice.weights_TA[t, : len(real)], torch.tensor(weights[t], dtype=torch.float64), what=f"token {t}")
@@ -173,8 +175,8 @@ def test_a_router_is_its_formula(name):
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "hash"])
-def test_equal_scores_go_to_the_lowest_index(name):
-    """Of experts, of groups, and of tokens where experts choose; in float32 and float64."""
+def test_ties_go_to_the_lowest_index(name):
+    """Ties between experts, groups, and tokens (where experts choose); in float32 and float64."""
     moe = moe_of(name, experts=60, noise=0.0, jitter=0.0)
     for dtype in (torch.float32, torch.float64):
         router = router_of(moe).to(dtype)
@@ -189,13 +191,13 @@ def test_equal_scores_go_to_the_lowest_index(name):
             assert torch.equal(ids_TA, torch.arange(moe.active).expand(TOKENS, -1))
 
 
-def test_the_cases_use_every_router_of_the_registry():
-    # Other tests, and the documentation's, register routers of their own in the same process.
+def test_cases_cover_every_registered_router():
+    # Other tests, and the documentation's, register their own routers in the same process.
     ours = {name for name, rule in ROUTERS.items() if rule.choose.__module__.startswith("colonnade.")}
     assert {kind_of(name) for name in KINDS} == ours
 
 
-def test_the_documentation_and_the_config_list_every_router():
+def test_docs_and_config_list_every_router():
     names = {kind_of(name) for name in KINDS}
     page = (Path(__file__).parents[2] / "docs/ideas/routing.md").read_text(encoding="utf-8")
     table = page[page.index("| `moe.router.kind`") : page.index("Beside the kind")]
@@ -205,7 +207,7 @@ def test_the_documentation_and_the_config_list_every_router():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_router_of_no_tokens_and_of_one(name):
+def test_router_with_zero_tokens_and_one(name):
     moe = moe_of(name)
     router = router_of(moe)
     x_TD, tokens_T, index_T, units = tokens()
@@ -218,7 +220,7 @@ def test_a_router_of_no_tokens_and_of_one(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_inference_has_no_noise(name):
-    """What a router does without noise is what it does with its noise at 0."""
+    """Inference equals training with the router's noise at 0."""
     moe = moe_of(name)
     router = router_of(moe)
     x_TD, tokens_T, index_T, units = tokens()
@@ -231,10 +233,10 @@ def test_inference_has_no_noise(name):
     assert choice.expected_TE is None
     if uses_noise(moe):
         noisy = chosen(name, moe, router)
-        assert not torch.equal(noisy.weights_TA, choice.weights_TA), "the noise changes nothing"
+        assert not torch.equal(noisy.weights_TA, choice.weights_TA), "the noise changed nothing"
 
 
-def test_gshard_keeps_a_second_expert_in_proportion_to_its_weight():
+def test_gshard_samples_the_second_expert_by_its_weight():
     moe = moe_of("gshard")
     T = 20_000
     noise = noise_for(moe, torch.arange(T))
@@ -243,14 +245,14 @@ def test_gshard_keeps_a_second_expert_in_proportion_to_its_weight():
     logits_TE[:, 0], logits_TE[:, 3] = math.log(1 - g2) + 9, math.log(g2) + 9
     none = torch.empty(0)
     seen = RouterInput(none, logits_TE, logits_TE, moe, {}, None, noise, none, none, SOLO_AXES.experts.tokens)
-    kept = (ROUTERS["gshard"].choose(seen).ids_TA[:, 1] < E).double().mean().item()
-    assert abs(kept - 2 * g2) < 4 * math.sqrt(0.4 * 0.6 / T)
+    kept_share = (ROUTERS["gshard"].choose(seen).ids_TA[:, 1] < E).double().mean().item()
+    assert abs(kept_share - 2 * g2) < 4 * math.sqrt(0.4 * 0.6 / T)
     seen = seen._replace(noise=None)
     assert (ROUTERS["gshard"].choose(seen).ids_TA < E).all()
 
 
-def test_the_noisy_routers_load_is_the_share_of_draws_that_choose_an_expert():
-    """P_te by its definition: one expert's noise drawn again many times."""
+def test_noisy_load_is_the_share_of_draws_choosing_an_expert():
+    """P_te by its definition: one expert's noise drawn many times."""
     moe = moe_of("noisy")
     router = router_of(moe)
     x_TD, _, index_T, _ = tokens()
@@ -268,8 +270,8 @@ def test_the_noisy_routers_load_is_the_share_of_draws_that_choose_an_expert():
 
 
 @pytest.mark.parametrize("name", ["softmax_tutel_noise", "cosine", "sigmoid", "sequence"])
-def test_the_load_under_added_noise_is_the_chance_to_be_among_the_highest(name):
-    """Of the others' noisy scores; the mean noise of n tokens of a sequence is √n times narrower."""
+def test_load_under_noise_is_the_probability_of_the_top_k(name):
+    """Above the others' noisy scores; the mean noise of n tokens of a sequence is √n times narrower."""
     moe = moe_of(name, noise=1.5, balance="importance", bias_rate=0.0)
     router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
     choice, noisy_TE = router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, token_groups=units)
@@ -282,7 +284,7 @@ def test_the_load_under_added_noise_is_the_chance_to_be_among_the_highest(name):
             assert choice.expected_TE[t, e].item() == pytest.approx(math.erfc(-z / math.sqrt(2)) / 2, abs=1e-12)
 
 
-def test_a_single_weight_is_1_where_it_is_normalised_and_has_no_gradient():
+def test_single_normalised_weight_is_1_without_gradient():
     for name, scale in (("softmax", 1.0), ("switch", 1.7), ("sigmoid", 2.5)):
         for single in (True, False):
             moe = moe_of(name, active=1, normalise_single=single, jitter=0.0, scale=scale)
@@ -293,7 +295,7 @@ def test_a_single_weight_is_1_where_it_is_normalised_and_has_no_gradient():
             assert router.gates[0].weight.grad.any() == (not single)
 
 
-def test_the_cosines_factor_stops_at_100():
+def test_cosine_scale_is_limited_to_100():
     moe = moe_of("cosine", noise=0.0)
     router = router_of(moe)
     logits = {}
@@ -304,7 +306,7 @@ def test_the_cosines_factor_stops_at_100():
     assert_same(logits[7.0], logits[math.log(100)])
 
 
-def test_expert_choice_loads_all_experts_alike_and_bounds_its_rows():
+def test_expert_choice_balances_load_and_bounds_rows():
     moe = moe_of("expert_choice")
     choice = chosen("expert_choice", moe, router_of(moe))
     C = math.ceil(TOKENS * moe.active / E)
@@ -312,7 +314,7 @@ def test_expert_choice_loads_all_experts_alike_and_bounds_its_rows():
     assert (choice.ids_TA < E).sum() <= choice.max_choices
 
 
-def test_the_hash_sends_a_token_to_distinct_experts_always_the_same_and_evenly():
+def test_hash_router_is_distinct_deterministic_and_even():
     moe = moe_of("hash", active=2)
     router = router_of(moe)
     ids_T = torch.arange(6000)
@@ -337,7 +339,7 @@ def test_few_tokens_leave_their_node_in_training_only():
     assert not torch.equal(free.ids_TA, choice.ids_TA)
 
 
-def test_a_sequences_tokens_all_go_to_the_same_experts_and_two_sequences_do_not():
+def test_sequence_router_chooses_once_per_sequence():
     moe = moe_of("sequence")
     choice = chosen("sequence", moe, router_of(moe))
     by_sequence = choice.ids_TA.split([7, 1, 13, 8])
@@ -346,14 +348,14 @@ def test_a_sequences_tokens_all_go_to_the_same_experts_and_two_sequences_do_not(
 
 
 def test_sequences_are_numbered_by_their_starts():
-    """The filler at the end of cu_seqlens holds no token."""
+    """The padding at the end of cu_seqlens has no token."""
     cu_seqlens = torch.tensor([0, 7, 8, 21, 29, 29, 29, 29, 29], dtype=torch.int32)
     units = TokenGroups.sequences(cu_seqlens, 29, SOLO_AXES.dp)
     assert units.group_T.tolist() == [0] * 7 + [1] + [2] * 13 + [3] * 8
     assert units.count == 8
 
 
-def test_gates_of_a_layer_decide_each_by_its_own_weights():
+def test_each_gate_of_a_layer_uses_its_own_weights():
     moe = moe_of("noisy", gates=2)
     router = router_of(moe)
     assert {name for name, _ in router.named_parameters()} == {
@@ -367,7 +369,7 @@ def test_gates_of_a_layer_decide_each_by_its_own_weights():
         chosen("noisy", moe, router, gate=2)
 
 
-def test_scores_are_float32_in_a_bfloat16_model_unless_the_config_says_otherwise():
+def test_scores_of_a_bfloat16_model_are_float32_by_default():
     x_TD, tokens_T, index_T, _ = tokens()
     for dtype, expected in (("float32", torch.float32), ("model", torch.bfloat16)):
         moe = moe_of("softmax", dtype=dtype)
@@ -376,8 +378,8 @@ def test_scores_are_float32_in_a_bfloat16_model_unless_the_config_says_otherwise
         assert choice.weights_TA.dtype == logits_TE.dtype == expected
 
 
-def test_the_hidden_group_of_a_negative_biased_score_stays_hidden():
-    """Zero in place of -∞ would let a left-out expert beat a kept one whose biased score is negative."""
+def test_excluded_groups_stay_excluded_with_negative_scores():
+    """Zero instead of -∞ would let an excluded expert beat one whose biased score is negative."""
     moe = moe_of("sigmoid_groups")
     logits_TE = torch.tensor([[4.0, 3.0, -6.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
     bias_E = torch.tensor([0.5, -2.0, -2.0, -0.9, -0.9, -0.9], dtype=torch.float64)
@@ -388,7 +390,7 @@ def test_the_hidden_group_of_a_negative_biased_score_stays_hidden():
     assert min(scores[:3]) < 0
 
 
-def test_the_bias_moves_against_the_load_and_not_at_the_mean():
+def test_bias_update_opposes_the_load():
     router = router_of(moe_of("softmax_biased", bias_rate=0.25))
     router.bias_E.fill_(0.5)
     router.rebalance(torch.tensor([9, 5, 0, 5, 5, 6]))
@@ -403,13 +405,13 @@ def test_the_bias_moves_against_the_load_and_not_at_the_mean():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_models_parameters_are_counted_with_its_router(name):
+def test_parameter_count_includes_the_router(name):
     config = config_of(moe_of(name, gates=2, balance="none"))
     model = Transformer(config, device="meta")
     assert sum(p.numel() for p in model.parameters()) == config.parameters
 
 
-def test_routers_say_what_their_parameters_begin_as():
+def test_routers_define_their_initial_values():
     model = initialise(Transformer(config_of(moe_of("cosine", temperature=0.25))), seed=0)
     own = model.get_submodule("blocks.0.ffn.router.gates.0.own")
     assert own.temperature.item() == pytest.approx(math.log(4))
@@ -419,7 +421,7 @@ def test_routers_say_what_their_parameters_begin_as():
     assert model.get_parameter("blocks.0.ffn.router.gates.0.weight").std() > 0.01
 
 
-# -- a newcomer's router, and what is refused ------------------------------------------------------------------------
+# -- custom routers, and refused settings -----------------------------------------------------------------------------
 
 
 @router("first_letters", lambda config, moe: {"push": RouterParameter((moe.experts,), 2.0)})
@@ -434,7 +436,7 @@ def careless(seen: RouterInput) -> RouterOutput:
     return RouterOutput(seen.tokens_T, seen.tokens_T.double(), seen.logits_TE)
 
 
-def test_a_router_of_ones_own_needs_one_function():
+def test_custom_router_needs_one_function():
     moe = MoeConfig(experts=E, active=3, ffn_width=8, router=RouterConfig(kind="first_letters"))
     model = initialise(Transformer(config_of(moe)), seed=0)
     layer = model.get_submodule("blocks.0.ffn")
@@ -477,20 +479,20 @@ def test_a_router_of_ones_own_needs_one_function():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_remedy(router, moe, message):
+def test_invalid_settings_are_refused_with_a_remedy(router, moe, message):
     base = {"experts": E, "active": 2, "ffn_width": 8}
     with pytest.raises(ConfigError, match=message):
         router_of(MoeConfig(**(base | moe), router=RouterConfig(**router)))
 
 
-def test_a_careless_router_is_told_what_it_gave():
+def test_invalid_router_output_is_reported():
     moe = MoeConfig(experts=E, active=2, ffn_width=8, router=RouterConfig(kind="careless"))
     with pytest.raises(ConfigError, match=r"'careless' gave ids of \(29,\).*must give int64 \(29, A\)"):
         chosen("careless", moe, router_of(moe))
 
 
 @pytest.mark.parametrize("kind", ["sequence", "task"])
-def test_a_router_of_sequences_must_be_told_them(kind):
+def test_sequence_router_requires_sequences(kind):
     moe = moe_of(kind)
     x_TD, tokens_T, index_T, units = tokens()
     with pytest.raises(ConfigError, match=f"decides once for a {kind}, and the stream does not say"):
@@ -501,8 +503,8 @@ def test_a_router_of_sequences_must_be_told_them(kind):
             router_of(few)(x_TD, tokens_T, index_T, None, token_groups=units)
 
 
-def test_a_layer_learns_through_a_router_that_does_not():
-    """The hash has nothing to learn: its losses are seen, and the experts' gradients flow all the same."""
+def test_layer_trains_with_a_parameterless_router():
+    """The hash router has no parameters: losses are reported, and the experts still get gradients."""
     moe = moe_of("hash")
     model = initialise(Transformer(config_of(moe), dtype=torch.float64), seed=0)
     layer = model.get_submodule("blocks.0.ffn")
@@ -515,12 +517,12 @@ def test_a_layer_learns_through_a_router_that_does_not():
     assert all(p.grad is not None for p in layer.experts.parameters())
 
 
-# -- scores that are no numbers --------------------------------------------------------------------------------------
+# -- non-finite scores ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if kind_of(name) not in ("hash", "task")])
-def test_scores_that_are_no_number_reach_the_loss_and_name_their_layer(name):
-    """Nobody waits for the device to learn of it: the step's own check of its norm finds the NaN."""
+def test_nan_scores_reach_the_loss_and_name_their_layer(name):
+    """Without synchronising the device: the check of the gradient norm at the end of the step finds the NaN."""
     moe = moe_of(name)
     layer = MixtureOfExperts(config_of(moe), moe, SOLO_AXES, device=torch.device("cpu"), dtype=torch.float64)
     with torch.no_grad():
@@ -542,7 +544,7 @@ def test_scores_that_are_no_number_reach_the_loss_and_name_their_layer(name):
         assert bool(report.finite) == (not broken)
 
 
-def test_the_first_layer_that_broke_is_named_with_its_ranks():
+def test_first_layer_with_nan_is_named_with_its_ranks():
     fine = [True] * 4
     assert find_nonfinite_scores([fine, fine]) is None
     table = [fine, [True, True, False, False], fine, [True, True, False, True]]

@@ -1,4 +1,4 @@
-"""A run's lock between real processes: started twice, killed, requeued, and owners on machines that cannot be seen."""
+"""A run's lock between real processes: started twice, killed, requeued, and owners on unreachable machines."""
 
 import json
 import os
@@ -65,81 +65,81 @@ def owns(process: subprocess.Popen[str]) -> None:
     assert process.stdout.readline() == "owns\n"
 
 
-def ends(process: subprocess.Popen[str]) -> None:
-    said, complaint = process.communicate("\n", timeout=60)
-    assert (said, process.returncode) == ("released\n", 0), complaint
+def assert_clean_exit(process: subprocess.Popen[str]) -> None:
+    output, errors = process.communicate("\n", timeout=60)
+    assert (output, process.returncode) == ("released\n", 0), errors
 
 
 def refused(process: subprocess.Popen[str]) -> str:
-    said, complaint = process.communicate(timeout=60)
-    assert (said, process.returncode) == ("", 1)
-    return complaint
+    output, errors = process.communicate(timeout=60)
+    assert (output, process.returncode) == ("", 1)
+    return errors
 
 
-def elsewhere(run: Path, **changes: str) -> str:
-    """The lock of a process on a machine that cannot be asked; its heart does not beat."""
+def foreign_lock(run: Path, **changes: str) -> str:
+    """A lock owned by a process on an unreachable machine, without heartbeat."""
     run.mkdir(parents=True, exist_ok=True)
-    held = {"host": "node-7", "machine": "another boot", "pid": 1, "started": "5", "token": "t", "job": "", "since": ""}
-    (run / LOCK).write_text(text := json.dumps(held | changes))
+    lock = {"host": "node-7", "machine": "another boot", "pid": 1, "started": "5", "token": "t", "job": "", "since": ""}
+    (run / LOCK).write_text(text := json.dumps(lock | changes))
     return text
 
 
-def test_a_second_start_is_refused_until_the_first_ends(start: Starter) -> None:
+def test_second_start_is_refused_until_the_first_ends(start: Starter) -> None:
     owns(first := start())
     complaint = refused(start())
     assert f"{start.run} is in use by process {first.pid} on " in complaint
     assert "use another --name" in complaint and f"delete {start.run / LOCK}" in complaint
-    ends(first)
+    assert_clean_exit(first)
     assert not list(start.run.iterdir())
     owns(third := start())
-    ends(third)
+    assert_clean_exit(third)
 
 
-def test_a_killed_owner_is_replaced_at_once(start: Starter) -> None:
+def test_killed_owner_is_replaced_at_once(start: Starter) -> None:
     owns(first := start())
     first.send_signal(signal.SIGKILL)  # and not waited for: it stays a zombie
     owns(second := start())
     assert json.loads((start.run / LOCK).read_text())["pid"] == second.pid
-    ends(second)
+    assert_clean_exit(second)
 
 
-def test_one_of_many_takes_a_stale_lock(start: Starter) -> None:
+def test_exactly_one_process_takes_a_stale_lock(start: Starter) -> None:
     owns(first := start())
     first.kill()
     others = [start() for _ in range(6)]
     first_lines = [process.stdout.readline() for process in others if process.stdout]
     assert sorted(first_lines) == [""] * 5 + ["owns\n"]
-    ends(others[first_lines.index("owns\n")])
+    assert_clean_exit(others[first_lines.index("owns\n")])
     assert not list(start.run.iterdir())
 
 
-def test_a_requeued_job_waits_for_its_predecessor(start: Starter) -> None:
+def test_requeued_job_waits_for_its_predecessor(start: Starter) -> None:
     owns(first := start("77", ""))
-    assert ", job 77, since 20" in refused(start("77", "")), "the same attempt twice"
+    assert ", job 77, since 20" in refused(start("77", "")), "the same attempt started twice"
     assert "is in use by" in refused(start("78", "1")), "another job"
-    assert "is in use by" in refused(start("77", "1", stale_s=0.5)), "it waits for a bounded time"
+    assert "is in use by" in refused(start("77", "1", stale_s=0.5)), "the wait is bounded"
     second = start("77", "1")
     assert second.stderr is not None
     assert second.stderr.readline().startswith(f"waiting for {start.run}, in use by process {first.pid}")
-    ends(first)
+    assert_clean_exit(first)
     owns(second)
-    ends(second)
+    assert_clean_exit(second)
 
 
-def test_the_pid_of_another_process_is_no_owner(start: Starter) -> None:
+def test_reused_pid_is_not_the_owner(start: Starter) -> None:
     owns(first := start())
-    held = json.loads((start.run / LOCK).read_text())
-    (start.run / LOCK).write_text(json.dumps(held | {"started": "1"}))  # the pid was used before
+    lock = json.loads((start.run / LOCK).read_text())
+    (start.run / LOCK).write_text(json.dumps(lock | {"started": "1"}))  # the pid was used before
     owns(second := start())
-    ends(second)
+    assert_clean_exit(second)
     assert "is no longer locked by this run: its lock was deleted" in first.communicate("\n")[1]
 
 
 @pytest.mark.parametrize("text", ["elsewhere", "", "half of {", '{"pid": 1}', "[]"])
-def test_a_machine_that_cannot_be_asked_and_does_not_beat_is_replaced(tmp_path: Path, capsys, text: str) -> None:
-    held = text if text != "elsewhere" else elsewhere(tmp_path)
+def test_unreachable_owner_without_heartbeat_is_replaced(tmp_path: Path, capsys, text: str) -> None:
+    lock_text = text if text != "elsewhere" else foreign_lock(tmp_path)
     for silent_s, waits in ((0, True), (500, False)):
-        (tmp_path / LOCK).write_text(held)
+        (tmp_path / LOCK).write_text(lock_text)
         os.utime(tmp_path / LOCK, (time.time() - silent_s,) * 2)
         lock = FileLock(tmp_path, stale_s=1.0 if waits else 120.0)
         lock.acquire()
@@ -149,8 +149,8 @@ def test_a_machine_that_cannot_be_asked_and_does_not_beat_is_replaced(tmp_path: 
         assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_whose_heart_beats_is_refused(tmp_path: Path, capsys) -> None:
-    elsewhere(tmp_path, job="5")
+def test_owner_with_heartbeat_keeps_its_lock(tmp_path: Path, capsys) -> None:
+    foreign_lock(tmp_path, job="5")
     over = threading.Event()
 
     def beat() -> None:
@@ -168,20 +168,20 @@ def test_a_machine_whose_heart_beats_is_refused(tmp_path: Path, capsys) -> None:
     assert "waiting for" in capsys.readouterr().err
 
 
-def test_an_owner_that_lost_its_lock_does_not_write(tmp_path: Path) -> None:
+def test_owner_that_lost_its_lock_does_not_write(tmp_path: Path) -> None:
     lock = FileLock(tmp_path, heartbeat_s=0.05)
     lock.acquire()
     before = (tmp_path / LOCK).stat().st_mtime_ns
-    while (tmp_path / LOCK).stat().st_mtime_ns == before:  # its heart beats
+    while (tmp_path / LOCK).stat().st_mtime_ns == before:  # its heartbeat runs
         time.sleep(0.01)
-    text = elsewhere(tmp_path)
+    text = foreign_lock(tmp_path)
     with pytest.raises(CheckpointError, match=r"no longer locked by this run: process 1 on node-7.* has it"):
         lock.check()
     lock.release()
-    assert (tmp_path / LOCK).read_text() == text, "what is another's stays"
+    assert (tmp_path / LOCK).read_text() == text, "the lock of another owner must not be removed"
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot be locked: .*; make it writable, or use other --runs"):
         FileLock(tmp_path / "file").acquire()

@@ -13,7 +13,7 @@ TOKENS = torch.randint(101, (150,), generator=torch.Generator().manual_seed(0)).
 
 
 def by_hand(context: int, stride: int) -> float:
-    """Each token's own window, one forward pass a token."""
+    """One forward pass per token, each with its own window."""
     total = 0.0
     for t in range(1, len(TOKENS)):
         start = 0
@@ -28,18 +28,18 @@ def by_hand(context: int, stride: int) -> float:
 
 
 @pytest.mark.parametrize(("context", "stride"), [(64, 64), (40, 13), (64, 1)])
-def test_each_token_once(context: int, stride: int) -> None:
+def test_each_token_is_scored_once(context: int, stride: int) -> None:
     result = score(MODEL, TOKENS, context=context, stride=stride)
     assert result.tokens == len(TOKENS) - 1
     assert result.nll == pytest.approx(by_hand(context, stride), rel=1e-10)
 
 
-def test_short_text() -> None:
+def test_text_shorter_than_the_window() -> None:
     assert score(MODEL, TOKENS[:2]).tokens == 1
     with pytest.raises(RequestError, match="1 tokens cannot be scored"):
         score(MODEL, TOKENS[:1])
 
 
-def test_windows_must_fit() -> None:
+def test_invalid_windows_are_refused() -> None:
     with pytest.raises(RequestError, match="context of 64"):
         score(MODEL, TOKENS, context=65)

@@ -1,4 +1,4 @@
-"""What the HTTP layer says before an engine hears of it: bodies it refuses, and its own description."""
+"""The HTTP layer: request bodies that it refuses, and its OpenAPI description."""
 
 import asyncio
 import inspect
@@ -18,8 +18,8 @@ from colonnade.serve.ipc import EngineClient
 APP = build_app(EngineClient(), "tiny", ServeConfig())
 
 
-def ask(method: str, path: str, **more: Any) -> httpx.Response:
-    """One request to the application, without a socket and without an engine."""
+def send(method: str, path: str, **more: Any) -> httpx.Response:
+    """One request to the application, without a socket or an engine."""
 
     async def once() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://here") as http:
@@ -30,7 +30,7 @@ def ask(method: str, path: str, **more: Any) -> httpx.Response:
 
 def refusal(body: bytes | dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps({"prompt": "x", **body}).encode()
-    reply = ask("POST", path, content=content, headers={"content-type": "application/json"})
+    reply = send("POST", path, content=content, headers={"content-type": "application/json"})
     assert reply.status_code == 400, reply.text
     return reply.json()["error"]
 
@@ -46,7 +46,7 @@ def refusal(body: bytes | dict[str, Any], path: str = "/v1/completions") -> dict
     ],
     ids=range(5),
 )
-def test_a_body_that_is_no_json_says_why(body: bytes, words: str):
+def test_invalid_json_is_explained(body: bytes, words: str):
     error = refusal(body)
     assert error["code"] == "invalid_json" and error["param"] is None
     assert re.match(words, error["message"]), error
@@ -76,9 +76,9 @@ def test_a_body_that_is_no_json_says_why(body: bytes, words: str):
     ],
     ids=range(18),
 )
-def test_a_value_is_told_as_it_came(body: bytes | dict[str, Any], message: str):
+def test_errors_quote_values_as_sent(body: bytes | dict[str, Any], message: str):
     content = body if isinstance(body, bytes) else json.dumps({"prompt": "x", **body}).encode()
-    reply = ask("POST", "/v1/completions", content=content, headers={"content-type": "application/json"})
+    reply = send("POST", "/v1/completions", content=content, headers={"content-type": "application/json"})
     assert reply.status_code == (404 if "no model" in message else 400)
     assert message in reply.json()["error"]["message"]
 
@@ -90,14 +90,14 @@ def test_a_value_is_told_as_it_came(body: bytes | dict[str, Any], message: str):
         (CompletionBody, openai.resources.Completions.create),
     ],
 )
-def test_every_parameter_of_openais_client_is_known(body: type[ChatBody] | type[CompletionBody], create: Any):
+def test_every_parameter_of_the_openai_client_is_known(body: type[ChatBody] | type[CompletionBody], create: Any):
     theirs = set(inspect.signature(create).parameters)
     theirs -= {"self", "extra_headers", "extra_query", "extra_body", "timeout"}  # of the client itself
     assert theirs - set(body.model_fields) - set(UNSUPPORTED) - IGNORED == set()
 
 
-def test_the_description_names_the_codes_and_shapes_that_clients_get():
-    description = ask("GET", "/openapi.json").json()
+def test_openapi_lists_status_codes_and_schemas():
+    description = send("GET", "/openapi.json").json()
     text, defined = json.dumps(description), description["components"]["schemas"]
     assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) <= set(defined)
     assert "HTTPValidationError" not in defined

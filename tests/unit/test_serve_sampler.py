@@ -1,4 +1,4 @@
-"""The sampler draws from the distribution that its docstring says, by the seed alone."""
+"""The sampler draws from the documented distribution, determined by the seed alone."""
 
 import math
 import pickle
@@ -26,19 +26,19 @@ def sample(logits_RV: torch.Tensor, draws: list[SampleArgs]) -> list[int]:
 
 
 def truncate(x_RV: torch.Tensor, draws: list[SampleArgs]) -> torch.Tensor:
-    """``x_RV`` with -inf for what the filters drop."""
-    kept, ids = top_candidates(x_RV, SamplingTensors.of(draws, x_RV), 0, SOLO)
-    return torch.full_like(x_RV, -math.inf).scatter_(1, ids, kept)
+    """``x_RV`` with -inf for filtered tokens."""
+    values, ids = top_candidates(x_RV, SamplingTensors.of(draws, x_RV), 0, SOLO)
+    return torch.full_like(x_RV, -math.inf).scatter_(1, ids, values)
 
 
 def frequencies(logits_V: torch.Tensor, draws: int = 4000, **params: Any) -> torch.Tensor:
-    """Shares of each token in ``draws`` consecutive draws of one seeded request."""
+    """Share of each token in ``draws`` consecutive draws of one seeded request."""
     rows = [request(5, i, **params) for i in range(draws)]
     return torch.bincount(torch.tensor(sample(logits_V.expand(draws, -1), rows)), minlength=len(logits_V)) / draws
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_greedy_takes_the_largest(dtype):
+def test_greedy_takes_the_largest_logit(dtype):
     logits_RV = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]], dtype=dtype)
     assert sample(logits_RV, [request(temperature=0)] * 2) == [1, 0]
 
@@ -52,8 +52,8 @@ def test_draws_follow_the_softmax(temperature):
     assert chi2 < 31.3  # 11 degrees of freedom: 0.1% of true samples lie above
 
 
-def test_one_step_of_many_seeds_follows_the_softmax_too():
-    """Neighbouring seeds must not give alike noise: 0, 1, 2, … are what people choose."""
+def test_draws_over_many_seeds_follow_the_softmax():
+    """Neighbouring seeds must give independent noise: people choose 0, 1, 2, …"""
     logits_V = torch.linspace(-1, 1, 8)
     tokens = sample(logits_V.expand(4000, -1), [request(seed) for seed in range(4000)])
     p_V = logits_V.softmax(-1)
@@ -80,8 +80,8 @@ def test_one_step_of_many_seeds_follows_the_softmax_too():
         ({"top_k": 3, "min_p": 0.3}, 2),
     ],
 )
-def test_filters_keep_the_likeliest(params, kept):
-    """p = 0.4, 0.2, 0.1, … in a shuffled order: who is kept, and with unchanged relations among them."""
+def test_filters_keep_the_likeliest_tokens(params, kept):
+    """p = 0.4, 0.2, 0.1, … in a shuffled order: which tokens remain, with unchanged ratios."""
     p_V = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.1, 0.1]) * torch.tensor([1, 1, 1.0, 0.999, 0.998, 0.997])
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     x_V = (p_V / p_V.max()).log()[order]
@@ -92,7 +92,7 @@ def test_filters_keep_the_likeliest(params, kept):
 
 
 def by_sorting(x_V: torch.Tensor, k: int, p: float, min_p: float) -> set[int]:
-    """The kept tokens, as the definitions say it."""
+    """The remaining tokens, by the definitions."""
     order = x_V.argsort(descending=True)[: k or None]
     shares = x_V[order].softmax(0)
     before = shares.cumsum(0) - shares
@@ -102,27 +102,27 @@ def by_sorting(x_V: torch.Tensor, k: int, p: float, min_p: float) -> set[int]:
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0], ids=["flat", "usual", "peaked"])
 def test_large_vocabularies_are_filtered_by_the_same_rules(spread: float):
-    """Flat rows, whose nucleus is most of the vocabulary, beside peaked ones, and every mixture of filters."""
+    """Flat rows, whose nucleus is most of the vocabulary, beside peaked ones, and every combination of filters."""
     x_RV = torch.randn(8, 5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * spread
     x_RV -= x_RV.amax(-1, keepdim=True)
     top_k, top_p = [0, 0, 3, 700, 6000, 0, 900, 1], [0.5, 1.0, 1.0, 0.8, 0.9, 0.999, 0.3, 0.5]
     min_p = [0.0, 0.2, 0.0, 0.0, 0.1, 0.0, 0.01, 0.0]
-    asked = zip(top_k, top_p, min_p, strict=True)
-    out_RV = truncate(x_RV, [request(top_k=k, top_p=p, min_p=m) for k, p, m in asked])
+    filters = zip(top_k, top_p, min_p, strict=True)
+    out_RV = truncate(x_RV, [request(top_k=k, top_p=p, min_p=m) for k, p, m in filters])
     for r in range(8):
-        kept = set((out_RV[r] > -math.inf).nonzero().flatten().tolist())
-        assert kept == by_sorting(x_RV[r], top_k[r], top_p[r], min_p[r]), r
-        assert torch.equal(out_RV[r, list(kept)], x_RV[r, list(kept)])
+        remaining = set((out_RV[r] > -math.inf).nonzero().flatten().tolist())
+        assert remaining == by_sorting(x_RV[r], top_k[r], top_p[r], min_p[r]), r
+        assert torch.equal(out_RV[r, list(remaining)], x_RV[r, list(remaining)])
 
 
-def test_filtered_draws_stay_inside():
+def test_draws_stay_within_the_filtered_tokens():
     logits_V = torch.linspace(-2, 2, 12)
     got_V = frequencies(logits_V, 500, top_k=3)
     assert (got_V > 0).nonzero().flatten().tolist() == [9, 10, 11]
 
 
-def test_rows_do_not_see_each_other():
-    """A mixed batch gives each request what it gets alone."""
+def test_rows_are_independent():
+    """Each request of a mixed batch gets the tokens it gets alone."""
     torch.manual_seed(0)
     logits_RV = torch.randn(7, 50) * 3
     rows = [
@@ -139,20 +139,20 @@ def test_rows_do_not_see_each_other():
     assert sample(logits_RV.flip(0), rows[::-1]) == together[::-1]
 
 
-def test_seed_and_position_both_matter():
+def test_draws_depend_on_seed_and_position():
     logits_RV = torch.zeros(1, 1000)
     draws = {sample(logits_RV, [request(seed, i)])[0] for seed in range(5) for i in range(5)}
     assert len(draws) > 20
     assert len({sample(logits_RV, [request(7, 3)])[0] for _ in range(3)}) == 1
 
 
-def test_almost_no_temperature_is_greedy_and_a_huge_one_uniform():
+def test_tiny_temperature_is_greedy_and_huge_is_uniform():
     logits_V = torch.tensor([1.0, 1.001, -3.0])
     assert frequencies(logits_V, 50, temperature=1e-30).tolist() == [0, 1, 0]
     assert (frequencies(logits_V, 3000, temperature=1e308) - 1 / 3).abs().max() < 0.04
 
 
-def test_no_number_no_token():
+def test_nan_logits_give_no_token():
     logits_RV = torch.tensor([[0.0, math.nan], [-math.inf, -math.inf], [math.inf, 0.0], [-math.inf, 1.0]])
     for temperature in (0, 1):
         got = sample(logits_RV, [request(temperature=temperature)] * 4)
@@ -179,8 +179,8 @@ def _shares_of(logits_RV: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("V", [1, 2, 5, 7, 1001, 3000])
 @pytest.mark.xdist_group("worlds")
-def test_ranks_that_share_the_vocabulary_choose_what_one_chooses(V: int):
-    """Shares of 1 or none, and nuclei wider than what each rank shows first; a NaN that one rank alone sees."""
+def test_vocabulary_parallel_ranks_choose_as_one_rank(V: int):
+    """Shares of 1 token or none, nuclei wider than each rank's first candidates; a NaN on one rank only."""
     logits_RV = torch.randn(len(MIXED), V, generator=torch.Generator().manual_seed(V)) * 2
     logits_RV[1, -1], logits_RV[3, 0] = -math.inf, math.nan if V == 1001 else 3.0
     expected = sample(logits_RV, MIXED)
@@ -189,12 +189,12 @@ def test_ranks_that_share_the_vocabulary_choose_what_one_chooses(V: int):
         assert run(world, _shares_of, logits_RV) == [expected] * world
 
 
-def test_a_draw_survives_its_packing():
+def test_draw_round_trips_through_packing():
     draw = request(-(2**63), 7, temperature=0.1, top_p=1 / 3, min_p=1e-300, top_k=40)
     assert SampleArgs.unpack(draw.pack()) == draw and all(isinstance(n, int) for n in draw.pack())
 
 
-def test_no_rows():
+def test_batch_without_rows():
     assert sample(torch.zeros(0, 5), []) == []
 
 
@@ -231,13 +231,13 @@ def test_no_rows():
         ("ignore_eos", "no"),
     ],
 )
-def test_bad_values_are_named(param, value):
+def test_invalid_values_are_named(param, value):
     with pytest.raises(RequestError, match=param) as refusal:
         SamplingParams(**{param: value})
     assert refusal.value.param == param and refusal.value.status == 400
 
 
-def test_parameters_may_come_from_numpy_and_travel() -> None:
+def test_parameters_accept_numpy_values_and_pickle() -> None:
     given = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=np.array([1, 2]))
     assert (given.temperature, given.top_k, list(given.stop_token_ids)) == (0.5, 3, [1, 2])
     assert pickle.loads(pickle.dumps(given)) == given == replace(given, seed=None)
@@ -245,20 +245,20 @@ def test_parameters_may_come_from_numpy_and_travel() -> None:
         SamplingParams.from_kwargs({"temperature": 0, "max_new_tokens": 5})
 
 
-def test_one_stop_string_may_stand_alone():
+def test_stop_accepts_a_single_string():
     assert SamplingParams(stop="end").stop == ("end",)
 
 
-def test_looking_once_finds_what_looking_again_finds() -> None:
-    """A GPU does not ask what it found: it sorts all, or as many as the largest top-k."""
+def test_one_pass_truncation_equals_two_passes() -> None:
+    """On a GPU, without synchronising: it sorts everything, or as many as the largest top-k."""
     x_RV = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.01], [1], [3], [9]])
     x_RV = x_RV - x_RV.amax(1, keepdim=True)
-    for asked in ([{"top_p": 0.9}, {"top_p": 0.99, "min_p": 0.01}, {"top_k": 5}, {"top_p": 0.5, "top_k": 700}],
+    for filters in ([{"top_p": 0.9}, {"top_p": 0.99, "min_p": 0.01}, {"top_k": 5}, {"top_p": 0.5, "top_k": 700}],
                   [{"top_k": 5}, {"top_k": 2999, "top_p": 0.9}, {"top_k": 300}, {"top_k": 1}]):  # fmt: skip
-        asks = SamplingTensors.of([request(**one) for one in asked], x_RV)
-        kept = []
+        tensors = SamplingTensors.of([request(**one) for one in filters], x_RV)
+        filtered = []
         for look_again in (True, False):
-            values, ids = top_candidates(x_RV, asks, 0, SOLO, allow_retry=look_again)
-            kept.append(torch.full_like(x_RV, -math.inf).scatter_(1, ids, values))
-        assert torch.equal(*kept)
-        assert (kept[0] > -math.inf).sum(1).tolist()[-1] < 3000
+            values, ids = top_candidates(x_RV, tensors, 0, SOLO, allow_retry=look_again)
+            filtered.append(torch.full_like(x_RV, -math.inf).scatter_(1, ids, values))
+        assert torch.equal(*filtered)
+        assert (filtered[0] > -math.inf).sum(1).tolist()[-1] < 3000

@@ -1,4 +1,4 @@
-"""The profile of a decode step: which kernels are a layer's, what they read, what lies between them."""
+"""The profile of a decode step: kernels of a layer, bytes read, and gaps between kernels."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from colonnade.model.transformer import Block
 from step_profile import Kernel, layers_in
 
 
-def test_what_repeats_as_often_as_there_are_layers_is_a_layer() -> None:
+def test_layers_are_found_by_repetition() -> None:
     layer = ["norm", "gemm", "add", "norm", "gemm", "gemm", "add"]
     step = ["upload", "upload", "embed", *layer * 5, "norm", "gemm", "argmax"]
     period, starts = layers_in(step * 3, 5, 3)
@@ -43,7 +43,7 @@ def test_times_gaps_and_bytes_of_a_layer() -> None:
     assert outside["argmax"]["us"] == 7 and outside["argmax"]["count"] == 1
 
 
-def test_a_step_of_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_a_cpu_step(capsys: pytest.CaptureFixture[str]) -> None:
     step_profile.main(["--tiny", "--weights", "int4"])
-    said = capsys.readouterr().out
-    assert "tiny, int4, batch 1, 16 keys" in said and "whole step" in said
+    output = capsys.readouterr().out
+    assert "tiny, int4, batch 1, 16 keys" in output and "whole step" in output

@@ -1,4 +1,4 @@
-"""Settings that depend on the device: on a GPU bfloat16, compiled, fused AdamW; on a CPU float32 and neither."""
+"""Device-dependent defaults: bfloat16, compiled, fused AdamW on a GPU; float32 and neither on a CPU."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=2, kv_heads=1, ffn
 CPU, GPU = ("float32", False, False), ("bfloat16", True, True)
 
 
-def decided(device: str, plan: Plan | None = None, **settings: object) -> tuple[str, object, object]:
+def resolved_settings(device: str, plan: Plan | None = None, **settings: object) -> tuple[str, object, object]:
     model = (
         MODEL.replace(moe=MoeConfig(experts=4, active=2, ffn_width=8)) if plan is not None and plan.ep > 1 else MODEL
     )
@@ -26,39 +26,41 @@ def decided(device: str, plan: Plan | None = None, **settings: object) -> tuple[
     return t.dtype, t.compile, t.fused_adamw
 
 
-def test_what_is_left_open_follows_the_device() -> None:
-    assert decided("cpu") == CPU
-    assert decided("cuda") == GPU
-    assert decided("cuda", deterministic=True) == CPU, "one flag goes back"
+def test_unset_settings_follow_the_device() -> None:
+    assert resolved_settings("cpu") == CPU
+    assert resolved_settings("cuda") == GPU
+    assert resolved_settings("cuda", deterministic=True) == CPU, "one flag restores it"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
-def test_what_is_set_stays(device: str, dtype: str) -> None:
+def test_explicit_settings_are_unchanged(device: str, dtype: str) -> None:
     for on in (False, True):
-        assert decided(device, dtype=dtype, compile=on, fused_adamw=on) == (dtype, on, on)
-        assert decided(device, dtype=dtype, compile=on, fused_adamw=on, deterministic=True) == (dtype, on, on)
+        assert resolved_settings(device, dtype=dtype, compile=on, fused_adamw=on) == (dtype, on, on)
+        assert resolved_settings(device, dtype=dtype, compile=on, fused_adamw=on, deterministic=True) == (dtype, on, on)
 
 
-def test_what_cannot_be_is_not_the_default() -> None:
-    assert decided("cuda", offload="optimizer") == ("bfloat16", True, False)
-    assert decided("cuda", Plan(pp=2, schedule="zero_bubble"), micro_batch=16) == ("bfloat16", False, True)
-    assert decided("cuda", Plan(dp=2, ep=2)) == ("bfloat16", False, True), "experts' loads change from step to step"
-    assert decided("cuda", float8="rowwise") == GPU
-    assert decided("cpu", float8="rowwise") == ("bfloat16", False, False)
+def test_unsupported_settings_are_not_the_default() -> None:
+    assert resolved_settings("cuda", offload="optimizer") == ("bfloat16", True, False)
+    assert resolved_settings("cuda", Plan(pp=2, schedule="zero_bubble"), micro_batch=16) == ("bfloat16", False, True)
+    assert resolved_settings("cuda", Plan(dp=2, ep=2)) == ("bfloat16", False, True), (
+        "experts' loads change from step to step"
+    )
+    assert resolved_settings("cuda", float8="rowwise") == GPU
+    assert resolved_settings("cpu", float8="rowwise") == ("bfloat16", False, False)
     graph = {"cuda_graph": True, "batch": 8, "micro_batch": 8}
-    assert decided("cuda", **graph) == GPU, "ragged sequences in 16 bits can be recorded"
+    assert resolved_settings("cuda", **graph) == GPU, "16-bit ragged sequences can be captured"
     with pytest.raises(ConfigError, match="sequences of unequal lengths in float32"):
-        decided("cuda", deterministic=True, **graph)
+        resolved_settings("cuda", deterministic=True, **graph)
 
 
-def test_a_file_leaves_open_what_the_run_left_open() -> None:
+def test_saved_config_leaves_unset_settings_unset() -> None:
     run = RunConfig(model=MODEL)
     assert parse(RunConfig, dumps(run)) == run
     assert parse(RunConfig, dumps(run.resolved("cuda"))).train.fused_adamw is True
 
 
-def test_the_first_line_says_what_was_decided() -> None:
+def test_first_line_reports_the_resolved_settings() -> None:
     t = TrainConfig()
     assert precision_summary(t.resolved("cpu")) == "float32"
     assert precision_summary(t.resolved("cuda")) == "bfloat16 with float32 masters, compiled, fused AdamW"
@@ -67,7 +69,7 @@ def test_the_first_line_says_what_was_decided() -> None:
     )
 
 
-def test_a_run_on_a_cpu_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_run_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = corpora.small(tmp_path / "corpus")
     train = TrainConfig(steps=1, batch=1, warmup=0, eval_every=0)
     run = RunConfig(runs=tmp_path, device="cpu", model=MODEL, train=train)
@@ -76,17 +78,15 @@ def test_a_run_on_a_cpu_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
     with DistributedContext.build(run.plan, "cpu") as context:
         t = Session(run, context).run.train
-        assert (t.dtype, t.compile, t.fused_adamw) == CPU, "and so is what its checkpoint says"
+        assert (t.dtype, t.compile, t.fused_adamw) == CPU, "the checkpoint's config must match"
 
 
-def test_a_dry_run_says_what_would_be_decided_and_what_it_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_reports_settings_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = corpora.small(tmp_path / "corpus")
     words = ["train", "--preset", "llama-3-8b", "--data.path", str(corpus), "--dry_run"]
     main([*words, "--device", "cpu"])
-    said = capsys.readouterr()
-    assert 'dtype = "auto"' in said.out
-    assert "on cpu: float32; memory estimate: 23" in said.err
+    output = capsys.readouterr()
+    assert 'dtype = "auto"' in output.out
+    assert "on cpu: float32; memory estimate: 23" in output.err
     main([*words, "--device", "cuda"])
     assert "on cuda: bfloat16 with float32 masters, compiled, fused AdamW; memory estimate: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The schedule, AdamW, the norm and the masters, against their equations."""
+"""The learning-rate schedule, AdamW, gradient norm and master weights, against their equations."""
 
 import math
 
@@ -20,7 +20,7 @@ from colonnade.train.optimizer import AdamW
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-def test_schedule_ends(kind: str) -> None:
+def test_schedule_end_points(kind: str) -> None:
     train = TrainConfig(steps=101, warmup=10, lr=1e-3, min_lr=1e-5, schedule=kind)  # type: ignore[arg-type]
     assert 0 < learning_rate(0, train) < learning_rate(9, train) < learning_rate(10, train)
     assert learning_rate(10, train) == pytest.approx(1e-3)
@@ -34,7 +34,7 @@ def test_schedule_ends(kind: str) -> None:
     steps=st.integers(1, 500), warmup=st.integers(0, 500), step=st.integers(0, 600),
     kind=st.sampled_from(["cosine", "linear", "constant"]),
 )  # fmt: skip
-def test_schedule_is_between_its_ends(steps: int, warmup: int, step: int, kind: str) -> None:
+def test_schedule_stays_between_its_end_points(steps: int, warmup: int, step: int, kind: str) -> None:
     train = TrainConfig(steps=steps, warmup=min(warmup, steps), lr=1e-3, min_lr=1e-4, schedule=kind)  # type: ignore[arg-type]
     rate = learning_rate(step, train)
     assert 0 < rate <= 1e-3 * (1 + 1e-12)
@@ -43,8 +43,8 @@ def test_schedule_is_between_its_ends(steps: int, warmup: int, step: int, kind: 
         assert learning_rate(step + 1, train) <= rate * (1 + 1e-12)
 
 
-def _adamw(w: Tensor, grads: list[Tensor], lr: float, decay: float, train: TrainConfig) -> Tensor:
-    """The module's equation, written out."""
+def reference_adamw(w: Tensor, grads: list[Tensor], lr: float, decay: float, train: TrainConfig) -> Tensor:
+    """The module's equation, step by step."""
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     for t, g in enumerate(grads, start=1):
         m = train.beta1 * m + (1 - train.beta1) * g
@@ -54,7 +54,7 @@ def _adamw(w: Tensor, grads: list[Tensor], lr: float, decay: float, train: Train
     return w
 
 
-def test_adamw_is_its_equation_and_spares_vectors() -> None:
+def test_adamw_matches_its_equation_and_skips_decay_of_vectors() -> None:
     torch.manual_seed(0)
     train = TrainConfig(weight_decay=0.3)
     shapes = {"matrix": (3, 4), "vector": (5,), "empty": (0, 4)}
@@ -68,71 +68,71 @@ def test_adamw_is_its_equation_and_spares_vectors() -> None:
         optimizer.step(0.01)
         assert all(w.grad is None for w in weights.values())
     for name, decay in (("matrix", 0.3), ("vector", 0.0)):
-        expected = _adamw(start[name], [step[name] for step in grads], 0.01, decay, train)
+        expected = reference_adamw(start[name], [step[name] for step in grads], 0.01, decay, train)
         torch.testing.assert_close(weights[name], expected, rtol=1e-12, atol=1e-12)
     assert optimizer.steps == 4
 
 
-def test_norm_and_clip() -> None:
+def test_gradient_norm_and_clipping() -> None:
     layout: dict[str, Placement] = {"a": 0, "b": WHOLE, "c": PARTIAL, "none": 1}
     weights = {name: torch.zeros(3, dtype=torch.float64) for name in layout}
     for name, value in (("a", 1.0), ("b", 2.0), ("c", -2.0)):
         weights[name].grad = torch.full((3,), value, dtype=torch.float64)
     optimizer_step.sum_partial_grads(weights, layout, SOLO)
-    found = optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO)
-    assert found.item() == pytest.approx(math.sqrt(27))
-    optimizer_step.clip_grads_(weights, found, float("inf"))
+    norm = optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO)
+    assert norm.item() == pytest.approx(math.sqrt(27))
+    optimizer_step.clip_grads_(weights, norm, float("inf"))
     assert weights["b"].grad is not None
     assert weights["b"].grad[0].item() == 2.0
-    optimizer_step.clip_grads_(weights, found, 1.0)
+    optimizer_step.clip_grads_(weights, norm, 1.0)
     assert optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6)
     optimizer_step.clip_grads_(weights, torch.tensor(0.5), 1.0)
     assert optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6), (
-        "never scaled up"
+        "gradients must never be scaled up"
     )
 
 
-def test_lower_compute_type_accumulates_in_float32() -> None:
-    """Sixteen micro-batches in bfloat16: the gradient is the float32 sum of theirs, which bfloat16 could not hold."""
+def test_low_precision_gradients_accumulate_in_float32() -> None:
+    """Sixteen micro-batches in bfloat16: gradients are summed in float32, which bfloat16 could not represent."""
     config = ModelConfig(vocab_size=61, layers=1, width=16, heads=4, ffn_width=17, context=32, tied=True)
     model = initialise(Transformer(config), 0)
-    held = masters(model, DistributedContext.solo(), torch.bfloat16)
+    store = masters(model, DistributedContext.solo(), torch.bfloat16)
     tokens = torch.arange(16) % 61
     expected: dict[str, Tensor] = {}
     for i in range(16):
-        held.begin_micro_batch(last=i == 15)
+        store.begin_micro_batch(last=i == 15)
         loss, _ = model(Stream((tokens + i) % 61, torch.arange(16)), Packed.of([16]), Loss((tokens + i + 1) % 61))
         loss.backward()
-        for name, master in held.local.items():
+        for name, master in store.local.items():
             assert master.grad is not None
             assert master.grad.dtype == torch.float32
             if i == 0:
                 expected[name] = master.grad.clone()
-    held.collect()
+    store.collect()
     assert all(p.grad is None and p.dtype == torch.bfloat16 for p in model.parameters())
     once = {name: grad.bfloat16().float() for name, grad in expected.items()}
     assert all(torch.equal(once[name], grad) for name, grad in expected.items()), "one micro-batch is bfloat16"
-    total = held.local["embed.tokens.weight"].grad
+    total = store.local["embed.tokens.weight"].grad
     assert total is not None
     assert not torch.equal(total.bfloat16().float(), total), "the sum is finer than bfloat16"
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    AdamW(held.local, TrainConfig()).step(1e-1)
+    AdamW(store.local, TrainConfig()).step(1e-1)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    held.update_model()
+    store.update_model()
     for name, p in model.named_parameters():
-        assert torch.equal(p, held.local[name].bfloat16())
+        assert torch.equal(p, store.local[name].bfloat16())
         assert not torch.equal(p, before[name])
 
 
-def test_a_gradient_that_lies_otherwise_in_memory_moves_the_same_weights():
-    """torch's fused AdamW reads memory in order; torch's zero-bubble schedule leaves transposed views as gradients."""
+def test_transposed_gradients_update_the_right_weights():
+    """torch's fused AdamW reads memory in order, but its zero-bubble schedule leaves transposed views as gradients."""
     moved = []
     for lay in (torch.Tensor.contiguous, lambda g: g.T.contiguous().T):
         weight = torch.nn.Parameter(torch.zeros(3, 4))
-        held = UnshardedMasters([("w", weight)], torch.float32)
-        optimizer = AdamW(held.local, TrainConfig(steps=1, weight_decay=0.0))
+        store = UnshardedMasters([("w", weight)], torch.float32)
+        optimizer = AdamW(store.local, TrainConfig(steps=1, weight_decay=0.0))
         weight.grad = lay(torch.arange(12.0).view(3, 4) - 6)
-        held.collect()
+        store.collect()
         optimizer.step(1e-3)
         moved.append(weight.detach().clone())
     assert torch.equal(*moved)

@@ -1,4 +1,4 @@
-"""Kernels written in Triton, checked without a GPU by its interpreter (tests/interpreted.py and its neighbour)."""
+"""Triton kernels checked without a GPU by Triton's interpreter (tests/interpreted*.py)."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[subprocess.Popen[str]]:
-    """One process for all modules, because to import torch and Triton takes seconds."""
+    """One process for all modules, because importing torch and Triton takes seconds."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.interpreter"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -42,29 +42,29 @@ def interpreter() -> Iterator[subprocess.Popen[str]]:
         ("interpreted_ranks", 3),
     ],
 )
-def test_interpreted_kernels_equal_their_references(
+def test_interpreted_kernels_match_their_references(
     interpreter: subprocess.Popen[str], module: str, checks: int
 ) -> None:
     assert interpreter.stdin is not None and interpreter.stdout is not None
     interpreter.stdin.write(f"tests.{module}\n")
     interpreter.stdin.flush()
-    code, said = json.loads(interpreter.stdout.readline())
-    assert code == 0, said
-    assert said.count(" cases") == checks, said
+    code, output = json.loads(interpreter.stdout.readline())
+    assert code == 0, output
+    assert output.count(" cases") == checks, output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guards memory by Linux's mprotect")
 @pytest.mark.parametrize("side", ["end", "begin"])
-def test_one_number_too_many_ends_the_process(side: str) -> None:
-    """So that interpreted kernels that pass read nothing beside their tensors."""
+def test_out_of_bounds_read_ends_the_process(side: str) -> None:
+    """So interpreted kernels that pass read nothing beyond their tensors."""
     command = [sys.executable, "-m", "tests.guarded", side]
     ran = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ran.stdout, ran.returncode) == ("guarded\n", -signal.SIGSEGV), ran.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
-def test_what_the_sanitizer_runs_can_be_made() -> None:
-    """It runs on a GPU alone (tests/gpu/test_sanitizer_gpu.py), where nobody would see it rot."""
+def test_sanitizer_cases_can_be_built() -> None:
+    """The sanitizer itself needs a GPU (tests/gpu/test_sanitizer_gpu.py); this checks its cases on any machine."""
     from tests.sanitized import CASES
 
     assert all(case.made() for _, case, _ in CASES)

@@ -1,7 +1,7 @@
-"""Kernels compiled for Hopper, which takes no GPU: experts' fit, use its matrix units and spill little; a router's and
-those that move rows spill nothing; AdamW's reads and writes 16 bytes a thread.
+"""Kernels compiled for Hopper without a GPU: shared memory, tensor cores, register spills, vector width.
 
-What the interpreter cannot tell: that the compiler accepts a kernel, and what it makes of it.
+Expert kernels fit, use tensor cores and spill little; router and row-copy kernels do not spill; AdamW reads and writes
+16 bytes a thread. The interpreter cannot show that the compiler accepts a kernel, or what code it generates.
 """
 
 import importlib.util
@@ -21,12 +21,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-WHOLE = ("R", "D", "F", "stride", "q_stride")
-"""Numbers that are multiples of 16, as in any real layer."""
+DIVISIBLE = ("R", "D", "F", "stride", "q_stride")
+"""Sizes that are multiples of 16, as in any real layer."""
 
 
 def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """(the function, types of its arguments, constants) of a gated layer without biases in bfloat16."""
+    """(the function, argument types, constants) of a gated layer without biases in bfloat16."""
     common = {"order_ptr": "*i64", "ends_ptr": "*i64", "R": "i32", "F": "i32", "D": "i32", "E": "i32"}
     from colonnade.kernels.experts import triton_grouped_gemm, triton_wgrad
 
@@ -39,14 +39,14 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
     def fetched(*names: str, block: tuple[int, ...], by_engine: bool = tma) -> dict[str, str]:
         return dict.fromkeys(names, f"tensordesc<bf16{list(block)}>" if by_engine else "*bf16")
 
-    across, along, laid = (1, tiles.BN, tiles.BK), (1, tiles.BK, tiles.BN), (tiles.BM, tiles.BK)
+    across, along, rows = (1, tiles.BN, tiles.BK), (1, tiles.BK, tiles.BN), (tiles.BM, tiles.BK)
     gathered = {"active": "i32", "stride": "i32"}
-    alone = tiles.BM == 16 and tma  # a decode step of one token, in one of the two ways
+    alone = tiles.BM == 16 and tma  # a decode step of one token, in one of the two variants
     if kernel in ("up", "gated_up"):
         gated = kernel == "gated_up"
         types = common | of("h_ptr", "a_ptr", "u_ptr") | gathered
         types |= fetched("up_w", *(["gate_w"] if gated else []), block=across)
-        types |= fetched("x", block=laid, by_engine=tma and not gather)
+        types |= fetched("x", block=rows, by_engine=tma and not gather)
         return (
             "up_kernel",
             types,
@@ -55,7 +55,7 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
     if kernel in ("down", "input_dgrad"):
         two = kernel == "input_dgrad"
         types = common | of("y_ptr") | {"routing_ptr": "*fp32"}
-        types |= fetched("x1", *(["x2"] if two else []), block=laid)
+        types |= fetched("x1", *(["x2"] if two else []), block=rows)
         types |= fetched("w1", *(["w2"] if two else []), block=along)
         return (
             "down_kernel",
@@ -69,7 +69,7 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
     if kernel == "hidden_dgrad":
         types = common | gathered | {"tensors": triton_grouped_gemm.Activations(*["*bf16"] * 5)}
         types |= fetched("down_w", block=across) | {"routing_ptr": "*fp32", "dot_ptr": "*fp32"}
-        types |= fetched("dy", block=laid, by_engine=tma and not gather)
+        types |= fetched("dy", block=rows, by_engine=tma and not gather)
         return "hidden_dgrad_kernel", types, {"C": common_constants._replace(GATHER=gather, GATED=True, ACT="silu")}
     two = kernel == "gated_wgrad"
     types = (
@@ -83,20 +83,20 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
 
 
 def cases() -> list[Any]:
-    """What is reckoned in each way that a kernel can fetch, what is measured in its own."""
+    """Estimated tiles with every load path of a kernel; measured tiles with their own."""
     if importlib.util.find_spec("triton") is None:
         return []
     from colonnade.kernels.experts.tiles import table
 
-    reckoned, measured = table()
-    ways = {"down": [(False, True), (True, True)], "wgrad": [(False, True), (True, False)]}
-    ways |= {"input_dgrad": ways["down"], "gated_wgrad": ways["wgrad"]}
+    estimated, measured = table()
+    variants = {"down": [(False, True), (True, True)], "wgrad": [(False, True), (True, False)]}
+    variants |= {"input_dgrad": variants["down"], "gated_wgrad": variants["wgrad"]}
     found = {
-        (kernel, how, *way): ()
-        for kernel, rows in reckoned.items()
+        (kernel, how, *variant): ()
+        for kernel, rows in estimated.items()
         for most, how in rows
-        for way in ways.get(kernel, [(False, True), (True, True), (True, False)])
-        if way[1] or most is None  # rows are laid out where there are many
+        for variant in variants.get(kernel, [(False, True), (True, True), (True, False)])
+        if variant[1] or most is None  # rows are gathered where there are many
     }
     found |= {
         (kernel, how, how.descriptors, not how.gather_first): pytest.mark.long
@@ -113,23 +113,23 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kernel", "how", "tma", "gather"), cases())
-def test_experts_fit_the_chip(kernel: str, how: Any, tma: bool, gather: bool, tmp_path: Path) -> None:
+def test_expert_kernels_fit_the_gpu(kernel: str, how: Any, tma: bool, gather: bool, tmp_path: Path) -> None:
     from colonnade.kernels.experts import triton_grouped_gemm, triton_wgrad
 
     name, types, constants = signature(kernel, tma, how, gather=gather)
     function = getattr(triton_grouped_gemm, name, None) or getattr(triton_wgrad, name)
-    built = compiled(function, types, constants, WHOLE, warps=how.warps, stages=how.stages)
+    built = compiled(function, types, constants, DIVISIBLE, warps=how.warps, stages=how.stages)
     assert built.metadata.shared <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     assert ("wgmma" in built.asm["ptx"]) == (how.BM >= 64)
     assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == tma
-    # Every operand of the loop comes asynchronously, several steps ahead.
+    # Every operand of the loop is loaded asynchronously, several steps ahead.
     assert "cp.async" in built.asm["ptx"]
 
 
 @pytest.mark.parametrize("gradient", ["bfloat16", "float32"])
-def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
-    """Each thread 16 bytes of float32 at once; divided and rooted exactly, nothing contracted, nothing spilled."""
+def test_adamw_uses_16_byte_loads_and_stores(gradient: str, tmp_path: Path) -> None:
+    """Each thread 16 bytes of float32 at once; exact division and square root, no contraction, no spills."""
     from triton import language as tl
 
     from colonnade.kernels import triton_adamw
@@ -149,7 +149,7 @@ def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("experts", "active"), [(8, 2), (64, 6), (128, 8), (300, 12), (4096, 4)])
-def test_the_choice_keeps_its_numbers_in_registers(experts: int, active: int, tmp_path: Path) -> None:
+def test_top_k_kernel_stays_in_registers(experts: int, active: int, tmp_path: Path) -> None:
     import triton
 
     from colonnade.kernels import triton_routing
@@ -164,7 +164,7 @@ def test_the_choice_keeps_its_numbers_in_registers(experts: int, active: int, tm
 
 
 @pytest.mark.parametrize(("experts", "turns"), [(8, 1), (64, 2), (128, 4), (512, 8)])
-def test_sorting_and_counting_keep_their_tables_in_registers(experts: int, turns: int, tmp_path: Path) -> None:
+def test_sort_and_count_kernels_stay_in_registers(experts: int, turns: int, tmp_path: Path) -> None:
     from colonnade.kernels import triton_sort
 
     numbers = {"N": "i32", "E": "i32", "programs": "i32", "ids_ptr": "*i64", "order_ptr": "*i64", "ends_ptr": "*i64"}
@@ -177,7 +177,7 @@ def test_sorting_and_counting_keep_their_tables_in_registers(experts: int, turns
         assert spilled(compiled(function, types, constants, warps=4), tmp_path) == 0
 
 
-def test_a_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
+def test_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
     """16 bytes a thread, read once and written once for each row."""
     from colonnade.kernels import triton_permute
 
@@ -187,7 +187,7 @@ def test_a_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
     assert built.asm["ptx"].count("st.global.v4") == 8
 
 
-def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
+def test_decode_expert_kernels_prefetch_16_bytes_at_a_time(tmp_path: Path) -> None:
     from colonnade.kernels.experts import triton_few_tokens
 
     names = ("x_ptr", "gate_ptr", "up_ptr", "gate_b_ptr", "up_b_ptr", "down_ptr", "down_b_ptr", "y_ptr")

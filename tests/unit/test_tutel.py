@@ -1,4 +1,4 @@
-"""Tutel's names, shapes and arguments: what a state dict holds, what is refused, what a call leaves behind."""
+"""Tutel's names, shapes and arguments: state dicts, refused settings, and attributes set by a call."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ def _layer(gate: Any = None, experts: Any = None, **options: Any) -> moe.moe_lay
 
 def _shapes(local: int, experts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     layer = _layer(experts={**experts, "num_experts_per_device": local})
-    net.barrier()  # a rank that left while others still connect would take them with it
+    net.barrier()  # a rank that exits while others still connect would fail them
     return {name: tuple(value.shape) for name, value in layer.state_dict().items()}
 
 
@@ -53,7 +53,7 @@ def test_a_state_dict_on_each_rank(world: int, local: int, expected: dict[str, t
     assert run(world, _shapes, local, experts) == [expected] * world
 
 
-def test_state_dicts_of_the_other_kinds() -> None:
+def test_state_dicts_of_other_experts_and_gates() -> None:
     flat = {"_num_global_experts": (), "experts.W_fc1": (48,), "experts.W_fc2": (48,), "experts.W_fc3": (48,)}
     llama = {"type": "llama_ffn", "hidden_size_per_expert": 8}
     assert run(2, _shapes, -2, {**llama, "hidden_size_per_expert": 16})[1] == flat | {"gates.0.wg.weight": (1, 6)}
@@ -66,7 +66,7 @@ def test_state_dicts_of_the_other_kinds() -> None:
     assert bare.state_dict()["gates.0.sim_matrix"].shape == (3, 2)
 
 
-def test_one_of_several_gates_decides() -> None:
+def test_the_selected_gate_decides() -> None:
     layer = _layer([{"type": "top", "k": 1}, {"type": "cosine_top", "k": 2, "capacity_factor": 0}])
     x = torch.randn(7, 6)
     layer(x, gate_index=1).sum().backward()
@@ -85,10 +85,10 @@ def test_a_cosine_gate_compares_directions() -> None:
     cosine = torch.stack([F.cosine_similarity(row[:, None], sim, dim=0) for row in a])
     assert_same(gate(x), 2.0 * cosine, 1e-6)
     gate.temperature.data.fill_(9.0)
-    assert_same(gate(x), 100.0 * cosine, 1e-4)  # no further than exp(ln 100)
+    assert_same(gate(x), 100.0 * cosine, 1e-4)  # at most exp(ln 100)
 
 
-def test_what_a_call_leaves_behind() -> None:
+def test_attributes_set_by_a_call() -> None:
     marked = []
     layer = _layer(scan_expert_func=lambda name, p: marked.append(name) or setattr(p, "skip_allreduce", True))
     assert marked == [name for name, _ in layer.get_parameter_iterator("local_experts")]
@@ -100,12 +100,12 @@ def test_what_a_call_leaves_behind() -> None:
     assert (layer.adaptive_degree, layer.a2a_ffn_overlap_degree, layer.valid_rs) == (0, 3, [0, 1])
     assert layer.dispatch_count.sum() == 20
     assert "Total-Experts = 2 [managed by 1 device(s)]" in repr(layer)
-    assert FFN["type"] == "ffn"  # nothing is taken out of the user's dictionaries
+    assert FFN["type"] == "ffn"  # the user's dictionaries are not changed
     assert TOP == {"type": "top", "k": 2}
     assert _layer(result_func=lambda y: (y.shape, y.l_aux.dim()))(torch.randn(4, 6)) == ((4, 6), 0)
 
 
-def test_arguments_of_the_call_win() -> None:
+def test_call_arguments_override_the_layer() -> None:
     layer = _layer({"type": "top", "k": 1, "capacity_factor": 0.5}, {**FFN, "num_experts_per_device": 4}).eval()
     layer.gates[0].wg.weight.data.zero_()
     layer.gates[0].wg.weight.data[0] = 9.0
@@ -117,8 +117,8 @@ def test_arguments_of_the_call_win() -> None:
 
 
 @pytest.mark.parametrize(("load_input", "of_logits"), [(None, False), ("probabilities", False), ("logits", True)])
-def test_the_load_loss_of_a_noisy_gate(load_input: str | None, of_logits: bool) -> None:
-    """Tutel's formula unless asked otherwise, number by number: Φ((p − the last noisy logit kept) · E / noise)."""
+def test_load_loss_of_a_noisy_gate(load_input: str | None, of_logits: bool) -> None:
+    """Tutel's formula by default, value by value: Φ((p − the last noisy logit kept) · E / noise)."""
     chosen = {} if load_input is None else {"load_loss_input": load_input}
     experts = {**FFN, "num_experts_per_device": 4}
     layer = _layer({"type": "top", "k": 2, "gate_noise": 0.7}, experts, is_gshard_loss=False, **chosen).double()
@@ -150,7 +150,7 @@ def test_rows_without_tokens_and_without_gradients() -> None:
     assert layer.megablocks_size == 2
 
 
-def test_seeds_draw_the_same_values_again() -> None:
+def test_seeds_are_reproducible() -> None:
     first, second = _layer(seeds=(1, 5, 9)), _layer(seeds=(1, 5, 9))
     torch.manual_seed(9)
     after = torch.rand(1)
@@ -167,7 +167,7 @@ def test_seeds_draw_the_same_values_again() -> None:
     assert torch.equal(first.experts.batched_fc2_w[0], fc2.weight.T)
 
 
-def test_loading() -> None:
+def test_loading_state_dicts() -> None:
     layer, other = _layer(), _layer()
     state = layer.state_dict()
     other.load_state_dict(state)
@@ -194,23 +194,23 @@ def test_autocast_computes_experts_in_16_bits_and_gates_in_32() -> None:
     assert layer.experts.batched_fc2_w.grad.abs().sum() > 0
 
 
-def test_fast_dispatcher_there_and_back() -> None:
+def test_fast_dispatcher_round_trip() -> None:
     scores = torch.rand(20, 4, dtype=torch.float64).softmax(1)
     (E, ids, places, _, C, _), _ = moe.extract_critical(scores, 2, None, 1.0)
     dispatcher = moe.fast_dispatcher(E, C, 3, torch.float64)
     dispatcher.update(ids, places, [torch.ones(20, dtype=torch.float64)] * 2, capacity=C)
     x = torch.randn(20, 3, dtype=torch.float64)
-    there = dispatcher.encode(x)
-    assert there.shape == (E * C, 3)
-    kept = torch.stack([p < C for p in places]).sum(0)
-    assert 0 < kept.sum() < 40
-    assert_same(dispatcher.decode(there), x * kept[:, None])
+    dispatched = dispatcher.encode(x)
+    assert dispatched.shape == (E * C, 3)
+    kept_count = torch.stack([p < C for p in places]).sum(0)
+    assert 0 < kept_count.sum() < 40
+    assert_same(dispatcher.decode(dispatched), x * kept_count[:, None])
     mask = torch.eye(3)[[0, 1, 0, 0]].long()
     assert (moe.fast_cumsum_sub_one(mask) * mask).sum(1).tolist() == [0, 0, 1, 2]
 
 
-class _Whole(nn.Module):
-    """Sees the last two dimensions."""
+class _TwoDimensionalExpert(nn.Module):
+    """An expert that sees the last two dimensions."""
 
     def __init__(self, model_dim: int, num_experts_per_device: int, sharded_count: int):
         super().__init__()
@@ -221,8 +221,8 @@ class _Whole(nn.Module):
         return (x * self.w).flip(2)
 
 
-def test_experts_may_see_several_dimensions() -> None:
-    layer = _layer({"type": "top", "k": 1, "capacity_factor": 0}, {"type": "custom", "module": _Whole})
+def test_experts_may_take_several_dimensions() -> None:
+    layer = _layer({"type": "top", "k": 1, "capacity_factor": 0}, {"type": "custom", "module": _TwoDimensionalExpert})
     x = torch.randn(4, 5, 2, 3)
     assert_same(layer(x, reserve_dims=2), x.flip(2), 1e-6)
 
@@ -236,11 +236,11 @@ def _draws(local: int) -> None:
 
     layer = _layer({"type": "top", "k": 1}, {**FFN, "num_experts_per_device": local, "activation_fn": act})
     layer(torch.randn(8, 6), adaptive_r=1).sum().backward()
-    assert len(masks) == 2, "gathered weights were kept"
-    assert torch.equal(masks[0], masks[1]), "computed again with other random numbers"
+    assert len(masks) == 2, "gathered weights were not freed"
+    assert torch.equal(masks[0], masks[1]), "recomputed with other random numbers"
 
 
-def test_random_activations_are_computed_again_alike() -> None:
+def test_random_activations_are_recomputed_identically() -> None:
     run(2, _draws, -2)
 
 
@@ -259,7 +259,7 @@ def _automatic() -> list[int]:
     return [*degrees, layer.adaptive_degree]
 
 
-def test_auto_moves_the_fewer_elements() -> None:
+def test_auto_chooses_the_smaller_transfer() -> None:
     # 2P = 236 for all weights; tokens 4·2·6·r + 236/r: 284 and 214 for 2 tokens, more than 9,600 for 400.
     assert run(2, _automatic) == [[2, 0, 1]] * 2
 
@@ -287,7 +287,7 @@ def test_auto_moves_the_fewer_elements() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], kind: type[ColonnadeError], message: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], kind: type[ColonnadeError], message: str) -> None:
     with pytest.raises(kind, match=message):
         _layer(**options)
 
@@ -306,7 +306,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], kind: type[Colonnade
         ((4, 6), {"capacity_factor": 0.1}, "leaves no place for 4 tokens"),
     ],
 )
-def test_calls_that_cannot_be_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+def test_invalid_calls_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ColonnadeError, match=message):
         _layer()(torch.zeros(shape), **options)
 
@@ -332,7 +332,7 @@ def test_old_names() -> None:
     assert (layer.gates[0].top_k, layer.num_global_experts) == (1, 3)
 
 
-def test_the_session(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutel_session(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "_sessions", [])
     with pytest.raises(ConfigError, match="init_data_model_parallel"):
         system.record_time()
@@ -356,7 +356,7 @@ def test_the_session(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypat
     assert system.cache().get() == []
 
 
-def test_affinity_goes_by_local_rank_and_node(
+def test_cpu_affinity_follows_local_rank_and_numa_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = os.sched_getaffinity(0)
@@ -382,6 +382,6 @@ def test_affinity_goes_by_local_rank_and_node(
     assert "names no NUMA node of this process's cores; nothing is bound" in caplog.text
 
 
-def test_every_name_that_is_offered_exists() -> None:
+def test_every_exported_name_exists() -> None:
     for module in (moe, net):
         assert all(hasattr(module, name) for name in module.__all__)

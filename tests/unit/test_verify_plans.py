@@ -1,4 +1,4 @@
-"""Which plans `verify` tries, and the likeness of a model on which it tries them."""
+"""The plans that `verify` tries, and the reduced model on which it tries them."""
 
 import itertools
 import re
@@ -17,8 +17,8 @@ from colonnade.verify.plans import pairs
 
 
 def enumerated(world: int) -> set[Plan]:
-    """The same plans by trying all numbers, and by writing down what makes a difference."""
-    found = set()
+    """The same plans by trying all combinations and keeping those that differ."""
+    plans = set()
     for pp, replicate, dp, cp, tp in itertools.product(range(1, world + 1), repeat=5):
         if pp * replicate * dp * cp * tp != world:
             continue
@@ -28,21 +28,21 @@ def enumerated(world: int) -> set[Plan]:
         for schedule, stages in orders:
             for sequence_parallel, tp_overlap in {(False, False), (tp > 1, False), (tp > 1, tp > 1)}:
                 for reshard in {True, not (pp == 1 and replicate * dp * cp > 1)}:
-                    found.add(
+                    plans.add(
                         Plan(
                             pp=pp, replicate=replicate, dp=dp, cp=cp, tp=tp, schedule=schedule, stages=stages,
                             sequence_parallel=sequence_parallel, tp_overlap=tp_overlap, reshard=reshard,
                         )
                     )  # fmt: skip
-    return found
+    return plans
 
 
 @pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 14), (4, 68), (6, 122)])
-def test_all_plans_are_all(world: int, count: int) -> None:
+def test_all_plans_are_enumerated(world: int, count: int) -> None:
     plans = all_plans(world)
     assert len(plans) == len(set(plans)) == count
     assert set(plans) == enumerated(world)
-    assert len({str(plan) for plan in plans}) == count, "what differs is told apart in the matrix"
+    assert len({str(plan) for plan in plans}) == count, "different plans must differ in the matrix"
 
 
 MODELS = st.builds(
@@ -56,7 +56,7 @@ MODELS = st.builds(
 
 @settings(max_examples=40)
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), MODELS)
-def test_every_pair_of_choices_meets_in_a_valid_plan(world: int, model: ModelConfig) -> None:
+def test_every_valid_pair_of_choices_is_covered(world: int, model: ModelConfig) -> None:
     plans = all_plans(world, model)
     chosen = covering(plans)
     assert set(chosen) <= set(plans) and len(set(chosen)) == len(chosen)
@@ -71,15 +71,17 @@ def test_every_pair_of_choices_meets_in_a_valid_plan(world: int, model: ModelCon
             plan.check(model)
 
 
-def test_what_a_pair_is() -> None:
-    """By hand, so that the property above is not about an empty notion."""
+def test_pairs_of_choices() -> None:
+    """By hand, to check that the property above is not vacuous."""
     met = pairs(Plan(pp=2, tp=2, sequence_parallel=True, schedule="gpipe"))
     assert (("schedule", "gpipe"), ("sequence_parallel", True)) in met
     assert len(met) == 16 * 15 // 2
-    assert (("pp", 1), ("schedule", "gpipe")) not in pairs(Plan(schedule="gpipe")), "without a pipeline it is no choice"
+    assert (("pp", 1), ("schedule", "gpipe")) not in pairs(Plan(schedule="gpipe")), (
+        "without a pipeline it is not a choice"
+    )
 
 
-def test_the_set_is_always_the_same_and_begins_with_the_most_useful() -> None:
+def test_plan_set_is_deterministic_and_starts_with_the_useful() -> None:
     plans = all_plans(4)
     assert covering(plans) == covering(plans)
     assert len(covering(plans)) < len(plans)
@@ -88,25 +90,27 @@ def test_the_set_is_always_the_same_and_begins_with_the_most_useful() -> None:
     assert covering([]) == []
 
 
-SHRUNK = {
+MODEL_CHANGES = {
     "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "top",
     "classes", "moe", "latent",
 }  # fmt: skip
-FEWER = {"experts", "active", "ffn_width", "shared_width", "first", "router"}
+MOE_CHANGES = {"experts", "active", "ffn_width", "shared_width", "first", "router"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_likeness_keeps_what_decides_layouts(name: str) -> None:
+def test_reduced_model_keeps_what_decides_layouts(name: str) -> None:
     model = preset(name)
     small = shrink(model, 5)
-    kept = set(ModelConfig.model_fields) - SHRUNK
-    assert {field: getattr(small, field) for field in kept} == {field: getattr(model, field) for field in kept}
+    unchanged = set(ModelConfig.model_fields) - MODEL_CHANGES
+    assert {field: getattr(small, field) for field in unchanged} == {
+        field: getattr(model, field) for field in unchanged
+    }
     assert (small.moe is None) == (model.moe is None)
     assert (small.latent is None) == (model.latent is None)
     if small.moe is not None and model.moe is not None:
-        kept = set(MoeConfig.model_fields) - FEWER
-        assert {field: getattr(small.moe, field) for field in kept} == {
-            field: getattr(model.moe, field) for field in kept
+        unchanged = set(MoeConfig.model_fields) - MOE_CHANGES
+        assert {field: getattr(small.moe, field) for field in unchanged} == {
+            field: getattr(model.moe, field) for field in unchanged
         }
         assert small.moe.experts <= 16
         assert all(small.moe.experts % n == 0 for n in (2, 4, 8) if model.moe.experts % n == 0)
@@ -114,7 +118,7 @@ def test_a_likeness_keeps_what_decides_layouts(name: str) -> None:
     assert (small.window is None) == (model.window is None)
     assert small.parameters < min(model.parameters, 5_000_000)
     assert small.ffn_width % 2 and small.vocab_size % 2, "shares are uneven"
-    assert small.causal or small.predicts_masked, "there is something to train on"
+    assert small.causal or small.predicts_masked, "there must be something to train on"
     for plan in covering(all_plans(2, small)):
         plan.check(small)
     allowed = [tp for tp in (1, 2, 3, 4, 8) if model.kv_heads % tp == 0]
@@ -122,13 +126,13 @@ def test_a_likeness_keeps_what_decides_layouts(name: str) -> None:
         Plan(tp=tp).check(small)
 
 
-def test_a_window_that_begins_late_still_does() -> None:
+def test_late_window_start_is_kept() -> None:
     model = preset("mistral-7b").replace(window_from_layer=20)
     small = shrink(model, 5)
     assert [small.window_of(i) for i in range(5)] == [None] * 4 + [7]
 
 
-def test_other_tops_become_the_two_losses() -> None:
+def test_other_heads_become_the_two_losses() -> None:
     bert = preset("bert-base")
     for top in ("encoder", "classes", "spans"):
         whole = bert.replace(top=top, classes=5) if top == "classes" else bert.replace(top=top)
@@ -136,17 +140,17 @@ def test_other_tops_become_the_two_losses() -> None:
     assert shrink(bert.replace(top="masked"), 2).top == "masked"
 
 
-def test_a_router_of_tasks_is_told_one() -> None:
+def test_task_router_gets_a_task() -> None:
     tour = preset("tour-moe")
     assert tour.moe is not None
     likeness = shrink(tour.replace(moe=tour.moe.replace(router=RouterConfig(kind="task", tasks=3))), 4)
     assert likeness.moe is not None and likeness.moe.router.task == 0
 
 
-def test_the_readme_has_todays_number_of_plans() -> None:
+def test_readme_has_the_current_number_of_plans() -> None:
     tour, readme = preset("tour"), (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     plans = covering(all_plans(2, shrink(tour, 4)))
-    (said,) = re.findall(r"under (\d+) plans of 2 processes", readme)
-    assert f"{said} of {said} plans equal one process" in readme
+    (number,) = re.findall(r"under (\d+) plans of 2 processes", readme)
+    assert f"{number} of {number} plans equal one process" in readme
     every = schedule_supported(Plan(pp=2, schedule="zero_bubble"))  # which needs torch 2.13
-    assert int(said) == len(plans) if every else int(said) > len(plans)
+    assert int(number) == len(plans) if every else int(number) > len(plans)

@@ -1,4 +1,4 @@
-"""Weights that do not fit are refused before any is read: by load and all verbs that load, by convert and upcycling."""
+"""Weights that do not fit are refused before reading: in load, the commands that load, convert and upcycling."""
 
 from pathlib import Path
 
@@ -29,27 +29,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("words", [["generate", "{}", "a"], ["eval", "{}", "--text", "{text}"],
                                    ["convert", "{}", "{out}"]], ids=lambda words: words[0])  # fmt: skip
-def test_verbs_refuse_before_anything_is_read(
+def test_commands_refuse_before_reading(
     words: list[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("a column stands in a row")
     monkeypatch.setattr(FREE, lambda: 10_000)
     monkeypatch.setattr("colonnade.model.weight_memory.free_host_bytes", lambda: 10_000)
     monkeypatch.setattr("colonnade.checkpoint.native.load", None)
-    given = [word.format(saved, text=tmp_path / "text", out=tmp_path / "out") for word in words]
+    arguments = [word.format(saved, text=tmp_path / "text", out=tmp_path / "out") for word in words]
     with pytest.raises(SystemExit):
-        main([*given, "--device", "cpu"] if words[0] != "convert" else given)
-    said = capsys.readouterr().err
-    assert "CapacityError" in said and "does not fit" in said
+        main([*arguments, "--device", "cpu"] if words[0] != "convert" else arguments)
+    output = capsys.readouterr().err
+    assert "CapacityError" in output and "does not fit" in output
     assert not (tmp_path / "out").exists()
 
 
-def test_load_says_what_would_be_enough(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_reports_sufficient_remedies(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with api.load(saved, dtype="float32", device="cpu") as model:
-        takes = weight_bytes(model.transformer)
-    monkeypatch.setattr(FREE, lambda: int(takes / 0.95) + 8)
+        needed = weight_bytes(model.transformer)
+    monkeypatch.setattr(FREE, lambda: int(needed / 0.95) + 8)
     api.load(saved, dtype="float32", device="cpu").close()
-    monkeypatch.setattr(FREE, lambda: int(takes * 0.75))
+    monkeypatch.setattr(FREE, lambda: int(needed * 0.75))
     with pytest.raises(CapacityError, match=r"nothing was read; enough would be: --dtype bfloat16 \(") as caught:
         api.load(saved, dtype="float32", device="cpu")
     assert "--plan.tp" not in str(caught.value), "ranks of one host share its memory"
@@ -59,21 +59,25 @@ def test_load_says_what_would_be_enough(saved: Path, monkeypatch: pytest.MonkeyP
         api.load(saved, dtype="bfloat16", device="cpu")
 
 
-def test_each_remedy_is_enough() -> None:
+def test_each_remedy_is_sufficient() -> None:
     whole = WeightMemory(preset("mixtral-8x7b"), torch.bfloat16, GPU)
-    said = str(whole.refusal("it", 80 * GIB, 200 * GIB))
-    assert "--experts.resident 2 (" in said and "--plan.tp 2 --plan.ep 2 on as many GPUs (" in said
-    assert "--serve.weights int4 of generate and serve (" in said
-    said = str(whole.refusal("it", 20 * GIB, 200 * GIB))
-    assert "--plan.tp 2" not in said and "--plan.tp 8 --plan.ep 8 on as many GPUs (" in said and "int8" not in said
-    assert "--experts.resident" not in str(whole.refusal("it", 80 * GIB, 50 * GIB)), "the host has no room for them"
+    message = str(whole.refusal("it", 80 * GIB, 200 * GIB))
+    assert "--experts.resident 2 (" in message and "--plan.tp 2 --plan.ep 2 on as many GPUs (" in message
+    assert "--serve.weights int4 of generate and serve (" in message
+    message = str(whole.refusal("it", 20 * GIB, 200 * GIB))
+    assert (
+        "--plan.tp 2" not in message
+        and "--plan.tp 8 --plan.ep 8 on as many GPUs (" in message
+        and "int8" not in message
+    )
+    assert "--experts.resident" not in str(whole.refusal("it", 80 * GIB, 50 * GIB)), "they do not fit into host memory"
     assert "use a smaller model" in str(WeightMemory(preset("llama-3-8b"), torch.bfloat16, CPU).refusal("it", GIB, GIB))
     on_device, on_host = WeightMemory(preset("mixtral-8x7b"), torch.bfloat16, GPU, resident=2).bytes()
     assert on_device + on_host == whole.bytes()[0]
     assert WeightMemory(preset("llama-3-8b"), torch.bfloat16, GPU, Plan(tp=2)).bytes()[0] < 0.51 * 2 * 8.1e9
 
 
-def test_an_upcycled_or_pruned_model_must_fit_beside_the_first(
+def test_upcycled_or_pruned_model_must_fit_beside_the_source(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense = tiny.model(dtype=torch.float32)
@@ -91,6 +95,6 @@ def test_an_upcycled_or_pruned_model_must_fit_beside_the_first(
     monkeypatch.setattr(FREE, lambda: int(1.02 * enough))
     with pytest.raises(SystemExit):
         main(["convert", str(saved), str(tmp_path / "x"), "--upcycle", "8"])
-    assert not (tmp_path / "x").exists(), "a file is made beside them"
+    assert not (tmp_path / "x").exists(), "the output file needs memory as well"
     monkeypatch.setattr(FREE, lambda: 3 * enough)
     main(["convert", str(saved), str(tmp_path / "x"), "--upcycle", "8"])

@@ -1,4 +1,4 @@
-"""Which experts take which kinds of tokens, from the tokens' texts and the routers' choices."""
+"""Expert specialisation by token class, from the tokens' texts and the routers' choices."""
 
 import math
 
@@ -11,7 +11,7 @@ from colonnade.model.moe.expert_specialization import record_choices, specializa
 from tests.models import MOES, build, ragged
 
 
-def test_kinds_of_tokens():
+def test_token_classes():
     pieces = [
         "The", " old", " Pres", "ident", " Lincoln", " was", " walking", ",", " in", " 18", "65", ".", "\n", "We",
         " saw", "!",
@@ -23,42 +23,42 @@ def test_kinds_of_tokens():
     assert set(classify_tokens(pieces)) == set(TOKEN_CLASSES)
 
 
-def test_a_capital_names_nobody_at_a_sentences_start():
+def test_capital_at_a_sentence_start_is_not_a_name():
     assert classify_tokens(["Lawyers", " met", ".", " Lawyers", " met", " Lawyers"])[::3] == ["word", "word"]
     assert classify_tokens(["Lawyers", " met", " Lawyers"])[2] == "name"
     assert classify_tokens(["", " ", "x"]) == ["white space", "white space", "word"]
 
 
-def test_experts_that_tell_the_kind_and_experts_that_do_not_care():
+def test_specialised_and_unspecialised_experts():
     kinds = ["number"] * 6 + ["verb"] * 6
-    sharp = torch.tensor([[0]] * 6 + [[2]] * 6)
+    specialised = torch.tensor([[0]] * 6 + [[2]] * 6)
     even = torch.tensor([[0], [1], [2]] * 4)
-    found = specializations({3: sharp, 5: even}, kinds, experts=4)
-    assert found[3].mutual_information == pytest.approx(1)
-    assert found[3].counts == [[6, 0, 0, 0], [0, 0, 6, 0]]
-    assert found[3].preferred_experts("verb") == [(2, 2.0)]
-    assert found[5].mutual_information == pytest.approx(0, abs=1e-12)
-    assert found[5].lifts == [[1.0, 1.0, 1.0, 0.0]] * 2
-    assert found[5].preferred_experts("number") == []
+    result = specializations({3: specialised, 5: even}, kinds, experts=4)
+    assert result[3].mutual_information == pytest.approx(1)
+    assert result[3].counts == [[6, 0, 0, 0], [0, 0, 6, 0]]
+    assert result[3].preferred_experts("verb") == [(2, 2.0)]
+    assert result[5].mutual_information == pytest.approx(0, abs=1e-12)
+    assert result[5].lifts == [[1.0, 1.0, 1.0, 0.0]] * 2
+    assert result[5].preferred_experts("number") == []
 
 
-def test_the_information_is_the_textbooks():
-    """By the definition, from counts: 3 of 4 numbers to expert 0, 1 of 4 verbs; none is none."""
+def test_mutual_information_by_definition():
+    """By the definition, from counts: 3 of 4 numbers to expert 0, 1 of 4 verbs; id 9 means no expert."""
     ids_TA = torch.tensor([[0, 9], [0, 9], [0, 9], [1, 9], [0, 9], [1, 9], [1, 9], [1, 9]])
-    found = specializations({0: ids_TA}, ["number"] * 4 + ["verb"] * 4, experts=2)[0]
+    result = specializations({0: ids_TA}, ["number"] * 4 + ["verb"] * 4, experts=2)[0]
     cells = [3 / 8, 1 / 8, 1 / 8, 3 / 8]
     information = sum(p * math.log(p / 0.25) for p in cells)
-    assert found.mutual_information == pytest.approx(information / math.log(2))
-    assert found.lifts == [[1.5, 0.5], [0.5, 1.5]]
+    assert result.mutual_information == pytest.approx(information / math.log(2))
+    assert result.lifts == [[1.5, 0.5], [0.5, 1.5]]
 
 
-def test_examples_are_the_tokens_beyond_an_experts_share():
+def test_top_tokens_exceed_an_experts_share():
     pieces = [" the", ",", " the", ",", " the", " the"]
     ids_TA = torch.tensor([[0], [1], [0], [1], [0], [1]])
     assert top_tokens(ids_TA, pieces, experts=3) == [["the"], [","], []]
 
 
-def test_choices_are_recorded_by_block_and_no_longer():
+def test_choices_are_recorded_by_block_inside_the_context_only():
     model = build(MOES["biased_shared"])
     stream, attend, _ = ragged(MOES["biased_shared"])
     T = len(stream.tokens_T)
@@ -74,7 +74,7 @@ def test_choices_are_recorded_by_block_and_no_longer():
     assert len(ids[1]) == 2 * T
 
 
-def test_nothing_chosen_is_no_speciality():
-    found = specializations({0: torch.full((2, 1), 4)}, ["verb", "number"], experts=4)[0]
-    assert found.mutual_information == 0
-    assert sum(map(sum, found.counts)) == 0
+def test_no_choices_give_no_specialisation():
+    result = specializations({0: torch.full((2, 1), 4)}, ["verb", "number"], experts=4)[0]
+    assert result.mutual_information == 0
+    assert sum(map(sum, result.counts)) == 0

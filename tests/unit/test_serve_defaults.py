@@ -1,4 +1,4 @@
-"""What a config leaves open is decided in one place; where steps cannot be recorded, who asks for it is told so."""
+"""Serving defaults are resolved in one place; unsupported CUDA graph capture is refused on request."""
 
 import importlib.util
 import subprocess
@@ -26,32 +26,32 @@ TWO = Axis("two", 2)
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of a machine that has a GPU and triton."""
+    """The kernel registry of a machine with a GPU and Triton."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         monkeypatch.setitem(LOOKUP, ("paged_attention", "cuda", dtype, "triton"), sdpa.paged)
 
 
-def on_gpu(
+def gpu_traits(
     dtype: torch.dtype = torch.bfloat16, *, cp: int = 1, waiting: bool = False, **changes: object
 ) -> EngineTraits:
     return EngineTraits(tiny.config(**changes), dtype, GPU, cp, offloads_experts=waiting)
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
+def test_gpu_defaults_to_cuda_graphs_and_run_ahead() -> None:
     latent = LatentConfig(kv_rank=300, rope_width=20, v_width=3)
-    for site in (
-        on_gpu(), on_gpu(torch.float32), on_gpu(window=7), on_gpu(cp=2), on_gpu(moe=MOE),
-        on_gpu(kv_heads=6, head_width=320, latent=latent),
+    for traits in (
+        gpu_traits(), gpu_traits(torch.float32), gpu_traits(window=7), gpu_traits(cp=2), gpu_traits(moe=MOE),
+        gpu_traits(kv_heads=6, head_width=320, latent=latent),
     ):  # fmt: skip
-        assert (resolve_config(ServeConfig(), site).fixed_steps, resolve_config(ServeConfig(), site).run_ahead) == (
+        assert (resolve_config(ServeConfig(), traits).fixed_steps, resolve_config(ServeConfig(), traits).run_ahead) == (
             True,
             True,
         )
-        assert (resolve_config(ServeConfig(), site).budget, resolve_config(ServeConfig(), site).page) == (2048, 64)
-        told = ServeConfig(fixed_steps=False, run_ahead=False, pages=3, token_budget=7, page_tokens=5)
-        assert resolve_config(told, site) == told
-        check_fixed_steps(ServeConfig(fixed_steps=True), site)
+        assert (resolve_config(ServeConfig(), traits).budget, resolve_config(ServeConfig(), traits).page) == (2048, 64)
+        explicit = ServeConfig(fixed_steps=False, run_ahead=False, pages=3, token_budget=7, page_tokens=5)
+        assert resolve_config(explicit, traits) == explicit
+        check_fixed_steps(ServeConfig(fixed_steps=True), traits)
     engine = Engine(tiny.model(), tiny.tokenizer())
     assert (engine.config.fixed_steps, engine.config.run_ahead) == (False, False)
     assert (engine.config.budget, engine.config.page, engine.cache.page_tokens) == (512, 16, 16)
@@ -62,10 +62,10 @@ def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("site", "what"),
     [
-        (on_gpu(torch.float64), r"in float64 .* use another --dtype"),
-        (on_gpu(cp=2, window=7), r"of attention with a window over cp=2 .* use tp in the place of cp"),
-        (on_gpu(head_width=258), r"of heads 258 wide \(at most 256\) .* use --device cpu"),
-        (on_gpu(moe=MOE, waiting=True), r"of experts offloaded to host memory .* leave --experts.resident out"),
+        (gpu_traits(torch.float64), r"in float64 .* use another --dtype"),
+        (gpu_traits(cp=2, window=7), r"of attention with a window over cp=2 .* use tp in the place of cp"),
+        (gpu_traits(head_width=258), r"of heads 258 wide \(at most 256\) .* use --device cpu"),
+        (gpu_traits(moe=MOE, waiting=True), r"of experts offloaded to host memory .* leave --experts.resident out"),
         (
             EngineTraits(tiny.config(moe=MOE), torch.float16, GPU, exchanges_tokens=True),
             r"that exchange tokens between expert ranks",
@@ -73,11 +73,11 @@ def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: EngineTraits, what: str) -> None:
-    left_open = resolve_config(ServeConfig(), site)
-    assert (left_open.fixed_steps, left_open.run_ahead) == (False, True)
+def test_unsupported_capture_is_off_and_refused_on_request(site: EngineTraits, what: str) -> None:
+    resolved = resolve_config(ServeConfig(), site)
+    assert (resolved.fixed_steps, resolved.run_ahead) == (False, True)
     check_fixed_steps(ServeConfig(), site)
-    check_fixed_steps(left_open, site)
+    check_fixed_steps(resolved, site)
     with pytest.raises(ConfigError, match=rf"steps {what}") as caught:
         check_fixed_steps(ServeConfig(fixed_steps=True), site)
     assert "cannot be captured as CUDA graphs yet; leave --serve.fixed_steps out, or " in str(caught.value)
@@ -86,58 +86,58 @@ def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: EngineTra
 @pytest.mark.skipif(
     ("paged_attention", "cuda", torch.float32, "triton") in LOOKUP, reason="has triton and a GPU's torch"
 )
-def test_without_triton_nothing_changes() -> None:
-    assert resolve_config(ServeConfig(), on_gpu()).fixed_steps is False
+def test_fixed_steps_need_triton() -> None:
+    assert resolve_config(ServeConfig(), gpu_traits()).fixed_steps is False
     with pytest.raises(ConfigError, match=r"steps without triton cannot be captured .* pip install triton"):
-        check_fixed_steps(ServeConfig(fixed_steps=True), on_gpu())
+        check_fixed_steps(ServeConfig(fixed_steps=True), gpu_traits())
 
 
 @pytest.mark.usefixtures("kernels")
-def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
-    """Where what pads a step would take a place from a token, only who asks for it gets it."""
-    chooses = MOE.replace(router=RouterConfig(kind="expert_choice"))
-    for site in (
-        on_gpu(moe=MOE.replace(capacity=1.0)), on_gpu(moe=chooses),
+def test_padded_steps_are_off_where_they_change_outputs() -> None:
+    """Where padding could displace tokens, padded steps must be requested explicitly."""
+    expert_choice = MOE.replace(router=RouterConfig(kind="expert_choice"))
+    for traits in (
+        gpu_traits(moe=MOE.replace(capacity=1.0)), gpu_traits(moe=expert_choice),
         EngineTraits(tiny.config(), torch.bfloat16, GPU, sequence_parallel=True),
     ):  # fmt: skip
-        assert resolve_config(ServeConfig(), site).fixed_steps is False
-        check_fixed_steps(ServeConfig(fixed_steps=True), site)
+        assert resolve_config(ServeConfig(), traits).fixed_steps is False
+        check_fixed_steps(ServeConfig(fixed_steps=True), traits)
 
 
-def test_a_model_says_where_it_stands() -> None:
+def test_traits_are_read_from_the_model() -> None:
     assert EngineTraits.of(tiny.model()) == EngineTraits(tiny.config(), torch.float64, CPU)
     moe = tiny.config(moe=MOE)
-    spread = Axes(tp=TWO, model=TWO, experts=ExpertAxes(ep=TWO, all=TWO, tokens=TWO))
-    assert EngineTraits.of(tiny.model(spread, moe=MOE)) == EngineTraits(moe, torch.float64, CPU, exchanges_tokens=True)
-    assert EngineTraits.of(tiny.model(spread.serving(), moe=MOE)) == EngineTraits(moe, torch.float64, CPU)
+    axes = Axes(tp=TWO, model=TWO, experts=ExpertAxes(ep=TWO, all=TWO, tokens=TWO))
+    assert EngineTraits.of(tiny.model(axes, moe=MOE)) == EngineTraits(moe, torch.float64, CPU, exchanges_tokens=True)
+    assert EngineTraits.of(tiny.model(axes.serving(), moe=MOE)) == EngineTraits(moe, torch.float64, CPU)
     assert EngineTraits.of(tiny.model(Axes(tp=TWO, sequence_parallel=True))).sequence_parallel
-    waits = tiny.model(moe=MOE)
-    for layer in waits.modules():
+    offloaded = tiny.model(moe=MOE)
+    for layer in offloaded.modules():
         if hasattr(layer, "fetch"):
             layer.fetch = lambda ends_e, rows: None
-    assert EngineTraits.of(waits).offloads_experts
+    assert EngineTraits.of(offloaded).offloads_experts
 
 
 @pytest.mark.usefixtures("kernels")
-def test_what_a_gpu_records_is_reckoned_and_named_as_what_could_be_left_out() -> None:
+def test_graph_memory_is_estimated_and_offered_as_a_remedy() -> None:
     llama = EngineSpec(preset("llama-2-7b"), ServeConfig(), torch.bfloat16, GPU)
-    needs, told = llama.needs(), EngineSpec(llama.model, ServeConfig(fixed_steps=True), torch.bfloat16, GPU).needs()
-    assert needs == told and needs.graphs > 32000 * 2 * 64
+    needs, explicit = llama.needs(), EngineSpec(llama.model, ServeConfig(fixed_steps=True), torch.bfloat16, GPU).needs()
+    assert needs == explicit and needs.graphs > 32000 * 2 * 64
     plain = EngineSpec(llama.model, ServeConfig(fixed_steps=False), torch.bfloat16, GPU).needs()
     assert plain.graphs == 0 and plain.cache < needs.cache
-    found = {flags: saves for flags, saves, _ in remedies(llama, needs, 12 << 30, number=9)}
-    assert found["--serve.fixed_steps False"] == needs.total - plain.total
+    offered = {flags: saves for flags, saves, _ in remedies(llama, needs, 12 << 30, number=9)}
+    assert offered["--serve.fixed_steps False"] == needs.total - plain.total
     assert not any(
         "fixed" in f for f, *_ in remedies(EngineSpec(llama.model, ServeConfig(), torch.bfloat16, CPU), plain, 1)
     )
-    # Experts that wait in host memory are not recorded, and the page that is nobody's is not needed.
+    # With offloaded experts nothing is captured, and the scratch page is not needed.
     mixtral = EngineSpec(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, GPU)
     assert mixtral.needs().graphs > 0 and mixtral.replace(resident=2).needs().graphs == 0
     assert mixtral.replace(resident=32).needs().graphs > 0
     assert scratch_pages(mixtral.axes, mixtral.resolved) == 1
 
 
-CHOSEN_WHERE = """
+CHOOSE_ATTENTION = """
 import torch
 torch.version.cuda = "13.0"  # as if this torch were built for GPUs; nothing is launched
 from colonnade.kernels.attention import dispatch, sdpa, triton_decode
@@ -154,6 +154,6 @@ print("chosen")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
-def test_a_gpu_takes_the_faster_attention_over_pages() -> None:
-    done = subprocess.run([sys.executable, "-c", CHOSEN_WHERE], capture_output=True, text=True, check=False)
+def test_gpu_chooses_the_fastest_paged_attention() -> None:
+    done = subprocess.run([sys.executable, "-c", CHOOSE_ATTENTION], capture_output=True, text=True, check=False)
     assert done.stdout == "chosen\n", done.stderr

@@ -1,4 +1,4 @@
-"""Names that people give: of tokenizers, and of what is to be written."""
+"""Names on the command line: of tokenizers, and of output files and folders."""
 
 import shutil
 from pathlib import Path
@@ -29,19 +29,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A run folder with one checkpoint."""
     config = ModelConfig(vocab_size=280, layers=1, width=16, heads=2, ffn_width=16, context=64)
-    place = tmp_path_factory.mktemp("runs") / "a"
+    path = tmp_path_factory.mktemp("runs") / "a"
     model = initialise(Transformer(config), 0)
     native.save(
-        place / "step-1",
+        path / "step-1",
         model,
         native.Meta(model=config),
         DistributedContext.solo(),
         tokenizer=Corpus(corpus).tokenizer,
     )
-    return place
+    return path
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+def error_line(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
     with pytest.raises(SystemExit) as end:
         main([str(word) for word in argv])
     assert end.value.code == 1
@@ -49,24 +49,24 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
     return line
 
 
-def test_a_tokenizer_has_every_name_of_a_model(corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_tokenizer_is_found_by_every_model_name(corpus: Path, run: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     main(["convert", str(run), str(hf)])
     shutil.copytree(hf, tmp_path / "words")
     for weights in (tmp_path / "words").glob("*.safetensors"):
         weights.unlink()
-    wanted = Corpus(corpus).tokenizer.fingerprint
+    expected = Corpus(corpus).tokenizer.fingerprint
     names = [run, run / "step-1", run / "step-1/tokenizer", run / "step-1/tokenizer/tokenizer.json", corpus, hf,
              tmp_path / "words"]  # fmt: skip
     for name in names:
-        assert colonnade.load_tokenizer(name).fingerprint == wanted, name
+        assert colonnade.load_tokenizer(name).fingerprint == expected, name
     (tmp_path / "one.txt").write_text("Columns bear loads. " * 99)
     main(["corpus", str(tmp_path / "one.txt"), "--out", str(tmp_path / "again"), "--tokenizer", str(run)])
     assert Corpus(tmp_path / "again").manifest.tokenizer_sha256 == Corpus(corpus).manifest.tokenizer_sha256
 
 
-def test_packaged_models_and_gguf_files(tmp_path: Path) -> None:
-    """The names that messages offer: smollm2, and the GGUF file that it is."""
+def test_packaged_models_and_gguf_files_are_found(tmp_path: Path) -> None:
+    """The names that messages offer: smollm2, and its GGUF file."""
     words = colonnade.load_tokenizer("smollm2")
     assert words.vocab_size == 49152
     assert colonnade.load_tokenizer(locate("smollm2")).fingerprint == words.fingerprint
@@ -76,7 +76,7 @@ def test_packaged_models_and_gguf_files(tmp_path: Path) -> None:
     assert Corpus(tmp_path / "tokens").manifest.vocab_size == 49152
 
 
-def test_the_remedy_for_another_tokenizers_corpus_works(
+def test_remedy_for_a_corpus_of_another_tokenizer_works(
     capsys: pytest.CaptureFixture[str], corpus: Path, run: Path, tmp_path: Path
 ) -> None:
     file, other = tmp_path / "notes.txt", tmp_path / "other"
@@ -84,16 +84,16 @@ def test_the_remedy_for_another_tokenizers_corpus_works(
     words = ["--runs", str(tmp_path / "runs"), "--train.steps", "1", "--data.sequence", "32", "--train.lr", "1e-5"]
     for size, wrong in (("270", "another tokenizer"), ("300", "a vocabulary of 300 tokens, the model of 280")):
         main(["corpus", str(file), "--out", str(other), "--vocab_size", size, "--overwrite"])
-        said = refused(capsys, "train", "--train.start", run, "--data.path", other, *words)
-        assert wrong in said
-        assert f"make it again with colonnade corpus … --tokenizer {run}" in said
-    remedy = said.partition("--tokenizer ")[2].strip()
+        message = error_line(capsys, "train", "--train.start", run, "--data.path", other, *words)
+        assert wrong in message
+        assert f"make it again with colonnade corpus … --tokenizer {run}" in message
+    remedy = message.partition("--tokenizer ")[2].strip()
     main(["corpus", str(file), "--out", str(other), "--tokenizer", remedy, "--overwrite"])
     main(["train", "--train.start", str(run), "--data.path", str(other), *words])
-    assert "1 steps" in capsys.readouterr().out, "train.lr alone: min_lr follows"
+    assert "1 steps" in capsys.readouterr().out, "train.lr alone: min_lr follows it"
 
 
-def test_what_has_no_tokenizer_says_so(run: Path, tmp_path: Path) -> None:
+def test_missing_tokenizer_is_reported(run: Path, tmp_path: Path) -> None:
     main(["convert", str(run), str(bare := tmp_path / "bare")])
     (bare / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"bare has no tokenizer; give another model, or a tokenizer.json"):
@@ -106,25 +106,25 @@ def test_what_has_no_tokenizer_says_so(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["y.gguf", "y.safetensors", "y.bin", "Y.GGUF", "y.onnx"])
-def test_a_folder_is_not_written_under_a_files_name(
+def test_folder_is_not_written_under_a_file_name(
     capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, name: str
 ) -> None:
-    said = refused(capsys, "convert", run, tmp_path / name)
+    message = error_line(capsys, "convert", run, tmp_path / name)
     suffix = Path(name).suffix.lower()
     assert (
         f"{name} is the name of one {suffix} file, which cannot be written: the formats hf and colonnade are folders"
-        in said
+        in message
     )
     with colonnade.load(run) as model:
         for format in ("hf", "colonnade"):
             with pytest.raises(CheckpointError, match=f"leave {suffix} out"):
                 colonnade.save(model, tmp_path / name, format=format)  # type: ignore[arg-type]
-        assert colonnade.save(model, tmp_path / "v1.5") == tmp_path / "v1.5", "a number is no format"
+        assert colonnade.save(model, tmp_path / "v1.5") == tmp_path / "v1.5", "a number is not a format"
     assert not (tmp_path / name).exists()
 
 
-def test_other_outputs_of_another_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_output_names_of_another_format_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokens.parquet names one .parquet file, and a corpus is a folder; leave"):
         build(TEXTS, tmp_path / "tokens.parquet")
-    said = refused(capsys, "verify", "--world", "1", "--out", tmp_path / "results.csv")
-    assert "results.csv is a .csv file, and the results are JSON; use a name that ends in .json" in said
+    message = error_line(capsys, "verify", "--world", "1", "--out", tmp_path / "results.csv")
+    assert "results.csv is a .csv file, and the results are JSON; use a name that ends in .json" in message

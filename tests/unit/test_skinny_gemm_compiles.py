@@ -1,4 +1,4 @@
-"""Products of a few rows and the way of heads into the cache, compiled for Hopper without a GPU."""
+"""Skinny GEMMs and the KV-cache write of new heads, compiled for Hopper without a GPU."""
 
 import importlib.util
 import re
@@ -35,12 +35,12 @@ SIZES = ("outputs", "inputs", "x_t", "w_f", "groups", "even", "even_lift", "odd"
         pytest.param("float8", 2, False, 4096, marks=pytest.mark.long),
     ],
 )
-def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, tmp_path: Path) -> None:
+def test_skinny_gemms_fit_the_gpu(kind: str, rows: int, gated: bool, inputs: int, tmp_path: Path) -> None:
     from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm
 
     tiles = skinny_gemm_tiles.table_tiles(kind, rows, 11008 if gated else 4096, inputs, gated=gated)
     assert tiles is not None
-    if tiles.tensor_cores:  # another kernel's, but where x is not for it
+    if tiles.tensor_cores:  # another kernel's argument, where x does not use it
         tiles = skinny_gemm_tiles.FALLBACK
     four = kind == "int4"
     kernel, columns = (
@@ -57,16 +57,16 @@ def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, t
     types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
     built = compiled(kernel, types, constants, [s for s in SIZES if s in types], warps=tiles.warps)
     ptx = built.asm["ptx"]
-    # As many bytes on their way as keep a multiprocessor busy, in as many programs as stand on it.
+    # Enough bytes in flight to saturate a multiprocessor, over the programs resident on it.
     room = min(SHARED_BYTES // built.metadata.shared, 65536 // (registers(built, tmp_path) * 32 * tiles.warps))
     each = tiles.BN * tiles.BK * (1 + gated) * {"plain": 2, "int4": 4}.get(kind, 1)
     assert room * (tiles.stages - 1) * each > 60_000
     assert spilled(built, tmp_path) == 0
-    # Weights are fetched ahead, 16 bytes a thread.
+    # Weights are prefetched, 16 bytes a thread.
     assert len(re.findall(r"cp\.async\.c\w[^;]*, 0x10", ptx)) >= tiles.stages - 1
 
 
-def test_heads_on_their_way_fit_the_chip(tmp_path: Path) -> None:
+def test_cache_write_fits_the_gpu(tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_cache_write
 
     kernel = triton_cache_write._rope_and_kv_write

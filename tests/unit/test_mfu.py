@@ -1,4 +1,4 @@
-"""Throughput figures: the conventions, the table, and no figure where there is none."""
+"""Throughput figures: the FLOP conventions, the GPU table, and no MFU for unknown GPUs."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ GPT2_1B = ModelConfig(
 )  # fmt: skip
 
 
-def test_megatron_convention() -> None:
+def test_megatron_flop_convention() -> None:
     """The two conventions bracket 6 FLOPs a weight, and differ by half the attention scores."""
     full, causal = (GPT2_1B.flops_per_token(1024, causal=half) for half in (False, True))
     weights = 40 * 12 * 1536**2 + 50257 * 1536
@@ -20,7 +20,7 @@ def test_megatron_convention() -> None:
     assert full - causal == 6 * 40 * 1024 * 1536
 
 
-def test_utilisation_of_a_known_chip() -> None:
+def test_mfu_of_a_known_gpu() -> None:
     h200 = accelerator_named("NVIDIA H200")
     speed = throughput(GPT2_1B, sequence=1024, tokens_per_s=68_976, ranks=1, accelerator=h200, dtype="bfloat16")
     assert speed.tflops == pytest.approx(554, rel=0.03)
@@ -31,7 +31,7 @@ def test_utilisation_of_a_known_chip() -> None:
     assert "mfu" in str(speed) and "%" in str(speed) and "causal" in str(speed)
 
 
-def test_unknown_chips_have_no_utilisation() -> None:
+def test_unknown_gpus_have_no_mfu() -> None:
     assert find_accelerator(torch.device("cpu")) is None
     assert accelerator_named("Imaginary Accelerator 9") is None
     speed = throughput(GPT2_1B, sequence=64, tokens_per_s=10, ranks=1, accelerator=None, dtype="float32")
@@ -54,11 +54,11 @@ def test_unknown_chips_have_no_utilisation() -> None:
         ("NVIDIA GeForce RTX 4090", 165.2e12),
     ],
 )
-def test_names_that_drivers_give(name: str, peak: float) -> None:
+def test_device_names_of_drivers_are_recognised(name: str, peak: float) -> None:
     chip = accelerator_named(name)
     assert chip is not None
     assert chip.peak("bfloat16") == peak
 
 
-def test_every_chip_is_reachable() -> None:
+def test_every_gpu_of_the_table_is_matched() -> None:
     assert [accelerator_named(f"NVIDIA {chip.match} 80GB") for chip in ACCELERATORS] == list(ACCELERATORS)

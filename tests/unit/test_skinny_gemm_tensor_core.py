@@ -1,4 +1,4 @@
-"""Products on the matrix units: what the assembler's text makes of halves, and kernels compiled for Hopper."""
+"""Tensor-core skinny GEMMs: the unpacking assembly, and kernels compiled for Hopper."""
 
 import importlib.util
 import itertools
@@ -31,12 +31,12 @@ AT_ONCE, TWO, STEPS = (
 THREE = SkinnyTiles(32, 128, 4, 3, 3, True)
 
 
-def run(text: str, words: torch.Tensor) -> torch.Tensor:
-    """What a few instructions make of registers of 32 bits, as the assembler's manual says."""
-    found: dict[str, torch.Tensor] = {"$1": words & 0xFFFFFFFF}
+def emulate(text: str, words: torch.Tensor) -> torch.Tensor:
+    """Emulates a few PTX instructions on 32-bit registers, as the PTX manual defines them."""
+    registers: dict[str, torch.Tensor] = {"$1": words & 0xFFFFFFFF}
 
     def read(name: str) -> torch.Tensor:
-        return torch.full_like(words, int(name, 0)) if name[0].isdigit() else found[name]
+        return torch.full_like(words, int(name, 0)) if name[0].isdigit() else registers[name]
 
     for line in text.strip("{ }").split(";"):
         name, _, rest = line.strip().partition(" ")
@@ -45,41 +45,41 @@ def run(text: str, words: torch.Tensor) -> torch.Tensor:
             continue
         out, sources = names[0], [read(part) for part in names[1:]]
         if name == "shr.b32":
-            found[out] = sources[0] >> sources[1]
+            registers[out] = sources[0] >> sources[1]
         elif name == "shl.b32":
-            found[out] = (sources[0] << sources[1]) & 0xFFFFFFFF
+            registers[out] = (sources[0] << sources[1]) & 0xFFFFFFFF
         elif name == "and.b32":
-            found[out] = sources[0] & sources[1]
+            registers[out] = sources[0] & sources[1]
         else:
             assert (name, names[4]) == ("lop3.b32", "0xEA"), line
-            found[out] = (sources[0] & sources[1]) | sources[2]
-    return found["$0"]
+            registers[out] = (sources[0] & sources[1]) | sources[2]
+    return registers["$0"]
 
 
 @pytest.mark.parametrize(("dtype", "lift"), [(torch.bfloat16, 128), (torch.float16, 1024)])
-def test_what_the_assembler_is_told_makes_numbers_of_all_halves(dtype: torch.dtype, lift: int) -> None:
+def test_unpacking_assembly_is_exact_for_all_halves(dtype: torch.dtype, lift: int) -> None:
     from colonnade.kernels.linear.triton_skinny_gemm_tensor_core import unpack_assembly
 
     low = torch.arange(1 << 16)
     high = low.flip(0)
 
-    def made(what: str, j: int) -> list[torch.Tensor]:
-        bits = run(unpack_assembly(what, j, dtype == torch.bfloat16), low | high << 16)
+    def unpacked(what: str, j: int) -> list[torch.Tensor]:
+        bits = emulate(unpack_assembly(what, j, dtype == torch.bfloat16), low | high << 16)
         halves = (bits & 0xFFFF, bits >> 16)
         return [half.to(torch.int32).to(torch.int16).view(dtype).double() for half in halves]
 
     for j, (made_of, half) in itertools.product(range(4), enumerate((low, high))):
-        assert torch.equal(made("nibble", j)[made_of], lift + (half >> 4 * j & 15).double())
+        assert torch.equal(unpacked("nibble", j)[made_of], lift + (half >> 4 * j & 15).double())
         if j < 2:
             byte = (half >> 8 * j & 255).to(torch.uint8).view(torch.int8)
-            assert torch.equal(made("seven", j)[made_of] - made("eighth", j)[made_of], byte.double())
-            wanted = byte.view(FLOAT8).double() * (2.0**-120 if dtype == torch.bfloat16 else 2.0**-8)
-            there = ~wanted.isnan()
-            assert torch.equal(made("float8", j)[made_of][there], wanted[there])
+            assert torch.equal(unpacked("seven", j)[made_of] - unpacked("eighth", j)[made_of], byte.double())
+            expected = byte.view(FLOAT8).double() * (2.0**-120 if dtype == torch.bfloat16 else 2.0**-8)
+            finite = ~expected.isnan()
+            assert torch.equal(unpacked("float8", j)[made_of][finite], expected[finite])
 
 
-def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
-    """A matrix without numbers."""
+def quantised_on_meta(kind: str, inputs: int, group: int = 64) -> Any:
+    """A quantised matrix on the meta device."""
     from colonnade.kernels.linear.quantise import Quantised
 
     four = kind == "int4"
@@ -107,12 +107,12 @@ def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
         pytest.param("float8", 1, False, 4096, SkinnyTiles(16, 4096, 8, 4, 1, True), 2.8, marks=pytest.mark.long),
     ],
 )
-def test_a_weight_is_few_instructions(
+def test_few_instructions_per_weight(
     kind: str, rows: int, gated: bool, inputs: int, tiles: SkinnyTiles, most: float, tmp_path: Path
 ) -> None:
     from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm_tensor_core
 
-    four, weight = kind == "int4", of_meta(kind, inputs)
+    four, weight = kind == "int4", quantised_on_meta(kind, inputs)
     constants: dict[str, Any] = skinny_gemm_tiles.tensor_core_constants(weight, rows, tiles)
     limited = "maxnreg" in constants
     assert limited == (tiles.programs_per_sm > 1)
@@ -129,14 +129,14 @@ def test_a_weight_is_few_instructions(
         step *= 1 + gated  # else a gate's matrices take turns
     a_weight = len(body) * 32 * tiles.warps / step
     assert a_weight < most
-    # Halves go straight into the matrix units' registers, for sixteen outputs and eight words at a time.
+    # Halves go straight into the tensor cores' registers, for sixteen outputs and eight words at a time.
     reads = sum("LDSM.16.M88.4" in line for line in body)
     assert reads >= step // (8 if four else 4) / 128 / tiles.warps
     assert spilled(built, tmp_path) <= (512 if rows == 16 else 256 if limited else 0)
     room = max(1, tiles.programs_per_sm)
     assert built.metadata.shared * room <= SHARED_BYTES
     assert registers(built, tmp_path) * 32 * tiles.warps * room <= 65536
-    # As many bytes on their way as keep a multiprocessor busy, 16 at a time.
+    # Enough bytes in flight to saturate a multiprocessor, 16 at a time.
     assert room * (tiles.stages - 1) * step // (2 if four else 1) > 60_000
     ptx = built.asm["ptx"]
     assert len(re.findall(r"cp\.async\.c\w[^;]*, 0x10", ptx)) >= tiles.stages - 1
@@ -145,20 +145,25 @@ def test_a_weight_is_few_instructions(
 
 
 def test_rows_of_any_length_fit() -> None:
-    """Tiles of the table were measured with 4096 and 11,008 inputs: they stay, and any other number fits too."""
+    """Tiles of the table were measured with 4096 and 11,008 inputs: they are kept, and any other number fits too."""
     from colonnade.kernels.linear import skinny_gemm_tiles
 
     for row in skinny_gemm_tiles.table():
         if not row["tiles"] or not row["tiles"].get("tensor_cores"):
             continue
         tiles, rows, gated = SkinnyTiles(**row["tiles"]), row["rows"], row["gated"]
-        own = of_meta(row["kind"], row["inputs"])
+        own = quantised_on_meta(row["kind"], row["inputs"])
         assert skinny_gemm_tiles.tensor_core_constants(
             own, rows, tiles, gated=gated, normed=True, shared=SHARED_BYTES
         ) == skinny_gemm_tiles.tensor_core_constants(own, rows, tiles)
         for inputs, group in itertools.product((576, 5120, 8192, 11008, 28672), (32, 64)):
             found = skinny_gemm_tiles.tensor_core_constants(
-                of_meta(row["kind"], inputs, group), rows, tiles, gated=gated, normed=True, shared=SHARED_BYTES
+                quantised_on_meta(row["kind"], inputs, group),
+                rows,
+                tiles,
+                gated=gated,
+                normed=True,
+                shared=SHARED_BYTES,
             )
             taken = skinny_gemm_tiles.prefetched_bytes(found, tiles, gated=gated, normed=True)
             assert taken + skinny_gemm_tiles.CONVERSION_BYTES <= SHARED_BYTES, (row, inputs)
@@ -175,26 +180,26 @@ def test_rows_of_any_length_fit() -> None:
         pytest.param("float8", 3, True, 8192, marks=pytest.mark.long),
     ],
 )
-def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated: bool, inputs: int) -> None:
+def test_estimated_shared_memory_matches_the_compiler(kind: str, rows: int, gated: bool, inputs: int) -> None:
     from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm_tensor_core
 
     tiles = skinny_gemm_tiles.table_tiles(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
     assert tiles is not None
-    weight = of_meta(kind, inputs)
+    weight = quantised_on_meta(kind, inputs)
     constants = skinny_gemm_tiles.tensor_core_constants(
         weight, rows, tiles, gated=gated, normed=gated, shared=SHARED_BYTES
     )
-    reckoned = skinny_gemm_tiles.prefetched_bytes(constants, tiles, gated=gated, normed=gated)
+    estimated = skinny_gemm_tiles.prefetched_bytes(constants, tiles, gated=gated, normed=gated)
     types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
     constants |= {
         "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "RESIDUAL": False, "BN": tiles.BN,
         "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
     built = compiled(triton_skinny_gemm_tensor_core.tensor_core_kernel, types, constants, SIZES, warps=tiles.warps)
-    assert reckoned <= built.metadata.shared <= reckoned + skinny_gemm_tiles.CONVERSION_BYTES
+    assert estimated <= built.metadata.shared <= estimated + skinny_gemm_tiles.CONVERSION_BYTES
 
 
-def test_how_a_product_is_cut_for_matrix_units() -> None:
+def test_tiles_of_tensor_core_products() -> None:
     from colonnade.kernels.linear import skinny_gemm_tiles
     from colonnade.kernels.linear.quantise import quantise
 

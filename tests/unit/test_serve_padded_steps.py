@@ -1,4 +1,4 @@
-"""Padded decode batches: their sizes, their rows, and that padding only touches the scratch page."""
+"""Padded decode batches: their sizes and rows; padding touches the scratch page only."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from colonnade.serve.scheduler import BatchRows, padded_batch_size
 from tests.serve import tiny
 
 
-def test_sizes_are_few_and_near():
+def test_batch_sizes_are_few_and_close():
     for most in (1, 7, 64, 300):
         sizes = [padded_batch_size(n, most) for n in range(1, most + 1)]
         assert sizes == sorted(sizes)
@@ -24,21 +24,21 @@ def test_sizes_are_few_and_near():
         assert sizes[-1] == most and len(set(sizes)) <= 4 * most.bit_length()
 
 
-def test_padding_writes_where_nobody_reads():
-    """The last page of the cache is given to no request, and is all that padding touches."""
+def test_padding_writes_to_the_scratch_page_only():
+    """The scratch page, the cache's last, belongs to no request, and padding writes to it only."""
     model, params = tiny.model(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     limits = ServeConfig(pages=30, page_tokens=4, max_requests=12)
     plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=f)) for f in (False, True))
     prompts = [[i + 1, 2 * i] for i in range(9)]
     assert fixed.generate(prompts, params) == plain.generate(prompts, params)
     assert fixed.scheduler.pool.pages == fixed.stats.pages == plain.cache.pages == fixed.cache.pages - 1
-    for ours, whole in zip([*fixed.cache.k, *fixed.cache.v], [*plain.cache.k, *plain.cache.v], strict=True):
-        assert ours[-1].any(), "nine requests are padded to ten"
-        assert float((ours[:-1] - whole).abs().max()) < 1e-12
+    for padded, whole in zip([*fixed.cache.k, *fixed.cache.v], [*plain.cache.k, *plain.cache.v], strict=True):
+        assert padded[-1].any(), "nine requests are padded to ten"
+        assert float((padded[:-1] - whole).abs().max()) < 1e-12
 
 
-def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
-    """A request that takes another's place, as long as that, may have another prefix."""
+def test_plan_is_reused_until_lengths_or_prefixes_change():
+    """A request that replaces one of the same length may have another prefix."""
     few = KernelCosts(Shape(kv_heads=2, group=4, rows=16, tile=16), 4, Costs(tile=10, start=1, merge=1, part=0))
     prefix, lengths = tuple(range(100, 140)), [650, 650, 700]
     tables = [(*prefix, 1), (*prefix, 2), tuple(range(44))]
@@ -47,19 +47,19 @@ def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
     planned = PlannedBatch.of([plan], lengths, tables, 16)
     assert planned.shares_prefix and planned.shared_pages == {0: prefix, 1: prefix}
     assert planned.cascade_keys == plan.keys == (640, 640), (
-        "two requests, so that each key is read once instead of twice"
+        "two requests share the prefix, so each key is read once instead of twice"
     )
     assert planned.is_valid_for(lengths, tables)
     longer = [(*table, 900 + r) for r, table in enumerate(tables)]
     assert planned.is_valid_for([n + PLAN_AHEAD_STEPS for n in lengths], longer)
-    assert planned.is_valid_for([666, 666, 700], longer), "padding does not grow"
+    assert planned.is_valid_for([666, 666, 700], longer), "padding rows keep their length"
     assert not planned.is_valid_for([n + PLAN_AHEAD_STEPS + 1 for n in lengths], longer)
     assert not planned.is_valid_for([n - 1 for n in lengths], tables)
     shorter = PlannedBatch.of([plan], lengths, tables, 16, allow_shorter=True)
     assert shorter.is_valid_for([650, 650, 20], tables) and not planned.is_valid_for([650, 650, 20], tables)
-    assert not shorter.is_valid_for([649, 650, 700], tables), "its keys would be those that are shared"
+    assert not shorter.is_valid_for([649, 650, 700], tables), "its own keys would be read as shared ones"
     assert not shorter.is_valid_for([650, 650, 717], longer)
-    assert planned.is_valid_for([651, 653, 701], longer), "a rank that shares a cache may have a new key or not"
+    assert planned.is_valid_for([651, 653, 701], longer), "a rank of a sharded cache may or may not get the new key"
     other = (*range(200, 240), 2)
     assert not planned.is_valid_for(lengths, [tables[0], other, tables[2]])
     assert not planned.is_valid_for(lengths, [tables[0], (*prefix[:-1], 7, 2), tables[2]])
@@ -70,34 +70,34 @@ def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
     assert PlannedBatch.of([plan, three], lengths, [tables[0]] * 3, 16).cascade_keys == three.keys
 
 
-def test_what_steps_share_is_counted(monkeypatch):
-    """Each step counts what its plans share, also one that goes on with the plans of the step before."""
+def test_shared_reads_are_counted(monkeypatch):
+    """Each step counts what its plans share, also when it reuses the plans of the step before."""
     limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, fixed_steps=True)
     it = Engine(tiny.model(), tiny.tokenizer(), limits)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     it.generate([[1, 2], [3, 4]], params)
-    assert (it.stats.shared_keys, it.stats.spared_keys) == (0, 0), "on a CPU each request reads for itself"
+    assert (it.stats.shared_keys, it.stats.spared_keys) == (0, 0), "on a CPU requests share no reads"
     monkeypatch.setattr("colonnade.serve.cuda_graph_runner._PaddedBatch.cascade_keys", (40, 120))
     it.generate([[1, 2], [3, 4]], params)
     assert (it.stats.shared_keys, it.stats.spared_keys) == (3 * 40, 3 * 120), "three steps decode"
 
 
-def a_request() -> Request:
+def make_request() -> Request:
     return Request(id="", prompt=(1,), params=SamplingParams(), seed=0, limit_tokens=1)
 
 
 @given(st.lists(st.integers(-8, 20), max_size=60), st.integers(1, 30))
-def test_a_row_is_kept_while_the_batch_size_is(changes: list[int], most: int):
-    """No two requests have one row, the lowest is taken first, and rows move only for a smaller batch."""
+def test_requests_keep_their_row_while_the_batch_size_stays(changes: list[int], most: int):
+    """No two requests share a row, the lowest is taken first, and rows move only to a smaller batch."""
     rows, requests = BatchRows(most), list[Request]()
     for change in changes:
         before, size = {id(it): it.batch_row for it in requests}, padded_batch_size(len(rows.rows), most)
         if change >= 0 and requests:
-            rows.remove(gone := requests.pop(change % len(requests)))
-            rows.remove(gone)  # once is enough
-            assert gone.batch_row == -1
+            rows.remove(finished := requests.pop(change % len(requests)))
+            rows.remove(finished)  # once is enough
+            assert finished.batch_row == -1
         elif len(requests) < most:
-            requests.append(a_request())
+            requests.append(make_request())
             rows.add(requests[-1])
             taken = {it.batch_row for it in requests[:-1]}
             assert requests[-1].batch_row == next(i for i in range(most) if i not in taken)
@@ -108,8 +108,8 @@ def test_a_row_is_kept_while_the_batch_size_is(changes: list[int], most: int):
             assert all(it.batch_row == before.get(id(it), it.batch_row) for it in requests)
 
 
-def test_steps_with_gaps_say_what_steps_without_say():
-    """Requests of many lengths, which leave gaps in the middle and come into them."""
+def test_gaps_in_the_batch_do_not_change_the_output():
+    """Requests of many lengths, which leave gaps in the middle and fill them again."""
     model = tiny.model()
     limits = ServeConfig(pages=200, page_tokens=4, max_requests=18, token_budget=40)
     params = [SamplingParams(temperature=0, max_tokens=1 + 5 * i % 13, ignore_eos=True) for i in range(40)]

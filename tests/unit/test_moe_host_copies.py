@@ -1,7 +1,7 @@
-"""Nothing in a training step of a mixture of experts makes a tensor of the host's numbers on the device: from memory
-that is not pinned such a copy waits for all that a GPU has to do before it, and cannot be recorded in a graph.
+"""A mixture-of-experts training step copies no host values to the device.
 
-What else waits only a GPU can show: tests/gpu/test_train_gpu.py.
+From unpinned memory such a copy waits for all queued GPU work, and cannot be captured in a CUDA graph. Other
+synchronisations show on a GPU only: tests/gpu/test_train_gpu.py.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def model_of(moe: MoeConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_step_copies_no_host_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = moe_of(name, capacity=1.0)
     if kind_of(name) == "task":
         moe = moe.replace(router=moe.router.replace(task=0))
@@ -33,7 +33,7 @@ def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.Mon
         right: Any = torch.tensor
 
         def guarded(data: Any, **options: Any) -> torch.Tensor:
-            assert "device" not in options, "a copy that waits: torch.full fills on the device"
+            assert "device" not in options, "this copy synchronises; torch.full fills on the device"
             return right(data, **options)
 
         monkeypatch.setattr(torch, "tensor", guarded)
