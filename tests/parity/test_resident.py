@@ -131,7 +131,7 @@ def saved(place: Path, format: api.Format) -> Transformer:
 def test_load_offloads_experts(format: api.Format, number: int, tmp_path: Path) -> None:
     """With as many buffers as layers, all experts stay on the model's device."""
     model = saved(tmp_path / "it", format)
-    with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(offload=number)) as it:
+    with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(resident=number)) as it:
         assert torch.equal(it.logits([3, 1, 2]), tiny.logits(model, [3, 1, 2]))
         assert all((layer.fetch is not None) == (number < 4) for layer in expert_modules(it.transformer))
         text = it.generate([7, 8, 9], max_tokens=6, temperature=0, ignore_eos=True)
@@ -143,7 +143,7 @@ def test_load_offloads_experts(format: api.Format, number: int, tmp_path: Path) 
 
 def _on_ranks(place: Path, plan: Plan) -> torch.Tensor:
     with DistributedContext.build(plan) as context:
-        it = colonnade.load(place, dtype="float64", context=context, experts=ExpertsConfig(offload=2, active=3))
+        it = colonnade.load(place, dtype="float64", context=context, experts=ExpertsConfig(resident=2, active=3))
         return torch.stack([it.logits([3, 1, 2, 9]) for _ in range(3)])
 
 
@@ -189,4 +189,4 @@ def test_out_of_memory_error_names_size_and_remedy(
 def test_dense_model_cannot_offload_experts(tmp_path: Path) -> None:
     colonnade.save(api.Model(tiny.model(), None, DistributedContext.solo(CPU), "it"), tmp_path / "it")
     with pytest.raises(ConfigError, match=r"--experts\.resident would change a mixture of experts, and this model"):
-        colonnade.load(tmp_path / "it", experts=ExpertsConfig(offload=2))
+        colonnade.load(tmp_path / "it", experts=ExpertsConfig(resident=2))

@@ -77,7 +77,8 @@ def test_checkpoint_converts_to_other_numbers_of_ranks(
 ) -> None:
     expected = run(saved_on, _write, kind, experts, str(tmp_path), False)[0]
     gather.main(
-        f"--inputs {tmp_path}/{PATTERN} --input_size {saved_on} --output {tmp_path}/all --namespace nested/model".split()  # noqa: E501
+        f"--inputs {tmp_path}/{PATTERN} --input_size {saved_on} "
+        f"--output {tmp_path}/all --namespace nested/model".split()
     )
     for world in loaded_on:
         pattern = f"{tmp_path}/new/{PATTERN}"
