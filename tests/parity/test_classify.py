@@ -144,10 +144,10 @@ def test_any_plan_gives_the_same_fine_tuning(plan: Plan, then: Plan, tmp_path: P
     alone = config(tmp_path / "alone", start(tmp_path), **DROPOUT)
     _fit(alone)
     several = alone.replace(runs=tmp_path / "several")
-    for laid in (plan, then):
-        leg = several.replace(plan=laid, train=alone.train.replace(micro_batch=1 if laid.pp > 1 else 2))
-        in_world(laid.world, _fit, leg)
-        if laid is plan:
+    for leg_plan in (plan, then):
+        leg = several.replace(plan=leg_plan, train=alone.train.replace(micro_batch=1 if leg_plan.pp > 1 else 2))
+        in_world(leg_plan.world, _fit, leg)
+        if leg_plan is plan:
             shutil.rmtree(leg.folder / "step-6")
     assert len(history(alone)) == 6 + 6 + 2
     assert history(several) == pytest.approx(history(alone), rel=1e-9)

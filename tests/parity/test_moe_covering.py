@@ -35,7 +35,7 @@ DROPS: dict[str, dict[str, Any]] = {
     "tight": {"capacity": 1.0},
     "tight by probability": {"capacity": 1.0, "priority": True},
     "dropped to the residual": {"capacity": 0.5, "dropped": "residual"},
-    "largest load": {"capacity": 0.0, "priority": True},
+    "as large as the largest load": {"capacity": 0.0, "priority": True},
     "bounded": {"capacity": -1.5},
 }
 COMPUTES = {"loop": torch.float64, "grouped": torch.float32}
@@ -65,12 +65,12 @@ class Case(NamedTuple):
 
 
 def all_cases() -> list[Case]:
-    outputs: list[Case] = []
+    cases: list[Case] = []
     for router, drop, compute, plan in itertools.product(KINDS, DROPS, COMPUTES, PLANS):
         for degree in (0, *divisors(plan.sh)):
             overlaps_and_shadows = [(1, 0)] if degree == 0 else list(itertools.product((1, 3), (0, 1)))
-            outputs += [Case(router, drop, compute, plan, degree, *way) for way in overlaps_and_shadows]
-    return outputs
+            cases += [Case(router, drop, compute, plan, degree, *way) for way in overlaps_and_shadows]
+    return cases
 
 
 def pairs(case: Case) -> set[tuple[Any, ...]]:
@@ -217,4 +217,4 @@ def test_cases_cover_all_pairs_and_drop_tokens() -> None:
     assert (("router", "gshard"), ("drop", "tight")) in met and (("degree", "2"), ("overlap", "3")) in met
     with pytest.MonkeyPatch.context() as patch:
         lost = {drop: reference_outputs("softmax", drop, torch.float64, patch).dropped for drop in DROPS}
-    assert {drop for drop, count in lost.items() if not count} == {"dropless", "largest load"}
+    assert {drop for drop, count in lost.items() if not count} == {"dropless", "as large as the largest load"}

@@ -165,7 +165,7 @@ def test_device_memory_is_predicted() -> None:
     assert [device_bytes(model, n) for n in (None, 4, 3, 1)] == [whole, whole, whole - layer, whole - 3 * layer]
 
 
-@pytest.mark.parametrize("experts", [{}, {"offload": 2}, {"offload": 1}])
+@pytest.mark.parametrize("experts", [{}, {"resident": 2}, {"resident": 1}])
 def test_out_of_memory_error_names_size_and_remedy(
     experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,13 +43,13 @@ def _exchanged(plan: dict[str, int]) -> int:
     with DistributedContext.build(Plan(**plan)) as context:
         axes = context.axes.serving()
         assert axes.cp_replicated
-        told: list[int] = []
+        sent_bytes: list[int] = []
         model = tiny.model(axes, **MODELS["experts"])
         for block in model.blocks:
-            block.ffn.register_forward_hook(lambda *seen: told.append(int(seen[2][1].sent_bytes)))
+            block.ffn.register_forward_hook(lambda *seen: sent_bytes.append(int(seen[2][1].sent_bytes)))
         tiny.logits(model, list(range(5)))
-        assert len(told) == 2
-        return min(told)
+        assert len(sent_bytes) == 2
+        return min(sent_bytes)
 
 
 def test_serving_experts_exchange_only_a_sum() -> None:

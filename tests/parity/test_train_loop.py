@@ -67,22 +67,22 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
 
 
 def test_run_writes_metrics_checkpoints_and_config(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[tuple[int, set[str]]] = []
+    recorded: list[tuple[int, set[str]]] = []
 
     class RecordingTracker:
         def __init__(self, folder: Path, resumed_step: int):
             assert (folder, resumed_step) == (config.folder, 0)
 
         def record(self, step: int, values: Mapping[str, float]) -> None:
-            told.append((step, set(values)))
+            recorded.append((step, set(values)))
 
         def close(self) -> None:
-            told.append((-1, set()))
+            recorded.append((-1, set()))
 
     summary = Trainer(config, trackers=[RecordingTracker]).fit()
     assert (summary.steps, summary.stopped) == (12, None)
-    assert told[0] == (1, {"loss", "grad_norm", "lr", "data_s", "memory_peak_bytes"})
-    assert told[-2:] == [(12, {"validation_loss"}), (-1, set())]
+    assert recorded[0] == (1, {"loss", "grad_norm", "lr", "data_s", "memory_peak_bytes"})
+    assert recorded[-2:] == [(12, {"validation_loss"}), (-1, set())]
     assert summary.checkpoint == config.folder / "step-12" == native.newest(config.folder)
     assert [step for step, _ in folders.list_steps(config.folder)] == [12, 8, 4]
     rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
