@@ -47,9 +47,9 @@ def _run_until_full(config: RunConfig) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("behind", [True, False])
-def test_too_little_space_is_refused_before_writing(config: RunConfig, small_disk: Path, behind: bool) -> None:
-    t = config.train.replace(save_every=1, async_save=behind)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_too_little_space_is_refused_before_writing(config: RunConfig, small_disk: Path, is_async: bool) -> None:
+    t = config.train.replace(save_every=1, async_save=is_async)
     it = config.replace(runs=small_disk, plan=Plan(dp=2), train=t)
     messages: list[str] = in_world(2, _run_until_full, it)
     assert messages[0] == messages[1]

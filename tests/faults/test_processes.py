@@ -33,9 +33,9 @@ def with_short_timeout(config: RunConfig, restarts: int) -> RunConfig:
     return config.replace(train=config.train.replace(timeout_s=8.0, restarts=restarts))
 
 
-def start(fates: str, config: RunConfig, *before: str) -> subprocess.Popen[str]:
+def start(fault_list: str, config: RunConfig, *before: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *before, str(faulty.__file__), fates, config.model_dump_json()],
+        [sys.executable, *before, str(faulty.__file__), fault_list, config.model_dump_json()],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."},
     )  # fmt: skip

@@ -111,16 +111,16 @@ def test_each_attempt_agrees_on_its_own_name() -> None:
         if attempt == 1:
             store.set("colonnade/token/1", "stale token")
             continue
-        found: dict[int, str] = {}
+        agreed_names: dict[int, str] = {}
 
-        def join(rank: int, found: dict[int, str] = found) -> None:
-            found[rank] = agree_on_name(store, rank, 3, timeout)
+        def join(rank: int, agreed_names: dict[int, str] = agreed_names) -> None:
+            agreed_names[rank] = agree_on_name(store, rank, 3, timeout)
 
         ranks = [Thread(target=join, args=(rank,)) for rank in range(3)]
         for thread in ranks:
             thread.start()
         for thread in ranks:
             thread.join()
-        assert len(found) == 3 and len(set(found.values())) == 1
-        names.append(found[0])
+        assert len(agreed_names) == 3 and len(set(agreed_names.values())) == 1
+        names.append(agreed_names[0])
     assert names[0] != names[1]

@@ -53,16 +53,16 @@ def examples(count: int = 20, classes: int = 3, *, paired: bool = True) -> list[
 
 def start(folder: Path, name: str = "post_encoder") -> Path:
     """Write a small float64 encoder as a Hugging Face folder."""
-    place = folder / name
-    if not place.exists():
-        write_hf(build(BERTS[name]), place)
-    return place
+    start_folder = folder / name
+    if not start_folder.exists():
+        write_hf(build(BERTS[name]), start_folder)
+    return start_folder
 
 
-def config(runs: Path, place: Path, **train: object) -> RunConfig:
+def config(runs: Path, start_folder: Path, **train: object) -> RunConfig:
     return RunConfig(
-        name="it", runs=runs, device="cpu", model=classifier(place, classes=3), data=DataConfig(sequence=32),
-        train=TRAIN.replace(start=str(place), **train),
+        name="it", runs=runs, device="cpu", model=classifier(start_folder, classes=3), data=DataConfig(sequence=32),
+        train=TRAIN.replace(start=str(start_folder), **train),
     )  # fmt: skip
 
 
@@ -181,10 +181,10 @@ def test_tuned_model_loads_and_can_be_tuned_again(tmp_path: Path) -> None:
     loaded = colonnade.load(tuned, device="cpu", dtype="float64").transformer
     assert accuracy(loaded, examples()) == right
     before = weights(run)
-    for place in (run.folder, tuned):
+    for start_folder in (run.folder, tuned):
         for classes, kept in ((3, True), (5, False)):
-            again = config(tmp_path, place, steps=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
-            again = again.replace(name=f"again-{place.name}-{classes}", model=classifier(place, classes))
+            again = config(tmp_path, start_folder, steps=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
+            again = again.replace(name=f"again-{start_folder.name}-{classes}", model=classifier(start_folder, classes))
             fit(again, examples())
             after = weights(again)
             assert (after["top.classes.weight"].shape == before["top.classes.weight"].shape) == kept
@@ -197,9 +197,11 @@ def test_tuned_model_loads_and_can_be_tuned_again(tmp_path: Path) -> None:
 def test_start_checkpoint_loads_all_weights_under_any_plan(name: str, plan: Plan, tmp_path: Path) -> None:
     """From one of our checkpoints with another head; new weights are drawn from the seed."""
     whole = build(BERTS[name])
-    place = tmp_path / "start"
-    native.save(place, whole, native.Meta(model=whole.config), DistributedContext.solo())
-    run = config(tmp_path, place, steps=1, batch=4, micro_batch=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
+    start_folder = tmp_path / "start"
+    native.save(start_folder, whole, native.Meta(model=whole.config), DistributedContext.solo())
+    run = config(
+        tmp_path, start_folder, steps=1, batch=4, micro_batch=1, warmup=0, lr=1e-12, save_every=0, eval_every=0
+    )
     in_world(plan.world, _fit, run.replace(plan=plan))
     examples_, drawn = weights(run), replace_head(whole, "classes", classes=3, seed=run.train.seed).state_dict()
     for key, x in drawn.items():

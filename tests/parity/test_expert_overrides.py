@@ -40,13 +40,15 @@ def with_tasks(tasks: int = 3) -> ModelConfig:
     return with_overrides(CONFIG, router=RouterConfig(kind="task", tasks=tasks), capacity=None)
 
 
-def saved(place: Path, config: ModelConfig = CONFIG, format: api.Format = "colonnade") -> Transformer:
+def saved(saved_folder: Path, config: ModelConfig = CONFIG, format: api.Format = "colonnade") -> Transformer:
     """Save a model whose weights affect the output; returns it."""
     model = build(config)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p * 10 if p.dim() > 1 else p)
-    colonnade.save(api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "it"), place, format=format)
+    colonnade.save(
+        api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "it"), saved_folder, format=format
+    )
     return model
 
 
@@ -57,8 +59,8 @@ def logits(model: Transformer, config: ModelConfig) -> torch.Tensor:
     return api.Model(other, None, DistributedContext.solo(torch.device("cpu")), "it").logits(TOKENS)
 
 
-def load(place: Path, experts: ExpertsConfig, **options: object) -> api.Model:
-    return colonnade.load(place, dtype="float64", device="cpu", experts=experts, **options)  # type: ignore[arg-type]
+def load(saved_folder: Path, experts: ExpertsConfig, **options: object) -> api.Model:
+    return colonnade.load(saved_folder, dtype="float64", device="cpu", experts=experts, **options)  # type: ignore[arg-type]
 
 
 CHANGES = [
@@ -92,9 +94,9 @@ def test_loaded_overrides_equal_a_model_built_with_them(
             assert_same(again.logits(TOKENS), got, what="a saved model keeps the overrides")
 
 
-def _on_ranks(place: Path, plan: Plan, experts: ExpertsConfig) -> torch.Tensor:
+def _on_ranks(saved_folder: Path, plan: Plan, experts: ExpertsConfig) -> torch.Tensor:
     with DistributedContext.build(plan) as context:
-        return colonnade.load(place, dtype="float64", context=context, experts=experts).logits(TOKENS)
+        return colonnade.load(saved_folder, dtype="float64", context=context, experts=experts).logits(TOKENS)
 
 
 def test_overrides_apply_on_several_ranks(tmp_path: Path) -> None:

@@ -31,18 +31,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def _peak(run: RunConfig, checked: bool) -> float:
     """Peak memory while a session starts, in units of the full model; checks that its weights equal one process's."""
     with DistributedContext.build(run.plan, "cpu") as context:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, Session(run, context) as session:
+        with (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+            Session(run, context) as session,
+        ):
             pass
         if checked:
             whole = dict(initialise(Transformer(run.model), run.train.seed).named_parameters())
             for name, shard in session.masters.local.items():
                 start, stop = context.shard.part(len(whole[name]))
                 assert torch.equal(shard, whole[name][start:stop]), name
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     mapped = {
         path.stat().st_size for path in run.runs.rglob("*.safetensors")
     }  # mapped files are counted, but use no memory of the process
-    deltas = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    deltas = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     deltas = [delta for delta in deltas if abs(delta) not in mapped]
     assert deltas, "the profiler recorded allocations"
     return torch.tensor(deltas).cumsum(0).max().item() / WHOLE_BYTES

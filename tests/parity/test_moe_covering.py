@@ -83,8 +83,8 @@ def covering() -> list[Case]:
     cases, draw = all_cases(), random.Random(0)
     missing, chosen = set().union(*map(pairs, cases)), []
     while missing:
-        some = draw.sample(cases, 30)
-        best = max(some, key=lambda case: len(pairs(case) & missing))
+        candidates = draw.sample(cases, 30)
+        best = max(candidates, key=lambda case: len(pairs(case) & missing))
         if not pairs(best) & missing:  # few pairs are left: take a case with one of them
             best = next(case for case in cases if min(missing) in pairs(case))
         chosen.append(best)

@@ -201,7 +201,7 @@ def test_trained_moe_model_loads_and_generates(corpus: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("make_settings", "messages"),
+    ("make_settings", "message"),
     [
         (lambda: MOE.replace(active=5), "cannot go to 5 of 4 experts"),
         (lambda: MOE.replace(capacity=float("inf")), "capacity is inf: input should be a finite number"),
@@ -224,8 +224,8 @@ def test_trained_moe_model_loads_and_generates(corpus: Path, tmp_path: Path) -> 
          "plan.overlap 2 is about experts, and this model has none"),
     ],
 )  # fmt: skip
-def test_inconsistent_settings_are_refused(make_settings, messages: str) -> None:
-    with pytest.raises((ConfigError, PlanError), match=messages):
+def test_inconsistent_settings_are_refused(make_settings, message: str) -> None:
+    with pytest.raises((ConfigError, PlanError), match=message):
         make_settings()
 
 

@@ -46,14 +46,16 @@ def test_only_possible_stop_prefixes_are_held_back(text: str, stops: list[str]):
         assert held_back == "" or any(s.startswith(held_back) and s != held_back for s in stops)
 
 
-numbers, fractions = st.integers(0, 2**40), st.floats(0, 1e300)
+whole_numbers, fractions = st.integers(0, 2**40), st.floats(0, 1e300)
 slices = st.builds(
     Slice,
-    start=numbers,
-    tokens=st.lists(numbers, min_size=1, max_size=5).map(tuple),
-    pages=st.lists(numbers, min_size=1, max_size=5).map(tuple),
+    start=whole_numbers,
+    tokens=st.lists(whole_numbers, min_size=1, max_size=5).map(tuple),
+    pages=st.lists(whole_numbers, min_size=1, max_size=5).map(tuple),
     sample_args=st.none()
-    | st.builds(SampleArgs, fractions, numbers, fractions, fractions, numbers.map(int.__neg__), numbers),
+    | st.builds(
+        SampleArgs, fractions, whole_numbers, fractions, fractions, whole_numbers.map(int.__neg__), whole_numbers
+    ),
 )
 
 
