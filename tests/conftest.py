@@ -26,7 +26,7 @@ SLOWEST = (
     "unit/test_triton.py", "faults/test_processes.py", "serve/test_serve_life.py", "parity/test_dropout_parity.py",
     "parity/test_verify.py", "unit/test_docs.py", "parity/test_train_loop.py", "unit/test_triton_compiles.py",
     "parity/test_precision_runs.py", "parity/test_train_step.py", "unit/test_launch.py", "parity/test_moe_train.py",
-    "parity/test_bert_train.py", "parity/test_upcycle.py", "parity/test_experts.py", "parity/test_watching.py",
+    "parity/test_bert_train.py", "parity/test_upcycle.py", "parity/test_experts.py", "parity/test_monitoring.py",
     "parity/test_hosts.py", "parity/test_verify_moe.py", "parity/test_train_checkpoint.py", "unit/test_dropout.py",
     "unit/test_benchmarks.py", "parity/test_smollm2.py", "unit/test_float8.py", "unit/test_hf_hub.py",
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""A run whose rank 1 meets its fates, each once: ``python faulty.py FATE,FATE CONFIG``, by our launcher or torchrun."""
+"""A run whose rank 1 suffers faults, each once: ``python faulty.py FAULT,FAULT CONFIG``, by our
+launcher or torchrun.
+"""
 
 import os
 import signal
@@ -15,22 +17,24 @@ from colonnade.train.loop import train
 from colonnade.train.session import Session
 
 AT = 9
-"""Steps taken when it strikes; the checkpoint of step 4 is complete by then, because that of step 8 was begun."""
+"""Steps taken when a fault strikes; the checkpoint of step 4 is complete by then, because that of step
+8 was started.
+"""
 
 
-def work(fates: str, run: RunConfig) -> int:
-    """Train; rank 1 strikes in the middle of step 10, or while it writes step 8, the first time that it comes there."""
+def work(faults: str, run: RunConfig) -> int:
+    """Train; rank 1 fails in the middle of step 10, or while it writes step 8, the first time it gets there."""
     rank = int(os.environ["RANK"])
     run.runs.mkdir(parents=True, exist_ok=True)
     (run.runs / f"pid-{rank}").write_text(str(os.getpid()))
 
-    def strike(fate: str) -> None:
-        struck = run.runs / f"struck by {fate}"
-        if rank == 1 and fate in fates.split(",") and not struck.exists():
+    def strike(fault: str) -> None:
+        struck = run.runs / f"struck by {fault}"
+        if rank == 1 and fault in faults.split(",") and not struck.exists():
             struck.touch()
-            if fate == "stuck":
+            if fault == "stuck":
                 time.sleep(1000)
-            os.kill(os.getpid(), signal.SIGSTOP if fate == "stop" else signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
     real_write, real_on_device = Writer.write_data, Session._on_device
 
@@ -41,8 +45,8 @@ def work(fates: str, run: RunConfig) -> int:
 
     def on_device(self: Session, batches: Any) -> Any:
         if self.steps_taken == AT:
-            for fate in ("kill in step", "stop", "stuck"):
-                strike(fate)
+            for fault in ("kill in step", "stop", "stuck"):
+                strike(fault)
         return real_on_device(self, batches)
 
     with patch.object(Writer, "write_data", write_data), patch.object(Session, "_on_device", on_device):
@@ -50,9 +54,9 @@ def work(fates: str, run: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    fates, run = sys.argv[1], RunConfig.model_validate_json(sys.argv[2])
+    faults, run = sys.argv[1], RunConfig.model_validate_json(sys.argv[2])
     try:
-        print("ended", launch(work, (fates, run), run.plan, run.train.restarts), flush=True)
+        print("ended", launch(work, (faults, run), run.plan, run.train.restarts), flush=True)
     except ColonnadeError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on holds the numbers of the step at which it was begun."""
+"""A checkpoint written while training continues has the values of the step at which it was started."""
 
 import threading
 from pathlib import Path
@@ -49,7 +49,7 @@ def _save_at_two(config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2, dp=2)], ids=["one", "tp2dp2"])
-def test_it_holds_the_step_at_which_it_was_begun(config: RunConfig, plan: Plan) -> None:
+def test_async_checkpoint_has_the_state_of_its_step(config: RunConfig, plan: Plan) -> None:
     for name, behind in (("behind", True), ("before", False)):
         it = config.replace(name=name, plan=plan, train=config.train.replace(async_save=behind))
         assert in_world(plan.world, _save_at_two, it) == [5] * plan.world
@@ -59,7 +59,7 @@ def test_it_holds_the_step_at_which_it_was_begun(config: RunConfig, plan: Plan) 
         assert one.replace("behind", "before").replace('"async_save": true', '"async_save": false') == other
 
 
-def test_a_run_saves_the_same_either_way(config: RunConfig) -> None:
+def test_async_and_blocking_saves_are_equal(config: RunConfig) -> None:
     for behind in (True, False):
         Trainer(config.replace(name=str(behind), train=config.train.replace(async_save=behind, save_every=1))).fit()
     for step in range(1, 13):
@@ -67,7 +67,7 @@ def test_a_run_saves_the_same_either_way(config: RunConfig) -> None:
 
 
 def _fails_on_rank_1(config: RunConfig) -> tuple[int, str]:
-    """The second save fails on one rank; returns how far the run came, and what it said."""
+    """The second save fails on one rank; returns the number of steps taken and the error message."""
     real, rank = Writer.write_data, dist.get_rank()
     begun: list[Path] = []
 
@@ -82,16 +82,16 @@ def _fails_on_rank_1(config: RunConfig) -> tuple[int, str]:
     return len(begun), str(caught.value)
 
 
-def test_a_failure_behind_training_ends_the_run_on_every_rank(config: RunConfig) -> None:
-    said = in_world(2, _fails_on_rank_1, config.replace(plan=Plan(tp=2)))
-    assert said[0] == said[1] == (2, f"{config.folder}/step-8: Input/output error (rank 1)")
+def test_async_save_failure_ends_the_run_on_every_rank(config: RunConfig) -> None:
+    outcomes = in_world(2, _fails_on_rank_1, config.replace(plan=Plan(tp=2)))
+    assert outcomes[0] == outcomes[1] == (2, f"{config.folder}/step-8: Input/output error (rank 1)")
     assert [step for step, _ in folders.list_steps(config.folder)] == [4]
     assert not list(config.folder.glob(".*"))
     assert native.newest(config.folder) == config.folder / "step-4"
 
 
-def test_a_second_save_waits_for_the_first(config: RunConfig) -> None:
-    """Writing is slower than a step, and each step saves: all of them are there, none was begun before its turn."""
+def test_second_save_waits_for_the_first(config: RunConfig) -> None:
+    """Writing is slower than a step, and each step saves: all checkpoints are written, one at a time."""
     real = Writer.write_data
     under_way, most = [0], [0]
 

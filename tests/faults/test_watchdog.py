@@ -1,4 +1,4 @@
-"""The watchdog's judgement, without processes or clocks: who is missing, who is only slow, and when nobody is."""
+"""The watchdog's diagnosis, without processes or clocks: missing, slow and stuck ranks."""
 
 import datetime
 from threading import Thread
@@ -18,7 +18,7 @@ def beat(number: int, marks: int, waited_s: float, limit_s: float = LIMIT_S, *, 
 
 
 class World:
-    """Three ranks that beat once a second; rank 0 listens."""
+    """Three ranks that send a heartbeat every second; rank 0 listens."""
 
     def __init__(self) -> None:
         store = dist.HashStore()
@@ -26,51 +26,53 @@ class World:
         self.numbers = {1: 0, 2: 0}
 
     def go(self, seconds: int, one: Heartbeat | None, two: Heartbeat | None) -> None:
-        """The others say this, with a new number each second, or nothing (None)."""
+        """The other ranks send these heartbeats, with a new number each second, or nothing (None)."""
         for _ in range(seconds):
-            for rank, said in ((1, one), (2, two)):
-                if said is not None:
+            for rank, diagnosis in ((1, one), (2, two)):
+                if diagnosis is not None:
                     self.numbers[rank] += 1
-                    self.monitors[rank].publish(Heartbeat(**{**vars(said), "number": self.numbers[rank]}))
+                    self.monitors[rank].publish(Heartbeat(**{**vars(diagnosis), "number": self.numbers[rank]}))
             self.monitors[0].poll(1.0)
 
     def diagnose(self, mine: Heartbeat) -> str | None:
         return self.monitors[0].diagnose(mine, LIMIT_S)
 
 
-WAITS = beat(1, 20, LIMIT_S)
+WAITING = beat(1, 20, LIMIT_S)
 
 
-def test_a_silent_rank_is_missing() -> None:
+def test_silent_rank_is_missing() -> None:
     world = World()
     world.go(1, beat(1, 20, 1), beat(1, 20, 1))
     world.go(5, beat(1, 20, 6), None)
-    assert world.diagnose(WAITS) is None, "five seconds are not yet six"
+    assert world.diagnose(WAITING) is None, "five seconds are below the limit of six"
     world.go(1, beat(1, 20, 7), None)
-    said = world.diagnose(WAITS)
-    assert said is not None
-    assert said.startswith("step 7: rank 0 computes and has waited for 8 s; missing of 3 ranks: rank 2, silent for at")
-    assert "rank 1," not in said
+    diagnosis = world.diagnose(WAITING)
+    assert diagnosis is not None
+    assert diagnosis.startswith(
+        "step 7: rank 0 computes and has waited for 8 s; missing of 3 ranks: rank 2, silent for at"
+    )
+    assert "rank 1," not in diagnosis
 
 
-def test_a_rank_that_never_said_anything_is_missing() -> None:
+def test_rank_without_any_heartbeat_is_missing() -> None:
     world = World()
     world.go(6, beat(1, 20, 8), None)
-    said = world.diagnose(WAITS)
-    assert said is not None and "rank 2, never heard from" in said
+    diagnosis = world.diagnose(WAITING)
+    assert diagnosis is not None and "rank 2, never heard from" in diagnosis
 
 
-def test_a_rank_that_is_behind_and_stands_is_named() -> None:
+def test_rank_that_does_not_advance_is_named() -> None:
     world = World()
     world.go(6, beat(1, 20, 9), beat(1, 19, 9))
-    said = world.diagnose(WAITS)
-    assert said is not None and "alive and do not advance: rank 2 reads samples in step 7 for 9 s" in said
+    diagnosis = world.diagnose(WAITING)
+    assert diagnosis is not None and "alive and do not advance: rank 2 reads samples in step 7 for 9 s" in diagnosis
 
 
 @pytest.mark.parametrize(
     "slow",
     [beat(1, 19, 2), beat(1, 19, 60, PATIENT_S), beat(1, 20, 79, PATIENT_S)],
-    ids=["came there just now", "may be slow there", "compiles"],
+    ids=["just arrived", "phase may be slow", "compiles"],
 )
 def test_no_false_alarm_for_a_rank_that_may_be_slow(slow: Heartbeat) -> None:
     world = World()
@@ -78,47 +80,47 @@ def test_no_false_alarm_for_a_rank_that_may_be_slow(slow: Heartbeat) -> None:
     assert world.diagnose(beat(1, 20, 60)) is None
 
 
-def test_a_rank_that_left_in_peace_is_not_missing() -> None:
+def test_rank_that_finished_is_not_missing() -> None:
     world = World()
     world.go(1, beat(1, 20, 1), beat(1, 25, 0, finished=True))
     world.go(60, beat(1, 24, 3), None)
     assert world.diagnose(beat(1, 23, 60)) is None
 
 
-def test_all_at_the_same_place_for_ever() -> None:
+def test_all_ranks_stuck_in_the_same_phase() -> None:
     world = World()
     world.go(9, beat(1, 20, 9), beat(1, 20, 9))
-    said = world.diagnose(WAITS)
-    assert said is not None and "all ranks are alive and none advances; raise --train.timeout_s" in said
+    diagnosis = world.diagnose(WAITING)
+    assert diagnosis is not None and "all ranks are alive and none advances; raise --train.timeout_s" in diagnosis
 
 
-def test_a_store_that_does_not_answer_is_the_trouble() -> None:
+def test_unresponsive_store_is_reported() -> None:
     world = World()
     world.go(2, beat(1, 20, 1), beat(1, 20, 1))
     for _ in range(6):
         world.monitors[0].store_failed(1.0, RuntimeError("Connection refused\nat a place"))
-    said = world.diagnose(WAITS)
-    assert said is not None and "the rendezvous store has not answered for 6 s (Connection refused)" in said
+    diagnosis = world.diagnose(WAITING)
+    assert diagnosis is not None and "the rendezvous store has not answered for 6 s (Connection refused)" in diagnosis
 
 
-def test_each_attempt_meets_below_a_name_of_its_own() -> None:
-    """Three attempts over one store, the second of which lost its rank 0 before anybody was answered."""
-    store, long = dist.HashStore(), datetime.timedelta(seconds=30)
+def test_each_attempt_agrees_on_its_own_name() -> None:
+    """Three attempts over one store; the second loses its rank 0 before any rank is answered."""
+    store, timeout = dist.HashStore(), datetime.timedelta(seconds=30)
     names: list[str] = []
     for attempt in range(3):
         if attempt == 1:
-            store.set("colonnade/token/1", "a word of the dead")
+            store.set("colonnade/token/1", "stale token")
             continue
-        found: dict[int, str] = {}
+        agreed_names: dict[int, str] = {}
 
-        def join(rank: int, found: dict[int, str] = found) -> None:
-            found[rank] = agree_on_name(store, rank, 3, long)
+        def join(rank: int, agreed_names: dict[int, str] = agreed_names) -> None:
+            agreed_names[rank] = agree_on_name(store, rank, 3, timeout)
 
         ranks = [Thread(target=join, args=(rank,)) for rank in range(3)]
         for thread in ranks:
             thread.start()
         for thread in ranks:
             thread.join()
-        assert len(found) == 3 and len(set(found.values())) == 1
-        names.append(found[0])
+        assert len(agreed_names) == 3 and len(set(agreed_names.values())) == 1
+        names.append(agreed_names[0])
     assert names[0] != names[1]

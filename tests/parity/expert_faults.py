@@ -1,4 +1,4 @@
-"""Faults that expert-parallel layers have had, to be put into ours: what ``colonnade verify`` must find."""
+"""Faults of expert parallelism, injected to check that ``colonnade verify`` finds them."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ Patch = pytest.MonkeyPatch
 
 
 def copies_not_summed(patch: Patch) -> None:
-    """Ranks that hold the same experts keep the gradients of their own tokens."""
+    """Ranks that hold the same experts do not sum their gradients."""
     patch.setattr(optimizer_step, "sum_expert_grads", lambda *_: None)
 
 
 def output_bias_of_own_tokens(patch: Patch) -> None:
-    """An output's bias, which each rank of an expert has whole, gets the gradient of some tokens only."""
+    """The output bias, replicated on each rank of an expert, gets the gradient of only some tokens."""
     right = optimizer_step.sum_expert_grads
     patch.setattr(
         optimizer_step, "sum_expert_grads", lambda w, layout, grid: right(w, layout, ExpertAxes(copies=grid.copies))
@@ -37,7 +37,7 @@ def copies_counted(patch: Patch) -> None:
 
 
 def every_slice_adds_the_bias(patch: Patch) -> None:
-    """Each of the r ranks of a token adds the output's bias to its partial result."""
+    """Each of the r ranks of a token adds the output bias to its partial sum."""
 
     right = experts.Experts._compute
 
@@ -48,7 +48,7 @@ def every_slice_adds_the_bias(patch: Patch) -> None:
 
 
 def hidden_units_by_their_place_here(patch: Patch) -> None:
-    """A rank that has the second half of an expert's hidden units drops those that the first half would."""
+    """The rank with the second half of an expert's hidden units applies the dropout mask of the first half."""
 
     def hidden(
         self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1
@@ -71,7 +71,7 @@ def own_tokens_pooled(patch: Patch) -> None:
 
 
 def own_stage_pooled(patch: Patch) -> None:
-    """It counts the layers of the last pipeline stage only."""
+    """The balance loss over all layers counts those of the last pipeline stage only."""
     right = PipelineStep._run
 
     def run(self: PipelineStep, span: range, sent: tuple[Tensor, ...], i: int) -> tuple[Tensor, ...] | Tensor:
@@ -81,7 +81,7 @@ def own_stage_pooled(patch: Patch) -> None:
 
 
 def bias_by_own_load(patch: Patch) -> None:
-    """The balancing bias moves by a load that is not that of all ranks."""
+    """The balancing bias is updated from a load that is not summed over all ranks."""
     right = train_step.update_router_biases
 
     def rebalance(model: Transformer, found: moe_stats.MoeStats, skip: Tensor) -> None:
@@ -92,7 +92,7 @@ def bias_by_own_load(patch: Patch) -> None:
 
 
 def shadows_keep_their_gradient(patch: Patch) -> None:
-    """The owner of a shadowed expert does not hear of the tokens that stayed where they were."""
+    """The owner of a shadowed expert does not receive the gradients of tokens computed on other ranks."""
     right = experts.Experts.shadowed
 
     def shadowed(self: experts.Experts, hot_E: Tensor) -> Weights:
@@ -102,10 +102,10 @@ def shadows_keep_their_gradient(patch: Patch) -> None:
 
 
 def rows_in_the_order_of_arrival(patch: Patch) -> None:
-    """Rows that come in are taken for sorted by expert, as one sender's are."""
+    """Received rows are assumed to be sorted by expert, which holds only for a single sender."""
     patch.setattr(dispatch, "_by_expert", lambda count_pse, rows: _counted(count_pse.sum((1, 2))))
 
 
 def _counted(rows_p: Tensor) -> Tensor:
-    """0, 1, … of each part."""
+    """The offset of each row within its part: 0, 1, …."""
     return torch.cat([torch.arange(n) for n in rows_p.tolist()])

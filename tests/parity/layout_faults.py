@@ -1,7 +1,7 @@
-"""Faults that layouts of other frameworks have had, to be put into ours: what ``colonnade verify`` must find.
+"""Faults that other frameworks had in their layouts, injected to check that ``colonnade verify`` finds them.
 
-Each breaks one thing and leaves one process as it is, so that a fault shows only where a plan brings it about. They are
-applied inside the workers: what is patched in the parent does not reach a spawned process.
+Each breaks one thing and leaves a single process unchanged, so that a fault shows only under a plan that triggers it.
+They are applied inside the workers: a patch in the parent does not reach a spawned process.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ Patch = pytest.MonkeyPatch
 
 
 def partial_gradients_not_summed(patch: Patch) -> None:
-    """Norms under sequence parallelism keep the gradient of this rank's tokens."""
+    """Norms under sequence parallelism keep the gradient of this rank's tokens only."""
     patch.setattr(optimizer_step, "sum_partial_grads", lambda *_: None)
 
 
 def replicated_counted_by_all(patch: Patch) -> None:
-    """The norm counts a parameter that tp ranks share once for each of them."""
+    """The norm counts a parameter replicated over tp once per rank."""
     right = optimizer_step.gradient_norm
     patch.setattr(
         optimizer_step, "gradient_norm", lambda weights, layout, *rest: right(weights, dict.fromkeys(layout, 0), *rest)
@@ -45,7 +45,7 @@ def tied_gradients_not_summed(patch: Patch) -> None:
 
 
 def copies_counted(patch: Patch) -> None:
-    """The norm counts the tied weight at both ends of a pipeline."""
+    """The norm counts the tied weight on both ends of a pipeline."""
     right = optimizer_step.gradient_norm
     patch.setattr(
         optimizer_step,
@@ -68,7 +68,7 @@ def ring_backward_by_chunks(patch: Patch) -> None:
 
 
 def tokens_counted_by_data_rank(patch: Patch) -> None:
-    """The loss is divided by this data rank's own tokens: a mean of means."""
+    """The loss is divided by the token count of this data rank: a mean of means."""
     right = train_step.count_targets
     patch.setattr(train_step, "count_targets", lambda batches, dp: right(batches, Axis("mine")) * dp.size)
 
@@ -85,12 +85,12 @@ def tokens_counted_by_context_rank(patch: Patch) -> None:
 
 
 def fsdp_takes_the_mean(patch: Patch) -> None:
-    """FSDP left as it comes: gradients are averaged over its ranks."""
+    """FSDP keeps its default: gradients are averaged over its ranks."""
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)
 
 
 def dropout_by_local_row(patch: Patch) -> None:
-    """A mask is drawn for a token's place on its rank, not in the global batch."""
+    """A dropout mask is indexed by a token's row on its rank instead of its index in the global batch."""
 
     def rows(self: Dropout, part: slice | Tensor) -> Dropout:
         count = len(self.index_T[part])
@@ -106,7 +106,7 @@ def smoothing_over_own_vocabulary(patch: Patch) -> None:
 
 
 def logits_joined_in_another_order(patch: Patch) -> None:
-    """The vocabulary's parts are laid together from the last rank to the first."""
+    """The vocabulary shards are concatenated from the last rank to the first."""
     right = Axis.join
 
     def join(self: Axis, x: Tensor, dim: int, n: int) -> Tensor:
@@ -116,22 +116,22 @@ def logits_joined_in_another_order(patch: Patch) -> None:
 
 
 def second_moment_not_loaded(patch: Patch) -> None:
-    """A checkpoint that is read under a plan leaves one moment of one weight as it was."""
+    """Loading a checkpoint under a plan leaves one moment of one weight unchanged."""
     right = native.load
 
     def load(folder: Path, model: Any, context: Any, **parts: Any) -> native.Meta:
-        lost = parts["optimizer"].state["exp_avg_sq/embed.tokens.weight"]
-        kept = lost.clone()
+        unloaded = parts["optimizer"].state["exp_avg_sq/embed.tokens.weight"]
+        previous = unloaded.clone()
         meta = right(folder, model, context, **parts)
         if context.world > 1:
-            lost.copy_(kept)
+            unloaded.copy_(previous)
         return meta
 
     patch.setattr(native, "load", load)
 
 
 def a_gradient_missing(patch: Patch) -> None:
-    """One parameter gets no gradient on ranks that have company."""
+    """One parameter gets no gradient on ranks of a group larger than one."""
     right = optimizer_step.sum_partial_grads
 
     def lose(weights: dict[str, Tensor], layout: Any, tp: Axis) -> None:
@@ -143,7 +143,7 @@ def a_gradient_missing(patch: Patch) -> None:
 
 
 def not_a_number(patch: Patch) -> None:
-    """The loss of the last data rank is NaN, and so is all that follows."""
+    """The loss of the last data rank is NaN, and so is everything after it."""
     right = train_step.forward
 
     def forward(model: Any, batch: Batch, terms: Any) -> Tensor:
@@ -156,7 +156,7 @@ def not_a_number(patch: Patch) -> None:
 def work(
     fault: Callable[[Patch], None], model: ModelConfig, plans: Sequence[Plan], folder: Path, *rest: Any
 ) -> list[verifying.Result]:
-    """What each worker of ``colonnade verify`` does, with a fault in it."""
+    """The work of each ``colonnade verify`` worker, with a fault injected."""
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         return _right_work(model, plans, folder, *rest)

@@ -1,4 +1,4 @@
-"""The conjugate pairs: values against plain torch, and each backward against the definition of its forward."""
+"""Conjugate pairs of collectives: values against plain torch, backward against the definition of the forward."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from colonnade.parallel.axis import SOLO, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from tests.worlds import assert_same, run
 
-N = 7  # rows: divides by no world but 1
+N = 7  # rows: not divisible by any world size but 1
 
 
 def data(seed: int, rows: int = N) -> torch.Tensor:
@@ -19,7 +19,7 @@ def _fan(world: int) -> None:
     with DistributedContext.build(Plan(tp=world)) as context:
         tp = context.axes.tp
         x = data(0).requires_grad_()
-        weights = [data(1 + r) for r in range(world)]  # each rank multiplies by its own, then all are summed
+        weights = [data(1 + r) for r in range(world)]  # each rank multiplies by its own weights, then all are summed
         y = tp.fan_in(tp.fan_out(x) * weights[tp.rank])
         y.pow(2).sum().backward()
         z = data(0).requires_grad_()
@@ -49,7 +49,7 @@ def _split_and_join(world: int, dim: int) -> None:
         tp = context.axes.tp
         whole = data(0).movedim(0, dim).contiguous()
         x = whole.clone().requires_grad_()
-        y = tp.join(tp.split(x, dim) ** 3, dim, N)  # every rank goes on with the same whole
+        y = tp.join(tp.split(x, dim) ** 3, dim, N)  # every rank continues with the same full tensor
         (y**2).sum().backward()
         z = whole.clone().requires_grad_()
         (z**6).sum().backward()
@@ -102,7 +102,7 @@ def _compiled(world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.xdist_group("worlds")
-def test_pairs(world: int) -> None:
+def test_conjugate_pairs_match_plain_torch(world: int) -> None:
     run(world, _every_pair, world)
 
 
@@ -116,13 +116,13 @@ def _every_pair(world: int) -> None:
 
 
 @pytest.mark.xdist_group("worlds")
-def test_pairs_trace_into_one_graph() -> None:
+def test_conjugate_pairs_compile_into_one_graph() -> None:
     run(2, _compiled, 2)
 
 
 @pytest.mark.xdist_group("worlds")
-def test_gather_where_join_is_meant_doubles_the_gradient() -> None:
-    """The mistake that the two names exist to prevent (layout rule f) is one that the tests can see."""
+def test_gather_instead_of_join_doubles_the_gradient() -> None:
+    """The tests can detect the mistake that the two names exist to prevent (layout rule f)."""
     ratios = run(2, _wrong_pair)
     assert ratios == [2.0, 2.0]
 
@@ -137,7 +137,7 @@ def _wrong_pair() -> float:
 
 
 @pytest.mark.parametrize(("n", "size"), [(7, 3), (5, 4), (1, 4), (8, 4), (0, 2), (50257, 4)])
-def test_shares_follow_torch_chunk(n: int, size: int) -> None:
+def test_parts_follow_torch_chunk(n: int, size: int) -> None:
     chunks = [len(c) for c in torch.arange(n).chunk(size)]
     chunks += [0] * (size - len(chunks))
     if n == 0:

@@ -1,4 +1,4 @@
-"""BERT in both orders of norms: any tensor-parallel layout equals one process, and one process equals transformers."""
+"""BERT with pre- and post-norm: any tensor-parallel layout equals one process, which equals transformers."""
 
 import json
 from pathlib import Path
@@ -36,41 +36,41 @@ from tests.models import BERTS, build, pairs, pairwise
 from tests.worlds import assert_same, run
 
 FIRST = torch.tensor([0, 7, 8, 21])
-"""Where the four documents of tests.models.LENGTHS begin."""
+"""First rows of the four documents of tests.models.LENGTHS."""
 ORDERS = torch.tensor([1, IGNORE, 0, 1])
 
 
 def results(model: Transformer) -> dict[str, Tensor]:
-    """Everything that the model's top can be asked, the last of them a loss."""
+    """All outputs of the model's top; the last one is a loss."""
     stream, attend, targets = pairs(model.config)
     rows = torch.cat(((targets != IGNORE).nonzero()[:, 0], torch.tensor([4])))
-    found = {"hidden": model(stream, attend, Hidden())}
+    outputs = {"hidden": model(stream, attend, Hidden())}
     weight = torch.linspace(-1, 1, model.config.width, dtype=torch.float64)
     match model.config.top:
         case "masked":
-            found["logits"] = model(stream, attend, Rows())
+            outputs["logits"] = model(stream, attend, Rows())
             whole, count = model(stream, attend, Loss(targets, 0.1))
-            found["loss"], found["count"] = model(stream, attend, Loss(targets[rows], 0.1, rows))
-            assert_same(found["loss"], whole, what="the loss of the wanted rows alone")
-            assert count == found["count"] == (targets != IGNORE).sum() > 0
+            outputs["loss"], outputs["count"] = model(stream, attend, Loss(targets[rows], 0.1, rows))
+            assert_same(outputs["loss"], whole, what="loss of the selected rows only")
+            assert count == outputs["count"] == (targets != IGNORE).sum() > 0
         case "pretraining":
-            found["order"] = model(stream, attend, SentenceOrders(FIRST))
+            outputs["order"] = model(stream, attend, SentenceOrders(FIRST))
             wanted = Loss(targets[rows], rows_R=rows)
-            found["loss"], count = model(stream, attend, Pretraining(wanted, SentenceOrders(FIRST), ORDERS, 3.0))
+            outputs["loss"], count = model(stream, attend, Pretraining(wanted, SentenceOrders(FIRST), ORDERS, 3.0))
             masked, expected = model(stream, attend, wanted)
-            by_hand = torch.nn.functional.cross_entropy(found["order"], ORDERS, ignore_index=IGNORE, reduction="sum")
-            assert_same(found["loss"], masked + 3 * by_hand, what="the two losses together")
+            by_hand = torch.nn.functional.cross_entropy(outputs["order"], ORDERS, ignore_index=IGNORE, reduction="sum")
+            assert_same(outputs["loss"], masked + 3 * by_hand, what="sum of the two losses")
             assert count == expected
         case "encoder":
-            found["pooled"] = model(stream, attend, Pooled(FIRST))
-            found["loss"] = (found["pooled"] @ weight).square().sum()
+            outputs["pooled"] = model(stream, attend, Pooled(FIRST))
+            outputs["loss"] = (outputs["pooled"] @ weight).square().sum()
         case "classes":
-            found["classes"] = model(stream, attend, Classes(FIRST))
-            found["loss"] = found["classes"].square().sum()
+            outputs["classes"] = model(stream, attend, Classes(FIRST))
+            outputs["loss"] = outputs["classes"].square().sum()
         case _:
-            found["spans"] = model(stream, attend, Spans())
-            found["loss"] = found["spans"].square().sum()
-    return found
+            outputs["spans"] = model(stream, attend, Spans())
+            outputs["loss"] = outputs["spans"].square().sum()
+    return outputs
 
 
 def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
@@ -87,13 +87,13 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
             assert (p.grad is None) == (reference is None), name
             if p.grad is not None:
                 grad = context.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
-                assert grad.abs().max() > 0, f"{name} has no part in the loss"
+                assert grad.abs().max() > 0, f"{name} does not contribute to the loss"
                 assert_same(grad, local_part(reference, layout[name], context.axes), what=f"gradient of {name}")
 
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(BERTS))
 @pytest.mark.xdist_group("worlds")
-def test_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
+def test_tensor_parallel_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
     run(world, _check, BERTS[name], world, sequence_parallel)
 
 
@@ -117,7 +117,7 @@ CLASSES = [
 
 
 def reference(name: str) -> Any:
-    """transformers' model in float64, its weights large enough for every part to matter."""
+    """transformers' model in float64, with weights large enough for every part to matter."""
     kind = getattr(transformers, name)
     labels = {"id2label": {i: f"L{i}" for i in range(5)}} if "Sequence" in name else {}
     config = kind.config_class(**SIZES, **labels, hidden_act="gelu_new" if "Masked" in name else "gelu")
@@ -144,23 +144,26 @@ def ours_of(model: Transformer) -> dict[str, Tensor]:
     stream = Stream(torch.cat(texts), positions, torch.cat(segments))
     attend = Packed.of(LENGTHS, causal=False)
     first = attend.cu_seqlens[:-1].long()
-    ask = lambda head: model(stream, attend, head)  # noqa: E731
+    outputs_of = lambda head: model(stream, attend, head)  # noqa: E731
     match model.config.top:
         case "pretraining":
-            return {"prediction_logits": ask(Rows()), "seq_relationship_logits": ask(SentenceOrders(first))}
+            return {
+                "prediction_logits": outputs_of(Rows()),
+                "seq_relationship_logits": outputs_of(SentenceOrders(first)),
+            }
         case "masked":
-            return {"logits": ask(Rows())}
+            return {"logits": outputs_of(Rows())}
         case "encoder":
-            return {"last_hidden_state": ask(Hidden()), "pooler_output": ask(Pooled(first))}
+            return {"last_hidden_state": outputs_of(Hidden()), "pooler_output": outputs_of(Pooled(first))}
         case "classes":
-            return {"logits": ask(Classes(first))}
+            return {"logits": outputs_of(Classes(first))}
         case _:
-            start, end = ask(Spans()).unbind(1)
+            start, end = outputs_of(Spans()).unbind(1)
             return {"start_logits": start, "end_logits": end}
 
 
 def theirs_of(model: Any, names: list[str]) -> dict[str, Tensor]:
-    """Their outputs, document by document, end to end; one row a text for what is said of a text."""
+    """transformers' outputs, documents concatenated; one row per text for the outputs of a whole text."""
     texts, segments = inputs()
     parts = [model(input_ids=t[None], token_type_ids=s[None]) for t, s in zip(texts, segments, strict=True)]
     of_texts = ("seq_relationship_logits", "pooler_output", *(["logits"] if hasattr(model, "classifier") else []))
@@ -222,8 +225,8 @@ def test_any_layout_reads_and_writes_the_same_model(name: str, tp: int, tmp_path
     assert all(torch.equal(weights[key], original[key]) for key in weights)
 
 
-def test_old_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
-    """As bert-base-uncased lies on the Hub: TensorFlow's names, a copy of the embedding, and more than it says."""
+def test_old_tensorflow_style_files_load(tmp_path: Path) -> None:
+    """bert-base-uncased on the Hub: TensorFlow's names, a copied embedding, and more tensors than needed."""
     theirs = reference("BertForPreTraining")
     theirs.save_pretrained(tmp_path / "new")
     theirs.save_pretrained(tmp_path / "old")
@@ -234,8 +237,8 @@ def test_old_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
     tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
     tensors["bert.embeddings.position_ids"] = torch.arange(32.0)[None]
-    said = json.loads((tmp_path / "new" / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
-    (tmp_path / "old" / "config.json").write_text(json.dumps(said))
+    saved_config = json.loads((tmp_path / "new" / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(saved_config))
     save_file(tensors, tmp_path / "old" / "model.safetensors")
     new, old = load(tmp_path / "new"), load(tmp_path / "old")
     assert old.config == new.config
@@ -258,7 +261,7 @@ def test_old_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
         ({"hidden_act": "quick_gelu"}, "known activations"),
     ],
 )
-def test_what_we_cannot_express_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_bert_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     raw = {"model_type": "bert", **SIZES, "architectures": ["BertModel"]}
     assert config_from_hf(raw).top == "encoder"
     with pytest.raises(CheckpointError, match=message):
@@ -275,12 +278,12 @@ def test_what_we_cannot_express_is_refused(changes: dict[str, Any], message: str
         ({"top": "spans", "tied": False}, "no output projection to untie"),
     ],
 )
-def test_inconsistent_encoders_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_encoder_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BERTS["post_pretraining"].replace(**changes)
 
 
 @pytest.mark.parametrize("changes", [{"norm_order": "pre"}, {"embed_norm": False}, {"tied": False}, {"gated": True}])
-def test_what_a_bert_cannot_say_is_not_written(changes: dict[str, Any]) -> None:
+def test_configs_that_bert_files_cannot_express_are_not_saved(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=f"'bert' files cannot express {next(iter(changes))}"):
         config_to_hf(BERTS["post_pretraining"].replace(**changes))

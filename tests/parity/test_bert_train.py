@@ -1,5 +1,6 @@
-"""``colonnade train`` on encoders, BERTs and a decoder that attends in both directions: they learn; any plan is the
-same run, and so is a resumed one.
+"""``colonnade train`` on encoders (BERTs) and a bidirectional decoder.
+
+They learn; any plan gives the same run, and so does resuming.
 """
 
 import json
@@ -78,7 +79,7 @@ def history(run: RunConfig) -> dict[int, tuple[float, ...]]:
         ("qwen3", Plan(tp=2, cp=2, sequence_parallel=True)),
     ],
 )
-def test_any_plan_is_the_same_run(family: str, plan: Plan, corpus: Path, tmp_path: Path) -> None:
+def test_any_plan_gives_the_same_run(family: str, plan: Plan, corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "alone", family)
     Trainer(alone).fit()
     several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=1))
@@ -89,12 +90,12 @@ def test_any_plan_is_the_same_run(family: str, plan: Plan, corpus: Path, tmp_pat
         assert found[step] == pytest.approx(values, rel=1e-9), step
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(corpus: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_the_uninterrupted_one(corpus: Path, tmp_path: Path) -> None:
     whole = config(corpus, tmp_path / "whole")
     Trainer(whole).fit()
     half = config(corpus, tmp_path / "half")
     Trainer(half).fit()
-    shutil.rmtree(half.folder / "step-8")  # the run goes on from step 4
+    shutil.rmtree(half.folder / "step-8")  # the run continues from step 4
     Trainer(half).fit()
     for file in (whole.folder / "step-8").glob("*.safetensors"):
         assert file.read_bytes() == (half.folder / "step-8" / file.name).read_bytes()
@@ -104,8 +105,8 @@ TOPICS = ["oak elm ash fir", "red tan sky jet", "cat dog hen cow", "pie jam tea 
 
 
 @pytest.mark.parametrize("family", ["bert", "megatron-bert", "qwen3"])
-def test_it_learns_and_fills_in_the_mask(family: str, tmp_path: Path) -> None:
-    """A text's words are all of one topic: whoever sees both sides of a mask can tell which."""
+def test_learns_and_predicts_masked_tokens(family: str, tmp_path: Path) -> None:
+    """All words of a text belong to one topic, which context on both sides of a mask reveals."""
     corpus, words = tmp_path / "corpus", [topic.split() for topic in TOPICS]
     texts = [("", " ".join(words[i % 4][(i // 4 + j * j) % 4] for j in range(13 + i % 9))) for i in range(160)]
     build(texts, corpus, wordpiece=True, vocab_size=256, validation_share=0.2)
@@ -123,7 +124,7 @@ def test_it_learns_and_fills_in_the_mask(family: str, tmp_path: Path) -> None:
     summary = Trainer(learning).fit()
     decoder = family == "qwen3"  # it does not predict the order of two segments
     chance = math.log(learning.model.vocab_size) + (0 if decoder else math.log(2))
-    assert history(learning)[1][0] == pytest.approx(chance, rel=0.1), "the losses begin at chance"
+    assert history(learning)[1][0] == pytest.approx(chance, rel=0.1), "losses start at chance level"
     assert summary.validation_loss is not None and summary.validation_loss < 0.7 * chance
     model, ids = colonnade.load(learning.folder, device="cpu"), []
     for topic in words:
@@ -143,7 +144,7 @@ def test_it_learns_and_fills_in_the_mask(family: str, tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").mask_token == "[MASK]"
 
 
-def test_what_cannot_be_trained_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_untrainable_models_and_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
     good = config(corpus, tmp_path)
     with pytest.raises(ConfigError, match="top = 'encoder' predicts no tokens"):
         Trainer(good.replace(model=good.model.replace(top="encoder")))

@@ -1,4 +1,4 @@
-"""Fine-tuning a classifier: transformers' numbers, the same under any plan, and every setting honoured or refused."""
+"""Fine-tuning a classifier equals transformers, is the same under any plan, and refuses bad input."""
 
 import importlib.util
 import shutil
@@ -40,29 +40,29 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1, "
 
 
 def examples(count: int = 20, classes: int = 3, *, paired: bool = True) -> list[Example]:
-    """Texts of unequal lengths, in two segments if ``paired``; the class is that of the token that is there most."""
+    """Texts of unequal lengths, in two segments if ``paired``; the class is that of the most frequent token."""
     generator = torch.Generator().manual_seed(5)
-    found = []
+    examples_ = []
     for i in range(count):
         n = int(torch.randint(1, 12, (1,), generator=generator))
         noise = torch.randint(10, 60, (n,), generator=generator).tolist()
         tokens = [1, *[3 + i % classes] * (n + 1), *noise]
-        found.append(Example(tokens, i % classes, [0] * (n + 2) + [1] * n if paired else None))
-    return found
+        examples_.append(Example(tokens, i % classes, [0] * (n + 2) + [1] * n if paired else None))
+    return examples_
 
 
 def start(folder: Path, name: str = "post_encoder") -> Path:
-    """A Hugging Face folder of a small encoder, in float64."""
-    place = folder / name
-    if not place.exists():
-        write_hf(build(BERTS[name]), place)
-    return place
+    """Write a small float64 encoder as a Hugging Face folder."""
+    start_folder = folder / name
+    if not start_folder.exists():
+        write_hf(build(BERTS[name]), start_folder)
+    return start_folder
 
 
-def config(runs: Path, place: Path, **train: object) -> RunConfig:
+def config(runs: Path, start_folder: Path, **train: object) -> RunConfig:
     return RunConfig(
-        name="it", runs=runs, device="cpu", model=classifier(place, classes=3), data=DataConfig(sequence=32),
-        train=TRAIN.replace(start=str(place), **train),
+        name="it", runs=runs, device="cpu", model=classifier(start_folder, classes=3), data=DataConfig(sequence=32),
+        train=TRAIN.replace(start=str(start_folder), **train),
     )  # fmt: skip
 
 
@@ -76,10 +76,8 @@ def history(run: RunConfig) -> list[float]:
 
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize(("name", "smoothing"), [("post_encoder", 0.0), ("pre_pretraining", 0.0), ("post_masked", 0.1)])
-def test_losses_gradients_and_steps_are_those_of_transformers(
-    name: str, smoothing: float, paired: bool, tmp_path: Path
-) -> None:
-    """Single texts and pairs; of padded batches there, of texts laid end to end here."""
+def test_losses_norms_and_weights_equal_transformers(name: str, smoothing: float, paired: bool, tmp_path: Path) -> None:
+    """Single texts and pairs; transformers pads its batches, ours are packed."""
     given = examples(paired=paired)
     run = config(tmp_path, start(tmp_path, name), label_smoothing=smoothing, eval_every=0)
     with (
@@ -127,7 +125,6 @@ def _their_loss(theirs: transformers.PreTrainedModel, given: list[Example], smoo
 
 
 def _fit(run: RunConfig) -> None:
-    """The work of one rank."""
     train(run, (), example_feed(run, examples(), examples(7)))
 
 
@@ -142,15 +139,15 @@ def _fit(run: RunConfig) -> None:
     ],
     ids=str,
 )
-def test_any_plan_is_the_same_fine_tuning(plan: Plan, then: Plan, tmp_path: Path) -> None:
-    """With dropout, the second half resumed under another plan; validations included."""
+def test_any_plan_gives_the_same_fine_tuning(plan: Plan, then: Plan, tmp_path: Path) -> None:
+    """With dropout and validations; the second half resumes under another plan."""
     alone = config(tmp_path / "alone", start(tmp_path), **DROPOUT)
     _fit(alone)
     several = alone.replace(runs=tmp_path / "several")
-    for laid in (plan, then):
-        leg = several.replace(plan=laid, train=alone.train.replace(micro_batch=1 if laid.pp > 1 else 2))
-        in_world(laid.world, _fit, leg)
-        if laid is plan:
+    for leg_plan in (plan, then):
+        leg = several.replace(plan=leg_plan, train=alone.train.replace(micro_batch=1 if leg_plan.pp > 1 else 2))
+        in_world(leg_plan.world, _fit, leg)
+        if leg_plan is plan:
             shutil.rmtree(leg.folder / "step-6")
     assert len(history(alone)) == 6 + 6 + 2
     assert history(several) == pytest.approx(history(alone), rel=1e-9)
@@ -159,7 +156,7 @@ def test_any_plan_is_the_same_fine_tuning(plan: Plan, then: Plan, tmp_path: Path
         assert_same(mine[name], x, 1e-9, name)
 
 
-def test_a_mixture_of_experts_is_tuned_alike_on_any_grid(tmp_path: Path) -> None:
+def test_moe_fine_tuning_is_the_same_on_any_grid(tmp_path: Path) -> None:
     moe = MoeConfig(
         experts=4, active=2, ffn_width=12, balance_weight=0.1, bias_rate=0.01, router=RouterConfig(noise=1.0)
     )
@@ -174,8 +171,8 @@ def test_a_mixture_of_experts_is_tuned_alike_on_any_grid(tmp_path: Path) -> None
         assert history(several) == pytest.approx(history(alone), rel=1e-9)
 
 
-def test_a_tuned_model_loads_and_goes_on(tmp_path: Path) -> None:
-    """From our own format and from Hugging Face's; with as many classes its classifier is kept, with others redrawn."""
+def test_tuned_model_loads_and_can_be_tuned_again(tmp_path: Path) -> None:
+    """From our own format and from Hugging Face's; the classifier is kept only if the class count is the same."""
     run = config(tmp_path, start(tmp_path))
     _fit(run)
     with colonnade.load(run.folder, device="cpu", dtype="float64") as model:
@@ -184,10 +181,10 @@ def test_a_tuned_model_loads_and_goes_on(tmp_path: Path) -> None:
     loaded = colonnade.load(tuned, device="cpu", dtype="float64").transformer
     assert accuracy(loaded, examples()) == right
     before = weights(run)
-    for place in (run.folder, tuned):
+    for start_folder in (run.folder, tuned):
         for classes, kept in ((3, True), (5, False)):
-            again = config(tmp_path, place, steps=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
-            again = again.replace(name=f"again-{place.name}-{classes}", model=classifier(place, classes))
+            again = config(tmp_path, start_folder, steps=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
+            again = again.replace(name=f"again-{start_folder.name}-{classes}", model=classifier(start_folder, classes))
             fit(again, examples())
             after = weights(again)
             assert (after["top.classes.weight"].shape == before["top.classes.weight"].shape) == kept
@@ -197,20 +194,22 @@ def test_a_tuned_model_loads_and_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pre_pretraining", "post_masked"])
 @pytest.mark.parametrize("plan", [Plan(pp=2, tp=2), Plan(dp=4)], ids=str)
-def test_every_part_of_the_start_is_taken_under_any_plan(name: str, plan: Plan, tmp_path: Path) -> None:
-    """From a checkpoint of ours with another top; what is new is drawn from the seed."""
+def test_start_checkpoint_loads_all_weights_under_any_plan(name: str, plan: Plan, tmp_path: Path) -> None:
+    """From one of our checkpoints with another head; new weights are drawn from the seed."""
     whole = build(BERTS[name])
-    place = tmp_path / "start"
-    native.save(place, whole, native.Meta(model=whole.config), DistributedContext.solo())
-    run = config(tmp_path, place, steps=1, batch=4, micro_batch=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
+    start_folder = tmp_path / "start"
+    native.save(start_folder, whole, native.Meta(model=whole.config), DistributedContext.solo())
+    run = config(
+        tmp_path, start_folder, steps=1, batch=4, micro_batch=1, warmup=0, lr=1e-12, save_every=0, eval_every=0
+    )
     in_world(plan.world, _fit, run.replace(plan=plan))
-    found, drawn = weights(run), replace_head(whole, "classes", classes=3, seed=run.train.seed).state_dict()
+    examples_, drawn = weights(run), replace_head(whole, "classes", classes=3, seed=run.train.seed).state_dict()
     for key, x in drawn.items():
-        assert_same(found[key], x, 1e-9, key)
+        assert_same(examples_[key], x, 1e-9, key)
 
 
 @pytest.mark.parametrize("name", ["post_encoder", "pre_classes", "post_pretraining"])
-def test_another_top_keeps_the_rest(name: str) -> None:
+def test_replace_head_keeps_the_other_weights(name: str) -> None:
     model = build(BERTS[name])
     other = replace_head(model, "spans")
     stream, attend, _ = pairs(model.config)
@@ -237,11 +236,11 @@ def _solo():
     return DistributedContext.solo().axes
 
 
-def test_another_top_under_tensor_parallelism() -> None:
+def test_replace_head_under_tensor_parallelism() -> None:
     in_world(2, _shares)
 
 
-def test_it_learns_a_toy_task(tmp_path: Path) -> None:
+def test_learns_a_toy_task(tmp_path: Path) -> None:
     """In float16 as well, with a loss scale."""
     settings = {"steps": 60, "batch": 10, "micro_batch": 10, "lr": 1e-2, "warmup": 4, "clip": 1.0, "seed": 1}
     losses = {}
@@ -253,8 +252,8 @@ def test_it_learns_a_toy_task(tmp_path: Path) -> None:
     assert losses["float16"] == pytest.approx(losses["float32"], abs=0.1)
 
 
-def test_micro_batches_of_one_shape_change_no_number() -> None:
-    """What fills them up is seen by no example and counts for nothing."""
+def test_fixed_shape_micro_batches_give_the_same_values() -> None:
+    """Padding is not attended to by any example and counts for nothing."""
     given, options = Examples(examples(5)), {"config": DataConfig(sequence=32), "segments": True}
     exact, filled = (LabelledSamples(given, **options, fixed=fixed) for fixed in (False, True))  # type: ignore[arg-type]
     order = torch.arange(5).numpy()
@@ -264,10 +263,10 @@ def test_micro_batches_of_one_shape_change_no_number() -> None:
     for name in ("tokens_T", "positions_T", "targets_T", "segments_T"):
         assert torch.equal(getattr(other, name)[:T], getattr(one, name)), name
     assert torch.equal(other.predicted_R, one.predicted_R) and (other.targets_T[T:] < 0).all()
-    assert other.cu_seqlens[5] == T, "no sequence reaches into what fills up"
+    assert other.cu_seqlens[5] == T, "no sequence reaches into the padding"
 
 
-def test_what_cannot_be_learnt_is_refused(tmp_path: Path) -> None:
+def test_bad_examples_are_refused(tmp_path: Path) -> None:
     run = config(tmp_path, start(tmp_path))
     for wrong, message in (
         ([], "no examples"),
@@ -300,7 +299,7 @@ def _example():
     return module
 
 
-def test_the_passages_are_balanced_and_no_speech_is_on_both_sides() -> None:
+def test_example_splits_are_balanced_and_share_no_speech() -> None:
     train, test = _example().passages(20, 10)
     assert [sum(label == c for _, label in train) for c in range(3)] == [20] * 3
     assert [sum(label == c for _, label in test) for c in range(3)] == [10] * 3
@@ -310,16 +309,14 @@ def test_the_passages_are_balanced_and_no_speech_is_on_both_sides() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_century_of_a_speech_by_the_median_of_five_seeds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_example_classifies_speeches_by_century(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     try:
         find_packaged("minilm")
     except CheckpointError as why:
         pytest.skip(str(why))
     median = _example().main(["--per-class", "60", "--held-out", "40", "--runs", str(tmp_path)])
-    said = capsys.readouterr().out
-    each = [float(line.split()[-1].rstrip("%")) / 100 for line in said.splitlines() if line.startswith("seed")]
-    assert len(each) == 5
-    assert median == pytest.approx(statistics.median(each), abs=1e-3)
-    assert median >= 0.65, f"chance is 0.33; measured {each}"
+    output = capsys.readouterr().out
+    accuracies = [float(line.split()[-1].rstrip("%")) / 100 for line in output.splitlines() if line.startswith("seed")]
+    assert len(accuracies) == 5
+    assert median == pytest.approx(statistics.median(accuracies), abs=1e-3)
+    assert median >= 0.65, f"chance is 0.33; measured {accuracies}"

@@ -1,4 +1,4 @@
-"""Fine-tuning honours each setting of a run or refuses it: none is passed over, and a new one must be entered here."""
+"""Fine-tuning honours or refuses each setting of a run; a new setting must be listed here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,12 +34,12 @@ MOE = {"moe": MoeConfig(experts=4, active=2, ffn_width=16, capacity=1.0)}
 HALF = {"dtype": "bfloat16"}
 
 
-class Watched:
-    """A tracker that notes how torch was set."""
+class DeterminismTracker:
+    """A tracker that records torch's determinism setting."""
 
     deterministic: list[bool] = []  # noqa: RUF012 - read by the test
 
-    def __init__(self, folder: Path, taken: int):
+    def __init__(self, folder: Path, resumed_step: int):
         pass
 
     def record(self, step: int, values: Row) -> None:
@@ -57,13 +57,13 @@ def config(runs: Path, train: dict[str, Any], data: dict[str, Any], model: dict[
 
 
 def tuned(run: RunConfig) -> tuple[dict[str, Tensor], list[float]]:
-    """(weights, validation losses) of the run when it has ended."""
-    fit(run, examples(), examples(7), [Watched])
+    """(weights, validation losses) of the finished run."""
+    fit(run, examples(), examples(7), [DeterminismTracker])
     found = colonnade.load(run.folder, device="cpu", dtype="float64").transformer.state_dict()
     return found, [row["validation_loss"] for row in read_rows(run.folder) if "validation_loss" in row]
 
 
-NUMBERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+CHANGES_WEIGHTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "steps": (3, {}, {}), "batch": (6, {}, {}), "lr": (2e-2, {}, {}), "min_lr": (2e-3, {}, {}), "warmup": (2, {}, {}),
     "schedule": ("linear", {}, {}), "weight_decay": (0.3, {}, {}), "beta1": (0.8, {}, {}), "beta2": (0.9, {}, {}),
     "eps": (1e-4, {}, {}), "clip": (0.1, {}, {}), "freeze": (("embed", "blocks.0"), {}, {}),
@@ -75,17 +75,17 @@ NUMBERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 """Settings of [train] that change the weights: the changed value, and what else differs from the base in both runs."""
 
-VALIDATION: dict[str, tuple[Any, dict[str, Any]]] = {
+CHANGES_VALIDATION: dict[str, tuple[Any, dict[str, Any]]] = {
     "eval_every": (1, {}), "eval_samples": (3, {}), "eval_active": (1, MOE), "eval_capacity": (0.25, MOE),
 }  # fmt: skip
-"""Those that change validations alone."""
+"""Settings that change only validations."""
 
 
 def _steps(run: RunConfig) -> list[str]:
     return sorted(path.name for path in run.folder.glob("step-*"))
 
 
-SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
+CHANGES_NOTHING: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
     "micro_batch": ({"micro_batch": 4}, lambda run: run.micro_batches == 1),
     "recompute": ({"recompute": "full"}, lambda run: all(block.recompute for block in _session(run).model.blocks)),
     "activation_bytes": (
@@ -102,9 +102,9 @@ SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
     "log_every": ({"log_every": 3}, lambda run: len([row for row in read_rows(run.folder) if "loss" in row]) == 4),
     "skip_bad_batches": ({"skip_bad_batches": 2}, lambda run: _session(run)._step.optimizer_step._may_skip),
     "timeout_s": ({"timeout_s": 77.0}, lambda run: _session(run).watchdog.timeout_s == 77),
-    "deterministic": ({"deterministic": True}, lambda run: Watched.deterministic[-1]),
+    "deterministic": ({"deterministic": True}, lambda run: DeterminismTracker.deterministic[-1]),
 }
-"""Those that change no weight, and how one sees that they were honoured."""
+"""Settings that change no weight, and how to check that they were honoured."""
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cuda_graph": ({"cuda_graph": True, "micro_batch": 4, "dtype": "bfloat16"}, {}, "train.cuda_graph needs a GPU"),
@@ -114,10 +114,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mask_ngram": ({}, {"mask_ngram": 2}, r"data.mask_ngram is 2, and applies to text"),
     "short_seq_prob": ({}, {"short_seq_prob": 0.5}, r"data.short_seq_prob is 0.5, and applies to text"),
 }
-"""Those that are refused: where there is no GPU, or always."""
+"""Settings that are refused, without a GPU or always."""
 
-ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)", "check_memory", "restart"}
-"""Those that have a test of their own below."""
+TESTED_BELOW = {"compile", "trackers", "restarts", "sequence", "seed (data)", "check_memory", "restart"}
+"""Settings with a test of their own below."""
 
 
 def _session(run: RunConfig) -> Session:
@@ -125,14 +125,14 @@ def _session(run: RunConfig) -> Session:
         return Session(run, context, feed=example_feed(run, examples(), examples(7)))
 
 
-def test_every_field_is_entered() -> None:
+def test_every_setting_is_listed() -> None:
     fields = set(TrainConfig.model_fields) | {
         "seed (data)" if name == "seed" else name for name in DataConfig.model_fields
     }
-    entered = [*NUMBERS, *VALIDATION, *SAME, *REFUSED, *ELSEWHERE]
-    assert sorted(entered) == sorted(fields), "a new setting is honoured or refused in fine-tuning, and entered here"
+    listed = [*CHANGES_WEIGHTS, *CHANGES_VALIDATION, *CHANGES_NOTHING, *REFUSED, *TESTED_BELOW]
+    assert sorted(listed) == sorted(fields), "fine-tuning must honour or refuse a new setting; list it here"
     known = {"name", "runs", "device", "model", "plan", "data", "train"}
-    assert set(RunConfig.model_fields) == known, "a new section of a run must be honoured or refused in fine-tuning"
+    assert set(RunConfig.model_fields) == known, "fine-tuning must honour or refuse a new section of a run"
 
 
 Tuned = tuple[dict[str, Tensor], list[float]]
@@ -140,57 +140,57 @@ Tuned = tuple[dict[str, Tensor], list[float]]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
-    """What a run gives without the change, once for all tests that compare with it."""
+    """Results of a run without the change, cached for all tests that compare with it."""
     known: dict[str, Tuned] = {}
 
-    def given(train: dict[str, Any], model: dict[str, Any]) -> Tuned:
+    def base_results(train: dict[str, Any], model: dict[str, Any]) -> Tuned:
         key = repr((train, model))
         if key not in known:
             known[key] = tuned(config(tmp_path_factory.mktemp("base"), train, {}, model))
         return known[key]
 
-    return given
+    return base_results
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_what_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
-    value, train, model = NUMBERS[name]
+@pytest.mark.parametrize("name", CHANGES_WEIGHTS)
+def test_setting_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
+    value, train, model = CHANGES_WEIGHTS[name]
     if name == "start":
         value, model = str(start(tmp_path)), {"width": 24, "heads": 12, "ffn_width": 26, "norm_eps": 1e-12}
     (expected, _), (changed, _) = base(train, model), tuned(config(tmp_path, train | {name: value}, {}, model))
-    assert any(not torch.equal(x, changed[key]) for key, x in expected.items()), f"train.{name} is passed over"
+    assert any(not torch.equal(x, changed[key]) for key, x in expected.items()), f"train.{name} is ignored"
     if name == "freeze":
         drawn = initialise(Transformer(MODEL, dtype=torch.float64), 0).state_dict()
-        still = {key for key, x in changed.items() if torch.equal(x, drawn[key])}
-        assert still == {key for key in drawn if key.startswith(("embed.", "blocks.0."))}
+        unchanged = {key for key, x in changed.items() if torch.equal(x, drawn[key])}
+        assert unchanged == {key for key in drawn if key.startswith(("embed.", "blocks.0."))}
 
 
-@pytest.mark.parametrize("name", VALIDATION)
-def test_what_changes_validations(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
-    value, model = VALIDATION[name]
+@pytest.mark.parametrize("name", CHANGES_VALIDATION)
+def test_setting_changes_validations(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
+    value, model = CHANGES_VALIDATION[name]
     (expected, losses), (changed, others) = base({}, model), tuned(config(tmp_path, {name: value}, {}, model))
     assert all(torch.equal(x, changed[key]) for key, x in expected.items())
-    assert losses != others, f"train.{name} is passed over"
+    assert losses != others, f"train.{name} is ignored"
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_what_changes_no_weight(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
-    train, honoured = SAME[name]
+@pytest.mark.parametrize("name", CHANGES_NOTHING)
+def test_setting_is_honoured_and_changes_no_weight(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
+    train, honoured = CHANGES_NOTHING[name]
     run = config(tmp_path, train, {}, {})
     (expected, _), (changed, _) = base({}, {}), tuned(run)
     for key, x in expected.items():
         torch.testing.assert_close(changed[key], x, rtol=1e-9, atol=1e-9)
-    assert honoured(run), f"train.{name} is passed over"
+    assert honoured(run), f"train.{name} is ignored"
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str, tmp_path: Path) -> None:
-    train, data, said = REFUSED[name]
-    with pytest.raises(ConfigError, match=said):
+def test_setting_is_refused(name: str, tmp_path: Path) -> None:
+    train, data, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
         fit(config(tmp_path, train, data, {}), examples(), examples(7))
 
 
-def test_blocks_are_compiled_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_setting_compiles_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[torch.nn.Module] = []
 
     def note(module: torch.nn.Module) -> None:
@@ -200,7 +200,7 @@ def test_blocks_are_compiled_where_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert compiled == [*_session(config(tmp_path, {"compile": True}, {}, {})).model.blocks]
 
 
-def test_trackers_and_restarts_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_and_restarts_are_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(tmp_path, {"trackers": ("mlflow",), "restarts": 2}, {}, {})
     assert len(RunLog(_session(run))._open_trackers) == 3, "besides JSON lines and TensorBoard"
     monkeypatch.setattr("colonnade.train.loop.launch", lambda *asked: asked)
@@ -208,8 +208,8 @@ def test_trackers_and_restarts_are_passed_on(tmp_path: Path, monkeypatch: pytest
     assert (passed, plan, restarts) == (run, run.plan, 2)
 
 
-def test_the_data_sections_sequence_and_seed(base: Callable[..., Tuned], tmp_path: Path) -> None:
-    """The sequence bounds examples and numbers their tokens for the dropout; the seed orders them."""
+def test_data_sequence_and_seed_are_honoured(base: Callable[..., Tuned], tmp_path: Path) -> None:
+    """The sequence bounds examples and numbers their tokens for dropout; the seed orders them."""
     expected, _ = base({}, {})
     longer, other = (tuned(config(tmp_path / str(data), {}, data, {}))[0] for data in ({"sequence": 48}, {"seed": 1}))
     assert all(torch.equal(x, longer[key]) for key, x in expected.items())
@@ -218,7 +218,7 @@ def test_the_data_sections_sequence_and_seed(base: Callable[..., Tuned], tmp_pat
         tuned(config(tmp_path / str({"sequence": 48}), {"steps": 5}, {}, {}))
 
 
-def test_other_examples_are_refused_unless_the_data_restarts(tmp_path: Path) -> None:
+def test_resume_with_other_examples_needs_data_restart(tmp_path: Path) -> None:
     run = config(tmp_path, {"steps": 2, "eval_every": 0}, {}, {})
     fit(run, examples())
     longer = run.replace(train=run.train.replace(steps=3))
@@ -229,7 +229,7 @@ def test_other_examples_are_refused_unless_the_data_restarts(tmp_path: Path) -> 
     assert fit(longer.replace(data=run.data.replace(restart=True)), examples(7)).steps == 3
 
 
-def test_memory_is_checked_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_unless_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colonnade.train.memory_advice.free_host_bytes", lambda: 1 << 20)
     run = config(tmp_path, {"steps": 1, "eval_every": 0}, {}, {})
     with pytest.raises(CapacityError, match="nothing was allocated"):
@@ -237,7 +237,7 @@ def test_memory_is_checked_unless_told_otherwise(tmp_path: Path, monkeypatch: py
     assert fit(run.replace(train=run.train.replace(check_memory=False)), examples()).steps == 1
 
 
-def test_another_model_or_plan_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+def test_unsuitable_models_and_plans_are_refused(tmp_path: Path) -> None:
     good = config(tmp_path, {}, {}, {})
     with pytest.raises(ConfigError, match=r"needs a model with top = 'classes', not 'encoder'"):
         fit(good.replace(model=MODEL.replace(top="encoder", classes=0)), examples())

@@ -1,4 +1,4 @@
-"""Attention over a ring of ranks equals attention in one process: values, and gradients of queries, keys and values."""
+"""Ring attention equals attention in one process: values, and gradients of queries, keys and values."""
 
 import itertools
 
@@ -56,28 +56,28 @@ def _ring(world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.xdist_group("worlds")
-def test_ring_equals_one_process(world: int) -> None:
+def test_ring_attention_equals_one_process(world: int) -> None:
     run(world, _ring, world)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
-def test_every_token_has_one_rank(lengths: list[int], ranks: int) -> None:
+def test_each_token_is_assigned_to_one_rank(lengths: list[int], ranks: int) -> None:
     from colonnade.model.ring_attention import zigzag_shards
 
-    found = torch.cat([share.both.index_T for share in zigzag_shards(Packed.of(lengths), sum(lengths), ranks)])
-    assert found.sort().values.tolist() == list(range(sum(lengths)))
+    indices = torch.cat([share.both.index_T for share in zigzag_shards(Packed.of(lengths), sum(lengths), ranks)])
+    assert indices.sort().values.tolist() == list(range(sum(lengths)))
 
 
-def test_causal_work_is_balanced() -> None:
-    """Each rank's queries see as many keys as any other's: what the zig-zag is for."""
+def test_zigzag_shards_balance_causal_work() -> None:
+    """The queries of each rank attend to the same number of keys: the purpose of the zig-zag."""
     from colonnade.model.ring_attention import zigzag_shards
 
-    seen = [int((share.both.index_T + 1).sum()) for share in zigzag_shards(Packed.of([64]), 64, 4)]
-    assert len(set(seen)) == 1
+    visible = [int((share.both.index_T + 1).sum()) for share in zigzag_shards(Packed.of([64]), 64, 4)]
+    assert len(set(visible)) == 1
 
 
-def _few(plan: Plan, lengths: list[int]) -> None:
+def _fewer_tokens_than_ranks(plan: Plan, lengths: list[int]) -> None:
     with DistributedContext.build(plan) as context:
         for name, config in {"llama": CONFIGS["llama"], "bert": BERTS["pre_pretraining"]}.items():
             micro = batch(lengths, 0, 4, config)
@@ -89,7 +89,7 @@ def _few(plan: Plan, lengths: list[int]) -> None:
             cp, tp, layout = context.axes.cp, context.axes.tp, layout_of(mine)
             assert_same(cp.sum_(here), loss, what=name)
             for key, p in mine.named_parameters():
-                assert p.grad is not None, "a rank without gradients would not take part in FSDP's sums"
+                assert p.grad is not None, "a rank without gradients would miss FSDP's reduce-scatter"
                 grad = cp.sum_(p.grad)
                 grad = tp.sum_(grad) if layout[key] is PARTIAL else grad
                 assert_same(
@@ -103,6 +103,6 @@ def _few(plan: Plan, lengths: list[int]) -> None:
     ids=str,
 )
 @pytest.mark.xdist_group("worlds")
-def test_a_rank_may_be_left_without_tokens(plan: Plan, lengths: list[int]) -> None:
-    """Fewer tokens than ranks: the last ones have neither rows of a masked token nor the first of a sequence."""
-    run(plan.world, _few, plan, lengths)
+def test_ranks_without_tokens_are_supported(plan: Plan, lengths: list[int]) -> None:
+    """With fewer tokens than ranks, the last ranks have neither masked tokens nor first tokens of a sequence."""
+    run(plan.world, _fewer_tokens_than_ranks, plan, lengths)

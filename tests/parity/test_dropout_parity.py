@@ -1,4 +1,4 @@
-"""Training with all three dropouts is the same training under every plan, and drops the same when it is done again."""
+"""Training with dropout is the same under every plan and when repeated."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,8 +23,8 @@ from tests.models import build as build_model
 from tests.parity.train_cases import CASES, PLANS, TRAIN, Run, alone, micro_batches, raw, raw_alone
 from tests.worlds import assert_same, run
 
-DROPS = {"dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
-WITH = TRAIN.replace(**DROPS)
+RATES = {"dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
+WITH = TRAIN.replace(**RATES)
 
 
 def _same_training(plan: Plan, case: str, steps: int) -> None:
@@ -39,7 +39,7 @@ def _same_training(plan: Plan, case: str, steps: int) -> None:
 
 
 def _same_gradients(plan: Plan, case: str) -> None:
-    """Every gradient of one step, before the clip."""
+    """Every gradient of one step, before clipping."""
     one = raw_alone(CASES[case], 3, WITH)
     with DistributedContext.build(plan) as context:
         several = raw(CASES[case], context, 3, WITH)
@@ -49,7 +49,7 @@ def _same_gradients(plan: Plan, case: str) -> None:
             assert_same(weight.grad, several.shard_of(name, whole), what=f"{plan} {name}")
 
 
-def _as_one(plan: Plan, cases: list[str], steps: int) -> None:
+def _check_training(plan: Plan, cases: list[str], steps: int) -> None:
     for case in cases:
         _same_gradients(plan, case)
     _same_training(plan, "gpt2", steps)
@@ -68,34 +68,36 @@ def plans() -> list:
 
 @pytest.mark.parametrize("plan", plans())
 @pytest.mark.xdist_group("worlds")
-def test_every_plan_drops_the_same(plan: Plan) -> None:
-    """Every family over two processes, where each axis is alone; two families in turn where axes are combined."""
+def test_every_plan_draws_the_same_masks(plan: Plan) -> None:
+    """Every family over two processes, where each axis is tested by itself; two families in turn where axes are
+    combined.
+    """
     cases, steps = list(CASES), 4
     if plan.world > 2:
         turn = [param.values[0] for param in plans()].index(plan)
         cases, steps = [cases[(2 * turn + i) % len(cases)] for i in range(2)], 2
-    run(plan.world, _as_one, plan, cases, steps)
+    run(plan.world, _check_training, plan, cases, steps)
 
 
 def _twenty_steps(plan: Plan) -> None:
     _same_training(plan, "gpt2", 20)
 
 
-def far() -> list:
+def long_run_plans() -> list:
     quick = [Plan(tp=2, sequence_parallel=True), Plan(dp=2)]
     every = [param.values[0] for param in plans()]
     return [pytest.param(plan, id=str(plan), marks=[] if plan in quick else [pytest.mark.long]) for plan in every]
 
 
-@pytest.mark.parametrize("plan", far())
+@pytest.mark.parametrize("plan", long_run_plans())
 @pytest.mark.xdist_group("worlds")
-def test_twenty_steps_are_those_of_one_process(plan: Plan) -> None:
-    """Errors that grow with each step would show; the learning rate ends its decay meanwhile."""
+def test_twenty_steps_equal_one_process(plan: Plan) -> None:
+    """Errors that accumulate over steps would show; the learning rate schedule ends meanwhile."""
     run(plan.world, _twenty_steps, plan)
 
 
 def join(batches: list[Batch]) -> Batch:
-    """Micro-batches that follow one another as one."""
+    """Concatenate micro-batches into one."""
     lengths = [int(n) for batch in batches for n in batch.cu_seqlens.diff()]
     packed = Packed.of(lengths)
     tokens, positions, targets = (
@@ -105,7 +107,7 @@ def join(batches: list[Batch]) -> Batch:
 
 
 @pytest.mark.parametrize("case", [name for name, config in CASES.items() if config.causal])
-def test_the_size_of_a_micro_batch_changes_nothing(case: str) -> None:
+def test_micro_batch_size_changes_no_mask(case: str) -> None:
     runs = [Run.start(CASES[case], DistributedContext.solo(), WITH) for _ in range(3)]
     for step in range(3):
         four = micro_batches(step, SOLO, CASES[case])
@@ -120,8 +122,8 @@ def test_the_size_of_a_micro_batch_changes_nothing(case: str) -> None:
             assert_same(other.masters.local[name], weight, what=name)
 
 
-def test_a_token_of_a_pair_is_numbered_by_its_sample() -> None:
-    """Encoders fill a batch up at its end, so that a token's row depends on the micro-batch; its number must not."""
+def test_token_indices_of_pairs_depend_on_the_sample_only() -> None:
+    """Encoders pad a batch at its end, so a token's row depends on the micro-batch; its index must not."""
     ids, cu = torch.arange(12), torch.tensor([0, 5, 8, 12], dtype=torch.int32)
     both = Batch(ids, ids, ids, cu, 5, equal=False, first=12, first_R=torch.tensor([0, 5]))
     one = Batch(ids[:6], ids[:6], ids[:6], cu[:2], 5, equal=False, first=12, first_R=torch.tensor([0]))
@@ -130,8 +132,8 @@ def test_a_token_of_a_pair_is_numbered_by_its_sample() -> None:
     assert global_token_ids(both)[5:8].tolist() == global_token_ids(other)[:3].tolist() == [18, 19, 20]
 
 
-def test_each_rate_matters_and_each_token_step_and_seed() -> None:
-    """What the parity tests compare would be equal too if nothing were dropped, or the same everywhere."""
+def test_rates_token_indices_step_and_seed_change_the_loss() -> None:
+    """Otherwise the parity tests would also pass if nothing were dropped, or the same everywhere."""
 
     def loss(train: TrainConfig, step: int = 0, shift: int = 0) -> float:
         it = Run.start(CASES["gpt2"], DistributedContext.solo(), train)
@@ -141,12 +143,12 @@ def test_each_rate_matters_and_each_token_step_and_seed() -> None:
     plain = loss(TRAIN)
     assert plain == loss(TRAIN, step=1) == loss(TRAIN.replace(seed=1))
     found = [plain, loss(WITH), loss(WITH, step=1), loss(WITH, shift=1), loss(WITH.replace(seed=1))]
-    found += [loss(TRAIN.replace(**{name: rate})) for name, rate in DROPS.items()]
+    found += [loss(TRAIN.replace(**{name: rate})) for name, rate in RATES.items()]
     assert len(set(found)) == len(found)
-    assert all(abs(other / plain - 1) < 0.05 for other in found), "the mean is kept"
+    assert all(abs(other / plain - 1) < 0.05 for other in found), "dropout keeps the mean"
 
 
-def test_validation_drops_nothing() -> None:
+def test_validation_applies_no_dropout() -> None:
     runs = [Run.start(CASES["gpt2"], DistributedContext.solo(), train) for train in (TRAIN, WITH)]
     batches = micro_batches(0, SOLO, CASES["gpt2"])
     assert evaluate(runs[0].model, batches) == evaluate(runs[1].model, batches)
@@ -157,8 +159,8 @@ def noisy(config: ModelConfig, T: int, **rates: float) -> Dropout:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_recomputed_blocks_drop_the_same(name: str) -> None:
-    """torch's checkpoint, told to leave the generators alone: there is nothing to put back."""
+def test_recomputed_blocks_draw_the_same_masks(name: str) -> None:
+    """torch's checkpoint does not restore generators here: there is no generator state to restore."""
     config = CONFIGS[name]
     model = build_model(config)
     stream, attend, targets = ragged(config)
@@ -180,7 +182,7 @@ def test_recomputed_blocks_drop_the_same(name: str) -> None:
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_a_dropped_embedding_gets_no_gradient() -> None:
+def test_dropped_embeddings_get_no_gradient() -> None:
     config = CONFIGS["llama"]
     model = build_model(config)
     stream, attend, targets = ragged(config)
@@ -197,7 +199,7 @@ def test_a_dropped_embedding_gets_no_gradient() -> None:
 TEXT = "a column stands in a row and bears its share of the weight of the roof"
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
 SHORT = TrainConfig(
-    steps=6, batch=4, micro_batch=2, lr=1e-2, warmup=2, schedule="constant", eval_every=0, dtype="float64", **DROPS
+    steps=6, batch=4, micro_batch=2, lr=1e-2, warmup=2, schedule="constant", eval_every=0, dtype="float64", **RATES
 )
 
 
@@ -206,7 +208,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corpora.small(tmp_path_factory.mktemp("data") / "corpus", TEXT)
 
 
-def test_a_run_is_repeated_and_resumed_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+def test_repeated_and_resumed_runs_are_bitwise_equal(corpus: Path, tmp_path: Path) -> None:
     data = DataConfig(path=corpus, sequence=16)
     base = RunConfig(runs=tmp_path, device="cpu", model=MODEL, data=data, train=SHORT)
     one, two, stopped = (base.replace(name=name) for name in ("one", "two", "stopped"))

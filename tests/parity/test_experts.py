@@ -1,4 +1,4 @@
-"""A model with experts on any grid of ranks, at any degree and overlap, equals the model in one process."""
+"""A model with experts on any grid, degree and overlap equals the model in one process."""
 
 import itertools
 import re
@@ -25,8 +25,8 @@ NONE = DropoutRates()
 
 def _steps(sh: int) -> list[DispatchOptions]:
     degrees = [0] + [r for r in range(1, sh + 1) if sh % r == 0]
-    ways = [DispatchOptions(r, p) for r, p in itertools.product(degrees, (1, 3))]
-    return [*ways, DispatchOptions(degrees[-1], 1, shadows=1), DispatchOptions(1, 2, shadows=4)]
+    options = [DispatchOptions(r, p) for r, p in itertools.product(degrees, (1, 3))]
+    return [*options, DispatchOptions(degrees[-1], 1, shadows=1), DispatchOptions(1, 2, shadows=4)]
 
 
 def _forward(
@@ -37,7 +37,7 @@ def _forward(
     step: DispatchOptions,
     rates: DropoutRates = NONE,
 ) -> list[float]:
-    """Backward too; the losses."""
+    """Forward and backward; returns the losses."""
     model.zero_grad()
     index_T = torch.arange(len(targets)) + 9
     routing = Routing(index_T, weight=torch.tensor(0.7), dispatch=(step,))
@@ -57,7 +57,7 @@ def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
         stream, attend, targets = ragged(config)
         expected = torch.tensor(_forward(whole, stream, attend, targets, DispatchOptions(), rates))
         plain = torch.tensor(_forward(build(config), stream, attend, targets, DispatchOptions()))
-        assert rates.expert == 0 or (expected - plain).abs()[0] > 1e-8, "dropout does something"
+        assert rates.expert == 0 or (expected - plain).abs()[0] > 1e-8, "dropout has an effect"
         for step in _steps(plan.sh):
             found = torch.tensor(_forward(mine, stream, attend, targets, step, rates))
             assert_same(found, expected, what=f"losses, {step}")
@@ -73,7 +73,7 @@ def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
             assert_same(mine(stream, attend, Rows()), logits, what="logits")
             if axes.serving().cp_replicated:
                 served = build(config, axes.serving())(stream, attend, Rows())
-                assert_same(served, logits, what="logits of a model that serves")
+                assert_same(served, logits, what="logits of a serving model")
 
 
 PLANS = [
@@ -88,8 +88,9 @@ PLANS = [
     (Plan(tp=6, ep=3, sh=2, near=2, sequence_parallel=True), ["capacity"]),
     (Plan(tp=3, ep=3, near=1), ["gated"]),
 ]
-"""Every grid, and with which kinds of models in CI: each kind meets ep, sh, near and sequence parallelism. The rest of
-the product is `long`."""
+"""Every grid, and the kinds of models that CI runs with it: each kind meets ep, sh, near and sequence parallelism. The
+rest of the product is `long`.
+"""
 
 
 @pytest.mark.parametrize(
@@ -100,14 +101,14 @@ the product is `long`."""
         for name in MOES
     ],
 )
-def test_equals_one_process(name: str, plan: Plan) -> None:
-    """Half of the grids drop hidden units of the experts, too: the same ones as one process does."""
+def test_any_grid_equals_one_process(name: str, plan: Plan) -> None:
+    """On half of the grids with dropout of expert hidden units, with the same masks as in one process."""
     rates = DropoutRates(residual=0.1, expert=0.4) if plan.world % 4 else DropoutRates()
     run(plan.world, _check, MOES[name], plan, rates)
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=4, ep=2, sh=2), Plan(tp=4, ep=2, sh=2, near=2, sequence_parallel=True)])
-def test_with_expert_dropout_too(plan: Plan) -> None:
+def test_expert_dropout_equals_one_process(plan: Plan) -> None:
     run(plan.world, _check, MOES["biased_shared"], plan, DropoutRates(expert=0.4))
 
 
@@ -121,7 +122,7 @@ def _refusal(plan: Plan, step: DispatchOptions) -> str:
 
 
 @pytest.mark.parametrize(
-    ("plan", "step", "said"),
+    ("plan", "step", "message_pattern"),
     [
         (Plan(tp=4, sh=4), DispatchOptions(3), r"degree 3 does not divide the sh=4 .* use 0 or one of \[1, 2, 4\]"),
         (Plan(tp=2, ep=2), DispatchOptions(2), r"degree 2 does not divide the sh=1 .* use 0 or one of \[1\]"),
@@ -131,20 +132,18 @@ def _refusal(plan: Plan, step: DispatchOptions) -> str:
     ],
     ids=str,
 )
-def test_what_a_step_cannot_be_is_refused_on_all_ranks_before_anything_is_sent(
-    plan: Plan, step: DispatchOptions, said: str
-) -> None:
+def test_bad_dispatch_options_are_refused_on_all_ranks(plan: Plan, step: DispatchOptions, message_pattern: str) -> None:
     (message,) = set(run(plan.world, _refusal, plan, step))
-    assert re.search(said, message)
+    assert re.search(message_pattern, message)
 
 
-def _there_and_back(plan: Plan) -> int:
-    """By one step and by two; the rows that came."""
+def _dispatch_and_return(plan: Plan) -> int:
+    """Dispatch and return rows in one step and in two; returns the number of received rows."""
     with DistributedContext.build(plan) as context:
         grid = context.axes.experts
         assert grid.near is not None
         table = torch.randint(0, 4, (plan.ep, plan.ep), generator=torch.Generator().manual_seed(0))
-        table[1], table[:, 2] = 0, 0  # who has nothing, who gets nothing
+        table[1], table[:, 2] = 0, 0  # a rank that sends nothing, and one that receives nothing
         send = table[grid.all.rank]
         x_RD = torch.randn(int(send.sum()), 3, generator=torch.Generator().manual_seed(grid.all.rank))
         found: list[list[torch.Tensor]] = []
@@ -153,20 +152,20 @@ def _there_and_back(plan: Plan) -> int:
             crossing = [] if between is None else web.intermediate_counts(between.flatten().tolist())
             sizes = ExchangeSizes(send.tolist(), theirs.tolist(), *crossing)
             leaf = x_RD.clone().requires_grad_()
-            came = web.finish(web.begin(leaf, sizes), sizes)
-            back = web.finish_return(web.begin_return(came * 2, sizes), sizes)
+            received = web.finish(web.begin(leaf, sizes), sizes)
+            back = web.finish_return(web.begin_return(received * 2, sizes), sizes)
             back.backward(x_RD.sin())
             assert leaf.grad is not None and torch.equal(back.detach(), x_RD * 2)
-            found.append([theirs, came.detach(), leaf.grad])
+            found.append([theirs, received.detach(), leaf.grad])
         assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
         assert torch.equal(found[0][0], table[:, grid.all.rank])
         return len(found[0][1])
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=6, ep=6, near=3), Plan(dp=6, ep=6, near=2)], ids=str)
-def test_two_steps_bring_the_bits_that_one_does(plan: Plan) -> None:
-    came = run(plan.world, _there_and_back, plan)
-    assert came[2] == 0 and min(came[:2] + came[3:]) > 0
+def test_two_step_exchange_is_bitwise_equal_to_one_step(plan: Plan) -> None:
+    received = run(plan.world, _dispatch_and_return, plan)
+    assert received[2] == 0 and min(received[:2] + received[3:]) > 0
 
 
 def test_moes_differ() -> None:

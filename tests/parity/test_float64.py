@@ -1,4 +1,4 @@
-"""A float64 step computes nothing in float32 unless intended: a default type that slips in would be in all layouts."""
+"""A float64 step computes nothing in float32 unless intended: all layouts would share a wrong default dtype."""
 
 import traceback
 from pathlib import Path
@@ -22,16 +22,16 @@ from tests.parity.train_cases import CASES, Run, micro_batches
 from tests.routers import KINDS, config_of, moe_of
 
 PACKAGE = Path(__file__).parents[2] / "colonnade"
-MEANT = ("kernels/rotary.py", "train/optimizer.py")
-"""Rotary angles; Adam's counts."""
+ALLOWED = ("kernels/rotary.py", "train/optimizer.py")
+"""Rotary angles; Adam's step counts."""
 TRAIN = TrainConfig(
     steps=20, lr=3e-3, clip=0.1, dtype="float64", label_smoothing=0.05, dropout=0.1, attention_dropout=0.1,
     embedding_dropout=0.1, expert_dropout=0.1,
 )  # fmt: skip
 
 
-class Narrow(TorchDispatchMode):
-    """Notes where a floating-point tensor narrower than float64 is made, but for 0-dim ones that hold 0 or 1."""
+class NarrowDtypeRecorder(TorchDispatchMode):
+    """Records where floating-point tensors narrower than float64 are made, except 0-dim ones that are 0 or 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Narrow(TorchDispatchMode):
                 continue
             ours = [f for f in traceback.extract_stack() if PACKAGE in Path(f.filename).parents]
             where = Path(ours[-1].filename).relative_to(PACKAGE).as_posix() if ours else "a backward pass"
-            if where not in MEANT:
+            if where not in ALLOWED:
                 self.found.add(f"{where}:{ours[-1].lineno if ours else ''} {func}")
         return out
 
@@ -60,10 +60,10 @@ MODELS: dict[str, ModelConfig] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_and_a_validation(name: str) -> None:
+def test_training_step_and_validation_stay_in_float64(name: str) -> None:
     it = Run.start(MODELS[name], DistributedContext.solo(), TRAIN.replace(fused_adamw=name == "gpt2"))
     batches = [batch(made, name) for made in micro_batches(0, it.context.axes.dp, MODELS[name])]
-    with Narrow() as narrow:
+    with NarrowDtypeRecorder() as narrow:
         it.step(0, batches)
         evaluate(it.model, batches)
     assert not narrow.found
@@ -75,7 +75,7 @@ def batch(made: Batch, name: str) -> Batch:
     return made
 
 
-def test_fine_tuning(tmp_path: Path) -> None:
+def test_fine_tuning_stays_in_float64(tmp_path: Path) -> None:
     model = BERTS["post_encoder"].replace(top="classes", classes=3)
     train = TRAIN.replace(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
@@ -83,18 +83,18 @@ def test_fine_tuning(tmp_path: Path) -> None:
         DistributedContext.build(run.plan, "cpu") as context,
         Session(run, context, feed=example_feed(run, examples())) as session,
     ):
-        with Narrow() as narrow:
+        with NarrowDtypeRecorder() as narrow:
             session.step()
         assert not narrow.found
 
 
-def test_the_mode_sees_a_division_of_integers() -> None:
-    with Narrow() as narrow:
+def test_recorder_sees_integer_division() -> None:
+    with NarrowDtypeRecorder() as narrow:
         _ = torch.tensor(1) / torch.tensor(3)
     assert narrow.found == {"a backward pass: aten.div.Tensor"}
 
 
-def test_a_weight_given_as_a_number_keeps_its_digits() -> None:
+def test_python_float_loss_weight_keeps_float64_precision() -> None:
     loss = torch.ones((), dtype=torch.float64, requires_grad=True)
     attach(torch.zeros(2, dtype=torch.float64), loss, 0.1).sum().backward()
     assert loss.grad is not None

@@ -1,4 +1,4 @@
-"""``train.freeze`` by patterns of names: under any plan and on a resume the rest trains as on one process."""
+"""``train.freeze`` name patterns: under any plan, and resumed, the rest trains as in one process."""
 
 import shutil
 from pathlib import Path
@@ -69,10 +69,10 @@ def _history(run: RunConfig) -> list[tuple[float, float]]:
     ],
     ids=str,
 )
-def test_any_plan_freezes_the_same(
+def test_freezing_is_the_same_under_any_plan(
     freeze: tuple[str, ...], plan: Plan, options: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
-    """Cut after two of four steps and resumed, against one process in one go."""
+    """Stopped after two of four steps and resumed, compared with one uninterrupted process."""
     micro = 1 if plan.pp > 1 else 4 // plan.data_ranks
     alone = config(corpus, tmp_path / "alone", *freeze, micro_batch=micro * plan.data_ranks, **options)
     Trainer(alone).fit()
@@ -94,23 +94,23 @@ def test_any_plan_freezes_the_same(
     assert moments == {name for name in start if not name.endswith("bias_E")} - frozen
 
 
-def test_nothing_is_computed_or_kept_for_what_is_frozen(corpus: Path, tmp_path: Path) -> None:
+def test_frozen_parameters_have_no_gradients_or_moments(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, *LOWER)
     with DistributedContext.build(run.plan, "cpu") as context, Session(run, context) as session:
-        asked = []
+        requested = []
         for name, parameter in session.model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda grad, name=name: asked.append(name))
+                parameter.register_hook(lambda grad, name=name: requested.append(name))
         batches = session.feed.samples.at(0)
         outcome = session._step(0, batches)
         names = {name for name, _ in session.model.named_parameters()}
         frozen = frozen_names(run.model, LOWER) & names
-        assert frozen and set(asked) == names - frozen == set(session.masters.local)
+        assert frozen and set(requested) == names - frozen == set(session.masters.local)
         assert {key.partition("/")[2] for key in session.optimizer.state} == names - frozen
         assert float(outcome.norm) > 0
 
 
-def test_what_matches_nothing_is_refused_with_the_nearest_names(corpus: Path, tmp_path: Path) -> None:
+def test_unmatched_pattern_is_refused_with_the_nearest_names(corpus: Path, tmp_path: Path) -> None:
     for pattern, said in (
         ("block.0", r"train.freeze 'block.0' matches no parameter; the nearest are blocks.0, "),
         ("blocks.0.atention", r"the nearest are blocks.0.attention, "),
@@ -125,7 +125,7 @@ def test_what_matches_nothing_is_refused_with_the_nearest_names(corpus: Path, tm
         Trainer(dense.replace(model=dense.model.replace(moe=None)))
 
 
-def test_one_pattern_is_a_list_of_one() -> None:
+def test_single_pattern_is_read_as_a_list() -> None:
     assert TrainConfig(freeze="none").freeze == TrainConfig().freeze == ()  # type: ignore[arg-type]
     assert TrainConfig(freeze="experts").freeze == ("experts",)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="freeze"):

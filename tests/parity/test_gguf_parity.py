@@ -1,4 +1,4 @@
-"""A GGUF file and the Hugging Face folder of the same model fill a model with the same numbers, whole or in shares."""
+"""A GGUF file and the Hugging Face folder of the same model give the same weights, full or sharded."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.parity.test_hf_parity import reference
 
 
 def from_gguf(path: Path, axes: Axes = SOLO_AXES) -> Transformer:
-    """Our float32 model of a GGUF file."""
+    """Our float32 model from a GGUF file."""
     file = GGUFFile(path)
     model = Transformer(file.config, axes)
     file.load_weights(model)
@@ -44,21 +44,21 @@ EXACT = [
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_equal_to_the_hugging_face_folder(case: str, tmp_path: Path) -> None:
+def test_gguf_weights_equal_the_hugging_face_folder(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     ours = load(tmp_path / "hf", dtype=torch.float32)
     model = from_gguf(write_gguf(tmp_path / "model.gguf", theirs))
-    # What GGUF does not say: its activation (the architecture's own) and the initial deviation; Mistral is "llama".
-    silent = {"activation": ours.config.activation, "init_std": ours.config.init_std, "family": ours.config.family}
-    assert model.config.replace(**silent) == ours.config
+    # GGUF does not store the activation (implied by the architecture) or the initial deviation; Mistral is "llama".
+    not_stored = {"activation": ours.config.activation, "init_std": ours.config.init_std, "family": ours.config.family}
+    assert model.config.replace(**not_stored) == ours.config
     expected = dict(ours.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected.pop(name)), name
     assert not expected
 
 
-def test_both_directions_and_absent_features_are_read(tmp_path: Path) -> None:
+def test_bidirectional_models_and_absent_features_load(tmp_path: Path) -> None:
     keys = {"attention.causal": False, "expert_count": 0, "pooling_type": 1, "final_logit_softcapping": 0.0}
     for kind in ("llama", "qwen2"):
         plain = GGUFFile(write_gguf(tmp_path / "plain.gguf", quantisable(kind))).config
@@ -70,13 +70,13 @@ def test_both_directions_and_absent_features_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1], ids=lambda k: k.name
 )
-def test_quantised_shares_are_the_shares_of_the_whole(kind: Kind, tmp_path: Path) -> None:
+def test_quantised_shards_equal_slices_of_the_full_weights(kind: Kind, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", quantisable("qwen2"), kind)
     whole = from_gguf(path)
     down = torch.from_numpy(dequantised(path, "blk.1.ffn_down.weight"))
     assert torch.equal(whole.get_parameter("blocks.1.ffn.down.weight"), down)
     layout = layout_of(whole)
-    for tp in (2, 4):  # 96 columns over 2 and 4 ranks are cut inside a block of 32
+    for tp in (2, 4):  # shards of 96 columns over 2 and 4 ranks start inside a block of 32
         for rank in range(tp):
             axes = Axes(tp=Axis("tp", tp, rank))
             for name, parameter in from_gguf(path, axes).named_parameters():
@@ -87,14 +87,14 @@ def test_quantised_shares_are_the_shares_of_the_whole(kind: Kind, tmp_path: Path
                 )
 
 
-def test_llama31_bands_are_recognised_in_the_divisors(tmp_path: Path) -> None:
+def test_llama31_rope_scaling_is_recognised_from_the_divisors(tmp_path: Path) -> None:
     theirs = quantisable("llama")
     width, theta = 16, 10000.0
     frequency = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     turns = 8192 * frequency / (2 * math.pi)
     keep = ((turns - 1.0) / 3.0).clamp(0, 1)
     divisors = (1 / ((1 - keep) / 8.0 + keep)).float()
-    assert 1.0 < divisors[divisors < 8].max() < 8.0 == divisors.max(), "all three bands are there"
+    assert 1.0 < divisors[divisors < 8].max() < 8.0 == divisors.max(), "all three frequency bands occur"
     path = write_gguf(tmp_path / "model.gguf", theirs, extra={"rope_freqs.weight": divisors})
     config = GGUFFile(path).config
     assert config.rope_scaling is not None
@@ -133,7 +133,7 @@ def test_rotary_scaling(keys: dict[str, Any], expected: Any, tmp_path: Path) -> 
     assert (scaling and (scaling.kind, scaling.factor, scaling.attention_factor)) == expected
 
 
-def test_a_repeated_output_projection_is_a_tied_one(tmp_path: Path) -> None:
+def test_repeated_output_projection_is_tied(tmp_path: Path) -> None:
     theirs = quantisable("llama")
     embedding = theirs.get_input_embeddings().weight.detach()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_repeated_output_projection_is_a_tied_one(tmp_path: Path) -> None:
     assert not model.config.tied
 
 
-def test_the_header_agrees_with_the_packages_own_reader() -> None:
+def test_header_agrees_with_the_gguf_package() -> None:
     path = find_packaged("smollm2")
     header, reader = read_header(path, block_sizes()), GGUFReader(path)
     assert header.values == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}

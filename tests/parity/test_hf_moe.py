@@ -1,4 +1,4 @@
-"""Families with experts against transformers': logits, loss, every gradient, the balance loss, files in both forms."""
+"""MoE families against transformers: logits, loss, gradients, balance loss, and files in both layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def reference(case: str) -> Any:
 
 
 def gradients_by_file_name(model: Any) -> dict[str, Tensor]:
-    """Each parameter's gradient under the name that its file has for it: experts one by one."""
+    """Each parameter's gradient by its name in the file, with experts one by one."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         mixtral = model.config.model_type == "mixtral"
@@ -123,7 +123,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_export_keeps_the_config_and_transformers_agrees(case: str, tmp_path: Path) -> None:
+def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     ours = load(tmp_path / "hf")
@@ -147,7 +147,7 @@ def test_export_keeps_the_config_and_transformers_agrees(case: str, tmp_path: Pa
         ("deepseek_v2-yarn-biases", Plan(tp=3)),
     ],
 )
-def test_any_dense_layout_reads_and_writes_the_same_model(case: str, plan: Plan, tmp_path: Path) -> None:
+def test_any_dense_layout_loads_and_saves_the_same_model(case: str, plan: Plan, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     results = run(plan.world, relay, tmp_path / "hf", plan, tmp_path / "out")
@@ -168,13 +168,13 @@ def test_any_dense_layout_reads_and_writes_the_same_model(case: str, plan: Plan,
         ("mixtral", Plan(dp=2, tp=1, replicate=2, ep=4)),
     ],
 )
-def test_any_expert_layout_reads_its_own_slices_and_writes_the_same_file(case: str, plan: Plan, tmp_path: Path) -> None:
+def test_expert_layouts_load_their_slices_and_save_the_same_file(case: str, plan: Plan, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     expected = their_logits(theirs, documents(theirs.config.vocab_size))
     whole = {name: p.numel() for name, p in load(tmp_path / "hf").named_parameters() if ".experts." in name}
-    for held, logits in run(plan.world, pass_on, tmp_path / "hf", plan, tmp_path / "out"):
-        assert held == {name: n // (plan.ep * plan.sh) for name, n in whole.items()}
+    for saved_tensors, logits in run(plan.world, pass_on, tmp_path / "hf", plan, tmp_path / "out"):
+        assert saved_tensors == {name: n // (plan.ep * plan.sh) for name, n in whole.items()}
         assert_same(logits, expected, TOLERANCE, "logits")
     assert same_files(tmp_path / "hf", tmp_path / "out")
 
@@ -188,7 +188,7 @@ def same_files(a: Path, b: Path) -> bool:
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_weights_that_lie_column_by_column_are_read_and_written_alike(tmp_path: Path) -> None:
+def test_column_major_weights_load_and_save_unchanged(tmp_path: Path) -> None:
     """float16 on a CPU (colonnade.kernels.experts.loop.down_column_major)."""
     theirs = reference("mixtral").half()
     theirs.save_pretrained(tmp_path / "hf")
@@ -205,7 +205,7 @@ def test_weights_that_lie_column_by_column_are_read_and_written_alike(tmp_path: 
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v2-lite"])
-def test_files_that_hold_experts_stacked_are_read_too(case: str, tmp_path: Path) -> None:
+def test_files_with_stacked_experts_load(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)
@@ -221,36 +221,36 @@ def test_files_that_hold_experts_stacked_are_read_too(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek_v2-lite"])
-def test_a_missing_or_an_extra_expert_is_named(case: str, tmp_path: Path) -> None:
+def test_missing_or_extra_expert_is_named(case: str, tmp_path: Path) -> None:
     reference(case).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    held = load_file(file)
+    saved_tensors = load_file(file)
     (name,) = [
         name
-        for name in held
+        for name in saved_tensors
         if "layers.2." in name and "experts.3." in name and name.endswith(("w2.weight", "down_proj.weight"))
     ]
 
-    save_file({other: value for other, value in held.items() if other != name}, file, {"format": "pt"})
+    save_file({other: value for other, value in saved_tensors.items() if other != name}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"lacks the tensor '{name}'"):
         HFFolder(tmp_path)
     extra = name.replace("experts.3.", "experts.6.")
-    save_file({**held, extra: held[name].clone()}, file, {"format": "pt"})
+    save_file({**saved_tensors, extra: saved_tensors[name].clone()}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"contains '{extra}', which the model does not have"):
         HFFolder(tmp_path)
-    save_file({**held, name: held[name][:, :-1].clone()}, file, {"format": "pt"})
+    save_file({**saved_tensors, name: saved_tensors[name][:, :-1].clone()}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"contains '{name}' of shape"):
         HFFolder(tmp_path)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
 @pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_moe-biases-window"])
-def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, layers: int, tmp_path: Path) -> None:
-    """Over all layers with experts together, without the padding that a batch of theirs has."""
+def test_balance_loss_and_gradients_equal_transformers(case: str, layers: int, tmp_path: Path) -> None:
+    """Over all layers with experts together; transformers' padding does not count."""
     settings = COMMON | CASES[case] | {"num_hidden_layers": layers, "router_aux_loss_coef": 0.7}
     if "mlp_only_layers" in settings:
         dense = [0, 2] if layers > 2 else [0] if layers > 1 else []
-        settings |= {"mlp_only_layers": dense, "use_sliding_window": False}  # their window makes NaN of padding
+        settings |= {"mlp_only_layers": dense, "use_sliding_window": False}  # their window turns padding into NaN
     theirs = random_model(settings.pop("model_type"), settings | {"output_router_logits": True}, seed=1)
     theirs.save_pretrained(tmp_path / "hf")
     files = HFFolder(tmp_path / "hf")
@@ -259,7 +259,7 @@ def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, laye
     assert (moe.balance, moe.balance_over, moe.balance_weight) == ("choices", "model", 0.7)
     ours = Transformer(
         files.config.replace(moe=moe.replace(z_weight=0)), dtype=torch.float64
-    )  # OLMoE's authors had one
+    )  # the authors of OLMoE had one
     files.load_weights(ours)
     texts = sorted(documents(ours.config.vocab_size), key=len)[-2:]
     stream, attend, targets = stream_of(texts)
@@ -276,10 +276,12 @@ def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, laye
     assert balance is not None
     assert_same(balance, out.aux_loss.detach().double(), TOLERANCE, "balance loss")
     assert_same(total.detach() / count + 0.7 * balance, out.loss.detach(), TOLERANCE, "loss")
-    same_gradients(ours, gradients_by_file_name(theirs), 4 * TOLERANCE)  # each layer of theirs rounds to float32
+    same_gradients(
+        ours, gradients_by_file_name(theirs), 4 * TOLERANCE
+    )  # each layer of transformers' model rounds to float32
 
 
-def test_the_balance_loss_of_each_layer_is_that_of_its_scores(tmp_path: Path) -> None:
+def test_per_layer_balance_loss_matches_the_router_logits(tmp_path: Path) -> None:
     theirs = reference("qwen3_moe")
     theirs.save_pretrained(tmp_path / "hf")
     files = HFFolder(tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""Our forward and backward pass against transformers', for each family, on random tiny configs in float64."""
+"""Forward and backward pass against transformers, for each family, on random tiny configs in float64."""
 
 import tempfile
 from pathlib import Path
@@ -77,7 +77,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def reference(case: str) -> Any:
-    """transformers' model of a case."""
     settings = dict(CASES[case])
     kind = settings.pop("model_type")
     return random_model(kind, (GPT2 if kind == "gpt2" else LLAMA) | settings, seed=len(case))
@@ -105,7 +104,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: 
         ("llama-bidirectional", 3, 1),
     ],
 )
-def test_any_layout_reads_and_writes_the_same_model(case: str, tp: int, dp: int, tmp_path: Path) -> None:
+def test_any_layout_loads_and_saves_the_same_model(case: str, tp: int, dp: int, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     plan = Plan(tp=tp, dp=dp)
@@ -125,7 +124,7 @@ def test_any_layout_reads_and_writes_the_same_model(case: str, tp: int, dp: int,
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs(), seed=st.integers(0, 99))
-def test_any_model_that_we_save_is_the_same_in_transformers(config: ModelConfig, seed: int) -> None:
+def test_saved_models_are_the_same_in_transformers(config: ModelConfig, seed: int) -> None:
     ours = build(config, seed=seed)
     with torch.no_grad():
         for p in ours.parameters():
@@ -138,12 +137,13 @@ def test_any_model_that_we_save_is_the_same_in_transformers(config: ModelConfig,
     texts = documents(config.vocab_size)
     stream, attend, _ = stream_of(texts, causal=config.causal)
     with torch.no_grad():
-        # They normalise and turn in float32 whatever the model is in, which tells most where a norm has few numbers.
+        # transformers computes norms and rotary embeddings in float32 in any dtype, which matters most for norms of few
+        # elements.
         assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), 5 * TOLERANCE, "logits")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_export_keeps_the_config_and_transformers_agrees(case: str, tmp_path: Path) -> None:
+def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     ours = load(tmp_path / "hf")
@@ -158,7 +158,7 @@ def test_export_keeps_the_config_and_transformers_agrees(case: str, tmp_path: Pa
         assert_same(ours(stream, attend, Rows()), their_logits(back, texts), TOLERANCE, "logits")
 
 
-def test_a_failed_write_is_told_to_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_raises_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
     reference("gpt2-four-heads").save_pretrained(tmp_path / "hf")
     (tmp_path / "file").write_text("in the way")
     messages = run(2, fail_to_write, tmp_path / "hf", Plan(tp=2), tmp_path / "file")

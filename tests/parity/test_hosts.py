@@ -1,7 +1,7 @@
-"""A run over several machines: network namespaces with names and addresses of their own, one torchrun in each.
+"""A run over several machines: network namespaces with their own names and addresses, one torchrun in each.
 
-Each host has one interface, to a bridge that stands in for the switch; nothing but that leads from one to the other.
-The command is the one of docs/howto/launch.md, and the result is compared with one process.
+Each host has one interface, to a bridge that acts as the switch, and no other connection. The command is the one in
+docs/howto/launch.md, and the result is compared with one process.
 """
 
 import os
@@ -29,24 +29,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=4, ffn_width=26, context=32, tied=True)
 NAMED = Path("/etc/netns")
-"""``ip netns exec NAME`` puts the files of /etc/netns/NAME in the place of those in /etc."""
+"""``ip netns exec NAME`` replaces files of /etc by those of /etc/netns/NAME."""
 
 
-def ip(*words: str) -> None:
-    """Run ``ip``; skips the test where the system does not let it."""
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+def ip(*arguments: str) -> None:
+    """Run ``ip``; skip the test if it is not permitted."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"needs the right to make network namespaces: ip {' '.join(words)}: {done.stderr.strip()}")
+        pytest.skip(f"needs permission to create network namespaces: ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 @contextmanager
 def hosts(number: int) -> Iterator[list[list[str]]]:
-    """For each host the words that run a command on it; they call each other machine0, machine1, …"""
+    """The command prefix that runs a command on each host; the hosts call each other machine0, machine1, …"""
     for tool in ("ip", "unshare", "hostname"):
         if shutil.which(tool) is None:
             pytest.skip(f"needs the program {tool}")
-    tag = f"colonnade-{uuid.uuid4().hex[:6]}"
-    switch = f"{tag}-switch"
+    prefix = f"colonnade-{uuid.uuid4().hex[:6]}"
+    switch = f"{prefix}-switch"
     table = "127.0.0.1 localhost\n" + "".join(f"10.213.7.{i + 1} machine{i}\n" for i in range(number))
     before: list[list[str]] = []
     with ExitStack() as after:
@@ -60,7 +60,7 @@ def hosts(number: int) -> Iterator[list[list[str]]]:
         ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", switch, "link", "set", "bridge", "up")
         for i in range(number):
-            name = f"{tag}-{i}"
+            name = f"{prefix}-{i}"
             namespace(name)
             ip("link", "add", "wire", "netns", name, "type", "veth", "peer", "name", f"port{i}", "netns", switch)
             ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
@@ -72,8 +72,8 @@ def hosts(number: int) -> Iterator[list[list[str]]]:
                 after.callback(NAMED.rmdir)
             after.callback(shutil.rmtree, NAMED / name)
             (NAMED / name / "hosts").write_text(table)
-            become = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"machine{i}"]
-            before.append(["ip", "netns", "exec", name, *become])
+            with_hostname = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"machine{i}"]
+            before.append(["ip", "netns", "exec", name, *with_hostname])
         yield before
 
 
@@ -84,7 +84,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """The same run in one process, which is over."""
+    """The same run in one process, finished."""
     t = TrainConfig(steps=6, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=2, dtype="float64", dropout=0.1)
     data = DataConfig(path=corpus, sequence=16)
     runs = tmp_path_factory.mktemp("runs")
@@ -96,11 +96,13 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 @pytest.mark.parametrize(
     ("plan", "local"),
     [
-        pytest.param(Plan(tp=2), 1, id="tensor parallel across"),
-        pytest.param(Plan(tp=2, dp=2), 2, id="tensor parallel within, data parallel across", marks=pytest.mark.long),
+        pytest.param(Plan(tp=2), 1, id="tensor parallel across hosts"),
+        pytest.param(
+            Plan(tp=2, dp=2), 2, id="tensor parallel within hosts, data parallel across", marks=pytest.mark.long
+        ),
     ],
 )
-def test_two_machines_train_as_one_process(single: RunConfig, plan: Plan, local: int, tmp_path: Path) -> None:
+def test_two_hosts_train_as_one_process(single: RunConfig, plan: Plan, local: int, tmp_path: Path) -> None:
     run = single.replace(name="hosts", runs=tmp_path, plan=plan)
     (tmp_path / "run.toml").write_text(dumps(run))
     command = [
@@ -112,18 +114,18 @@ def test_two_machines_train_as_one_process(single: RunConfig, plan: Plan, local:
     with hosts(2) as before:
         started = [
             subprocess.Popen(
-                [*words, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+                [*arguments, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
             )
-            for words in before
+            for arguments in before
         ]
         try:
-            said = [process.communicate(timeout=200) for process in started]
+            outputs = [process.communicate(timeout=200) for process in started]
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-    assert [process.returncode for process in started] == [0, 0], said
-    assert "step 6/6" in said[0][0] and "step 6/6" not in said[1][0], "rank 0 is on the machine of the rendezvous"
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert "step 6/6" in outputs[0][0] and "step 6/6" not in outputs[1][0], "rank 0 runs on the rendezvous host"
     rows, expected = read_rows(run.folder), read_rows(single.folder)
     for name in ("loss", "grad_norm", "validation_loss"):
         got, want = ([row[name] for row in it if name in row] for it in (rows, expected))
@@ -134,7 +136,7 @@ def test_two_machines_train_as_one_process(single: RunConfig, plan: Plan, local:
 
 
 def weights(folder: Path) -> dict:
-    """The newest checkpoint's, read by one process."""
+    """The weights of the newest checkpoint, loaded in one process."""
     model = build_model(MODEL)
     checkpoint = native.newest(folder)
     assert checkpoint is not None and checkpoint.name == "step-6"

@@ -1,6 +1,6 @@
-"""Latent attention: from a cache of compressed vectors, over a ring, and compiled, it is the written-out attention.
+"""Latent attention from a compressed cache, over a ring, and compiled equals the explicit attention.
 
-Against transformers it is compared in test_hf_moe.py, and over tensor-parallel ranks in test_tensor_parallel.py.
+It is compared with transformers in test_hf_moe.py, and over tensor-parallel ranks in test_tensor_parallel.py.
 """
 
 import pytest
@@ -23,7 +23,7 @@ NAMES = ["latent", "latent_yarn_biased"]
 
 
 def _serve(name: str, tp: int) -> None:
-    """Prompts, chunks of prompts and single tokens of two requests, against both at once and nothing cached."""
+    """Prompts, prompt chunks and single tokens of two requests, against both requests in full without a cache."""
     config = CONFIGS[name]
     with DistributedContext.build(Plan(tp=tp)) as context:
         model, whole = build(config, context.axes), build(config)
@@ -44,11 +44,11 @@ def _serve(name: str, tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.xdist_group("worlds")
-def test_a_cache_of_compressed_vectors_gives_the_same_logits(name: str, tp: int) -> None:
+def test_compressed_cache_gives_the_same_logits(name: str, tp: int) -> None:
     run(tp, _serve, name, tp)
 
 
-def test_a_token_costs_one_vector_a_layer() -> None:
+def test_cache_stores_one_vector_per_token_and_layer() -> None:
     config = CONFIGS["latent"]
     cache = KVCache(config, pages=5, page_tokens=4, dtype=torch.float64)
     assert cache.bytes == 5 * 4 * config.layers * (7 + 4) * 8
@@ -57,7 +57,7 @@ def test_a_token_costs_one_vector_a_layer() -> None:
 
 
 def _ring(name: str, lengths: list[int]) -> None:
-    """One layer on three ranks that share the tokens; weights' gradients are sums over them."""
+    """One layer on three ranks that share the tokens; the weights' gradients are summed over the ranks."""
     config, on = CONFIGS[name], {"device": torch.device("cpu"), "dtype": torch.float64}
     with DistributedContext.build(Plan(cp=3)) as context:
         cp, T = context.axes.cp, sum(lengths)
@@ -91,18 +91,18 @@ def _ring(name: str, lengths: list[int]) -> None:
 @pytest.mark.parametrize("lengths", [[12, 12], [5, 0, 1, 17]], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.xdist_group("worlds")
-def test_a_ring_gives_the_same_values_and_gradients(name: str, lengths: list[int]) -> None:
+def test_ring_gives_the_same_values_and_gradients(name: str, lengths: list[int]) -> None:
     run(3, _ring, name, lengths)
 
 
-def test_the_table_and_the_count_know_every_weight() -> None:
+def test_layout_and_parameter_count_include_every_weight() -> None:
     for name in NAMES:
         model = build(CONFIGS[name])
         assert layout_of(model).keys() == dict(model.named_parameters()).keys()
         assert sum(p.numel() for p in model.parameters()) == CONFIGS[name].parameters
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_bad_latent_configs_are_refused() -> None:
     sizes = {"vocab_size": 9, "layers": 1, "width": 8, "heads": 2, "ffn_width": 4, "head_width": 6}
     for latent, message in (
         (LatentConfig(kv_rank=4, rope_width=3, v_width=4), "rope_width 3 must be even"),

@@ -1,4 +1,4 @@
-"""A sharded run is built of shards: no rank ever holds all of a model that FSDP cuts, whatever it begins with."""
+"""A sharded run is built from shards: no rank ever holds a full model that FSDP shards, however it starts."""
 
 from pathlib import Path
 
@@ -29,35 +29,40 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def _peak(run: RunConfig, checked: bool) -> float:
-    """The most memory that is in use while a session begins, in whole models; its weights are those of one process."""
+    """Peak memory while a session starts, in units of the full model; checks that its weights equal one process's."""
     with DistributedContext.build(run.plan, "cpu") as context:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, Session(run, context) as session:
+        with (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+            Session(run, context) as session,
+        ):
             pass
         if checked:
             whole = dict(initialise(Transformer(run.model), run.train.seed).named_parameters())
             for name, shard in session.masters.local.items():
                 start, stop = context.shard.part(len(whole[name]))
                 assert torch.equal(shard, whole[name][start:stop]), name
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    mapped = {path.stat().st_size for path in run.runs.rglob("*.safetensors")}  # counted, and no memory of the process
-    deltas = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    mapped = {
+        path.stat().st_size for path in run.runs.rglob("*.safetensors")
+    }  # mapped files are counted, but use no memory of the process
+    deltas = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     deltas = [delta for delta in deltas if abs(delta) not in mapped]
-    assert deltas, "the allocator was watched"
+    assert deltas, "the profiler recorded allocations"
     return torch.tensor(deltas).cumsum(0).max().item() / WHOLE_BYTES
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=4), Plan(dp=2, cp=2)], ids=str)
 def test_no_rank_ever_holds_the_whole_model(config: RunConfig, plan: Plan) -> None:
-    """A quarter of the weights and of each moment, and the largest parameter for a moment: not 1 and 2/4 of it."""
+    """A quarter of the weights and of each moment plus the largest parameter, not 1 and 2/4 of the model."""
     for share in in_world(4, _peak, config.replace(plan=plan), True):
         assert 0.7 < share < 0.95
 
 
-def test_nor_when_it_begins_with_weights_or_resumes(config: RunConfig, tmp_path: Path) -> None:
+def test_loading_weights_or_resuming_never_holds_the_whole_model(config: RunConfig, tmp_path: Path) -> None:
     one = config.replace(name="one", runs=tmp_path)
     train(one)
-    began = one.replace(name="began", plan=Plan(dp=4), train=TRAIN.replace(start=str(one.folder)))
+    from_weights = one.replace(name="began", plan=Plan(dp=4), train=TRAIN.replace(start=str(one.folder)))
     resumed = one.replace(plan=Plan(dp=4), train=TRAIN.replace(steps=2))
-    for run in (began, resumed):
+    for run in (from_weights, resumed):
         for share in in_world(4, _peak, run, False):
             assert 0.7 < share < 0.95

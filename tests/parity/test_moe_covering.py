@@ -1,8 +1,8 @@
-"""Every router, way of dropping, way of computing experts, degree, overlap, shadowing and grid: each two of them meet
-in a case that equals one process, in values, gradients, losses and the global norm.
+"""Pairwise coverage of MoE options: router, dropping, kernel, degree, overlap, shadowing and grid.
 
-One layer, so that a hundred cases take seconds. Whole models under all plans are the affair of
-tests/parity/test_verify_moe.py, kernels for GPUs that of tests/unit/test_expert_kernels.py and tests/gpu.
+Each pair of options occurs in a case that equals one process in values, gradients, losses and the global norm. The
+cases have one layer, so that a hundred take seconds. tests/parity/test_verify_moe.py tests full models under all plans;
+tests/unit/test_expert_kernels.py and tests/gpu test the GPU kernels.
 """
 
 import functools
@@ -35,11 +35,11 @@ DROPS: dict[str, dict[str, Any]] = {
     "tight": {"capacity": 1.0},
     "tight by probability": {"capacity": 1.0, "priority": True},
     "dropped to the residual": {"capacity": 0.5, "dropped": "residual"},
-    "as large as any": {"capacity": 0.0, "priority": True},
+    "as large as the largest load": {"capacity": 0.0, "priority": True},
     "bounded": {"capacity": -1.5},
 }
 COMPUTES = {"loop": torch.float64, "grouped": torch.float32}
-"""By which kernel, and in which type: torch's grouped product knows no float64."""
+"""Expert kernel and dtype: torch's grouped product does not support float64."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLANS = [
     Plan(dp=3, ep=3),
@@ -48,7 +48,8 @@ PLANS = [
     Plan(dp=2, tp=2, sh=2),
     Plan(tp=4, sh=4),
 ]
-"""Experts over data and tensor ranks, copies of them, and neighbourhoods; of three and four data ranks one is empty."""
+"""Experts over data and tensor ranks, copies of experts, and node groups; with three or four data ranks one is empty.
+"""
 SIZES = {1: [29], 2: [8, 21], 3: [17, 0, 12], 4: [3, 15, 0, 11]}
 """Tokens of each data rank."""
 
@@ -63,13 +64,13 @@ class Case(NamedTuple):
     shadows: int
 
 
-def every() -> list[Case]:
-    found: list[Case] = []
+def all_cases() -> list[Case]:
+    cases: list[Case] = []
     for router, drop, compute, plan in itertools.product(KINDS, DROPS, COMPUTES, PLANS):
         for degree in (0, *divisors(plan.sh)):
-            ways = [(1, 0)] if degree == 0 else list(itertools.product((1, 3), (0, 1)))
-            found += [Case(router, drop, compute, plan, degree, *way) for way in ways]
-    return found
+            overlaps_and_shadows = [(1, 0)] if degree == 0 else list(itertools.product((1, 3), (0, 1)))
+            cases += [Case(router, drop, compute, plan, degree, *way) for way in overlaps_and_shadows]
+    return cases
 
 
 def pairs(case: Case) -> set[tuple[Any, ...]]:
@@ -78,25 +79,25 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 
 @functools.cache
 def covering() -> list[Case]:
-    """Cases in which each two choices meet that do in any."""
-    cases, draw = every(), random.Random(0)
-    wanted, chosen = set().union(*map(pairs, cases)), []
-    while wanted:
-        some = draw.sample(cases, 30)
-        best = max(some, key=lambda case: len(pairs(case) & wanted))
-        if not pairs(best) & wanted:  # few are left: look for one of them
-            best = next(case for case in cases if min(wanted) in pairs(case))
+    """Cases in which every pair of compatible choices occurs."""
+    cases, draw = all_cases(), random.Random(0)
+    missing, chosen = set().union(*map(pairs, cases)), []
+    while missing:
+        candidates = draw.sample(cases, 30)
+        best = max(candidates, key=lambda case: len(pairs(case) & missing))
+        if not pairs(best) & missing:  # few pairs are left: take a case with one of them
+            best = next(case for case in cases if min(missing) in pairs(case))
         chosen.append(best)
-        wanted -= pairs(best)
+        missing -= pairs(best)
     return chosen
 
 
-class Found(NamedTuple):
+class Outputs(NamedTuple):
     y: Tensor
     x: Tensor
     """The gradient of the layer's input."""
     losses: Tensor
-    """Balance and z."""
+    """Balance and z losses."""
     load: Tensor
     dropped: Tensor
     gradients: dict[str, Tensor]
@@ -118,8 +119,8 @@ def layer_of(router: str, drop: str, axes: Axes, dtype: torch.dtype) -> MixtureO
     return layer
 
 
-def through(layer: MixtureOfExperts, mine: Tensor, step: DispatchOptions) -> Found:
-    """Forward and backward of the tokens ``mine``, which are those of this data rank."""
+def run_layer(layer: MixtureOfExperts, mine: Tensor, step: DispatchOptions) -> Outputs:
+    """Forward and backward of this data rank's tokens ``mine``."""
     axes, dtype = layer.axes, layer.experts.up.dtype
     x_TD, tokens_T, index_T, units = tokens()
     T, here = len(mine), axes.rows(len(mine))
@@ -131,12 +132,12 @@ def through(layer: MixtureOfExperts, mine: Tensor, step: DispatchOptions) -> Fou
     (y_tD * counts_TD.to(dtype)).sum().backward()
     assert x_tD.grad is not None
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in layer.named_parameters()}
-    found = torch.stack([report.balance, report.z]).detach()
-    return Found(y_tD.detach(), x_tD.grad, found, report.load_E, report.dropped, gradients)
+    outputs = torch.stack([report.balance, report.z]).detach()
+    return Outputs(y_tD.detach(), x_tD.grad, outputs, report.load_E, report.dropped, gradients)
 
 
-def by(compute: str) -> Callable[..., Any]:
-    """The table's answer, where experts are asked for."""
+def use_kernel(compute: str) -> Callable[..., Any]:
+    """A kernel lookup that returns this kernel for the experts."""
 
     def choose(operation: Any, device: str, dtype: torch.dtype) -> Callable[..., Any]:
         if operation != "routed_experts":
@@ -154,14 +155,14 @@ def by(compute: str) -> Callable[..., Any]:
     return choose
 
 
-def alone(router: str, drop: str, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> Found:
-    """One process, by the plainest kernels."""
-    patch.setattr(experts, "choose", by("reference"))
-    return through(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), DispatchOptions())
+def reference_outputs(router: str, drop: str, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> Outputs:
+    """Outputs of one process with the plain kernels."""
+    patch.setattr(experts, "choose", use_kernel("reference"))
+    return run_layer(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), DispatchOptions())
 
 
 def _norm(layer: MixtureOfExperts, context: DistributedContext, gradients: dict[str, Tensor]) -> Tensor:
-    """As a run has it, where FSDP cuts what is no expert."""
+    """The global norm as a run computes it, where FSDP shards the parameters that are not experts."""
     layout, weights = layout_of(layer), {}
     for name, gradient in gradients.items():
         rows = slice(None) if isinstance(layout[name], Experts) else slice(*context.shard.part(len(gradient)))
@@ -172,49 +173,48 @@ def _norm(layer: MixtureOfExperts, context: DistributedContext, gradients: dict[
 
 def check(plan: Plan, cases: Sequence[Case]) -> None:
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(plan.dp))
-    wholes: dict[tuple[Any, ...], Found] = {}
+    wholes: dict[tuple[Any, ...], Outputs] = {}
     with DistributedContext.build(plan) as context, pytest.MonkeyPatch.context() as patch:
         axes = context.axes
         mine = order.split(SIZES[plan.dp])[axes.dp.rank]
         for case in cases:
-            dtype, said = COMPUTES[case.compute], str(case)
+            dtype, description = COMPUTES[case.compute], str(case)
             key = case.router, case.drop, dtype
-            whole = wholes.get(key) or alone(*key, patch)
+            whole = wholes.get(key) or reference_outputs(*key, patch)
             wholes[key] = whole
-            patch.setattr(experts, "choose", by(case.compute))
+            patch.setattr(experts, "choose", use_kernel(case.compute))
             layer = layer_of(case.router, case.drop, axes, dtype)
-            found = through(layer, mine, DispatchOptions(case.degree, case.overlap, case.shadows))
+            outputs = run_layer(layer, mine, DispatchOptions(case.degree, case.overlap, case.shadows))
             same = functools.partial(assert_same, tolerance=TOLERANCES[dtype])
             here = mine[axes.rows(len(mine))]
-            same(found.y, whole.y[here], what=f"{said}: y")
-            same(found.x, whole.x[here], what=f"{said}: gradient of x")
-            same(found.losses, whole.losses, what=f"{said}: losses")
-            assert torch.equal(axes.experts.tokens.sum_(found.load), whole.load), f"{said}: load"
-            assert torch.equal(axes.experts.tokens.sum_(found.dropped), whole.dropped), f"{said}: dropped"
+            same(outputs.y, whole.y[here], what=f"{description}: y")
+            same(outputs.x, whole.x[here], what=f"{description}: gradient of x")
+            same(outputs.losses, whole.losses, what=f"{description}: losses")
+            assert torch.equal(axes.experts.tokens.sum_(outputs.load), whole.load), f"{description}: load"
+            assert torch.equal(axes.experts.tokens.sum_(outputs.dropped), whole.dropped), f"{description}: dropped"
             layout = layout_of(layer)
             sum_expert_grads(dict(layer.named_parameters()), layout, axes.experts)
             gradients: dict[str, Tensor] = {}
             for name, p in layer.named_parameters():
-                gradient = found.gradients[name] if p.grad is None else p.grad
+                gradient = outputs.gradients[name] if p.grad is None else p.grad
                 if not isinstance(layout[name], Experts):
                     gradient = axes.batch.sum_(axes.tp.sum_(gradient) if layout[name] is PARTIAL else gradient)
                 reference = local_part(whole.gradients[name], layout[name], axes)
-                same(gradient, reference, what=f"{said}: gradient of {name}")
+                same(gradient, reference, what=f"{description}: gradient of {name}")
                 gradients[name] = gradient
             norm = torch.stack([g.double().square().sum() for g in whole.gradients.values()]).sum().sqrt()
-            same(_norm(layer, context, gradients).double(), norm, what=f"{said}: norm")
+            same(_norm(layer, context, gradients).double(), norm, what=f"{description}: norm")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_each_two_choices_meet_and_equal_one_process(plan: Plan) -> None:
+def test_each_pair_of_choices_equals_one_process(plan: Plan) -> None:
     run(plan.world, check, plan, [case for case in covering() if case.plan == plan])
 
 
-def test_the_cases_cover() -> None:
-    """And drop something where they should."""
+def test_cases_cover_all_pairs_and_drop_tokens() -> None:
     met = set().union(*map(pairs, covering()))
-    assert met == set().union(*map(pairs, every())) and len(covering()) < 150
+    assert met == set().union(*map(pairs, all_cases())) and len(covering()) < 150
     assert (("router", "gshard"), ("drop", "tight")) in met and (("degree", "2"), ("overlap", "3")) in met
     with pytest.MonkeyPatch.context() as patch:
-        lost = {drop: alone("softmax", drop, torch.float64, patch).dropped for drop in DROPS}
-    assert {drop for drop, count in lost.items() if not count} == {"dropless", "as large as any"}
+        lost = {drop: reference_outputs("softmax", drop, torch.float64, patch).dropped for drop in DROPS}
+    assert {drop for drop, count in lost.items() if not count} == {"dropless", "as large as the largest load"}

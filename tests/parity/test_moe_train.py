@@ -1,4 +1,4 @@
-"""``colonnade train`` with experts: any grid and degree is the same run, also resumed, and it says what it did."""
+"""``colonnade train`` with experts: any grid and degree gives the same run, also resumed, and logs its routing."""
 
 import itertools
 import json
@@ -68,36 +68,38 @@ def history(run: RunConfig, keys: tuple[str, ...] = (*LOSSES, "moe/balance")) ->
     ],
     ids=str,
 )
-def test_any_plan_is_the_same_run(plan: Plan, then: Plan, over: str, corpus: Path, tmp_path: Path) -> None:
-    """Under one plan, its second half again under another; with a balance loss of each layer or of all together."""
+def test_any_plan_gives_the_same_run(plan: Plan, then: Plan, over: str, corpus: Path, tmp_path: Path) -> None:
+    """The second half resumes under another plan; with a balance loss per layer or over all layers."""
     alone = config(corpus, tmp_path / "alone")
     alone = alone.replace(model=alone.model.replace(moe=MOE.replace(balance_over=over)))
     Trainer(alone).fit()
     several = alone.replace(runs=tmp_path / "several")
-    for laid in (plan, then):
-        # What is balanced together is the micro-batches of all data ranks.
-        kept = "full" if laid.overlap > 1 or laid.degree == 0 else "none"
-        leg = several.replace(plan=laid, train=alone.train.replace(micro_batch=4 // laid.data_ranks, recompute=kept))
+    for leg_plan in (plan, then):
+        # The pooled balance loss is over the micro-batches of all data ranks.
+        kept = "full" if leg_plan.overlap > 1 or leg_plan.degree == 0 else "none"
+        leg = several.replace(
+            plan=leg_plan, train=alone.train.replace(micro_batch=4 // leg_plan.data_ranks, recompute=kept)
+        )
         if leg.plan.world == 1:
             Trainer(leg).fit()
         else:
             in_world(leg.plan.world, train, leg)
-        if laid is plan:
-            shutil.rmtree(leg.folder / "step-8")  # the run goes on from step 4
+        if leg_plan is plan:
+            shutil.rmtree(leg.folder / "step-8")  # the run continues from step 4
     assert history(several) == pytest.approx(history(alone), rel=1e-9)
     mine, theirs = (
         colonnade.load(run.folder, device="cpu", dtype="float64").transformer.state_dict() for run in (several, alone)
     )
     for name, x in theirs.items():
         assert_same(mine[name], x, 1e-9, name)
-    assert mine["blocks.1.ffn.router.bias_E"].abs().max() > 0, "the load moved the bias"
-    told = {
+    assert mine["blocks.1.ffn.router.bias_E"].abs().max() > 0, "the load changed the bias"
+    reported = {
         row["step"]: [(row[i]["degree"], row[i]["overlap"]) for i in "12"] for row in read_rows(several.folder, ROUTING)
     }
-    assert told == {4: [(plan.degree, plan.overlap)] * 2, 8: [(then.degree, then.overlap)] * 2}
+    assert reported == {4: [(plan.degree, plan.overlap)] * 2, 8: [(then.degree, then.overlap)] * 2}
 
 
-def test_the_run_says_what_its_experts_did(corpus: Path, tmp_path: Path) -> None:
+def test_expert_loads_are_logged(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, log_every=2)
     Trainer(run).fit()
     routing = read_rows(run.folder, ROUTING)
@@ -105,7 +107,7 @@ def test_the_run_says_what_its_experts_did(corpus: Path, tmp_path: Path) -> None
     rows = {row["step"]: row for row in read_rows(run.folder) if "moe/busiest" in row}
     for row in routing:
         for layer in ("1", "2"):
-            assert sum(row[layer]["load"]) == 8 * 16 * 2, "every choice of every token of the step"
+            assert sum(row[layer]["load"]) == 8 * 16 * 2, "every choice of every token in the step"
             share = max(row[layer]["load"]) / (8 * 16 * 2)
             assert rows[row["step"]][f"moe/{layer}/busiest"] == pytest.approx(4 * share)
         assert row.keys() == {"step", "1", "2"} and row["1"]["dropped"] == 0
@@ -113,39 +115,39 @@ def test_the_run_says_what_its_experts_did(corpus: Path, tmp_path: Path) -> None
         assert rows[row["step"]]["moe/balance"] == pytest.approx((row["1"]["balance"] + row["2"]["balance"]) / 2)
     events = EventAccumulator(str(run.folder / "tensorboard"), {"scalars": 0, "histograms": 0}).Reload()
     shown = {event.step: event.histogram_value.bucket for event in events.Histograms("moe/1/load")}
-    assert shown == {row["step"]: row["1"]["load"] for row in routing}, "the tokens of each expert"
+    assert shown == {row["step"]: row["1"]["load"] for row in routing}, "tokens per expert"
     assert [event.value for event in events.Scalars("moe/2/degree")] == [1.0] * 4
 
 
-def test_an_adaptive_run_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
-    """It decides anew after every step, and no number changes."""
+def test_adaptive_run_gives_the_same_values(corpus: Path, tmp_path: Path) -> None:
+    """It chooses new options after every step; the values do not change."""
     alone = config(corpus, tmp_path / "alone")
     Trainer(alone).fit()
     plan = Plan(dp=2, sh=2, degree="auto")
     several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=2, log_every=1))
-    said, _ = in_world(2, _adapting, several)
+    messages, _ = in_world(2, _adapting, several)
     assert history(several, LOSSES) == pytest.approx(history(alone, LOSSES), rel=1e-9)
-    # What each step did, and the two layers take turns; what was decided after it is said.
+    # The options of each step (the two layers alternate), and the message about each decision.
     ways = [(2, 4), (0, 1), (1, 2)]
     turns = [ways[i % 3] for i in range(2 * 8)]
     expected = [((1, 1), (1, 1)), *zip(turns[::2], turns[1::2], strict=True)][:8]
     rows = [row for row in read_rows(several.folder) if "moe/1/degree" in row]
     assert [tuple((row[f"moe/{i}/degree"], row[f"moe/{i}/overlap"]) for i in (1, 2)) for row in rows] == expected
-    assert said[0].startswith("layer 1: degree 1 -> 2, overlap 1 -> 4 (")
-    assert said[1].startswith("layer 2: degree 1 -> 0, overlap 1 -> 1 (") and len(said) == 16
+    assert messages[0].startswith("layer 1: degree 1 -> 2, overlap 1 -> 4 (")
+    assert messages[1].startswith("layer 2: degree 1 -> 0, overlap 1 -> 1 (") and len(messages) == 16
 
 
 def _adapting(run: RunConfig) -> list[str]:
-    """Every look tries some ways and finds another one better; what the screen said of it."""
+    """Each measurement finds other options faster; returns the messages printed."""
     ways = [DispatchOptions(2, 4), DispatchOptions(0), DispatchOptions(1, 2)]
-    turns, said = itertools.cycle(ways), []
+    turns, messages = itertools.cycle(ways), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_autotune, "candidates", lambda now, *_: [now, *ways])
         patch.setattr(moe_autotune, "pick_spread", lambda *_: next(turns))
         patch.setattr(session, "CHECK_INTERVAL", 1)
-        patch.setattr(ProgressDisplay, "line", lambda self, text: said.append(text))
+        patch.setattr(ProgressDisplay, "line", lambda self, text: messages.append(text))
         train(run)
-    return [line for line in said if line.startswith("layer")]
+    return [line for line in messages if line.startswith("layer")]
 
 
 @pytest.mark.parametrize(
@@ -157,8 +159,8 @@ def _adapting(run: RunConfig) -> list[str]:
         ("rest", Plan(pp=2), "float64"),
     ],
 )
-def test_what_is_frozen_stays(freeze: str, plan: Plan, dtype: str, corpus: Path, tmp_path: Path) -> None:
-    """To the bit, whatever the compute type; all else moves, and a run goes on from where it was."""
+def test_frozen_parameters_stay_unchanged(freeze: str, plan: Plan, dtype: str, corpus: Path, tmp_path: Path) -> None:
+    """Bitwise, in any compute dtype; all other parameters change, and the run can resume."""
     run = config(corpus, tmp_path, freeze=freeze, dtype=dtype, micro_batch=2, save_every=2, steps=4).replace(plan=plan)
     if plan.world == 1:
         Trainer(run).fit()
@@ -173,20 +175,20 @@ def test_what_is_frozen_stays(freeze: str, plan: Plan, dtype: str, corpus: Path,
     found = colonnade.load(run.folder, device="cpu", dtype=kind).transformer
     before = initialise(Transformer(run.model, dtype=getattr(torch, kind)), run.train.seed)
     for name, was in before.named_parameters():
-        still = torch.equal(found.get_parameter(name), was)
-        assert still == ((".experts." in name) == (freeze == "experts")), name
+        unchanged = torch.equal(found.get_parameter(name), was)
+        assert unchanged == ((".experts." in name) == (freeze == "experts")), name
     for name, bias_E in found.named_buffers():
-        assert bool(bias_E.any()) == (freeze == "experts"), f"{name} belongs to the rest"
+        assert bool(bias_E.any()) == (freeze == "experts"), f"{name} is not an expert's"
 
 
-def test_capacity_drops_and_says_so(corpus: Path, tmp_path: Path) -> None:
+def test_dropped_tokens_are_logged(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, steps=2, log_every=1)
     run = run.replace(model=run.model.replace(moe=MOE.replace(capacity=0.5)))
     Trainer(run).fit()
     assert all(row["1"]["dropped"] > 0 for row in read_rows(run.folder, ROUTING))
 
 
-def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> None:
+def test_trained_moe_model_loads_and_generates(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, steps=2)
     Trainer(run).fit()
     model = colonnade.load(run.folder, device="cpu")
@@ -199,7 +201,7 @@ def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("make_settings", "message"),
     [
         (lambda: MOE.replace(active=5), "cannot go to 5 of 4 experts"),
         (lambda: MOE.replace(capacity=float("inf")), "capacity is inf: input should be a finite number"),
@@ -222,12 +224,12 @@ def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> 
          "plan.overlap 2 is about experts, and this model has none"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(wrong, said: str) -> None:
-    with pytest.raises((ConfigError, PlanError), match=said):
-        wrong()
+def test_inconsistent_settings_are_refused(make_settings, message: str) -> None:
+    with pytest.raises((ConfigError, PlanError), match=message):
+        make_settings()
 
 
-def test_nothing_is_random_in_inference(corpus: Path, tmp_path: Path) -> None:
+def test_inference_is_deterministic(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, steps=2)
     Trainer(run).fit()
     model = colonnade.load(run.folder, device="cpu")

@@ -1,4 +1,4 @@
-"""The building blocks of colonnade.nn, as a user's own model has them: by themselves, and over ranks."""
+"""The building blocks of colonnade.nn in a user's own model: on one process and over ranks."""
 
 import itertools
 from pathlib import Path
@@ -36,7 +36,7 @@ EXPERTS = MoeConfig(experts=4, active=2, ffn_width=10, z_weight=0.1, balance_wei
 
 
 class Block(nn.Module):
-    """A user's own block: a norm and a projection of torch's, heads and hidden units over tp, experts over the grid."""
+    """A user's block: torch's norm and projection, heads and hidden units over tp, experts over the grid."""
 
     def __init__(self, axes: Axes = SOLO_AXES, moe: MoeConfig = EXPERTS):
         super().__init__()
@@ -68,7 +68,7 @@ LENGTHS = [[5, 3], [4, 6], [1, 2, 3], [7]]
 
 
 def _train(axes: Axes, moe: MoeConfig, batches: list[list[int]], total: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Three steps of AdamW on these batches, of ``total`` tokens over all ranks; the losses, norms, and weights."""
+    """Three AdamW steps on these batches, with ``total`` tokens over all ranks; returns losses, norms and weights."""
     model = Block(axes, moe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.1)
     numbers: list[float] = []
@@ -91,7 +91,7 @@ def _check_training(plan: Plan, moe: MoeConfig) -> None:
     data = plan.world // plan.tp
     batches, total = LENGTHS[:data], sum(map(sum, LENGTHS[:data]))
     expected, whole = _train(SOLO_AXES, moe, batches, total)
-    assert max(abs(a - b) for a, b in itertools.pairwise(expected[2::3])) > 1e-6, "steps change something"
+    assert max(abs(a - b) for a, b in itertools.pairwise(expected[2::3])) > 1e-6, "training changes the losses"
     with distributed_context(plan) as context:
         axes = context.axes
         found, mine = _train(axes, moe, [batches[axes.batch.rank]], total)
@@ -112,12 +112,12 @@ def _check_training(plan: Plan, moe: MoeConfig) -> None:
     ],
     ids=["tp", "ep", "sh", "capacity", "tp_dp_ep_sh"],
 )
-def test_a_model_of_these_blocks_trains_alike_over_ranks(plan: Plan, moe: MoeConfig) -> None:
+def test_model_of_these_blocks_trains_the_same_over_ranks(plan: Plan, moe: MoeConfig) -> None:
     run(plan.world, _check_training, plan, moe)
 
 
 def _by_hand(layer: MoE, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """(y, loss) of the softmax router's experts, token by token, from the layer's own weights."""
+    """(y, loss) of softmax-routed experts, token by token, from the layer's own weights."""
     own = dict(layer.layer.named_parameters())
     logits = x_TD @ own["router.gates.0.weight"].T
     probs = logits.softmax(1)
@@ -134,7 +134,7 @@ def _by_hand(layer: MoE, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), loss
 
 
-def test_the_moe_layer_is_the_equations_and_its_loss_has_their_gradient() -> None:
+def test_moe_layer_equals_the_equations_in_values_and_gradients() -> None:
     torch.manual_seed(3)
     layer = MoE(D, EXPERTS, init_std=0.7, dtype=torch.float64)
     x = torch.randn(3, 5, D, dtype=torch.float64, requires_grad=True)
@@ -156,13 +156,13 @@ def test_the_moe_layer_is_the_equations_and_its_loss_has_their_gradient() -> Non
         ):
             assert_same(mine, theirs, what=f"gradient with the loss {factor} times")
     layer.eval()
-    quiet = layer(x)
-    assert_same(quiet.y.reshape(15, D), y, what="y in evaluation")
-    assert quiet.loss == 0
+    evaluated = layer(x)
+    assert_same(evaluated.y.reshape(15, D), y, what="y in evaluation")
+    assert evaluated.loss == 0
     assert layer(x[:0]).y.shape == (0, 5, D)
 
 
-def test_equal_seeds_give_equal_layers_and_two_layers_differ() -> None:
+def test_equal_seeds_give_equal_layers() -> None:
     torch.manual_seed(1)
     a, b = ColumnParallelLinear(4, 6), ColumnParallelLinear(4, 6)
     torch.manual_seed(1)
@@ -175,7 +175,7 @@ def test_equal_seeds_give_equal_layers_and_two_layers_differ() -> None:
     torch.testing.assert_close(row(a(x)), a(x) @ row.weight.T)
 
 
-def test_paged_keys_give_what_packed_ones_give() -> None:
+def test_paged_attention_equals_packed_attention() -> None:
     torch.manual_seed(2)
     lengths = [9, 4]
     q, k, v = (torch.randn(13, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
@@ -188,7 +188,7 @@ def test_paged_keys_give_what_packed_ones_give() -> None:
         index = [i for r, n, m in zip(rows, new, lengths_now, strict=True) for i in r[m - n : m]]
         attend = cache.batch(pages, lengths_now, new)
         assert_same(attend.at(1, None)(q[index], k[index], v[index]), packed[index], what=f"tokens {begin} to {end}")
-    assert not cache.k[0].any(), "the other layer's pages"
+    assert not cache.k[0].any(), "pages of the other layer stay empty"
 
 
 def test_errors_name_the_numbers_and_the_remedy() -> None:
@@ -231,17 +231,17 @@ def first_two(inputs: RouterInput) -> RouterOutput:
 """
 
 
-def _known() -> bool:
+def _is_registered() -> bool:
     return "first_two" in ROUTERS
 
 
-def test_import_brings_a_router_into_this_process_and_those_it_launches(
+def test_import_registers_a_router_in_all_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(plugins, "_loaded", [])
-    monkeypatch.setitem(ROUTERS, "first_two", ROUTERS["softmax"])  # taken out again at the end
+    monkeypatch.setitem(ROUTERS, "first_two", ROUTERS["softmax"])  # removed again at the end
     del ROUTERS["first_two"]
     (tmp_path / "my_routers.py").write_text(OWN_ROUTER)
     moe = MoeConfig(experts=4, ffn_width=6, router=RouterConfig(kind="first_two"))
@@ -250,14 +250,14 @@ def test_import_brings_a_router_into_this_process_and_those_it_launches(
     with pytest.raises(SystemExit):
         main(["no_such_verb", "--import", "my_routers"])
     assert MoE(D, moe)(torch.randn(3, D)).load_E.tolist() == [3, 3, 0, 0]
-    assert launch(_known, (), Plan(dp=2))
+    assert launch(_is_registered, (), Plan(dp=2))
     for words in (["train", "--import"], ["train", "--import", "--train.lr"], ["train", "--import="]):
         with pytest.raises(SystemExit):
             main(words)
         assert "--import needs the name of a module" in capsys.readouterr().err
 
 
-def test_import_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_errors_name_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from colonnade.config.plugins import load_plugin
 
     monkeypatch.chdir(tmp_path)

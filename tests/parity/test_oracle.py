@@ -1,4 +1,4 @@
-"""Training equals an independent implementation (tests/oracle.py) in float64, on random models, settings and layouts.
+"""Training equals an independent implementation (tests/oracle.py) in float64, on random models and layouts.
 
 The other parity tests compare layouts with one process of the same code; a fault that all layouts share shows here.
 """
@@ -34,13 +34,13 @@ PLANS = {
         Plan(tp=4, sequence_parallel=True, sh=4, degree=2), Plan(replicate=2, dp=2, sh=2), Plan(pp=2, tp=2, sh=2),
     ],
 }  # fmt: skip
-"""By the number of processes; a model without experts leaves ep, sh and the like out."""
-OFTEN = {1: range(12), 2: range(8), 4: range(5)}
-"""The cases that CI runs, by the number of processes."""
+"""Plans by number of processes; a model without experts omits ep, sh and related fields."""
+CI_CASES = {1: range(12), 2: range(8), 4: range(5)}
+"""The cases that CI runs, by number of processes."""
 
 
 def draw(seed: int, world: int) -> tuple[ModelConfig, TrainConfig, Plan]:
-    """A random case; of five in a row three have experts and one is BERT."""
+    """A random case; of five consecutive seeds three have experts and one is BERT."""
     r = random.Random(1000 * world + seed)
     layers, width, vocab = r.choice([2, 3]), r.choice([12, 20]), r.choice([37, 50])
     plan = PLANS[world][seed % len(PLANS[world])]
@@ -62,7 +62,7 @@ def draw(seed: int, world: int) -> tuple[ModelConfig, TrainConfig, Plan]:
         clip = {"qkv_clip": 0.5} if r.random() < 0.2 else {}
         moe = {"moe": draw_experts(r, plan)} if seed % 5 in (0, 2, 3) else {}
         if moe and moe["moe"].priority:
-            common["vocab_size"] = 2003  # equal tokens that begin two sequences have equal priorities
+            common["vocab_size"] = 2003  # equal tokens at the start of two sequences have equal priorities
         model = ModelConfig(**common, **window, **query, **clip, **moe)
     if model.moe is None:
         plan = plan.replace(ep=1, sh=1, degree=1, overlap=1, shadows=0)
@@ -98,14 +98,14 @@ Expected = tuple[list[tuple[float, float]], float, dict[str, Tensor]]
 
 
 def expected(config: ModelConfig, train: TrainConfig, plan: Plan) -> Expected:
-    """(loss and norm of each step, validation loss, weights, buffers and moments by name) of the oracle."""
+    """The oracle's (loss and norm of each step, validation loss, weights, buffers and moments by name)."""
     solo = DistributedContext.solo()
     model = initialise(Transformer(config, dtype=torch.float64), 7)
     oracle = Oracle(config, train, dict(model.named_parameters()), dict(model.named_buffers()))
     each = MICRO_BATCHES // (plan.dp * plan.replicate)
 
     def passes(number: int) -> list[list[Batch]]:
-        """What the data ranks compute at the same time is one pass."""
+        """Micro-batches that the data ranks compute at the same time form one pass."""
         batches = micro_batches(number, solo.axes.dp, config, MICRO_BATCHES)
         return [batches[i::each] for i in range(each)]
 
@@ -120,7 +120,7 @@ def _double(x: Any) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expected) -> None:
+def _check(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expected) -> None:
     steps, validation, tensors = wanted
     with DistributedContext.build(plan) as context:
         it = Run.start(config, context, train)
@@ -134,7 +134,7 @@ def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expecte
         for name, buffer in it.model.named_buffers():
             assert_same(buffer, tensors[name], 1e-14, what=name)
         for key, moment in it.optimizer.state.items():
-            # In units of the largest of its kind, so that small gradients are held to 1e-10 of the large ones.
+            # Relative to the largest value of its kind: small gradients are compared at 1e-10 of the large ones.
             unit = max(x.abs().max() for name, x in tensors.items() if name.startswith(key.partition("/")[0]))
             assert_same(moment / unit, it.shard_of(key.partition("/")[2], tensors[key]) / unit, what=key)
 
@@ -143,10 +143,10 @@ def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expecte
     ("world", "seed"),
     [
         pytest.param(world, seed, marks=[] if seed in often else [pytest.mark.long])
-        for world, often in OFTEN.items()
+        for world, often in CI_CASES.items()
         for seed in range(60)
     ],
 )
 def test_training_equals_the_oracle(world: int, seed: int) -> None:
     config, train, plan = draw(seed, world)
-    run(world, _equals, config, train, plan, expected(config, train, plan))
+    run(world, _check, config, train, plan, expected(config, train, plan))

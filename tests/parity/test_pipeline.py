@@ -1,4 +1,4 @@
-"""A pipeline is one process: loss, clip norm, every weight and moment after three steps, validation."""
+"""A pipeline equals one process: loss, clip norm, weights and moments after three steps, validation."""
 
 import pytest
 
@@ -37,7 +37,7 @@ PLANS = {
 }
 
 
-def _as_one(plan: Plan, case: str) -> None:
+def _check_training(plan: Plan, case: str) -> None:
     config = CASES[case].replace(layers=LAYERS)
     one, expected = alone(config, 3)
     with DistributedContext.build(plan) as context:
@@ -56,18 +56,18 @@ def _as_one(plan: Plan, case: str) -> None:
         assert_same(evaluate(several.model, mine, several.step.pipeline), evaluate(one.model, every), what="validation")
 
 
-def _every_plan(world: int) -> None:
+def _check_all_plans(world: int) -> None:
     for i, plan in enumerate(filter(schedule_supported, PLANS[world])):
         for case in list(CASES) if i < 2 else ["gpt2"]:
-            _as_one(plan, case)
+            _check_training(plan, case)
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.long) if n > 4 else n for n in PLANS])
 def test_pipeline_equals_one_process(world: int) -> None:
-    run(world, _every_plan, world)
+    run(world, _check_all_plans, world)
 
 
-def test_spans_cover_every_layer_and_spare_the_ends() -> None:
+def test_stages_cover_all_layers_with_fewer_at_the_ends() -> None:
     assert [len(s) for s in Plan(pp=4).stage_layers(10)] == [2, 3, 3, 2]
     assert [list(s) for s in Plan(pp=2, layers=(1, 2)).stage_layers(3)] == [[0], [1, 2]]
     for layers in range(6, 20):

@@ -1,4 +1,4 @@
-"""Recomputation, float8, float16 and offloaded moments on several ranks, beside one process."""
+"""Recomputation, float8, float16 and offloaded moments on several ranks, compared with one process."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that really run."""
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives that are executed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Collectives(TorchDispatchMode):
 
 
 def _backward(config: ModelConfig, axes: Axes, kind: RecomputeKind):
-    """(gradients, collectives forward, collectives backward)."""
+    """(gradients, collectives in the forward pass, collectives in the backward pass)."""
     model = build(config, axes)
     set_recompute(model.blocks, [kind] * config.layers)
     stream, attend, targets = ragged(config)
-    with Collectives() as forward:
+    with CollectiveCounter() as forward:
         loss, _ = model(stream, attend, Loss(targets))
-    with Collectives() as backward:
+    with CollectiveCounter() as backward:
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}, forward.count, backward.count
 
@@ -57,7 +57,8 @@ def _recomputed(plan: Plan) -> None:
             for kind in RECOMPUTE_KINDS[1:]:
                 again, same, behind = _backward(config, context.axes, kind)
                 assert same == forward
-                # Of a block's two entries and two exits all but the last exit come again: nothing waits for that one.
+                # Of a block's two entries and two exits all but the last exit are repeated: nothing depends on that
+                # one.
                 entries = 4 if plan.sequence_parallel else 2
                 assert behind - backward == (config.layers * (entries - 1) if kind == "full" else 0), kind
                 for name, grad in grads.items():
@@ -65,12 +66,12 @@ def _recomputed(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(tp=2, sequence_parallel=True)], ids=str)
-def test_recomputation_repeats_no_collective_it_need_not(plan: Plan) -> None:
+def test_recomputation_repeats_only_needed_collectives(plan: Plan) -> None:
     run(2, _recomputed, plan)
 
 
 def _trained(plan: Plan) -> None:
-    """Recomputation beside FSDP and tensor parallelism, offloaded moments: the same run to the bit."""
+    """Recomputation with FSDP and tensor parallelism, and offloaded moments: bitwise the same run."""
     with DistributedContext.build(plan) as context:
         for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
             plain, other = (Run.start(CASES[case], context) for _ in range(2))
@@ -88,12 +89,12 @@ def _trained(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(tp=2, dp=2)], ids=str)
-def test_recomputed_and_offloaded_training_is_the_same_to_the_bit(plan: Plan) -> None:
+def test_recomputed_and_offloaded_training_is_bitwise_equal(plan: Plan) -> None:
     run(plan.world, _trained, plan)
 
 
 def _viewed(plan: Plan) -> None:
-    """The storage view of a moment in host memory is that of one on the device."""
+    """The storage view of a moment in host memory equals that of one on the device."""
     with DistributedContext.build(plan) as context:
         it = Run.start(CASES["gpt2"], context)
         it.go(0, 1)
@@ -113,7 +114,7 @@ def _viewed(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2, dp=2)], ids=str)
-def test_moments_in_host_memory_are_seen_by_a_checkpoint(plan: Plan) -> None:
+def test_checkpoint_contains_moments_in_host_memory(plan: Plan) -> None:
     run(plan.world, _viewed, plan)
 
 
@@ -121,7 +122,7 @@ WIDE = ModelConfig(vocab_size=67, layers=2, width=32, heads=4, kv_heads=4, head_
 
 
 def _in_float8(plan: Plan, scaling: str) -> float:
-    """The largest relative difference of a gradient from one process's, in float32 around float8."""
+    """The largest relative difference of a gradient from that of one process, in float32 around float8."""
     with DistributedContext.build(plan) as context:
         found = {}
         for where, axes in (("one", SOLO_AXES), ("several", context.axes)):
@@ -141,8 +142,8 @@ def _in_float8(plan: Plan, scaling: str) -> float:
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_float8_hardly_depends_on_the_layout(scaling: str) -> None:
-    """Ranks scale by their own maxima, and powers of two make no difference (any other scale does: 5e-2 and 1e-1)."""
+def test_float8_gradients_hardly_depend_on_the_layout(scaling: str) -> None:
+    """Ranks scale by their own maxima; powers of two make no difference (any other scale does: 5e-2 and 1e-1)."""
     errors = run(2, _in_float8, Plan(tp=2), scaling)
     assert max(errors) < 1e-5
 
@@ -151,9 +152,9 @@ def _skips(plan: Plan) -> tuple[list[float], list[float]]:
     t = TrainConfig(steps=20, warmup=2, lr=3e-3, dtype="float16", loss_scale=2.0**24, loss_scale_steps=3)
     with DistributedContext.build(plan) as context:
         model = initialise(Transformer(WIDE, context.axes), 7)
-        held = masters(model, context, torch.float16)
+        weights_ = masters(model, context, torch.float16)
         scaler = LossScaler(t, context.device)
-        step = TrainStep(model, held, AdamW(held.local, t), t, world_axis(), scaler=scaler)
+        step = TrainStep(model, weights_, AdamW(weights_.local, t), t, world_axis(), scaler=scaler)
         scales, losses = [], []
         for number in range(12):
             out = step(number, micro_batches(number % 2, context.axes.dp, WIDE))
@@ -163,12 +164,12 @@ def _skips(plan: Plan) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_float16_ranks_decide_alike(world: int) -> None:
+def test_float16_ranks_skip_the_same_steps(world: int) -> None:
     (one, expected), *_ = run(1, _skips, Plan())
-    assert len(set(one)) > 3 and one != sorted(one, reverse=True), "the scale falls, and rises again"
+    assert len(set(one)) > 3 and one != sorted(one, reverse=True), "the scale decreases, then increases again"
     for plan in [Plan(tp=2), Plan(dp=2)] if world == 2 else [Plan(tp=2, dp=2)]:
-        everybody = run(world, _skips, plan)
-        for scales, losses in everybody:
+        every_rank = run(world, _skips, plan)
+        for scales, losses in every_rank:
             assert scales == one, plan
             assert losses == pytest.approx(expected, rel=2e-2)
-        assert len({tuple(scales) for scales, _ in everybody}) == 1
+        assert len({tuple(scales) for scales, _ in every_rank}) == 1

@@ -1,4 +1,4 @@
-"""Whole runs in float16 and float8, with recomputation and offloaded moments: resumed, told of, refused."""
+"""Full runs in float16 and float8, with recomputation and offloaded moments: resumed, logged, refused."""
 
 import json
 import shutil
@@ -43,37 +43,37 @@ def config(corpus: Path, tmp_path: Path) -> RunConfig:
 
 
 def rows(run: RunConfig) -> list[dict[str, float]]:
-    kept = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+    columns = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: row[key] for key in kept if key in row} for row in lines]
+    return [{key: row[key] for key in columns if key in row} for row in lines]
 
 
-def test_float16_gets_over_an_overflow_and_resumes_exactly(config: RunConfig, capsys) -> None:
+def test_float16_recovers_from_overflows_and_resumes_exactly(config: RunConfig, capsys) -> None:
     whole = config.replace(name="whole", train=TRAIN.replace(**HALF))
     summary = Trainer(whole).fit()
     assert summary.loss is not None and summary.picture is not None
-    noted = rows(whole)
-    skipped = [row for row in noted if "grad_norm" not in row]
-    assert 4 < len(skipped) < 12, "overflows on both sides of the first checkpoint"
-    assert noted[-1]["skipped"] == len(skipped) and noted[0]["loss_scale"] == HALF["loss_scale"]
+    logged = rows(whole)
+    skipped = [row for row in logged if "grad_norm" not in row]
+    assert 4 < len(skipped) < 12, "overflows before and after the first checkpoint"
+    assert logged[-1]["skipped"] == len(skipped) and logged[0]["loss_scale"] == HALF["loss_scale"]
     assert "scale 2^" in capsys.readouterr().out
     first, last = (native.read_meta(whole.folder / f"step-{n}") for n in (4, 12))
     assert first.updates == 0 and last.updates == 12 - len(skipped) and last.loss_scale is not None
 
     part = config.replace(train=TRAIN.replace(**HALF))
     part.folder.mkdir()
-    for step in (4, 8):  # one resumes amid overflows, one after them
+    for step in (4, 8):  # one resume is between overflows, one after them
         shutil.copytree(whole.folder / f"step-{step}", part.folder / f"step-{step}")
         Trainer(part).fit()
         assert tensors(part.folder / "step-12") == tensors(whole.folder / "step-12")
-        assert rows(part) == noted[step:]
+        assert rows(part) == logged[step:]
         resumed = native.read_meta(part.folder / "step-12")
         assert (resumed.loss_scale, resumed.updates) == (last.loss_scale, last.updates)
         shutil.rmtree(part.folder)
         part.folder.mkdir()
 
 
-def test_a_float16_run_goes_on_in_another_type(config: RunConfig) -> None:
+def test_float16_run_resumes_in_another_dtype(config: RunConfig) -> None:
     Trainer(config.replace(train=TRAIN.replace(steps=4, **HALF))).fit()
     for steps, dtype in ((8, "bfloat16"), (12, "float16")):
         Trainer(config.replace(train=TRAIN.replace(steps=steps, dtype=dtype))).fit()
@@ -81,7 +81,7 @@ def test_a_float16_run_goes_on_in_another_type(config: RunConfig) -> None:
         assert meta.updates == steps - 4 and (meta.loss_scale is None) == (dtype == "bfloat16")
 
 
-def test_a_scale_that_falls_without_end_is_a_divergence(config: RunConfig) -> None:
+def test_ever_decreasing_loss_scale_is_a_divergence(config: RunConfig) -> None:
     short = TRAIN.replace(steps=4, dtype="float16", loss_scale=8.0)
     Trainer(config.replace(train=short)).fit()
     good = config.folder / "step-4"
@@ -97,13 +97,13 @@ def test_a_scale_that_falls_without_end_is_a_divergence(config: RunConfig) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
-def test_ranks_skip_alike_and_resume_exactly(config: RunConfig, plan: Plan) -> None:
+def test_ranks_skip_the_same_steps_and_resume_exactly(config: RunConfig, plan: Plan) -> None:
     whole = config.replace(name="whole", plan=plan, train=TRAIN.replace(**HALF))
     in_world(2, train, whole)
     one = config.replace(name="one", train=TRAIN.replace(**HALF))
     Trainer(one).fit()
     found, expected = rows(whole), rows(one)
-    # A rank's part of a sum over tokens may just fit into float16 where the whole sum overflows.
+    # A rank's partial sum over tokens may fit into float16 where the full sum overflows.
     apart = [abs(row["skipped"] - other["skipped"]) for row, other in zip(found, expected, strict=True)]
     assert max(apart) <= 1
     alike = apart.index(1) if 1 in apart else len(apart)
@@ -119,8 +119,8 @@ def test_ranks_skip_alike_and_resume_exactly(config: RunConfig, plan: Plan) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
-def test_what_is_recomputed_or_offloaded_changes_no_bit(config: RunConfig, plan: Plan) -> None:
-    """Nor does a checkpoint of one kind of run stop the other from going on."""
+def test_recomputation_and_offload_are_bitwise_neutral(config: RunConfig, plan: Plan) -> None:
+    """A run resumes from a checkpoint of another kind of run, too."""
     settings = {
         "plain": {},
         "full": {"recompute": "full"},
@@ -140,11 +140,11 @@ def test_what_is_recomputed_or_offloaded_changes_no_bit(config: RunConfig, plan:
 
 
 @pytest.mark.skipif(
-    not schedule_supported(SPLIT), reason="torch before 2.13 computes gradients of weights apart wrongly"
+    not schedule_supported(SPLIT), reason="torch before 2.13 computes separate weight gradients wrongly"
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_schedule_adds_gradients_up_in_float32(config: RunConfig, dtype: str) -> None:
-    """Where a schedule adds them up itself, a sum over sixteen micro-batches would be rounded sixteen times."""
+def test_every_schedule_accumulates_gradients_in_float32(config: RunConfig, dtype: str) -> None:
+    """A schedule that accumulates in a low precision would round sixteen times over sixteen micro-batches."""
     many = TRAIN.replace(steps=2, batch=16, micro_batch=1, dtype=dtype, save_every=0, loss_scale=16.0)
     runs = [config.replace(name=plan.schedule, plan=plan, train=many) for plan in (Plan(pp=2), SPLIT)]
     for run in runs:
@@ -152,12 +152,12 @@ def test_every_schedule_adds_gradients_up_in_float32(config: RunConfig, dtype: s
     assert tensors(runs[0].folder / "step-2") == tensors(runs[1].folder / "step-2")
 
 
-def test_the_first_lines_say_what_was_chosen(config: RunConfig, capsys) -> None:
+def test_startup_output_shows_recompute_and_offload(config: RunConfig, capsys) -> None:
     options = {"recompute": "budget", "activation_bytes": 40_000, "offload": "optimizer"}
     Trainer(config.replace(train=TRAIN.replace(steps=2, **options))).fit()
-    said = capsys.readouterr().out
-    assert "offload optimizer" in said
-    assert "recompute in 3 blocks: " in said and "of the 39.06 KiB allowed for a micro-batch" in said
+    output = capsys.readouterr().out
+    assert "offload optimizer" in output
+    assert "recompute in 3 blocks: " in output and "of the 39.06 KiB allowed for a micro-batch" in output
     with pytest.raises(
         CapacityError, match=r"3 blocks keep .* train.activation_bytes allows 100 bytes; set it to at l"
     ):
@@ -176,7 +176,7 @@ def test_float8_runs_learn(config: RunConfig, scaling: str) -> None:
     assert torch.tensor(losses).sub(torch.tensor(reference)).abs().max() < 0.05
 
 
-def test_what_float8_cannot_take_is_refused_before_the_start(config: RunConfig) -> None:
+def test_unsupported_float8_settings_are_refused_before_the_start(config: RunConfig) -> None:
     eight = TRAIN.replace(dtype="bfloat16", float8="rowwise")
     with pytest.raises(ConfigError, match=r"multiples of 16, and the model has ffn_width 40; change it, or set"):
         config.replace(model=MODEL.replace(ffn_width=40), train=eight)

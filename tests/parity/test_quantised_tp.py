@@ -1,4 +1,4 @@
-"""Quantised weights have the same bits under every layout: a checkpoint in shards, read by one process and by two."""
+"""Quantised weights are bitwise equal under every layout: a checkpoint read by one process and by two."""
 
 from pathlib import Path
 
@@ -16,13 +16,13 @@ from tests.models import build
 from tests.serve import tiny
 from tests.worlds import assert_same, run
 
-# Rows of heads and of hidden units whose halves are whole groups of 32, and for 8 bits some that are cut unevenly.
+# Shards of heads and of hidden units are a multiple of the group size 32; for 8 bits some sizes divide unevenly.
 CONFIG = ModelConfig(vocab_size=301, layers=2, width=40, heads=8, kv_heads=4, head_width=16, ffn_width=128, context=64)
 UNEVEN = CONFIG.replace(ffn_width=37)
 
 
 def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], dict[str, Tensor]]:
-    """(logits, greedy tokens, the values of a layer cut by columns)."""
+    """(logits, greedy tokens, the values of a column-parallel layer)."""
     with DistributedContext.build(Plan(tp=world)) as context:
         model = api.load(folder, dtype="float64", context=context, weights=weights, weight_group=32)
         logits = model.logits(torch.arange(20))
@@ -33,9 +33,9 @@ def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], di
             engine.follow()
             return logits, [], values
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        said = engine.generate([[3, 1, 4, 1, 5]], params)[0].token_ids
+        tokens = engine.generate([[3, 1, 4, 1, 5]], params)[0].token_ids
         engine.stop()
-        return logits, list(said), values
+        return logits, list(tokens), values
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,20 @@ def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], di
     [("hf", "int8", UNEVEN), ("hf", "int4", CONFIG), ("colonnade", "float8", UNEVEN), ("colonnade", "int4", CONFIG)],
 )
 @pytest.mark.xdist_group("worlds")
-def test_two_ranks_have_the_bits_of_one(format: str, weights: str, config: ModelConfig, tmp_path: Path) -> None:
+def test_quantised_weights_on_two_ranks_are_bitwise_equal(
+    format: str, weights: str, config: ModelConfig, tmp_path: Path
+) -> None:
     whole = build(config, dtype=torch.float32)
     if format == "hf":
         write_hf(whole, tmp_path / "m", shard_bytes=10_000)
         assert len(list((tmp_path / "m").glob("*.safetensors"))) > 3
     else:
         api.save(api.Model(whole, None, DistributedContext.solo(torch.device("cpu")), "tiny"), tmp_path / "m")
-    ((alone, said, bits),) = run(1, _load, tmp_path / "m", 1, weights)
+    ((alone, tokens, bits),) = run(1, _load, tmp_path / "m", 1, weights)
     both = run(2, _load, tmp_path / "m", 2, weights)
     for logits, _, _ in both:
         assert_same(logits, alone, 1e-12)
-    assert both[0][1] == said
+    assert both[0][1] == tokens
     assert torch.equal(torch.cat([part["values"] for _, _, part in both], 1), bits["values"])
     for _, _, part in both if weights != "int4" else []:
         assert torch.equal(part["scales"], bits["scales"])
@@ -70,7 +72,7 @@ MIXTURES = {
         gated=False, activation="gelu_tanh", ffn_bias=True, moe=SHARED.replace(ffn_width=36, shared_width=37)
     ),
 }
-"""A dense layer, then experts beside shared ones; of the second, 8 bits alone can be cut over ranks."""
+"""A dense layer, then experts beside shared ones; of the second model only 8-bit weights can be sharded over ranks."""
 
 
 def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[tuple[int, ...]], dict[str, Tensor]]:
@@ -87,9 +89,9 @@ def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[
             engine.follow()
             return logits, [], bits
         greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-        said = engine.generate([[3, 1, 4, 1, 5], [7], list(range(40, 57))], greedy)
+        tokens = engine.generate([[3, 1, 4, 1, 5], [7], list(range(40, 57))], greedy)
         engine.stop()
-        return logits, [one.token_ids for one in said], bits
+        return logits, [one.token_ids for one in tokens], bits
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,8 @@ def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[
     ids=str,
 )
 @pytest.mark.xdist_group("worlds")
-def test_ranks_that_share_experts_say_what_one_says(weights: str, name: str, plan: Plan, tmp_path: Path) -> None:
-    """Whole experts, slices of them, or both: the bits, the logits and the greedy tokens of one process."""
+def test_sharded_experts_give_the_output_of_one_process(weights: str, name: str, plan: Plan, tmp_path: Path) -> None:
+    """Full experts, slices of them, or both: the weights, logits and greedy tokens of one process."""
     config = MIXTURES[name]
     whole = build(config, dtype=torch.float32)
     with torch.no_grad():
@@ -116,16 +118,16 @@ def test_ranks_that_share_experts_say_what_one_says(weights: str, name: str, pla
             if stack.endswith("_bias"):
                 p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view_as(p))
     api.save(api.Model(whole, None, DistributedContext.solo(torch.device("cpu")), "m"), tmp_path / "m")
-    ((alone, said, bits),) = run(1, _load_experts, tmp_path / "m", Plan(), weights)
+    ((alone, tokens, bits),) = run(1, _load_experts, tmp_path / "m", Plan(), weights)
     ranks = run(plan.world, _load_experts, tmp_path / "m", plan, weights)
     for rank, (logits, _, mine) in enumerate(ranks):
         assert_same(logits, alone, 1e-12)
         ep, sh = rank // plan.sh % plan.ep, rank % plan.sh
         for part, held in mine.items():
             share = bits[part].chunk(plan.ep)[ep]
-            cut = 2 if part.startswith("down") else 1  # of W_down the hidden units are inputs
-            if share.shape[cut] > 1:  # one scale for all inputs is every rank's
+            cut = 2 if part.startswith("down") else 1  # the hidden units are inputs of W_down
+            if share.shape[cut] > 1:  # a single scale for all inputs is the same on every rank
                 share = share.chunk(plan.sh, cut)[sh]
             assert torch.equal(held, share), part
-    assert ranks[0][1] == said
-    assert len({token for text in said for token in text}) > 5
+    assert ranks[0][1] == tokens
+    assert len({token for text in tokens for token in text}) > 5

@@ -1,4 +1,4 @@
-"""Experts that wait in host memory: the same numbers bit for bit, from as many buffers as told."""
+"""Experts in host memory: bitwise the same values, with the requested number of device buffers."""
 
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,21 @@ pytestmark = pytest.mark.xdist_group("worlds")
 CPU = torch.device("cpu")
 MOE = MoeConfig(experts=4, active=2, ffn_width=10, first=1, shared_width=5)
 SIZES: dict[str, Any] = {"layers": 5, "moe": MOE, "family": "deepseek_v2"}
-"""Four layers of five have experts."""
+"""Four of five layers have experts."""
 PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.replace(first=0, shared_width=0, ffn_width=35)}
-"""What a file of Mixtral's can hold."""
+"""A model that Mixtral files can express."""
 
 
-def resident(model: Transformer, buffers: int) -> OffloadedExperts:
+def offload(model: Transformer, buffers: int) -> OffloadedExperts:
     return OffloadedExperts(expert_modules(model), buffers, CPU)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_serving_gives_the_same_logits_and_texts(buffers: int) -> None:
-    """Requests that come and go, prompts in chunks beside single tokens; then one pass again, to the bit."""
+def test_serving_offloaded_experts_gives_the_same_output(buffers: int) -> None:
+    """Requests arrive and finish, prompt chunks beside single tokens; then one pass again, bitwise."""
     plain, model = tiny.model(**SIZES), tiny.model(**SIZES)
-    held = resident(model, buffers)
-    assert held.size_bytes == buffers * expert_modules(model)[0].size_bytes
+    offloaded = offload(model, buffers)
+    assert offloaded.size_bytes == buffers * expert_modules(model)[0].size_bytes
     texts: list[list[list[int]]] = []
     for it in (plain, model):
         engine = Engine(it, tiny.tokenizer(), ServeConfig(pages=40, page_tokens=4, max_requests=3, token_budget=7))
@@ -51,61 +51,61 @@ def test_serving_gives_the_same_logits_and_texts(buffers: int) -> None:
         assert torch.equal(tiny.logits(model, list(range(n))), tiny.logits(plain, list(range(n))))
 
 
-def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's experts come once a pass, in turn, and those of the next pass while this one ends."""
-    model, came = tiny.model(**SIZES), []
+def test_experts_are_copied_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's experts are copied once per pass, in order, and the next pass's are prefetched."""
+    model, copied = tiny.model(**SIZES), []
     copy = OffloadedExperts._copy
 
-    def seen(self: OffloadedExperts, place: int, *rest: int) -> None:
-        came.append(place)
+    def record_copy(self: OffloadedExperts, place: int, *rest: int) -> None:
+        copied.append(place)
         copy(self, place, *rest)
 
-    monkeypatch.setattr(OffloadedExperts, "_copy", seen)
-    resident(model, 2)
+    monkeypatch.setattr(OffloadedExperts, "_copy", record_copy)
+    offload(model, 2)
     expected = tiny.logits(tiny.model(**SIZES), [1, 2, 3])
     for _ in range(3):
         assert torch.equal(tiny.logits(model, [1, 2, 3]), expected)
-    assert came == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert copied == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0]
     with torch.no_grad():
         for layer in expert_modules(model):
             layer.up.zero_()
-    assert not torch.equal(tiny.logits(model, [1, 2, 3]), expected), "what came last came from where it is stored"
+    assert not torch.equal(tiny.logits(model, [1, 2, 3]), expected), "the last experts were copied from host memory"
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_few_tokens_bring_the_experts_that_they_chose(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of layers that are there whole need not come; large and small passes may follow one another."""
+def test_few_tokens_copy_only_the_chosen_experts(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fully resident layers need no copies; large and small passes may follow one another."""
     many = {**SIZES, "moe": MOE.replace(experts=8)}
-    plain, model, came = tiny.model(**many), tiny.model(**many), []
+    plain, model, copied = tiny.model(**many), tiny.model(**many), []
     copy = OffloadedExperts._copy
 
-    def seen(self: OffloadedExperts, place: int, buffer: int, expert: int | None = None) -> None:
-        came.append((place, expert))
+    def record_copy(self: OffloadedExperts, place: int, buffer: int, expert: int | None = None) -> None:
+        copied.append((place, expert))
         copy(self, place, buffer, expert)
 
-    monkeypatch.setattr(OffloadedExperts, "_copy", seen)
-    resident(model, buffers)
+    monkeypatch.setattr(OffloadedExperts, "_copy", record_copy)
+    offload(model, buffers)
     chosen = []
     for layer in plain.modules():
         if isinstance(layer, MixtureOfExperts):
             layer.router.register_forward_hook(lambda *call: chosen.append(call[2][0].ids_TA.unique().tolist()))
     for n in (1, 2, 1, 30, 1, 2, 30, 30, 1):
-        came.clear()
+        copied.clear()
         chosen.clear()
         ids = [(7 * n + i) % 300 for i in range(n)]
         assert torch.equal(tiny.logits(model, ids), tiny.logits(plain, ids))
         if n < 3:
             wanted = [(place, e) for place, experts in enumerate(chosen) for e in experts]
-            there = {place for place in range(4) if not any(place == p for p, _ in came)}
-            assert came == [(place, e) for place, e in wanted if place not in there]
+            there = {place for place in range(4) if not any(place == p for p, _ in copied)}
+            assert copied == [(place, e) for place, e in wanted if place not in there]
             assert len(there) <= buffers
         else:
-            assert all(e is None for _, e in came)
+            assert all(e is None for _, e in copied)
 
 
-def test_a_pass_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_pass_works_after_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny.model(**SIZES), tiny.model(**SIZES)
-    resident(model, 2)
+    offload(model, 2)
 
     def fails(*_: object) -> None:
         raise KeyboardInterrupt
@@ -117,7 +117,7 @@ def test_a_pass_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tiny.logits(model, [4, 5]), tiny.logits(plain, [4, 5]))
 
 
-# -- loaded so -----------------------------------------------------------------------------------------------------
+# -- loading -------------------------------------------------------------------------------------------------------
 
 
 def saved(place: Path, format: api.Format) -> Transformer:
@@ -128,8 +128,8 @@ def saved(place: Path, format: api.Format) -> Transformer:
 
 @pytest.mark.parametrize("format", ["colonnade", "hf"])
 @pytest.mark.parametrize("number", [1, 3, 4])
-def test_load(format: api.Format, number: int, tmp_path: Path) -> None:
-    """As many as there are: then they all are where the model is."""
+def test_load_offloads_experts(format: api.Format, number: int, tmp_path: Path) -> None:
+    """With as many buffers as layers, all experts stay on the model's device."""
     model = saved(tmp_path / "it", format)
     with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(resident=number)) as it:
         assert torch.equal(it.logits([3, 1, 2]), tiny.logits(model, [3, 1, 2]))
@@ -147,8 +147,8 @@ def _on_ranks(place: Path, plan: Plan) -> torch.Tensor:
         return torch.stack([it.logits([3, 1, 2, 9]) for _ in range(3)])
 
 
-def test_on_several_ranks(tmp_path: Path) -> None:
-    """Each has its own share of the experts waiting."""
+def test_offloaded_experts_on_several_ranks(tmp_path: Path) -> None:
+    """Each rank offloads its own share of the experts."""
     saved(tmp_path / "it", "colonnade")
     with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(active=3)) as it:
         expected = it.logits([3, 1, 2, 9])
@@ -156,17 +156,19 @@ def test_on_several_ranks(tmp_path: Path) -> None:
         assert_same(got, expected.expand_as(got))
 
 
-# -- room ----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_on_the_device_is_predicted() -> None:
+def test_device_memory_is_predicted() -> None:
     model = tiny.model(**SIZES)
     whole, layer = sum(p.nbytes for p in model.parameters()), 4 * 3 * 10 * 24 * 8
     assert [device_bytes(model, n) for n in (None, 4, 3, 1)] == [whole, whole, whole - layer, whole - 3 * layer]
 
 
 @pytest.mark.parametrize("experts", [{}, {"resident": 2}, {"resident": 1}])
-def test_no_room(experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_names_size_and_remedy(
+    experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, place = saved(tmp_path / "it", "colonnade"), tmp_path / "it"
 
     class Full(Transformer):
@@ -178,13 +180,13 @@ def test_no_room(experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(load_model, "Transformer", Full)
     with pytest.raises(CapacityError) as refusal:
         colonnade.load(place, dtype="float64", device="cpu", experts=ExpertsConfig(**experts))
-    # On a CPU the experts that wait share the memory with those of a few layers.
-    held = device_bytes(model) + device_bytes(model, experts.get("resident", 0)) - device_bytes(model, 0)
-    assert f"{place} does not fit: it takes {format_bytes(held)} of a rank's memory (cpu)" in str(refusal.value)
-    assert f"enough would be: --dtype bfloat16 ({format_bytes(held // 4)})" in str(refusal.value)
+    # On a CPU, offloaded experts share the memory with the buffers.
+    offloaded = device_bytes(model) + device_bytes(model, experts.get("resident", 0)) - device_bytes(model, 0)
+    assert f"{place} does not fit: it takes {format_bytes(offloaded)} of a rank's memory (cpu)" in str(refusal.value)
+    assert f"enough would be: --dtype bfloat16 ({format_bytes(offloaded // 4)})" in str(refusal.value)
 
 
-def test_a_dense_model_has_none_to_wait(tmp_path: Path) -> None:
+def test_dense_model_cannot_offload_experts(tmp_path: Path) -> None:
     colonnade.save(api.Model(tiny.model(), None, DistributedContext.solo(CPU), "it"), tmp_path / "it")
     with pytest.raises(ConfigError, match=r"--experts\.resident would change a mixture of experts, and this model"):
         colonnade.load(tmp_path / "it", experts=ExpertsConfig(resident=2))

@@ -1,4 +1,4 @@
-"""A cache split over context ranks: greedy tokens are the reference forward's, and each rank holds its part of it."""
+"""A KV cache sharded over context ranks: greedy tokens equal the reference forward's."""
 
 from pathlib import Path
 
@@ -33,15 +33,15 @@ pytestmark = pytest.mark.xdist_group("worlds")
         pytest.param("window", 4, marks=pytest.mark.long),
     ],
 )
-def test_greedy_is_the_reference_forward(name: str, cp: int) -> None:
-    """Prompts in chunks, decodes among them, preemption, a shared prefix, odd pages, ranks that hold nothing."""
+def test_greedy_tokens_equal_the_reference_forward(name: str, cp: int) -> None:
+    """Prompt chunks beside decodes, preemption, a shared prefix, odd page sizes, ranks that hold no tokens."""
     changes, limits = MODELS[name], LIMITS.replace(run_ahead=cp > 2, fixed_steps=cp > 2)
     (texts, preemptions, found, pages), *others = run(cp, serve, {"cp": cp}, limits, changes)
     assert texts == expected(changes)
     assert preemptions > 0
     assert found > 0
     assert [row[3] for row in others] == [pages] * (cp - 1)
-    assert pages == 16 / cp + 1, "a part of the pages, and one that is nobody's"
+    assert pages == 16 / cp + 1, "a share of the pages, and one scratch page"
 
 
 @pytest.mark.parametrize(
@@ -57,39 +57,39 @@ def test_greedy_is_the_reference_forward(name: str, cp: int) -> None:
     ],
     ids=str,
 )
-def test_eight_bits_are_the_same_on_all_ranks(cache: str, plan: dict[str, int]) -> None:
-    """Prompts in chunks, whose own tokens no rank reads from the cache, and decodes: the tokens of one process."""
+def test_8_bit_cache_gives_the_tokens_of_one_process(cache: str, plan: dict[str, int]) -> None:
+    """Prompt chunks (which do not read their own tokens from the cache) and decodes."""
     name, kind = cache.split()
     limits, changes = LIMITS.replace(cache=kind, run_ahead="tp" in plan, fixed_steps="tp" in plan), MODELS[name]
     alone = Engine(tiny.model(**changes), tiny.tokenizer(), limits.replace(pages=64, token_budget=64))
     greedy = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-    said = [done.token_ids for done in alone.generate(PROMPTS, [greedy] * len(PROMPTS))]
+    expected_tokens = [done.token_ids for done in alone.generate(PROMPTS, [greedy] * len(PROMPTS))]
     (texts, _, found, _), *_ = run(Plan(**plan).world, serve, plan, limits, changes)
-    assert texts[:-1] == said
+    assert texts[:-1] == expected_tokens
     assert found > 0
 
 
 def _logits(cp: int, name: str, kind: CacheFormat) -> list[torch.Tensor]:
-    """Of three steps: two prompts, chunks of both, and what decodes beside a chunk."""
+    """Logits of three steps: two prompts, chunks of both, and a decode beside a chunk."""
     with DistributedContext.build(Plan(cp=cp)) as context:
         model = tiny.model(context.axes.serving(), **MODELS[name])
         cache = KVCache(model.config, model.axes, pages=16 // cp + 1, page_tokens=3, dtype=torch.float64, kind=kind)
-        held, found = CacheShard.of(model, cache), []
+        shard, found = CacheShard.of(model, cache), []
         for spans in ([(0, 7), (0, 4)], [(7, 13), (4, 9)], [(13, 14), (9, 20)]):
             pages = (5, 0, 3, 9, 2), (8, 1, 4, 11, 6, 7, 10)
             slices = [
                 Slice(start, tuple(range(start + 40, stop + 40)), table[: -(-stop // 3)], None)
                 for (start, stop), table in zip(spans, pages, strict=True)
             ]
-            stream, attend, _ = build_inputs(held, Work(tuple(slices)))
+            stream, attend, _ = build_inputs(shard, Work(tuple(slices)))
             with torch.no_grad():
                 found.append(model(stream, attend, Rows()))
         return found
 
 
 @pytest.mark.parametrize(("name", "kind"), [("latent", "int8"), ("latent", "float8"), ("llama", "float8")])
-def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: CacheFormat) -> None:
-    """Which no rank reads from the cache."""
+def test_chunk_attends_to_its_own_keys_as_cached(name: str, kind: CacheFormat) -> None:
+    """No rank reads these keys from the cache."""
     (alone,) = run(1, _logits, 1, name, kind)
     for found in run(2, _logits, 2, name, kind):
         for got, exact in zip(found, alone, strict=True):
@@ -109,11 +109,11 @@ def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: CacheFormat
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(f"{k}={v}" for k, v in x.items()),
 )
-def test_together_with_other_axes(name: str, plan: dict[str, int]) -> None:
-    """No two ranks hand the same token to the experts, which a capacity would count twice."""
+def test_context_ranks_with_other_axes(name: str, plan: dict[str, int]) -> None:
+    """Each token is dispatched to the experts by one rank only; a capacity would count duplicates."""
     limits = LIMITS.replace(run_ahead=True, fixed_steps=True, page_tokens=2, pages=24)
     changes = MODELS[name]
-    if "capacity" in name:  # who is dropped depends on who else is in the step
+    if "capacity" in name:  # dropping depends on the other tokens of the step
         limits = limits.replace(run_ahead=False, fixed_steps=False)
     world = plan["cp"] * plan.get("tp", 1)
     texts, preemptions, found, _ = run(world, serve, plan, limits, changes)[0]
@@ -136,14 +136,14 @@ def test_together_with_other_axes(name: str, plan: dict[str, int]) -> None:
         (Axes(dp=Axis("dp", 2)), r"not over dp=2; use dp=1, and one server for each replica"),
     ],
 )
-def test_what_does_not_serve_says_so(axes: Axes, message: str) -> None:
+def test_unsupported_serving_axes_are_refused(axes: Axes, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Engine(tiny.model(axes), tiny.tokenizer(), LIMITS)
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_it_is_attention_to_all_keys(cp: int) -> None:
-    """To float64's last digits; in bfloat16 nothing is rounded before the merge. What no rank holds is never read."""
+def test_sharded_attention_equals_attention_to_all_keys(cp: int) -> None:
+    """To float64 precision; in bfloat16 nothing is rounded before the merge. Unassigned pages are never read."""
     shapes = [(8, 4, None), (8, 16, None), (6, 5, 9), (8, 16, 30)]
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 4e-3}
     for by_type in run(cp, errors, cp, "cpu", list(tolerance), shapes):
@@ -165,7 +165,7 @@ def _loaded(folder: str) -> list[int] | None:
         return list(answer.token_ids)
 
 
-def test_a_checkpoint_loads_over_it(tmp_path: Path) -> None:
+def test_checkpoint_loads_on_context_ranks(tmp_path: Path) -> None:
     model = api.Model(tiny.model(), tiny.tokenizer(), DistributedContext.solo(), "tiny")
     api.save(model, tmp_path / "model", format="colonnade")
     assert run(2, _loaded, str(tmp_path / "model"))[0] == tiny.greedy(model.transformer, PROMPTS[0], COUNT)

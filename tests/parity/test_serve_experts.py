@@ -1,4 +1,4 @@
-"""Experts in an engine over several ranks: greedy tokens are the reference forward's, whoever holds which experts."""
+"""Serving experts over several ranks: greedy tokens equal the reference forward's on any expert grid."""
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.xdist_group("worlds")
     ],
     ids=lambda x: " ".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else str(x),
 )
-def test_greedy_is_the_reference_forward(name: str, plan: dict[str, int], ahead: bool) -> None:
-    """Preempted, with a shared prefix, waiting for each step or running ahead in steps of fixed shape."""
+def test_greedy_tokens_equal_the_reference_forward(name: str, plan: dict[str, int], ahead: bool) -> None:
+    """With preemption and a shared prefix, waiting for each step or running ahead in steps of fixed shape."""
     limits = LIMITS.replace(run_ahead=ahead, fixed_steps=ahead)
     texts, preemptions, found, _ = run(plan["tp"], serve, plan, limits, MODELS[name])[0]
     assert texts == expected(MODELS[name])
@@ -39,33 +39,35 @@ def test_greedy_is_the_reference_forward(name: str, plan: dict[str, int], ahead:
 
 
 def _exchanged(plan: dict[str, int]) -> int:
-    """What travels between experts in a forward pass of a serving model, told by its layers; the least of all."""
+    """The smallest number of bytes that an expert layer exchanges in a serving forward pass."""
     with DistributedContext.build(Plan(**plan)) as context:
         axes = context.axes.serving()
         assert axes.cp_replicated
-        told: list[int] = []
+        sent_bytes: list[int] = []
         model = tiny.model(axes, **MODELS["experts"])
         for block in model.blocks:
-            block.ffn.register_forward_hook(lambda *seen: told.append(int(seen[2][1].sent_bytes)))
+            block.ffn.register_forward_hook(lambda *seen: sent_bytes.append(int(seen[2][1].sent_bytes)))
         tiny.logits(model, list(range(5)))
-        assert len(told) == 2
-        return min(told)
+        assert len(sent_bytes) == 2
+        return min(sent_bytes)
 
 
-def test_all_ranks_hold_the_tokens_so_that_only_a_sum_travels() -> None:
-    """Of 5 tokens of 24 numbers in float64."""
+def test_serving_experts_exchange_only_a_sum() -> None:
+    """Of 5 tokens of 24 float64 values."""
     assert run(2, _exchanged, {"tp": 2, "ep": 2}) == [5 * 24 * 8] * 2
 
 
 def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
-    """Logits with choices of few tokens as they come, where the reference stands for the kernel, are those without;
-    how many layers did so. ``fetched``: from elsewhere, where experts that nobody chose are not numbers.
+    """Compare the few-token expert path with the normal one; returns the number of layers that used it.
+
+    The reference stands in for the kernel. With ``fetched`` the weights come from a fetch function, and those of
+    experts that no token chose are NaN.
     """
     calls = []
 
-    def counted(*given: object) -> torch.Tensor:
-        calls.append(given)
-        return reference.routed_unsorted(*given)  # type: ignore[arg-type]
+    def counted(*args_: object) -> torch.Tensor:
+        calls.append(args_)
+        return reference.routed_unsorted(*args_)  # type: ignore[arg-type]
 
     def fetch_of(layer: MixtureOfExperts):
         def fetch(ends_e: torch.Tensor | None, rows: int) -> reference.Weights:
@@ -98,5 +100,5 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
         ({"tp": 4, "ep": 2, "sh": 2}, "four_heads", False),
     ],
 )  # fmt: skip
-def test_choices_of_few_tokens_as_they_come(plan: dict[str, int], name: str, *, fetched: bool) -> None:
+def test_few_token_path_gives_the_same_logits(plan: dict[str, int], name: str, *, fetched: bool) -> None:
     assert all(count > 0 for count in run(plan.get("tp", 1), _few, plan, name, fetched))

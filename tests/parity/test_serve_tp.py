@@ -1,4 +1,4 @@
-"""An engine on two ranks gives one process's greedy tokens; the ranks that follow only ever see numbers."""
+"""An engine on two ranks gives one process's greedy tokens; follower ranks receive only numbers."""
 
 import queue
 import threading
@@ -16,19 +16,19 @@ from tests.worlds import run
 PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
 LIMITS = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3)
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-WILD = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=True)
 
 
 def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[int, ...]]:
     with DistributedContext.build(Plan(tp=world, **(grid or {}))) as context:
-        # One process waits for each step's tokens, several run ahead of them, in steps of fixed shape.
+        # One process waits for each step's tokens; several run ahead, in steps of fixed shape.
         limits = LIMITS.replace(run_ahead=world > 1, fixed_steps=world > 1)
         engine = Engine(tiny.model(context.axes, **changes), tiny.tokenizer(), limits)
         if context.rank:
             engine.follow()
             return []
         engine.heartbeat()
-        texts = [c.token_ids for c in engine.generate([*PROMPTS, *PROMPTS], [GREEDY] * 4 + [WILD] * 4)]
+        texts = [c.token_ids for c in engine.generate([*PROMPTS, *PROMPTS], [GREEDY] * 4 + [SAMPLED] * 4)]
         assert engine.stats.preemptions > 0
         engine.heartbeat()
         engine.stop()
@@ -43,7 +43,7 @@ LATENT = {"kv_heads": 6, "head_width": 6, "latent": LatentConfig(kv_rank=5, q_ra
     "changes", [{}, {"tied": True, "window": 7, "qk_norm": True}, LATENT], ids=["llama", "tied_window", "latent"]
 )
 @pytest.mark.xdist_group("worlds")
-def test_two_ranks_say_what_one_says(changes: dict) -> None:
+def test_two_ranks_generate_the_tokens_of_one(changes: dict) -> None:
     assert run(2, _serve, 2, changes)[0] == run(1, _serve, 1, changes)[0]
 
 
@@ -60,8 +60,8 @@ FOUR_HEADS = {"heads": 4, "kv_heads": 4}
     ],
 )
 @pytest.mark.xdist_group("worlds")
-def test_greedy_is_the_reference_forward(name: str, tp: int) -> None:
-    """Preempted, with a shared prefix, in odd pages; running ahead in steps of fixed shape over four."""
+def test_greedy_tokens_equal_the_reference_forward(name: str, tp: int) -> None:
+    """With preemption, a shared prefix and odd pages; on four ranks running ahead in steps of fixed shape."""
     changes = ranks.MODELS[name] | (FOUR_HEADS if tp == 4 else {})
     limits = ranks.LIMITS.replace(run_ahead=tp == 4, fixed_steps=tp == 4)
     texts, preemptions, found, _ = run(tp, ranks.serve, {"tp": tp}, limits, changes)[0]
@@ -72,25 +72,25 @@ def test_greedy_is_the_reference_forward(name: str, tp: int) -> None:
 
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"sh": 2}, {}], ids=["ep", "sh", "copies"])
 @pytest.mark.xdist_group("worlds")
-def test_so_do_their_experts(grid: dict) -> None:
-    """With fewer tokens than ranks too: a decoding step has one for each request."""
+def test_two_ranks_with_experts_generate_the_tokens_of_one(grid: dict) -> None:
+    """Also with fewer tokens than ranks: a decode step has one token per request."""
     changes = {"moe": MoeConfig(experts=4, active=2, ffn_width=6, shared_width=3, shared_gate=True)}
     assert run(2, _serve, 2, changes, grid)[0] == run(1, _serve, 1, changes)[0]
 
 
-def _idle(beats: int) -> int:
-    """Rank 0 waits as an idle server does; rank 1 counts what it hears meanwhile."""
+def _idle_heartbeats(count_: int) -> int:
+    """Rank 0 waits as an idle server does; rank 1 counts the messages it receives meanwhile."""
     with DistributedContext.build(Plan(tp=2)) as context:
         engine = Engine(tiny.model(context.axes), tiny.tokenizer(), LIMITS)
         if context.rank:
-            heard = 0
+            received = 0
             while (message := model_inputs.receive_work(context.axes.tp)) != (model_inputs.STOP, None):
                 assert message == (model_inputs.IDLE, None)
-                heard += 1
-            return heard
+                received += 1
+            return received
         worker.HEARTBEAT_S = 0.05
         inbox: queue.SimpleQueue = queue.SimpleQueue()
-        timer = threading.Timer(worker.HEARTBEAT_S * (beats + 1), inbox.put, [{"do": "stop"}])
+        timer = threading.Timer(worker.HEARTBEAT_S * (count_ + 1), inbox.put, [{"do": "stop"}])
         timer.start()
         assert worker.receive_messages(engine, inbox) == [{"do": "stop"}]
         engine.stop()
@@ -98,9 +98,9 @@ def _idle(beats: int) -> int:
 
 
 @pytest.mark.xdist_group("worlds")
-def test_an_idle_engine_shows_that_it_lives() -> None:
-    """A collective that waits too long gives up, so the ranks that follow must hear something now and then."""
-    assert run(2, _idle, 3)[1] >= 3
+def test_idle_engine_sends_heartbeats() -> None:
+    """A collective that waits too long times out, so follower ranks must receive a message now and then."""
+    assert run(2, _idle_heartbeats, 3)[1] >= 3
 
 
 def test_data_parallel_engines_are_refused() -> None:

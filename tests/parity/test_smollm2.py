@@ -1,4 +1,4 @@
-"""The real thing: SmolLM2-135M-Instruct, quantised in a GGUF file, against transformers on 800 tokens of a speech."""
+"""A real model: SmolLM2-135M-Instruct from a quantised GGUF file against transformers, on 800 tokens."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def ours(file: GGUFFile) -> Transformer:
 
 
 def theirs(config_folder: Path) -> transformers.LlamaForCausalLM:
-    """transformers' model from the tensors as the gguf package dequantises them, names and rows undone by hand."""
+    """transformers' model from tensors dequantised by the gguf package, with names and row order mapped by hand."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(config_folder))
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     their_names = {
@@ -57,7 +57,7 @@ def theirs(config_folder: Path) -> transformers.LlamaForCausalLM:
     return model.eval()
 
 
-def test_the_config_is_the_published_one(file: GGUFFile) -> None:
+def test_config_equals_the_published_one(file: GGUFFile) -> None:
     assert file.config == preset("smollm2-135m")
 
 
@@ -80,7 +80,7 @@ def test_logits_equal_transformers_and_the_export_loads(file: GGUFFile, ours: Tr
     assert torch.equal(got.argmax(-1), logits.argmax(-1))
 
 
-def test_each_of_three_ranks_gets_its_share(file: GGUFFile, ours: Transformer) -> None:
+def test_each_of_three_ranks_loads_its_shard(file: GGUFFile, ours: Transformer) -> None:
     layout, axis = layout_of(ours), Axis("tp", 3, 1)
     model = Transformer(file.config, Axes(tp=axis))
     file.load_weights(model)
@@ -88,7 +88,7 @@ def test_each_of_three_ranks_gets_its_share(file: GGUFFile, ours: Transformer) -
         assert torch.equal(parameter, local_part(ours.get_parameter(name), layout[name], Axes(tp=axis))), name
 
 
-def test_the_capital_of_france_is_paris(file: GGUFFile, ours: Transformer) -> None:
+def test_generates_paris_as_the_capital_of_france(file: GGUFFile, ours: Transformer) -> None:
     tokenizer = file.tokenizer().tokenizer
     ids = tokenizer.encode("The capital of France is").ids
     for _ in range(3):

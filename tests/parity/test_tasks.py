@@ -1,4 +1,4 @@
-"""A router that decides by tasks, trained on documents that say theirs: any plan is the same run."""
+"""Task-based routing, trained on documents with task labels: any plan gives the same run."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ MOE = MoeConfig(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tasks: documents of one have other words, and other lengths."""
+    """Three tasks whose documents differ in words and lengths."""
     folder, words = tmp_path_factory.mktemp("data"), TEXT.split()
     sources = []
     for task in range(3):
@@ -65,8 +65,8 @@ def history(run: RunConfig) -> list[float]:
     return [row[key] for row in read_rows(run.folder) for key in ("loss", "grad_norm", "validation_loss") if key in row]
 
 
-def test_any_plan_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
-    """Two layouts, with a context ring and a pipeline."""
+def test_any_plan_gives_the_same_run(corpus: Path, tmp_path: Path) -> None:
+    """Two layouts: with a context ring and with a pipeline."""
     alone = config(corpus, tmp_path / "alone", log_every=1)
     Trainer(alone).fit()
     expected = colonnade.load(alone.folder, device="cpu", dtype="float64").transformer.state_dict()
@@ -80,7 +80,7 @@ def test_any_plan_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
             assert_same(found[name], x, 1e-9, f"{plan}: {name}")
 
 
-def test_a_task_moves_its_own_row(corpus: Path, tmp_path: Path) -> None:
+def test_task_updates_only_its_own_row(corpus: Path, tmp_path: Path) -> None:
     """The fourth task has no documents; all tokens of a task go to one expert."""
     run = config(corpus, tmp_path, log_every=1)
     run = run.replace(model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=4))))
@@ -107,9 +107,9 @@ def test_a_task_moves_its_own_row(corpus: Path, tmp_path: Path) -> None:
     for task in range(3):
         at = int((split.tasks(0, split.tokens) == task).argmax())
         tokens = split.read(at, at + 3).tolist()
-        # By number, and by the file's name, with its folder or without that and its ending.
-        told = (task, tasks[task], str(task))[task]
-        it = colonnade.load(run.folder, device="cpu", dtype="float64", experts=ExpertsConfig(task=told))
+        # By number, by file name with its folder, or by file name without folder and suffix.
+        task_setting = (task, tasks[task], str(task))[task]
+        it = colonnade.load(run.folder, device="cpu", dtype="float64", experts=ExpertsConfig(task=task_setting))
         assert it.config.moe is not None
         assert it.config.moe.router.task == task
         chosen = int(table[task].argmax())
@@ -118,20 +118,22 @@ def test_a_task_moves_its_own_row(corpus: Path, tmp_path: Path) -> None:
             for e in range(4):
                 if e != chosen:
                     it.transformer.get_parameter("blocks.1.ffn.experts.up")[e] = torch.nan
-            assert torch.equal(it.logits(tokens), expected), "the other experts are not asked"
+            assert torch.equal(it.logits(tokens), expected), "the other experts are not used"
 
 
-def test_a_corpus_that_does_not_fit_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_corpus_with_unsuitable_tasks_is_refused(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path)
     few = run.replace(model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=2))))
     with pytest.raises(ConfigError, match=r"has 3 tasks and the router 2; set --model\.moe\.router\.tasks 3"):
         CorpusFeed(few)
     plain = small(tmp_path / "plain")
-    mute = run.replace(data=DataConfig(path=plain, sequence=16))
+    without_tasks = run.replace(data=DataConfig(path=plain, sequence=16))
     with pytest.raises(ConfigError, match="colonnade corpus FILES --tasks source"):
-        CorpusFeed(mute)
+        CorpusFeed(without_tasks)
     CorpusFeed(
-        mute.replace(model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=4, task=1))))
+        without_tasks.replace(
+            model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=4, task=1)))
+        )
     )
     with pytest.raises(ConfigError, match="groups tokens by task, and balance 'sequence' groups them by sequence"):
         CorpusFeed(run.replace(model=run.model.replace(moe=MOE.replace(balance="sequence"))))

@@ -1,4 +1,4 @@
-"""The model under tensor parallelism equals the model in one process: loss, logits, every gradient, greedy tokens."""
+"""A tensor-parallel model equals one process: loss, logits, every gradient, greedy tokens."""
 
 import pytest
 import torch
@@ -51,17 +51,17 @@ def greedy(model, steps: int = 6) -> list[int]:
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(CONFIGS))
 @pytest.mark.xdist_group("worlds")
-def test_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
+def test_tensor_parallel_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
     run(world, _check, CONFIGS[name], world, sequence_parallel)
 
 
 @pytest.mark.xdist_group("worlds")
 def test_fewer_tokens_than_ranks() -> None:
-    """With sequence parallelism a rank may hold no rows of the residual stream at all."""
-    assert run(4, _few, [1, 1]) == run(4, _few, [2]) == [None] * 4
+    """With sequence parallelism, a rank may hold no rows of the residual stream."""
+    assert run(4, _fewer_tokens_than_ranks, [1, 1]) == run(4, _fewer_tokens_than_ranks, [2]) == [None] * 4
 
 
-def _few(lengths: list[int]) -> None:
+def _fewer_tokens_than_ranks(lengths: list[int]) -> None:
     config = CONFIGS["gpt2"]
     with DistributedContext.build(Plan(tp=4, sequence_parallel=True)) as context:
         whole, mine = build(config), build(config, context.axes)
@@ -76,7 +76,7 @@ def _few(lengths: list[int]) -> None:
 
 
 @pytest.mark.xdist_group("worlds")
-def test_three_kv_heads_at_tp_3() -> None:
+def test_three_kv_heads_with_tp_3() -> None:
     run(3, _check, THREE_KV_HEADS, 3)
 
 
@@ -86,7 +86,7 @@ def test_kv_heads_must_divide() -> None:
 
 
 def _logits_gradient() -> None:
-    """Rows' own gradient, which distillation will use: every rank differentiates the same joined logits."""
+    """The gradient of the Rows head: every rank differentiates the same joined logits."""
     config = CONFIGS["llama"]
     with DistributedContext.build(Plan(tp=2)) as context:
         whole, mine = build(config), build(config, context.axes)
@@ -99,5 +99,5 @@ def _logits_gradient() -> None:
 
 
 @pytest.mark.xdist_group("worlds")
-def test_gradient_through_logits() -> None:
+def test_gradient_through_joined_logits() -> None:
     run(2, _logits_gradient)

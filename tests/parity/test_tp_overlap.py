@@ -1,7 +1,7 @@
-"""plan.tp_overlap computes what sequence parallelism does, in float64 over gloo.
+"""plan.tp_overlap equals plain sequence parallelism, in float64 over gloo.
 
-The copy engine's protocol runs too: symmetric buffers are files mapped into each process, and a barrier is gloo's.
-There are no streams on a CPU, but the processes run concurrently, and a rank that reads a slot too late gets wrong
+The copy engine's protocol is tested too: symmetric buffers are files mapped into each process, and gloo provides the
+barrier. A CPU has no streams, but the processes run concurrently, and a rank that reads a slot too late gets wrong
 rows.
 """
 
@@ -26,20 +26,20 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
-class Late(CollectiveTransfer):
-    """Rows that nobody announced are not numbers."""
+class LateTransfer(CollectiveTransfer):
+    """A transfer whose rows are NaN until they are announced."""
 
     def gather_chunks(self, x_tD: Tensor, x_TD: Tensor) -> Iterator[int]:
-        came = torch.empty_like(x_TD)
-        for r in super().gather_chunks(x_tD, came):
+        received = torch.empty_like(x_TD)
+        for r in super().gather_chunks(x_tD, received):
             if r == self.axis.rank:
                 x_TD.fill_(torch.nan)
-            x_TD.chunk(self.axis.size)[r].copy_(came.chunk(self.axis.size)[r])
+            x_TD.chunk(self.axis.size)[r].copy_(received.chunk(self.axis.size)[r])
             yield r
 
 
 class MappedBuffer(SymmetricBuffer):
-    """Of processes' mapped files."""
+    """A symmetric buffer in memory-mapped files."""
 
     def __init__(self, axis: Axis, slot_bytes: int, folder: Path):
         self.slot_bytes, self._slot = slot_bytes, 0
@@ -51,7 +51,6 @@ class MappedBuffer(SymmetricBuffer):
         self.barrier()
 
     def get_buffer(self, r: int, shape: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor:
-        """As torch's handles give them."""
         first, size = storage_offset * dtype.itemsize, math.prod(shape) * dtype.itemsize
         assert first // self.slot_bytes == (first + size - 1) // self.slot_bytes == self._slot, "within the slot"
         return self._files[r][first : first + size].view(dtype).view(shape)
@@ -61,7 +60,7 @@ class MappedBuffer(SymmetricBuffer):
         dist.barrier()
 
 
-class Mapped(CopyEngineTransfer):
+class MappedTransfer(CopyEngineTransfer):
     """Copies between mapped files."""
 
     def __init__(self, axis: Axis, folder: Path):
@@ -82,9 +81,9 @@ def compare(
     compared = 0
     with laid("cpu") as context, contextlib.ExitStack() as stack:
         assert type(context.axes.row_transfer) is CollectiveTransfer
-        transfer: RowTransfer = Late(context.axes.tp)
+        transfer: RowTransfer = LateTransfer(context.axes.tp)
         if folder is not None:
-            transfer = Mapped(context.axes.tp, folder)
+            transfer = MappedTransfer(context.axes.tp, folder)
             stack.enter_context(mock.patch.multiple(torch.cuda, **streams))
             stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         for config in configs:
@@ -94,9 +93,10 @@ def compare(
             for name, value in exact.items():
                 assert_same(found[name], value, what=name)
             compared += len(exact)
-    if isinstance(transfer, Mapped):
+    if isinstance(transfer, MappedTransfer):
         (buffer,) = transfer._buffers
-        # One when it was made, one at the second beginning, and one each for a sum and a gather of both parts of a
+        # One barrier at allocation, one at the second start, and one each for a sum and a gather of both halves of a
+        # block, forward and backward.
         # block, forward and backward.
         assert buffer.barriers == 2 + 8 * sum(config.layers for config in configs)  # type: ignore[attr-defined]
     return compared
@@ -104,21 +104,21 @@ def compare(
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("copies", [False, True])
-def test_products_of_rows_as_they_arrive(world: int, copies: bool, tmp_path: Path) -> None:
+def test_overlapped_products_equal_sequence_parallelism(world: int, copies: bool, tmp_path: Path) -> None:
     (count, *others) = run(world, compare, tmp_path if copies else None)
     assert count > 50 and others == [count] * (world - 1)
 
 
-def test_between_products_blocks_may_be_compiled() -> None:
+def test_overlap_works_with_compiled_blocks() -> None:
     assert len(set(run(2, compare, None, "aot_eager", False, [GPT2]))) == 1
 
 
-def test_blocks_may_be_computed_again() -> None:
+def test_overlap_works_with_recomputation() -> None:
     assert len(set(run(2, compare, None, "", True))) == 1
 
 
 def _uneven() -> float:
-    """The largest difference where the ranks have unequal rows, and no products of parts."""
+    """The largest difference with unequal rows per rank, where no chunked products run."""
     with laid("cpu") as context:
         transfer = mock.MagicMock(spec=CollectiveTransfer)
         exact, found = (gradients(context, GPT2, torch.float64, m, size=(15, 3)) for m in (None, transfer))
@@ -127,11 +127,11 @@ def _uneven() -> float:
         return max(float((found[name] - x).abs().max()) for name, x in exact.items())
 
 
-def test_unequal_parts_take_the_plain_way() -> None:
+def test_unequal_rows_use_the_plain_path() -> None:
     assert run(2, _uneven) == [0.0, 0.0]
 
 
-def test_it_needs_sequence_parallelism_and_whole_precision() -> None:
+def test_overlap_needs_sequence_parallelism_and_no_float8() -> None:
     with pytest.raises(PlanError, match=r"tp_overlap .* set --plan.sequence_parallel too"):
         Plan(tp=2, tp_overlap=True)
     with pytest.raises(ConfigError, match=r"float8 tensorwise scales whole operands.*plan.tp_overlap False"):

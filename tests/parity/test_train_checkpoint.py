@@ -19,7 +19,7 @@ from tests.parity.train_cases import Run
 from tests.worlds import assert_same, run
 
 CASES = {name: config for name, config in ALL.items() if name != "bert"}
-"""One of the two BERTs will do: what lies where is the same."""
+"""One of the two BERTs is enough: their layouts are the same."""
 
 PLANS = [Plan(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)] + [
     Plan(pp=2, tp=2, sequence_parallel=True),
@@ -34,29 +34,29 @@ def label(plan: Plan) -> str:
 
 def _save(plan: Plan, root: Path) -> dict[str, list[tuple[float, float]]]:
     with DistributedContext.build(plan) as context:
-        found = {}
+        losses = {}
         for case, config in CASES.items():
             it = Run.start(config, context)
             it.go(0, 2)
             meta = native.Meta(model=config, step=2)
             folder = root / case / label(plan)
             native.save(folder, it.model, meta, context, masters=it.masters, optimizer=it.optimizer)
-            found[case] = it.go(2, 4)
-        return found
+            losses[case] = it.go(2, 4)
+        return losses
 
 
 def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float, float]]]]) -> int:
     with DistributedContext.build(plan) as context:
         pairs = 0
         for number, (saved, cases) in enumerate(expected.items()):
-            # Each pair of plans moves one of the families, in turn, so that every plan meets all of them.
+            # Each pair of plans loads one of the families, in turn, so that every plan loads all of them.
             case = list(CASES)[(number + PLANS.index(plan)) % len(CASES)]
             it = Run.start(CASES[case], context, seed=99)
             meta = native.load(root / case / saved, it.model, context, masters=it.masters, optimizer=it.optimizer)
             assert meta.step == it.optimizer.steps == 2
             for got, want in zip(it.go(2, 4), cases[case], strict=True):
                 if saved == label(plan):
-                    assert got == tuple(want), f"{saved} is not bit for bit the uninterrupted run"
+                    assert got == tuple(want), f"{saved} is not bitwise the uninterrupted run"
                 assert abs(got[0] - want[0]) <= 1e-10, f"{case} {saved} -> {plan}: loss {got[0]} for {want[0]}"
                 assert abs(got[1] - want[1]) <= 1e-10, f"{case} {saved} -> {plan}: norm {got[1]} for {want[1]}"
             pairs += 1
@@ -78,14 +78,14 @@ def test_every_plan_loads_every_checkpoint(plans: list[Plan], tmp_path: Path) ->
     one = expected[label(Plan())]
     for cases in expected.values():
         for case, steps in cases.items():
-            found, reference = (torch.tensor(numbers, dtype=torch.float64) for numbers in (steps, one[case]))
-            assert_same(found, reference, what=case)
+            losses, reference = (torch.tensor(numbers, dtype=torch.float64) for numbers in (steps, one[case]))
+            assert_same(losses, reference, what=case)
     for plan in plans:
         assert run(plan.world, _load, plan, tmp_path, expected)[0] == len(plans)
 
 
-def _weights_alone(root: Path) -> None:
-    """Two ranks save; each rank then loads alone, without the group, and both load tensor-parallel, cast to float32."""
+def _load_weights_only(root: Path) -> None:
+    """Two ranks save; each then loads alone, without the group, and both load tensor-parallel, cast to float32."""
     plan, config = Plan(tp=2), CASES["gpt2"]
     with DistributedContext.build(plan) as context:
         it = Run.start(config, context)
@@ -95,15 +95,15 @@ def _weights_alone(root: Path) -> None:
         one = Run.start(config, DistributedContext.solo())
         for (name, got), want in zip(alone.named_parameters(), one.model.parameters(), strict=True):
             assert_same(got.detach(), want.detach(), what=name)
-        cast = Transformer(config, context.axes, dtype=torch.float32)
-        native.load(root / "step-0", cast, context)
-        for name, got in cast.named_parameters():
+        as_float32 = Transformer(config, context.axes, dtype=torch.float32)
+        native.load(root / "step-0", as_float32, context)
+        for name, got in as_float32.named_parameters():
             assert_same(got.detach(), it.masters.local[name].detach().float(), 1e-12, what=name)
 
 
 @pytest.mark.xdist_group("worlds")
 def test_weights_load_without_optimizer_or_group(tmp_path: Path) -> None:
-    run(2, _weights_alone, tmp_path)
+    run(2, _load_weights_only, tmp_path)
     index = json.loads((tmp_path / "step-0" / "tensors.json").read_text())["tensors"]
     assert all(key.startswith("weights/") for key in index)
     pieces = index["weights/embed.tokens.weight"]["pieces"]

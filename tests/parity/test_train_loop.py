@@ -1,4 +1,4 @@
-"""The whole loop on a real corpus: exact resume, signals, kills, divergence, and what a run leaves behind."""
+"""The training loop on a real corpus: exact resume, signals, kills, divergence, and a run's files."""
 
 import json
 import os
@@ -62,27 +62,27 @@ def config(corpus: Path, tmp_path: Path) -> RunConfig:
 def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "condition not met in time"
         time.sleep(0.01)
 
 
-def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[tuple[int, set[str]]] = []
+def test_run_writes_metrics_checkpoints_and_config(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded: list[tuple[int, set[str]]] = []
 
-    class Listener:
+    class RecordingTracker:
         def __init__(self, folder: Path, resumed_step: int):
             assert (folder, resumed_step) == (config.folder, 0)
 
         def record(self, step: int, values: Mapping[str, float]) -> None:
-            told.append((step, set(values)))
+            recorded.append((step, set(values)))
 
         def close(self) -> None:
-            told.append((-1, set()))
+            recorded.append((-1, set()))
 
-    summary = Trainer(config, trackers=[Listener]).fit()
+    summary = Trainer(config, trackers=[RecordingTracker]).fit()
     assert (summary.steps, summary.stopped) == (12, None)
-    assert told[0] == (1, {"loss", "grad_norm", "lr", "data_s", "memory_peak_bytes"})
-    assert told[-2:] == [(12, {"validation_loss"}), (-1, set())]
+    assert recorded[0] == (1, {"loss", "grad_norm", "lr", "data_s", "memory_peak_bytes"})
+    assert recorded[-2:] == [(12, {"validation_loss"}), (-1, set())]
     assert summary.checkpoint == config.folder / "step-12" == native.newest(config.folder)
     assert [step for step, _ in folders.list_steps(config.folder)] == [12, 8, 4]
     rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
@@ -97,7 +97,7 @@ def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixtu
     board = EventAccumulator(str(config.folder / "tensorboard")).Reload()
     assert [point.step for point in board.Scalars("loss")] == list(range(1, 13))
     meta = native.read_meta(summary.checkpoint)
-    assert meta.run == config.resolved("cpu"), "with what the device decided"
+    assert meta.run == config.resolved("cpu"), "including settings resolved for the device"
     assert meta.cursor["seen"] == 12 * 4
     assert (summary.checkpoint / "tokenizer" / "tokenizer.json").is_file()
     text = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixtu
     assert (again.steps, again.loss, again.checkpoint) == (12, None, summary.checkpoint)
 
 
-def test_a_signal_saves_and_the_resumed_run_is_the_same_run(config: RunConfig) -> None:
+def test_signal_saves_and_the_resumed_run_is_the_same(config: RunConfig) -> None:
     whole = config.replace(name="whole")
     Trainer(whole).fit()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -127,7 +127,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same_run(config: RunConfig) -
             assert summary.stopped == number.name
             assert summary.checkpoint == config.folder / f"step-{summary.steps}"
         taken.append(summary.steps)
-    assert 0 < taken[0] < 12, "the first signal came too late to prove anything"
+    assert 0 < taken[0] < 12, "the first signal came too late to test anything"
     assert Trainer(config).fit().steps == 12
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert tensors(config.folder / "step-12") == tensors(whole.folder / "step-12")
@@ -136,8 +136,8 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same_run(config: RunConfig) -
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
-def _asked() -> list[str]:
-    """What each of five askings gets, between which rank 1 is sent SIGTERM once and rank 0 nothing."""
+def _stop_requests() -> list[str]:
+    """Results of five stop checks; in between, rank 1 gets SIGTERM once and rank 0 nothing."""
     found: list[str] = []
     with StopSignal(world_axis()) as stop:
         for step in range(5):
@@ -147,8 +147,8 @@ def _asked() -> list[str]:
     return found
 
 
-def test_a_signal_that_reaches_one_rank_stops_all_after_the_same_step() -> None:
-    one, other = in_world(2, _asked)
+def test_signal_to_one_rank_stops_all_after_the_same_step() -> None:
+    one, other = in_world(2, _stop_requests)
     assert one == other == ["None"] * 3 + ["stopped by SIGTERM"] * 2
 
 
@@ -163,8 +163,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_ranks_are_killed_and_stopped_and_go_on(config: RunConfig, tmp_path: Path) -> None:
-    """SIGKILL for the whole group, then SIGTERM for the launcher, then on: the uninterrupted run, bit for bit."""
+def test_two_ranks_resume_after_sigkill_and_sigterm(config: RunConfig, tmp_path: Path) -> None:
+    """SIGKILL for the whole group, then SIGTERM for the launcher, then resumed: bitwise the uninterrupted run."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     slow = config.train.replace(steps=60, save_every=3, eval_every=0, log_every=3)
@@ -189,16 +189,16 @@ def test_two_ranks_are_killed_and_stopped_and_go_on(config: RunConfig, tmp_path:
     stopped = start()
     wait_for(lambda: newest_step() > first)
     stopped.terminate()
-    said, _ = stopped.communicate(timeout=100)
+    output, _ = stopped.communicate(timeout=100)
     second = newest_step()
-    assert f"resumed {config.folder}/step-{first}" in said
-    assert f"ended {second} SIGTERM" in said and stopped.returncode == 0
+    assert f"resumed {config.folder}/step-{first}" in output
+    assert f"ended {second} SIGTERM" in output and stopped.returncode == 0
     for name in (config.name, "whole"):
         in_world(2, train, config.replace(name=name, train=slow.replace(save_every=0)))
     assert tensors(config.folder / "step-60") == tensors(config.runs / "whole" / "step-60")
 
 
-def test_divergence_stops_with_step_and_last_good_checkpoint(config: RunConfig) -> None:
+def test_divergence_error_names_step_and_last_good_checkpoint(config: RunConfig) -> None:
     Trainer(config.replace(train=TRAIN.replace(steps=4, eval_every=0))).fit()
     good = config.folder / "step-4"
     weights = load_file(good / "weights-00000.safetensors")
@@ -211,23 +211,23 @@ def test_divergence_stops_with_step_and_last_good_checkpoint(config: RunConfig) 
         Diverged, match=r"step 5: the loss is nan on data rank 0 of 1; the last good checkpoint is .*step-4"
     ):
         Trainer(config).fit()
-    assert native.newest(config.folder) == good, "nothing was saved after it"
+    assert native.newest(config.folder) == good, "no checkpoint was saved after it"
 
 
-def test_a_newer_checkpoint_that_lost_a_file_is_not_passed_over(config: RunConfig) -> None:
+def test_newest_checkpoint_with_a_missing_file_is_an_error(config: RunConfig) -> None:
     Trainer(config).fit()
     (config.folder / ".step-13.partial").mkdir()
-    lost = config.folder / "step-12" / "exp_avg-00000.safetensors"
-    lost.unlink()
+    missing = config.folder / "step-12" / "exp_avg-00000.safetensors"
+    missing.unlink()
     with pytest.raises(CheckpointError, match="is missing") as caught:
         Trainer(config).fit()
-    assert str(lost) in str(caught.value)
+    assert str(missing) in str(caught.value)
     assert not (config.folder / ".step-13.partial").exists()
-    shutil.rmtree(lost.parent)
+    shutil.rmtree(missing.parent)
     assert Trainer(config).fit().steps == 12
 
 
-def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
+def test_inconsistent_runs_are_refused(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens, the model of 50; set --model.vocab_size 300"):
         Trainer(config.replace(model=MODEL.replace(vocab_size=50))).fit()
     assert not config.folder.exists()
@@ -254,8 +254,8 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
         Trainer(short.replace(data=short.data.replace(sequence=8))).fit()
 
 
-def test_a_resume_checks_its_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
-    """The same documents in another order have the same numbers of tokens and documents, and are other samples."""
+def test_resume_checks_the_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
+    """The same documents in another order have equal counts of tokens and documents, but are other samples."""
     split, tokenizer = Corpus(corpus).split("train"), Corpus(corpus).tokenizer
     documents = [("", tokenizer.decode(split.document(i).tolist())) for i in range(split.documents)]
     for name, texts in (("forth", documents), ("back", documents[::-1])):
@@ -270,16 +270,16 @@ def test_a_resume_checks_its_corpus(config: RunConfig, corpus: Path, tmp_path: P
 
     assert fit("forth", 4) == 4
     shutil.copytree(tmp_path / "forth", tmp_path / "copy")
-    assert fit("copy", 5) == 5, "another place is no other corpus"
+    assert fit("copy", 5) == 5, "another path is not another corpus"
     refused = r"back is not the data that .*step-5 was trained on: shard 0 of 1 .* order; .* --data.restart"
     with pytest.raises(DataError, match=refused):
         fit("back", 6)
-    assert fit("back", 6, restart=True) == 1, "the data starts anew"
-    assert fit("back", 8, restart=True) == 3, "and goes on where the corpus is the checkpoint's"
+    assert fit("back", 6, restart=True) == 1, "the data restarts"
+    assert fit("back", 8, restart=True) == 3, "and continues if the corpus is the checkpoint's"
     assert fit("back", 9, restart=True, seed=4) == 1
 
 
-def _fitted(by_rank: list[RunConfig]) -> str:
+def _fit_with(by_rank: list[RunConfig]) -> str:
     try:
         train(by_rank[world_axis().rank])
     except PlanError as error:
@@ -287,12 +287,12 @@ def _fitted(by_rank: list[RunConfig]) -> str:
     return "trained"
 
 
-def test_ranks_read_the_same_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_corpora_are_refused(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
     corpora.small(tmp_path / "other", corpora.TEXT.upper())
     one = config.replace(plan=Plan(dp=2), train=TRAIN.replace(steps=4, eval_every=0))
     other = one.replace(data=DataConfig(path=tmp_path / "other", sequence=16))
-    (said,) = set(in_world(2, _fitted, [one, other]))
-    assert re.search(r"rank 1 has corpus [0-9a-f]{12} instead of [0-9a-f]{12};", said), said
+    (output,) = set(in_world(2, _fit_with, [one, other]))
+    assert re.search(r"rank 1 has corpus [0-9a-f]{12} instead of [0-9a-f]{12};", output), output
 
 
 def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:
@@ -303,8 +303,8 @@ def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own doings
-def test_compiled_blocks_train_alike(config: RunConfig) -> None:
+@pytest.mark.filterwarnings("ignore")  # the compiler emits its own warnings
+def test_compiled_blocks_train_the_same(config: RunConfig) -> None:
     losses = []
     for compile_blocks in (False, True):
         t = TRAIN.replace(steps=2, eval_every=0, micro_batch=4, compile=compile_blocks)

@@ -1,4 +1,4 @@
-"""A run that begins with weights that are there: any format, any plan; a frozen part thawed; what does not fit."""
+"""A run that starts from existing weights: any format, any plan, unfreezing, and refused mismatches."""
 
 from pathlib import Path
 
@@ -40,15 +40,15 @@ def config(corpus: Path, runs: Path, name: str, **train: object) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def there(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of which the experts stayed as they were drawn."""
+def finished_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that kept its experts frozen."""
     run = config(corpus, tmp_path_factory.mktemp("runs"), "there", freeze="experts")
     Trainer(run).fit()
     return run.folder
 
 
-def first(run: RunConfig) -> tuple[float, float]:
-    """(loss, gradient norm) of a new session's first step."""
+def first_step(run: RunConfig) -> tuple[float, float]:
+    """(loss, gradient norm) of the first step of a new session."""
     with DistributedContext.build(run.plan, "cpu") as context, Session(run, context) as session:
         outcome = session.step()
         return float(context.axes.global_sum(outcome.loss_sum) / outcome.count), float(outcome.norm)
@@ -56,37 +56,39 @@ def first(run: RunConfig) -> tuple[float, float]:
 
 @pytest.mark.parametrize("plan", [Plan(tp=2, sh=2), Plan(pp=2), Plan(dp=2, ep=2)], ids=str)
 @pytest.mark.parametrize("kind", ["colonnade", "hf"])
-def test_any_plan_begins_alike(corpus: Path, there: Path, tmp_path: Path, plan: Plan, kind: str) -> None:
-    place = there
+def test_any_plan_starts_the_same(corpus: Path, finished_run: Path, tmp_path: Path, plan: Plan, kind: str) -> None:
+    checkpoint = finished_run
     if kind == "hf":
-        with colonnade.load(there, device="cpu", dtype="float64") as model:
-            place = colonnade.save(model, tmp_path / "hf", format="hf")
-    run = config(corpus, tmp_path, "again", start=str(place))
-    loss, norm = first(run)
-    drawn, _ = first(run.replace(train=run.train.replace(start="")))
+        with colonnade.load(finished_run, device="cpu", dtype="float64") as model:
+            checkpoint = colonnade.save(model, tmp_path / "hf", format="hf")
+    run = config(corpus, tmp_path, "again", start=str(checkpoint))
+    loss, norm = first_step(run)
+    drawn, _ = first_step(run.replace(train=run.train.replace(start="")))
     assert abs(loss - drawn) > 1e-3
-    laid = run.replace(plan=plan, train=run.train.replace(micro_batch=2 // plan.data_ranks))
-    for theirs, their_norm in in_world(plan.world, first, laid):
+    with_plan = run.replace(plan=plan, train=run.train.replace(micro_batch=2 // plan.data_ranks))
+    for theirs, their_norm in in_world(plan.world, first_step, with_plan):
         assert (theirs, their_norm) == (pytest.approx(loss, rel=1e-10), pytest.approx(norm, rel=1e-10))
 
 
-def test_what_was_frozen_is_thawed_in_a_run_of_its_own(corpus: Path, there: Path) -> None:
-    thawed = config(corpus, there.parent, "there", steps=4)
+def test_unfreezing_needs_a_new_run(corpus: Path, finished_run: Path) -> None:
+    unfrozen = config(corpus, finished_run.parent, "there", steps=4)
     with pytest.raises(CheckpointError, match=r"no optimizer state .* with the same train\.freeze, or start"):
-        Trainer(thawed).fit()
-    begun = config(corpus, there.parent, "thawed", start=str(there), freeze="rest")
-    Trainer(begun).fit()
-    Trainer(begun.replace(train=begun.train.replace(steps=3, start="nowhere"))).fit()  # resumed: no longer asked for
+        Trainer(unfrozen).fit()
+    new_run = config(corpus, finished_run.parent, "thawed", start=str(finished_run), freeze="rest")
+    Trainer(new_run).fit()
+    Trainer(
+        new_run.replace(train=new_run.train.replace(steps=3, start="nowhere"))
+    ).fit()  # resumed: the start checkpoint is no longer read
     before, after = (
         colonnade.load(folder, device="cpu", dtype="float64").transformer.state_dict()
-        for folder in (there, begun.folder)
+        for folder in (finished_run, new_run.folder)
     )
     moved = {name for name, x in before.items() if not x.equal(after[name])}
     assert moved == {name for name in before if ".experts." in name}
 
 
-def test_what_does_not_fit_is_refused(corpus: Path, there: Path, tmp_path: Path) -> None:
-    run = config(corpus, tmp_path, "other", start=str(there))
+def test_unsuitable_start_checkpoints_are_refused(corpus: Path, finished_run: Path, tmp_path: Path) -> None:
+    run = config(corpus, tmp_path, "other", start=str(finished_run))
     for model, said in (
         (MODEL.replace(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; give the run that model"),
         (
@@ -100,13 +102,24 @@ def test_what_does_not_fit_is_refused(corpus: Path, there: Path, tmp_path: Path)
         Trainer(config(corpus, tmp_path, "other", start="nothing-here"))
     build([(f"doc{i}", f"{i} {TEXT[::-1]}") for i in range(30)], tmp_path / "words", vocab_size=300)
     with pytest.raises(ConfigError, match=r"another tokenizer than that of train\.start .* --tokenizer"):
-        Trainer(config(tmp_path / "words", tmp_path, "other", start=str(there)))
+        Trainer(config(tmp_path / "words", tmp_path, "other", start=str(finished_run)))
     Trainer(run.replace(model=MODEL.replace(moe=MOE.replace(capacity=2.0, balance_weight=0.1))))
 
 
-def test_the_command_line_takes_the_model_from_it(corpus: Path, there: Path, tmp_path: Path) -> None:
-    words = ["train", "--train.start", str(there), "--data.path", str(corpus), "--data.sequence", "16", "--runs"]
-    words += [str(tmp_path), "--name", "on", "--train.steps", "1", "--train.batch", "2", "--train.eval_every", "0"]
-    main([*words, "--device", "cpu", "--model.moe.capacity", "2"])
+def test_command_line_takes_the_model_from_the_start_checkpoint(
+    corpus: Path, finished_run: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        "train",
+        "--train.start",
+        str(finished_run),
+        "--data.path",
+        str(corpus),
+        "--data.sequence",
+        "16",
+        "--runs",
+    ]
+    arguments += [str(tmp_path), "--name", "on", "--train.steps", "1", "--train.batch", "2", "--train.eval_every", "0"]
+    main([*arguments, "--device", "cpu", "--model.moe.capacity", "2"])
     trained = colonnade.load(tmp_path / "on", device="cpu").config
     assert trained == MODEL.replace(moe=MOE.replace(capacity=2.0))

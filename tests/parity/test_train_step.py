@@ -1,4 +1,4 @@
-"""Training under every plan is training in one process: loss, gradients, clip norm and updated weights, to 1e-10."""
+"""Training under every plan equals one process: loss, gradients, clip norm and weights, to 1e-10."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from tests.worlds import assert_same, run
 STEPS = 3
 
 
-def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
+def _check_training(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
     one, expected = alone(CASES[case], STEPS)
     with DistributedContext.build(plan) as context:
         several = Run.start(CASES[case], context, train)
         found = several.go(0, STEPS)
-        assert all(norm > 0.1 for _, norm in expected), "the clip must be active"
+        assert all(norm > 0.1 for _, norm in expected), "clipping must be active"
         for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
             assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1)
@@ -26,8 +26,8 @@ def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
             assert_same(moment, several.shard_of(key.partition("/")[2], one.optimizer.state[key]), what=key)
 
 
-def _gradients_as_one(plan: Plan, case: str) -> None:
-    """Every gradient before the clip, in units of the largest."""
+def _check_gradients(plan: Plan, case: str) -> None:
+    """Every gradient before clipping, relative to the largest."""
     one = raw_alone(CASES[case], 0)
     with DistributedContext.build(plan) as context:
         several = raw(CASES[case], context, 0)
@@ -38,19 +38,19 @@ def _gradients_as_one(plan: Plan, case: str) -> None:
 
 
 SHARED = {"llama": slice(None, None, 2), "megatron-bert": slice(1, None, 2)}
-"""Where four processes combine two axes, gpt2 trains under every plan, and these two take turns: each meets each axis
-alone among two and three processes.
+"""Where four processes combine two axes, gpt2 trains under every plan, and these two take turns: each is tested with
+each axis alone on two and three processes.
 """
 
 
-def _every_plan(world: int, case: str) -> None:
+def _check_all_plans(world: int, case: str) -> None:
     for plan in PLANS[world][SHARED.get(case, slice(None)) if world == 4 else slice(None)]:
-        _gradients_as_one(plan, case)
-        _trains_as_one(plan, case)
+        _check_gradients(plan, case)
+        _check_training(plan, case)
 
 
 LONG = ("qwen3", 4), ("bert", 4)
-"""What these have beyond llama and megatron-bert three processes have to show, too."""
+"""Three processes must also cover what these have beyond llama and megatron-bert."""
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ LONG = ("qwen3", 4), ("bert", 4)
 )
 @pytest.mark.xdist_group("worlds")
 def test_training_equals_one_process(case: str, world: int) -> None:
-    run(world, _every_plan, world, case)
+    run(world, _check_all_plans, world, case)
     assert torch.get_default_dtype() == torch.float32
 
 
-def _one_pass() -> None:
+def _fused_adamw() -> None:
     for plan in (Plan(tp=2), Plan(dp=2), Plan(pp=2)):
-        _trains_as_one(plan, "gpt2", TRAIN.replace(fused_adamw=True))
+        _check_training(plan, "gpt2", TRAIN.replace(fused_adamw=True))
 
 
 @pytest.mark.xdist_group("worlds")
-def test_adamw_in_one_pass_moves_shards_as_it_moves_the_whole() -> None:
-    run(2, _one_pass)
+def test_fused_adamw_updates_shards_like_full_tensors() -> None:
+    run(2, _fused_adamw)

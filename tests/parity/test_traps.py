@@ -1,8 +1,8 @@
-"""Traps into which today's frameworks have fallen when parallelisms compose, one test each.
+"""Mistakes that today's frameworks made when parallelisms are combined, one test each.
 
-Each test also shows that the numbers are such that the mistake would be seen: what the wrong way gives is far from what
-is right. That training with dropout is the same for 20 steps under every plan is test_dropout_parity's;
-``colonnade verify`` is given these mistakes, and others, in test_verify.
+Each test also shows that the mistake would be visible: the wrong result is far from the right one. test_dropout_parity
+checks 20 steps with dropout under every plan; test_verify injects these mistakes, and others, into ``colonnade
+verify``.
 """
 
 import json
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 
 
 def _cross_entropy(V: int, smoothing: float) -> tuple[float, float]:
-    """Ours over the ranks against torch's on one process, with all gradients; (this rank's loss, torch's)."""
+    """Our loss over the ranks against torch's in one process, with all gradients; (this rank's loss, torch's)."""
     with DistributedContext.build(Plan(tp=torch.distributed.get_world_size())) as context:
         tp = context.axes.tp
         draw = torch.Generator().manual_seed(V)
@@ -57,15 +57,15 @@ def _cross_entropy(V: int, smoothing: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_label_smoothing_is_the_same_on_every_rank(world: int) -> None:
-    """Trap: each rank spreads ε over its own part of the vocabulary, and so has a loss of its own."""
+def test_label_smoothing_is_equal_on_all_ranks(world: int) -> None:
+    """Trap: each rank spreads ε over its own part of the vocabulary, and so has its own loss."""
     plain = run(world, _cross_entropy, 37, 0.0)
     smooth = run(world, _cross_entropy, 37, 0.2)
-    assert len({loss for loss, _ in smooth}) == 1, "bit for bit the same number"
-    assert abs(smooth[0][0] - plain[0][0]) > 0.1, "smoothing is on"
+    assert len({loss for loss, _ in smooth}) == 1, "bitwise equal"
+    assert abs(smooth[0][0] - plain[0][0]) > 0.1, "smoothing has an effect"
 
 
-def _no_weights(V: int) -> float:
+def _zero_weights(V: int) -> float:
     with DistributedContext.build(Plan(tp=2)) as context:
         tp = context.axes.tp
         start, stop = tp.part(V)
@@ -75,15 +75,15 @@ def _no_weights(V: int) -> float:
         ).item()
 
 
-def test_the_loss_is_not_off_by_the_logarithm_of_tp() -> None:
-    """Trap: each rank sums over its own vocabulary only. Of V equal logits the loss is log V, not log V/tp."""
-    for loss in run(2, _no_weights, 64):
+def test_loss_is_not_off_by_the_logarithm_of_tp() -> None:
+    """Trap: each rank sums over its own vocabulary only. The loss of V equal logits is log V, not log V/tp."""
+    for loss in run(2, _zero_weights, 64):
         assert loss == pytest.approx(math.log(64), abs=1e-12)
         assert abs(loss - math.log(64 / 2)) > 0.6
 
 
 def _uneven(case: str, V: int, tp: int) -> list[int]:
-    """Two steps at a vocabulary that does not divide; the rows of it on each rank."""
+    """Two steps with a vocabulary that does not divide; returns the number of rows on each rank."""
     config = CASES[case].replace(vocab_size=V)
     one = Run.start(config, DistributedContext.solo())
     expected = one.go(0, 2)
@@ -94,34 +94,34 @@ def _uneven(case: str, V: int, tp: int) -> list[int]:
         for name, weight in it.masters.local.items():
             assert_same(weight, it.shard_of(name, one.masters.local[name]), what=name)
         rows = len(it.masters.local["embed.tokens.weight"])
-        assert int(context.axes.tp.sum_(torch.tensor(rows))) == V, "nothing was added for the plan's sake"
+        assert int(context.axes.tp.sum_(torch.tensor(rows))) == V, "no padding for the plan"
         return [rows]
 
 
 @pytest.mark.parametrize(("V", "rows"), [(101, [34, 34, 33]), (7, [3, 3, 1])])
-def test_vocabularies_that_do_not_divide(V: int, rows: list[int]) -> None:
-    """Trap: padding by the plan, which changes the softmax's sum, or the checkpoint, from layout to layout."""
+def test_uneven_vocabularies_are_not_padded(V: int, rows: list[int]) -> None:
+    """Trap: padding by the plan changes the softmax's sum, or the checkpoint, from layout to layout."""
     assert [n for (n,) in run(3, _uneven, "gpt2", V, 3)] == rows
     assert [n for (n,) in run(3, _uneven, "llama", V, 3)] == rows
 
 
-def test_a_rank_without_vocabulary_is_refused() -> None:
+def test_rank_without_vocabulary_is_refused() -> None:
     with pytest.raises(PlanError, match="5 vocabulary rows leave the last of 4 tensor-parallel ranks empty"):
         Plan(tp=4).check(CASES["gpt2"].replace(vocab_size=5))
 
 
-def _lopsided(seed: int, config: ModelConfig, valid: slice) -> Batch:
-    """A micro-batch in which only some of the tokens have a target."""
+def _partly_masked(seed: int, config: ModelConfig, valid: slice) -> Batch:
+    """A micro-batch in which only the tokens in ``valid`` have a target."""
     batch = ragged(seed, config)
-    kept = torch.zeros(len(batch.targets_T), dtype=torch.bool)
-    kept[valid] = True
-    return replace(batch, targets_T=batch.tokens_T.where(kept, IGNORE))
+    mask = torch.zeros(len(batch.targets_T), dtype=torch.bool)
+    mask[valid] = True
+    return replace(batch, targets_T=batch.tokens_T.where(mask, IGNORE))
 
 
-def _weighted(plan: Plan) -> None:
+def _uneven_targets(plan: Plan) -> None:
     config, none = CASES["gpt2"], slice(0, 0)
-    # Of the first micro-batch everything counts, of the second one token, of the third nothing.
-    whole = [_lopsided(i, config, valid) for i, valid in enumerate((slice(None), slice(0, 1), none, slice(5, 8)))]
+    # All tokens of the first micro-batch count, one of the second, none of the third.
+    whole = [_partly_masked(i, config, valid) for i, valid in enumerate((slice(None), slice(0, 1), none, slice(5, 8)))]
     whole = [replace(batch, first=13 * i) for i, batch in enumerate(whole)]
     one = Run.start(config, DistributedContext.solo(), TRAIN.replace(clip=float("inf")))
     alone = one.step(0, whole)
@@ -134,16 +134,16 @@ def _weighted(plan: Plan) -> None:
         assert_same(out.norm, alone.norm, what="norm")
         for name, weight in it.masters.local.items():
             assert_same(weight, it.shard_of(name, one.masters.local[name]), what=name)
-    # On the weights after the step, which are no worse for that.
+    # With the weights after the step, which show the mistake as well.
     means = [(one.model, [batch]) for batch in whole if int((batch.targets_T != IGNORE).sum())]
     mean_of_means = sum(evaluate(*each).item() for each in means) / len(means)
-    assert abs(mean_of_means - evaluate(one.model, whole).item()) > 1e-3, "the mistake would show"
+    assert abs(mean_of_means - evaluate(one.model, whole).item()) > 1e-3, "the mistake would be visible"
 
 
 @pytest.mark.parametrize("plan", [Plan(cp=2), Plan(dp=2), Plan(pp=2)], ids=str)
-def test_the_loss_is_divided_by_the_tokens_of_all(plan: Plan) -> None:
+def test_loss_is_divided_by_the_global_token_count(plan: Plan) -> None:
     """Trap: each context or data rank, or each micro-batch, divides by its own count of tokens."""
-    run(2, _weighted, plan)
+    run(2, _uneven_targets, plan)
 
 
 def _norm(plan: Plan, case: str) -> None:
@@ -161,15 +161,15 @@ def _norm(plan: Plan, case: str) -> None:
         layout = layout_of(it.model)
         shared = [grad for name, grad in gradients.items() if layout.get(name) in (WHOLE, PARTIAL)]
         twice = (right**2 + sum(grad.square().sum() for grad in shared)).sqrt()
-        assert plan.tp == 1 or abs(twice / right - 1) > 1e-8, "counting twice would show"
+        assert plan.tp == 1 or abs(twice / right - 1) > 1e-8, "counting twice would be visible"
 
 
 @pytest.mark.parametrize(
     "plan", [Plan(tp=2), Plan(tp=2, sequence_parallel=True), Plan(pp=2), Plan(replicate=2)], ids=str
 )
 @pytest.mark.parametrize("case", ["gpt2", "qwen3"])
-def test_the_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> None:
-    """Trap: replicated parameters, tied copies or replicas of shards are counted by each rank that has them."""
+def test_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> None:
+    """Trap: replicated parameters, tied copies or replicas of shards are counted once per rank that holds them."""
     run(2, _norm, plan, case)
 
 
@@ -178,12 +178,12 @@ def test_the_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> 
 EXPERTS = CASES["llama"].replace(
     ffn_bias=True, moe=MoeConfig(experts=4, active=2, ffn_width=8, first=1, balance_weight=0, z_weight=0)
 )
-"""Dropless and not balanced, so that a token's experts do not depend on which tokens are beside it."""
+"""Dropless and without a balance loss, so that a token's experts do not depend on the other tokens."""
 GRIDS = [
     Plan(dp=4),  # each rank has all experts
-    Plan(dp=4, ep=2),  # two ranks have the same ones
-    Plan(dp=2, tp=2, ep=4),  # shared out over other ranks than the rest is
-    Plan(dp=2, tp=2, sh=2),  # hidden units shared, the output's bias not
+    Plan(dp=4, ep=2),  # two ranks have the same experts
+    Plan(dp=2, tp=2, ep=4),  # sharded over other ranks than the rest
+    Plan(dp=2, tp=2, sh=2),  # hidden units are sharded, the output bias is not
     Plan(dp=2, cp=2, ep=2, sh=2),
 ]
 
@@ -193,7 +193,7 @@ def _experts_norm(plan: Plan) -> None:
     gradients = {name: weight.grad for name, weight in one.masters.local.items()}
     right = torch.cat([grad.flatten() for grad in gradients.values() if grad is not None]).norm()
     twice = (right**2 + sum(grad.square().sum() for name, grad in gradients.items() if "experts." in name)).sqrt()
-    assert abs(twice / right - 1) > 1e-4, "counting experts twice would show"
+    assert abs(twice / right - 1) > 1e-4, "counting experts twice would be visible"
     with DistributedContext.build(plan) as context:
         it = Run.start(EXPERTS, context, TRAIN.replace(clip=float("inf")))
         out = it.step(0, micro_batches(0, context.axes.dp, EXPERTS))
@@ -201,8 +201,8 @@ def _experts_norm(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
-def test_the_gradient_norm_counts_each_expert_once(plan: Plan) -> None:
-    """Trap: every copy of an expert is counted, or none but those of the first ranks."""
+def test_gradient_norm_counts_each_expert_once(plan: Plan) -> None:
+    """Trap: every copy of an expert is counted, or only those of the first ranks."""
     run(4, _experts_norm, plan)
 
 
@@ -212,18 +212,18 @@ def _expert_gradients(plan: Plan) -> None:
         it = raw(EXPERTS, context, 0)
         layout = layout_of(it.model)
         compared = [name for name in it.masters.local if isinstance(layout[name], Experts)]
-        assert any(name.endswith("down_bias") for name in compared), "each rank of an expert has it whole"
+        assert any(name.endswith("down_bias") for name in compared), "replicated on each rank of an expert"
         for name in compared:
             whole = one.masters.local[name].grad
             assert_same(
                 it.masters.local[name].grad, local_part(whole, layout[name], context.axes), what=f"{plan} {name}"
             )
-            assert whole.abs().max() > 1e-6, "a factor of 2 would show"
+            assert whole.abs().max() > 1e-6, "a factor of 2 would be visible"
 
 
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
-def test_expert_gradients_are_sums_over_the_ranks_that_hold_them(plan: Plan) -> None:
-    """Trap: the gradients of experts are scaled by the data ranks, of which not all have tokens for them and copies."""
+def test_expert_gradients_are_summed_over_their_ranks(plan: Plan) -> None:
+    """Trap: expert gradients are scaled by the number of data ranks, not all of which hold or feed the expert."""
     run(4, _expert_gradients, plan)
 
 
@@ -237,17 +237,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-LEGS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6])), min_size=1, max_size=5)
+RESUMES = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6])), min_size=1, max_size=5)
 
 
 @settings(max_examples=30)
-@given(LEGS)
-def test_no_sample_is_repeated_or_left_out_when_data_ranks_change(corpus: Path, legs: list[tuple[int, int]]) -> None:
-    """Trap: a resume at another data-parallel degree reads data again, skips some, or takes them in another order."""
+@given(RESUMES)
+def test_no_sample_is_repeated_or_skipped_when_data_ranks_change(corpus: Path, resumes: list[tuple[int, int]]) -> None:
+    """Trap: a resume at another data-parallel degree repeats samples, skips some, or reorders them."""
     split, batch = Corpus(corpus).split("train"), 12
     config = DataConfig(path=corpus, sequence=16)
     seen, found = 0, []
-    for steps, ranks in legs:  # each leg is a resume on so many data ranks, for so many steps
+    for steps, ranks in resumes:  # each item is a resume on this many data ranks, for this many steps
         loaders = [Loader(split, config, batch, 2, rank, ranks) for rank in range(ranks)]
         for _ in range(steps):
             shares = [loader.at(seen) for loader in loaders]
@@ -258,7 +258,7 @@ def test_no_sample_is_repeated_or_left_out_when_data_ranks_change(corpus: Path, 
     assert torch.equal(torch.cat(found), torch.cat(expected))
     order = np.concatenate([alone.numbers(at) for at in range(0, seen, batch)])
     epoch = order[: alone.samples]
-    assert len(set(epoch.tolist())) == len(epoch), "within an epoch each sample comes once"
+    assert len(set(epoch.tolist())) == len(epoch), "within an epoch each sample occurs once"
 
 
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
@@ -269,7 +269,7 @@ SHORT = TrainConfig(
 
 
 def _runs(corpus: Path, folder: Path, plan: Plan) -> tuple[RunConfig, RunConfig]:
-    """The run that is not interrupted, and the one that will be."""
+    """The uninterrupted run, and the one that will be interrupted."""
     base = RunConfig(
         runs=folder, device="cpu", model=MODEL, data=DataConfig(path=corpus, sequence=16), train=SHORT, plan=plan
     )
@@ -282,21 +282,21 @@ def _losses(config: RunConfig) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(cp=2), Plan(pp=2)], ids=str)
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(corpus: Path, tmp_path: Path, plan: Plan) -> None:
-    """Trap: something that matters is not in the checkpoint: a moment, Adam's count, the data's place, a generator."""
+def test_resumed_run_is_bitwise_the_uninterrupted_one(corpus: Path, tmp_path: Path, plan: Plan) -> None:
+    """Trap: the checkpoint lacks state: a moment, Adam's step count, the data position, a generator."""
     whole, stopped = _runs(corpus, tmp_path, plan)
     for config in (whole, stopped.replace(train=SHORT.replace(steps=3)), stopped):
         run(2, train, config)
     files = [path.name for path in (whole.folder / "step-6").glob("*.safetensors")]
-    assert len(files) == 2 * 3, "weights and two moments of each rank"
+    assert len(files) == 2 * 3, "one file of weights and two of moments per rank"
     for name in files:
         assert (whole.folder / "step-6" / name).read_bytes() == (stopped.folder / "step-6" / name).read_bytes(), name
     assert _losses(whole) == _losses(stopped)
     assert len(_losses(whole)) == 6
 
 
-def test_a_run_resumed_on_other_data_ranks_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
-    """Both traps of resuming at once: 2 data ranks, then 1 process, then 2 context ranks, as one process all along."""
+def test_run_resumed_on_other_data_ranks_is_the_same(corpus: Path, tmp_path: Path) -> None:
+    """2 data ranks, then 1 process, then 2 context ranks, compared with one process throughout."""
     whole, stopped = _runs(corpus, tmp_path, Plan())
     train(whole)
     for steps, plan in ((2, Plan(dp=2)), (4, Plan()), (6, Plan(cp=2))):

@@ -1,7 +1,7 @@
-"""The layer behind Tutel's names equals a plain formula of what Tutel publishes, in value and gradient.
+"""The layer with Tutel's API equals a plain formula of what Tutel documents, in values and gradients.
 
-The formula is written here token by token, from the description of places and capacities, on all ranks' tokens at once;
-the layer has its share of the experts, and its own tokens.
+The formula is written here token by token, from the description of slots and capacities, on all ranks' tokens at once;
+the layer has its share of the experts and its own tokens.
 """
 
 import itertools
@@ -23,7 +23,7 @@ D, OUT, HIDDEN = 6, 5, 8
 
 
 class Case(NamedTuple):
-    """What one call of the layer is asked."""
+    """The options of one call of the layer."""
 
     factor: float = 1.0
     k: int = 2
@@ -83,12 +83,12 @@ def _formula(
         order = list(range(len(x)))
         if case.priority:
             order.sort(key=lambda t: -score[t].max().item())
-        taken, kept = [0] * E, set()
+        filled, kept = [0] * E, set()
         for j, t in itertools.product(range(k), order):
             e = rows[t][j]
-            if taken[e] < C:
+            if filled[e] < C:
                 kept.add((t, j))
-            taken[e] += 1
+            filled[e] += 1
         y = []
         for t in range(len(x)):
             g = torch.stack([score[t, e] for e in rows[t]])
@@ -112,7 +112,9 @@ def _gshard(score: Tensor, rows: list[list[int]]) -> Tensor:
 
 
 def _load_importance(logits: Tensor, rows: list[list[int]], k: int, compared: str) -> Tensor:
-    """Tutel compares an expert's probability with the logit of the token's last choice; the paper its logit."""
+    """Tutel compares an expert's probability with the logit of the token's last choice; the paper compares
+    its logit.
+    """
     E, probabilities = logits.shape[1], logits.softmax(1)
     last = torch.stack([logits[t, row[k - 1]] for t, row in enumerate(rows)])
     inputs = logits if compared == "logits" else probabilities
@@ -171,7 +173,7 @@ def _check(
 ) -> list[int]:
     world, rank = net.get_world_size(), net.get_world_rank()
     group, first = None, 0
-    if in_group:  # two groups of half the ranks, each with a layer of its own
+    if in_group:  # two groups of half the ranks, each with its own layer
         group = net.create_groups_from_world(2).model_group
         first = rank // (world // 2) * (world // 2)
         world, rank = world // 2, rank % (world // 2)
@@ -210,15 +212,15 @@ def _check(
     return dropped
 
 
-# Experts a rank; −k: an expert on k ranks.
+# Experts per rank; −k: an expert on k ranks.
 @pytest.mark.parametrize(("world", "local"), [(1, 4), (2, 2), (2, -2), (4, 1), (4, -2), (4, -4)])
-def test_equals_the_formula(world: int, local: int) -> None:
+def test_layer_equals_the_formula(world: int, local: int) -> None:
     cases = CASES if world < 4 else CASES[::2]
-    if local == -world:  # one expert: one choice
+    if local == -world:  # with a single expert there is a single choice
         cases = [case._replace(k=1) for case in cases if case.gshard]
     dropped = run(world, _check, "ffn", local, cases, (1, 3), False)
     if local > 0:
-        assert any(n > 0 for n in dropped[0]), "no case that drops"
+        assert any(n > 0 for n in dropped[0]), "no case drops tokens"
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 3), (2, 1), (4, -2), (4, -4)])
@@ -227,32 +229,32 @@ def test_gated_experts_at_every_degree(world: int, local: int) -> None:
 
 
 @pytest.mark.parametrize("local", [1, -2])
-def test_unequal_tokens(local: int) -> None:
+def test_unequal_token_counts_per_rank(local: int) -> None:
     run(2, _check, "ffn", local, [Case(k=1), Case(0.0, k=1), Case(-1.0, k=1)], (1, 2), True)
 
 
-def _in_two_steps() -> None:
+def _two_step_exchange() -> None:
     process_groups.local_world_size, before = (
         (lambda: 2),
         process_groups.local_world_size,
-    )  # as on two machines of two ranks
+    )  # as on two hosts of two ranks
     try:
         assert process_groups.make_all_to_all(None, two_steps=True)[0].near is not None
         _check("ffn", 1, [Case()], (1, 2), False, options={"use_2dh": True})
         x = _double(4, 8, 3, seed=net.get_world_rank()).requires_grad_()
         for i, j in ((0, 1), (1, 0), (2, 1)):
-            there = net.all_to_all(x, i, j, use_2dh=True)
-            assert torch.equal(there, net.all_to_all(x, i, j))
-            assert torch.equal(net.all_to_all(there, j, i, use_2dh=True), x)
+            exchanged = net.all_to_all(x, i, j, use_2dh=True)
+            assert torch.equal(exchanged, net.all_to_all(x, i, j))
+            assert torch.equal(net.all_to_all(exchanged, j, i, use_2dh=True), x)
     finally:
         process_groups.local_world_size = before
 
 
-def test_in_two_steps() -> None:
-    run(4, _in_two_steps)
+def test_two_step_exchange() -> None:
+    run(4, _two_step_exchange)
 
 
-def test_inside_a_group() -> None:
+def test_layer_inside_a_group() -> None:
     run(4, _check, "ffn", -2, [Case(k=1), Case(0.0, k=1)], (1, 2), False, True)
 
 
@@ -266,7 +268,7 @@ def test_a_capacity_factor_of_zero_drops_nothing() -> None:
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1, 8), (1.25, 10), (0, 55), (-2, 16), (-8, 55)])
-def test_the_worked_case_of_capacity(factor: float, expected: int) -> None:
+def test_capacity_of_the_worked_example(factor: float, expected: int) -> None:
     counts = [55, 5, 0, 1, 1, 1, 0, 1]
     ids = torch.arange(8).repeat_interleave(torch.tensor(counts))
     scores = F.one_hot(ids, 8).double()

@@ -1,4 +1,4 @@
-"""Checkpoints of Tutel's layout joined and cut: the layer computes the same on every number of ranks."""
+"""Gathering and scattering Tutel checkpoints: the same outputs on every number of ranks."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ PATTERN = "{rank}-of-{size}.ckpt"
 
 
 class Model(torch.nn.Module):
-    """A layer of experts beside a plain one."""
+    """An expert layer after a dense one."""
 
     def __init__(self, kind: str, experts: int, seed: int = 0):
         super().__init__()
@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
         local = experts // world if experts >= world else -(world // experts)
         options: dict[str, Any] = {"type": kind, "num_experts_per_device": local, "hidden_size_per_expert": 12}
         if kind == "ffn":
-            options["output_dim"] = 5  # its bias does not divide over 2 or 4 ranks
+            options["output_dim"] = 5  # the bias of this width does not divide over 2 or 4 ranks
         torch.manual_seed(seed)
         self.before = torch.nn.Linear(D, D)
         self.moe = moe.moe_layer({"type": "top", "k": min(2, experts), "capacity_factor": 0}, D, options).eval()
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
 
 
 def _write(kind: str, experts: int, folder: str, legacy: bool) -> torch.Tensor:
-    """Each rank writes its file; the output for the same tokens."""
+    """Each rank writes its file; returns the output for the same tokens."""
     rank, world = net.get_world_rank(), net.get_world_size()
     model = Model(kind, experts)
     torch.manual_seed(rank + 10)
@@ -70,16 +70,17 @@ def _tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
 @pytest.mark.parametrize(
-    ("experts", "wrote", "reads"), [(4, 2, (1, 4)), (2, 4, (1, 2)), (1, 2, (1,)), (2, 1, (4,)), (1, 1, (4,))]
+    ("experts", "saved_on", "loaded_on"), [(4, 2, (1, 4)), (2, 4, (1, 2)), (1, 2, (1,)), (2, 1, (4,)), (1, 1, (4,))]
 )
-def test_the_same_model_on_other_numbers_of_ranks(
-    kind: str, experts: int, wrote: int, reads: tuple[int, ...], tmp_path: Path
+def test_checkpoint_converts_to_other_numbers_of_ranks(
+    kind: str, experts: int, saved_on: int, loaded_on: tuple[int, ...], tmp_path: Path
 ) -> None:
-    expected = run(wrote, _write, kind, experts, str(tmp_path), False)[0]
+    expected = run(saved_on, _write, kind, experts, str(tmp_path), False)[0]
     gather.main(
-        f"--inputs {tmp_path}/{PATTERN} --input_size {wrote} --output {tmp_path}/all --namespace nested/model".split()
+        f"--inputs {tmp_path}/{PATTERN} --input_size {saved_on} "
+        f"--output {tmp_path}/all --namespace nested/model".split()
     )
-    for world in reads:
+    for world in loaded_on:
         pattern = f"{tmp_path}/new/{PATTERN}"
         if world == 1:
             pattern = f"{tmp_path}/all"
@@ -89,7 +90,7 @@ def test_the_same_model_on_other_numbers_of_ranks(
             assert_same(found, expected, 1e-5)
 
 
-def test_files_of_old_versions(tmp_path: Path) -> None:
+def test_legacy_files_are_gathered(tmp_path: Path) -> None:
     expected = run(2, _write, "ffn", 4, str(tmp_path), True)[0]
     files = (f"{tmp_path}/{PATTERN}", 2, f"{tmp_path}/all", "nested/model")
     with pytest.raises(CheckpointError, match=r"no layer of experts; give --namespace .* --default_num_global_experts"):
@@ -100,21 +101,21 @@ def test_files_of_old_versions(tmp_path: Path) -> None:
     assert_same(found, expected, 1e-5)
 
 
-class Object:
-    """What is not unpickled: building one would leave a mark."""
+class Malicious:
+    """An object that must not be unpickled: doing so would exit."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (exec, ("raise SystemExit('unpickled')",))
 
 
 def _files(folder: Path, **changes: Any) -> None:
-    """Two ranks' files of 4 experts; ``changes`` are made to the second."""
+    """Two ranks' files of 4 experts; ``changes`` apply to the second."""
     for rank in range(2):
         state: dict[str, Any] = {"_num_global_experts": torch.tensor(4), "experts.w": torch.zeros(2, 3)}
         torch.save(state | (changes if rank else {}), folder / f"{rank}")
 
 
-def test_what_cannot_be_gathered(tmp_path: Path) -> None:
+def test_gather_refuses_bad_files(tmp_path: Path) -> None:
     def refused(match: str, size: int = 2, namespace: str = "", pattern: str = "{rank}") -> None:
         with pytest.raises(CheckpointError, match=match):
             gather.gather(f"{tmp_path}/{pattern}", size, f"{tmp_path}/all", namespace)
@@ -130,7 +131,7 @@ def test_what_cannot_be_gathered(tmp_path: Path) -> None:
     refused("ranks differ in the shape of 'experts.w'")
     torch.save({"other": torch.zeros(1)}, tmp_path / "1")
     refused("lacks 'experts.w', which rank 0 has")
-    _files(tmp_path, args=Object())
+    _files(tmp_path, args=Malicious())
     refused("objects are not unpickled")
     (tmp_path / "1").write_bytes(b"hello")
     refused("'.*/1' is damaged")
@@ -138,7 +139,7 @@ def test_what_cannot_be_gathered(tmp_path: Path) -> None:
     refused("holds a list, not a dictionary")
 
 
-def test_what_cannot_be_scattered(tmp_path: Path) -> None:
+def test_scatter_refuses_bad_files(tmp_path: Path) -> None:
     def refused(match: str, state: dict[str, Any], size: int = 2, outputs: str = "{rank}") -> None:
         torch.save(state, tmp_path / "all")
         with pytest.raises(CheckpointError, match=match):
@@ -155,8 +156,8 @@ def test_what_cannot_be_scattered(tmp_path: Path) -> None:
         refused("'_num_global_experts' is .*, not a number of experts", one | {"_num_global_experts": count})
 
 
-def test_as_programs(tmp_path: Path) -> None:
-    """Both modules run by themselves; a mistake is one line."""
+def test_gather_and_scatter_as_programs(tmp_path: Path) -> None:
+    """Both modules run as programs; an error is one line."""
     _files(tmp_path)
 
     def program(name: str, *words: str) -> subprocess.CompletedProcess[str]:

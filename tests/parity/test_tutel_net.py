@@ -1,4 +1,4 @@
-"""Tutel's collectives: values and gradients, against what they mean, written over all ranks' inputs."""
+"""Tutel's collectives: values and gradients against their definitions over all ranks' inputs."""
 
 from collections.abc import Callable
 
@@ -13,14 +13,14 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 Op = Callable[[Tensor], Tensor]
-Meaning = Callable[[list[Tensor]], list[Tensor]]
+Definition = Callable[[list[Tensor]], list[Tensor]]
 
 
 def _double(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _each(world: int, what: Callable[[int], Tensor]) -> list[Tensor]:
+def _on_each_rank(world: int, what: Callable[[int], Tensor]) -> list[Tensor]:
     return [what(r) for r in range(world)]
 
 
@@ -28,25 +28,25 @@ def _sum(xs: list[Tensor]) -> Tensor:
     return torch.stack(xs).sum(0)
 
 
-def _table(W: int) -> dict[str, tuple[Op, Meaning]]:
-    """For ranks that do different things with the result: gradients are those of the sum of all ranks' losses."""
+def _definitions(W: int) -> dict[str, tuple[Op, Definition]]:
+    """For ranks with different losses: gradients are those of the sum of all ranks' losses."""
     return {
         "all_to_all 1 0": (
             lambda x: net.all_to_all(x, 1, 0),
-            lambda xs: _each(W, lambda r: torch.cat([x.chunk(W, 0)[r] for x in xs], 1)),
+            lambda xs: _on_each_rank(W, lambda r: torch.cat([x.chunk(W, 0)[r] for x in xs], 1)),
         ),
         "all_to_all 0 1": (
             lambda x: net.all_to_all(x, 0, 1),
-            lambda xs: _each(W, lambda r: torch.cat([x.chunk(W, 1)[r] for x in xs], 0)),
+            lambda xs: _on_each_rank(W, lambda r: torch.cat([x.chunk(W, 1)[r] for x in xs], 0)),
         ),
         "all_to_all 2 1 background": (
             lambda x: net.all_to_all(x, 2, 1, background=True)(),
-            lambda xs: _each(W, lambda r: torch.cat([x.chunk(W, 1)[r] for x in xs], 2)),
+            lambda xs: _on_each_rank(W, lambda r: torch.cat([x.chunk(W, 1)[r] for x in xs], 2)),
         ),
         "all_to_all 1 1": (lambda x: net.all_to_all(x, 1, 1), lambda xs: xs),
         "all_to_all_single": (
             net.all_to_all_single,
-            lambda xs: _each(W, lambda r: torch.cat([x.chunk(W, 0)[r] for x in xs])),
+            lambda xs: _on_each_rank(W, lambda r: torch.cat([x.chunk(W, 0)[r] for x in xs])),
         ),
         "all_gather fused": (lambda x: net.all_gather(x, 1, fused=True), lambda xs: [torch.cat(xs, 1)] * W),
         "zero_gather": (
@@ -59,7 +59,7 @@ def _table(W: int) -> dict[str, tuple[Op, Meaning]]:
 
 def _gradients() -> None:
     W, rank = net.get_world_size(), net.get_world_rank()
-    for name, (op, meaning) in _table(W).items():
+    for name, (op, meaning) in _definitions(W).items():
         xs = [_double(4, 8, 2, seed=r).requires_grad_() for r in range(W)]
         wanted = meaning(xs)
         ts = [_double(*y.shape, seed=50 + r) for r, y in enumerate(wanted)]
@@ -72,7 +72,7 @@ def _gradients() -> None:
 
 
 def _conjugates() -> None:
-    """Of ranks that all do the same with a result, or begin with the same."""
+    """For ranks that all apply the same function to a result, or start from the same input."""
     W, rank = net.get_world_size(), net.get_world_rank()
     xs, same = [_double(4, 8, seed=r) for r in range(W)], _double(4, 8, seed=99)
     t = _double(4, 8 * W, seed=7)
@@ -109,21 +109,21 @@ def _values() -> None:
     assert torch.equal(net.simple_all_gather(x), torch.cat(xs))
     assert torch.equal(net.simple_split(x), x.chunk(W)[rank])
     assert_same(net.simple_reduce_scatter(x), _sum(xs).chunk(W)[rank])
-    there = torch.cat([other.chunk(W)[rank] for other in xs])
-    assert torch.equal(net.simple_all_to_all(x), there)
+    expected = torch.cat([other.chunk(W)[rank] for other in xs])
+    assert torch.equal(net.simple_all_to_all(x), expected)
     output, wait = net.simple_all_to_all(x, background=True)
     wait()
-    assert torch.equal(output, there)
+    assert torch.equal(output, expected)
     part, shape = net.zero_scatter(torch.arange(5.0), net.simple_split)
     assert shape == (5,)
     assert torch.equal(net.zero_gather(part, (5,)), torch.arange(5.0))
-    sizes = [[(3 * a + b) % 4 for b in range(W)] for a in range(W)]  # a rank may have nothing for another
+    sizes = [[(3 * a + b) % 4 for b in range(W)] for a in range(W)]  # a rank may send nothing to another
     data = [torch.arange(sum(row)) + 100.0 * a for a, row in enumerate(sizes)]
-    (came,), counts = net.batch_all_to_all_v([data[rank]], torch.tensor(sizes[rank]))
-    assert torch.equal(came, torch.cat([d.split(row)[rank] for d, row in zip(data, sizes, strict=True)]))
+    (received,), counts = net.batch_all_to_all_v([data[rank]], torch.tensor(sizes[rank]))
+    assert torch.equal(received, torch.cat([d.split(row)[rank] for d, row in zip(data, sizes, strict=True)]))
     assert counts.tolist() == [row[rank] for row in sizes]
-    (came,), counts = net.batch_all_gather_v([data[rank]])
-    assert torch.equal(came, torch.cat(data))
+    (received,), counts = net.batch_all_gather_v([data[rank]])
+    assert torch.equal(received, torch.cat(data))
     assert counts.tolist() == [len(d) for d in data]
     net.barrier()
     if W > 1:
@@ -145,7 +145,7 @@ def _groups() -> None:
         in_a_row, across = found.model_group, found.data_group
         assert net.simple_all_gather(mine, in_a_row).tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert net.simple_all_gather(mine, across).tolist() == [rank % 2, rank % 2 + 2]
-        assert net.create_groups_from_world(count).model_group is in_a_row  # made once
+        assert net.create_groups_from_world(count).model_group is in_a_row  # groups are cached
         assert net.create_groups_from_world(-1, parent_group=across).model_size == 1
         assert net.create_groups_from_world(1, parent_group=across).model_group is across
     assert net.get_world_size(net.create_standalone_group()) == 1
@@ -165,7 +165,7 @@ def test_groups() -> None:
     run(4, _groups)
 
 
-def test_a_process_by_itself() -> None:
+def test_single_process() -> None:
     found = net.create_groups_from_world(1)
     assert (found.global_size, found.model_size, found.is_distributed) == (1, 1, False)
     assert found.model_group is found.data_group is found.global_group is None

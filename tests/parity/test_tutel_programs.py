@@ -1,6 +1,6 @@
-"""Programs as people write them for Tutel, with its import changed: they run, and learn, on any number of processes.
+"""Typical Tutel programs, with the import changed, run and learn on any number of processes.
 
-The first one is also started by torchrun itself, as its users start it.
+The first one is also started by torchrun, as users start it.
 """
 
 import os
@@ -85,7 +85,7 @@ dist_print('experts = %d' % experts)
 
 
 def _helloworld(folder: str, local: int) -> tuple[list[float], list[float]]:
-    """The losses of a run, and of one that goes on from its checkpoint."""
+    """The losses of a run, and of one that resumes from its checkpoint."""
     script = Path(folder) / f"program{net.get_world_rank()}.py"
     script.write_text(PROGRAM)
     before = sys.argv
@@ -97,7 +97,7 @@ def _helloworld(folder: str, local: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 2), (2, 2), (2, -2)])
-def test_helloworld_learns_and_goes_on_from_its_checkpoint(world: int, local: int, tmp_path: Path) -> None:
+def test_helloworld_learns_and_resumes(world: int, local: int, tmp_path: Path) -> None:
     for first, second in run(world, _helloworld, str(tmp_path), local):
         assert first[-1] < first[0] - 0.5
         assert second[0] < first[0] - 0.5
@@ -105,7 +105,7 @@ def test_helloworld_learns_and_goes_on_from_its_checkpoint(world: int, local: in
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it(tmp_path: Path) -> None:
+def test_torchrun_runs_the_program(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     done = subprocess.run(
@@ -119,10 +119,10 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "experts = 2" in done.stdout
-    assert done.stdout.count("STEP-") == 12  # rank 0 alone prints
+    assert done.stdout.count("STEP-") == 12  # only rank 0 prints
 
 
-# -- a layer of one's own out of the parts -------------------------------------------------------------------------
+# -- a custom layer from the building blocks -----------------------------------------------------------------------
 
 
 class CustomMoE(nn.Module):
@@ -167,12 +167,12 @@ def _from_scratch() -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_layer_from_scratch(world: int) -> None:
+def test_custom_layer_learns(world: int) -> None:
     for losses in run(world, _from_scratch):
         assert losses[-1] < losses[0] - 0.5
 
 
-# -- gates and experts of one's own --------------------------------------------------------------------------------
+# -- custom gates and experts -------------------------------------------------------------------------------------
 
 
 class CustomGate(nn.Module):
@@ -186,7 +186,7 @@ class CustomGate(nn.Module):
 
 
 class CustomExpert(nn.Module):
-    """Cut flat over the ranks of an expert, in the way and with the names of older programs."""
+    """Sharded flat over the ranks of an expert, in the way and with the names of older programs."""
 
     def __init__(self, model_dim: int, local_experts: int, sharded_count: int, my_config: str):
         super().__init__()
@@ -231,12 +231,12 @@ def _custom(local: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 2), (2, 1), (2, -2)])
-def test_gates_and_experts_of_ones_own(world: int, local: int) -> None:
+def test_custom_gates_and_experts_learn(world: int, local: int) -> None:
     for losses in run(world, _custom, local):
         assert losses[-1] < losses[0]
 
 
-# -- the optimizer that is cut over the ranks ----------------------------------------------------------------------
+# -- the sharded optimizer ---------------------------------------------------------------------------------------
 
 
 def _model(rank: int) -> nn.ModuleDict:
@@ -274,7 +274,7 @@ def _distributed_optimizer() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_optimizer_that_is_cut_over_the_ranks(world: int) -> None:
+def test_sharded_optimizer_equals_adam(world: int) -> None:
     run(world, _distributed_optimizer)
 
 
@@ -284,13 +284,13 @@ def test_the_optimizer_that_is_cut_over_the_ranks(world: int) -> None:
 def _ddp() -> float:
     rank = net.get_world_rank()
     model = _model(rank)
-    wrapped = nn.parallel.DistributedDataParallel(_Through(model))
+    wrapped = nn.parallel.DistributedDataParallel(_Sequence(model))
     torch.manual_seed(rank)
     wrapped(torch.randn(9, 8)).square().mean().backward()
     return float(model["dense"].weight.grad.sum())
 
 
-class _Through(nn.Module):
+class _Sequence(nn.Module):
     def __init__(self, parts: nn.ModuleDict):
         super().__init__()
         self.parts = parts
@@ -300,12 +300,12 @@ class _Through(nn.Module):
         return self.parts["dense"](self.parts["moe"](x))
 
 
-def test_under_torchs_data_parallelism() -> None:
+def test_works_under_torch_ddp() -> None:
     grads = run(2, _ddp)
     assert grads[0] == pytest.approx(grads[1])
 
 
-# -- what Tutel publishes of its own runs --------------------------------------------------------------------------
+# -- losses that Tutel publishes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -313,8 +313,8 @@ def test_under_torchs_data_parallelism() -> None:
     ("k", "local", "published"),
     [(1, 1, [29.98500633239746, 28.761884689331055]), (2, 2, [24.08013153076172, 23.29282569885254])],
 )
-def test_the_losses_of_tutels_own_baseline(k: int, local: int, published: list[float]) -> None:
-    """Its tests/test_baseline.json, float32: initial values, routing, loss and the first step are Tutel's."""
+def test_losses_equal_tutels_published_baseline(k: int, local: int, published: list[float]) -> None:
+    """tests/test_baseline.json of Tutel, float32: initial values, routing, loss and the first step are Tutel's."""
     experts = {"type": "ffn", "num_experts_per_device": local, "hidden_size_per_expert": 2048}
     layer = tutel_moe.moe_layer({"type": "top", "k": k}, 2048, experts, seeds=(1, 1, 1), parallel_type="data")
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-5)

@@ -1,4 +1,4 @@
-"""A dense model upcycled computes what it did; experts that were never chosen can go without a trace."""
+"""Upcycling keeps a dense model's outputs; pruning experts that were never chosen keeps a MoE's."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.worlds import assert_same, run
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased", "qwen3_window_tied", "latent"])
 @pytest.mark.parametrize("fields", [{}, {"every": 2, "first": 1}, {"active": 3, "experts": 5}], ids=str)
-def test_an_upcycled_model_computes_the_same(name: str, fields: dict[str, int]) -> None:
+def test_upcycled_model_computes_the_same(name: str, fields: dict[str, int]) -> None:
     dense = build(CONFIGS[name])
     sparse = upcycle(dense, **({"experts": 4} | fields))
     stream, attend, _ = ragged(dense.config)
@@ -36,10 +36,10 @@ def test_an_upcycled_model_computes_the_same(name: str, fields: dict[str, int]) 
     assert sum(p.numel() for p in sparse.parameters()) == sparse.config.parameters > dense.config.parameters
     gates = [p for name, p in sparse.named_parameters() if "router.gates" in name]
     assert len(gates) == (1 if fields.get("every") == 2 else 2)
-    assert all(gate.std() > 0 for gate in gates), "the router is not indifferent"
+    assert all(gate.std() > 0 for gate in gates), "the router is initialised"
 
 
-def test_what_would_change_the_outputs_is_refused() -> None:
+def test_upcycle_refuses_settings_that_change_the_outputs() -> None:
     dense = build(CONFIGS["llama"])
     for fields, message in (
         ({"active": 1}, "with one expert a token"),
@@ -63,10 +63,10 @@ def test_what_would_change_the_outputs_is_refused() -> None:
     texts: Any = ["words"]
     with pytest.raises(DataError, match=r"a tensor of token ids, not a str; encode it"):
         measure(upcycle(dense, 4), texts)
-    run(2, _share)
+    run(2, _upcycle_a_shard)
 
 
-def _share() -> None:
+def _upcycle_a_shard() -> None:
     with DistributedContext.build(Plan(tp=2)) as context, pytest.raises(PlanError, match="whole model"):
         upcycle(build(CONFIGS["llama"], context.axes), 4)
 
@@ -87,24 +87,24 @@ def _logits(folder: Path, plan: Plan, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_smollm2_with_four_experts_is_smollm2(smollm2: api.Model, tmp_path: Path) -> None:
-    """In float32, from a file, under layouts of 1, 2 and 3 processes; and the engine writes the same words."""
+def test_upcycled_smollm2_equals_smollm2(smollm2: api.Model, tmp_path: Path) -> None:
+    """In float32, from a file, under layouts of 1, 2 and 3 processes; the engine generates the same text."""
     tokens = torch.tensor(smollm2.tokenizer.encode(speech())[:120])
     expected = smollm2.logits(tokens)
     prompt, words = "The capital of France is", {"max_tokens": 12, "temperature": 0}
-    said = smollm2.generate(prompt, **words)
+    expected_tokens = smollm2.generate(prompt, **words)
     sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.context, "upcycled")
     assert sparse.config.family == "mixtral"
     assert (sparse.logits(tokens) - expected).abs().max() < 1e-3
-    assert sparse.generate(prompt, **words) == said
-    assert "Paris" in said
+    assert sparse.generate(prompt, **words) == expected_tokens
+    assert "Paris" in expected_tokens
 
     api.save(sparse, tmp_path / "hf", format="hf")
     for plan in (Plan(dp=2, ep=2), Plan(tp=3, sh=3)):
         for logits in run(plan.world, _logits, tmp_path / "hf", plan, tokens):
             assert (logits - expected).abs().max() < 1e-3, str(plan)
     with api.load(tmp_path / "hf", dtype="float32", device="cpu") as again:
-        assert again.generate(prompt, **words) == said
+        assert again.generate(prompt, **words) == expected_tokens
 
 
 GRIDS = [
@@ -121,8 +121,8 @@ GRIDS = [
 """Every (W, Sh) of one, two and four processes."""
 
 
-def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int, float]:
-    """How far the logits are from those of the dense model, by degree."""
+def _max_difference(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int, float]:
+    """The largest difference of the logits from the dense model's, by degree."""
     degrees = (0, *divisors(plan.sh))
     with DistributedContext.build(plan, "cpu") as context, torch.no_grad():
         model, T = load(folder, context.axes, torch.float32), len(tokens)
@@ -134,8 +134,8 @@ def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int
         return found
 
 
-def _said(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None:
-    """What an engine over several ranks writes; None on those that follow."""
+def _generate(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None:
+    """The tokens that an engine over several ranks generates; None on follower ranks."""
     with DistributedContext.build(plan, "cpu") as context:
         api_model = api.load(folder, dtype="float32", device="cpu")  # for its tokenizer
         engine = Engine(load(folder, context.axes.serving(), torch.float32), api_model.tokenizer, ServeConfig(pages=16))
@@ -149,19 +149,21 @@ def _said(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_smollm2_with_four_experts_under_every_grid_and_degree(smollm2: api.Model, tmp_path: Path) -> None:
+def test_upcycled_smollm2_on_every_grid_and_degree(smollm2: api.Model, tmp_path: Path) -> None:
     tokens = torch.tensor(smollm2.tokenizer.encode(speech())[:60])
     sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.context, "upcycled")
     api.save(sparse, tmp_path / "hf", format="hf")
     expected = smollm2.logits(tokens)
     for plan in GRIDS:
-        for far in run(plan.world, _far, tmp_path / "hf", plan, tokens, expected):
-            assert far.keys() == {0, *divisors(plan.sh)} and max(far.values()) < 1e-3, f"{plan}: {far}"
+        for differences in run(plan.world, _max_difference, tmp_path / "hf", plan, tokens, expected):
+            assert differences.keys() == {0, *divisors(plan.sh)} and max(differences.values()) < 1e-3, (
+                f"{plan}: {differences}"
+            )
     prompt = smollm2.tokenizer.encode("The capital of France is")
     dense = Engine(smollm2.transformer, smollm2.tokenizer, ServeConfig(pages=16))
-    (said,) = dense.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    (expected_tokens,) = dense.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     for plan in (Plan(cp=2, ep=2), Plan(cp=2, sh=2), Plan(cp=4, ep=2, sh=2), Plan(tp=3, sh=3)):
-        assert run(plan.world, _said, tmp_path / "hf", plan, prompt)[0] == said.token_ids, str(plan)
+        assert run(plan.world, _generate, tmp_path / "hf", plan, prompt)[0] == expected_tokens.token_ids, str(plan)
 
 
 # -- fewer experts ---------------------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ ROUTERS = {"softmax": RouterConfig(), "scaled": RouterConfig(scale=1.7, bias=Tru
 
 
 def _routed(router: RouterConfig, unused: set[int]) -> Transformer:
-    """A model whose tokens never go to ``unused`` experts: a bias speaks against them."""
+    """A model whose tokens never go to the ``unused`` experts, because of a large negative bias."""
     moe = MoeConfig(experts=6, active=2, ffn_width=8, first=1, router=router)
     model = build(ModelConfig(**_SIZES, moe=moe))
     with torch.no_grad():
@@ -182,7 +184,7 @@ def _routed(router: RouterConfig, unused: set[int]) -> Transformer:
     return model
 
 
-def test_experts_that_no_token_chose_go_without_a_trace(tmp_path: Path) -> None:
+def test_pruning_unused_experts_keeps_the_outputs(tmp_path: Path) -> None:
     model = _routed(ROUTERS["scaled"], {1, 4})
     texts = [torch.arange(n) * 7 % 101 for n in (9, 1, 30)]
     load_LE = measure(model, texts)
@@ -199,7 +201,7 @@ def test_experts_that_no_token_chose_go_without_a_trace(tmp_path: Path) -> None:
             assert_same(small(stream, attend, Rows()), model(stream, attend, Rows()), what="logits")
 
 
-def test_loads_are_measured_in_the_models_own_direction() -> None:
+def test_measure_uses_the_models_attention_mask() -> None:
     causal = _routed(ROUTERS["softmax"], set())
     model = Transformer(causal.config.replace(causal=False), dtype=torch.float64)
     model.load_state_dict(causal.state_dict())
@@ -212,7 +214,7 @@ def test_loads_are_measured_in_the_models_own_direction() -> None:
     assert not torch.equal(load_LE, measure(causal, [text]))
 
 
-def test_the_most_used_stay_in_their_order() -> None:
+def test_prune_keeps_the_most_used_in_order() -> None:
     model = _routed(ROUTERS["softmax"], set())
     load_LE = torch.tensor([[0] * 6, [5, 1, 9, 0, 2, 7], [0, 0, 3, 3, 3, 1]])
     small = prune(model, load_LE, 3)
@@ -225,7 +227,7 @@ def test_the_most_used_stay_in_their_order() -> None:
     assert torch.isfinite(small(stream, attend, Rows())).all()
 
 
-def test_what_cannot_be_pruned_is_refused() -> None:
+def test_prune_refuses_bad_arguments() -> None:
     model = _routed(ROUTERS["softmax"], set())
     load_LE = torch.ones(3, 6, dtype=torch.int64)
     for keep in (1, 7):
@@ -245,7 +247,7 @@ def test_what_cannot_be_pruned_is_refused() -> None:
         prune(build(grouped), load_LE, 4)
 
 
-def test_a_pruned_model_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_pruned_model_saves_and_loads(tmp_path: Path) -> None:
     model = build(upcycle(build(CONFIGS["llama"].replace(layers=3)), 6).config)
     small = prune(model, torch.arange(18).view(3, 6), 3)
     write_hf(small, tmp_path / "hf")

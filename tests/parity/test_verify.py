@@ -1,4 +1,4 @@
-"""`colonnade verify` passes what is right and, above all, finds what is wrong, and where."""
+"""`colonnade verify` passes correct layouts, and finds injected faults with the right check and tensor."""
 
 import functools
 import gc
@@ -34,12 +34,12 @@ BERT = shrink(preset("bert-tour"), 3)
 
 @functools.cache
 def _one(model: ModelConfig, world: int, merged: int) -> verifying._Reference:
-    """Workers live on from test to test, and what one process computes with them."""
+    """The reference run of one process, cached: workers live on from test to test."""
     return verifying._Reference.of(model, world, merged)
 
 
 def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callable | None) -> list[Result]:
-    """The comparison that a worker makes, in a world that stands already."""
+    """The comparison that a worker makes, in an existing world."""
     results = []
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
@@ -50,15 +50,15 @@ def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callabl
             with DistributedContext.build(plan) as context:
                 if context.rank == 0 and not saved.exists():
                     one.trial.save(saved)
-                world_axis().max_(one.trial.masters.local["norm.weight"])  # all wait until it is written
+                world_axis().max_(one.trial.masters.local["norm.weight"])  # all ranks wait until it is written
                 results.append(verifying._compare(model, context, one, saved, one)[0])
     return results
 
 
-# -- what is wrong is found, by the check that must find it, and the tensor is named -----------------------------------
+# -- faults are found by the right check, which names the tensor ------------------------------------------------------
 
 SP, RING = Plan(tp=2, sequence_parallel=True), Plan(cp=2)
-NEGATIVE = [
+FAULTS = [
     (faults.partial_gradients_not_summed, SP, "gradients", "norm"),
     (faults.partial_gradients_not_summed, Plan(tp=2), "gradients", r"[qk]_norm"),
     (faults.replicated_counted_by_all, Plan(tp=2), "norm", ""),
@@ -77,38 +77,38 @@ NEGATIVE = [
     (faults.a_gradient_missing, Plan(tp=2), "gradients", "blocks.0.norm1.weight"),
     (faults.not_a_number, Plan(dp=2), "loss", ""),
 ]  # fmt: skip
-ALONE = {
+ONLY_CHECK = {
     faults.replicated_counted_by_all: {"norm", "step", "loss"},
     faults.copies_counted: {"norm", "step", "loss"},
     faults.logits_joined_in_another_order: {"tokens"},
     faults.second_moment_not_loaded: {"load"},
 }
-"""Faults that must not be blamed on any other check: `step` and `loss` of the second step follow from a wrong clip."""
+"""Faults that no other check may report: `step` and `loss` of the second step follow from a wrong clip."""
 
 
 @pytest.mark.parametrize(
-    ("fault", "plan", "check", "where"), NEGATIVE, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in NEGATIVE]
+    ("fault", "plan", "check", "where"), FAULTS, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in FAULTS]
 )
-def test_a_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: str, tmp_path: Path) -> None:
+def test_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: str, tmp_path: Path) -> None:
     every_rank = run(2, compared, MODEL, [plan], tmp_path, fault)
     for (result,) in every_rank:
-        missed = {name for name, error in result.errors.items() if not error <= TOLERANCE}
+        failed = {name for name, error in result.errors.items() if not error <= TOLERANCE}
         assert not result.ok
-        assert check in missed, result.errors
+        assert check in failed, result.errors
         assert re.search(where, result.where[check]), result.where
-        assert missed <= ALONE.get(fault, set(CHECKS)), result.errors
+        assert failed <= ONLY_CHECK.get(fault, set(CHECKS)), result.errors
     assert every_rank[0][0].where == every_rank[1][0].where, "all ranks name the same tensor"
 
 
-def test_the_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
-    """Else the controls above would prove nothing."""
-    plans = list(dict.fromkeys(plan for _, plan, *_ in NEGATIVE))
+def test_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
+    """Control: otherwise the tests above would prove nothing."""
+    plans = list(dict.fromkeys(plan for _, plan, *_ in FAULTS))
     for results in run(2, compared, MODEL, plans, tmp_path, None):
         assert [result.plan for result in results if not result.ok] == []
         assert all(set(result.errors) == set(CHECKS) for result in results)
 
 
-def test_nan_is_a_miss(tmp_path: Path) -> None:
+def test_nan_counts_as_a_miss(tmp_path: Path) -> None:
     result = Result(Plan())
     result.note("loss", 1e-16)
     assert result.ok
@@ -124,18 +124,18 @@ def test_nan_is_a_miss(tmp_path: Path) -> None:
     assert row["errors"] == {"loss": None} and not row["ok"]
 
 
-# -- what is right passes ----------------------------------------------------------------------------------------------
+# -- correct layouts pass ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long  # a model of experts has its few plans of four processes in test_verify_moe
-def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
-    """Those in which most choices meet; the whole covering set is below."""
+@pytest.mark.long  # test_verify_moe runs a few plans of four processes for a MoE model
+def test_first_covering_plans_of_four_processes(tmp_path: Path) -> None:
+    """The plans that combine the most choices; the full covering set is below."""
     plans = covering(all_plans(4, MODEL.replace(layers=4)))[:6]
     plans += [Plan(dp=2, cp=2), Plan(pp=2, tp=2, sequence_parallel=True)]
     in_parts(4, MODEL, plans, tmp_path, 4)
 
 
-def test_a_decoder_that_attends_in_both_directions(tmp_path: Path) -> None:
+def test_bidirectional_decoder(tmp_path: Path) -> None:
     model = MODEL.replace(causal=False, window=None)
     plans = [Plan(tp=2, sequence_parallel=True), Plan(cp=2), Plan(pp=2), Plan(dp=2)]
     for results in run(2, compared, model, plans, tmp_path, None):
@@ -143,15 +143,15 @@ def test_a_decoder_that_attends_in_both_directions(tmp_path: Path) -> None:
         assert all(set(result.errors) == set(CHECKS) - {"tokens"} for result in results)
 
 
-def test_three_processes_share_the_micro_batches(tmp_path: Path) -> None:
-    """16 do not divide by 3: one data rank would wait for the others' gathers for ever."""
+def test_three_processes(tmp_path: Path) -> None:
+    """16 micro-batches do not divide by 3: one data rank would wait for ever for the others' gathers."""
     plans = [Plan(dp=3), Plan(pp=3, schedule="interleaved", stages=2), Plan(cp=3)]
     for results in run(3, compared, MODEL.replace(layers=7), plans, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
 def in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, size: int) -> None:
-    """A few plans at a time: an answer of a world is waited for two minutes."""
+    """Run a few plans at a time: a call of a world times out after two minutes."""
     model = model.replace(layers=1 + max(plan.total_stages for plan in plans))
     for first in range(0, len(plans), size):
         (here := folder / str(first)).mkdir()
@@ -161,7 +161,7 @@ def in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, si
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
+def test_covering_set_of_four_processes(tmp_path: Path) -> None:
     plans = covering(all_plans(4, MODEL.replace(layers=8)))
     assert len(plans) > 30
     in_parts(4, MODEL, plans, tmp_path, 4)
@@ -169,7 +169,7 @@ def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_an_encoder_over_four_processes(tmp_path: Path) -> None:
+def test_encoder_over_four_processes(tmp_path: Path) -> None:
     in_parts(4, BERT, covering(all_plans(4, BERT.replace(layers=8)))[:8], tmp_path, 4)
 
 
@@ -206,13 +206,13 @@ def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest
     assert {row["name"] for row in found["plans"]} == {str(plan) for plan in plans}
     assert all(row["ok"] and set(row["errors"]) == set(CHECKS) for row in found["plans"])
     assert found["model"]["heads"] == preset("tour").heads
-    said = capfd.readouterr()
-    assert said.out.count("ok  ") == len(plans)
-    assert f"{len(plans)} of {len(plans)} plans equal one process" in said.err
-    assert "leaked" not in said.err, "nothing but what people want to read"
+    output = capfd.readouterr()
+    assert output.out.count("ok  ") == len(plans)
+    assert f"{len(plans)} of {len(plans)} plans equal one process" in output.err
+    assert "leaked" not in output.err, "no output of leak checks"
 
 
-def test_an_encoder_has_no_tokens_to_compare(
+def test_encoder_compares_no_generated_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "verify.json"
@@ -220,7 +220,7 @@ def test_an_encoder_has_no_tokens_to_compare(
     assert _verify("bert-tour", "--world", "2", "--out", out) == 0
     found = _read(out, 3)
     assert all(row["ok"] and set(row["errors"]) == set(CHECKS) - {"tokens"} for row in found["plans"])
-    assert "leaked" not in capfd.readouterr().err, "what the workers imported is collected at their end"
+    assert "leaked" not in capfd.readouterr().err, "workers leak no objects"
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -229,8 +229,8 @@ def _checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_is_verified_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One key/value head allows no tensor parallelism, so none is tried."""
+def test_checkpoint_is_verified_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key/value head allows no tensor parallelism, so no such plan is tried."""
     allowed: list[Plan] = []
 
     def two(plans: list[Plan]) -> list[Plan]:
@@ -245,15 +245,15 @@ def test_a_checkpoint_is_verified_by_its_config(tmp_path: Path, monkeypatch: pyt
     assert (found["kv_heads"], found["qk_norm"], found["window"]) == (1, True, 7)
 
 
-def test_one_process_is_a_plan_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert _verify("bert-tour", "--world", "1") == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"], "results go where runs do"
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"], "results are written to the folder of runs"
     assert _read(tmp_path / "runs" / "verify.json", 1)["plans"][0]["name"] == "one process"
     assert gc.get_freeze_count() == 0
 
 
-def test_a_miss_ends_with_1_and_names_the_tensor(
+def test_miss_exits_with_1_and_names_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "verify.json"
@@ -261,23 +261,25 @@ def test_a_miss_ends_with_1_and_names_the_tensor(
     monkeypatch.setattr(verifying, "_work", broken)
     monkeypatch.setattr(it, "all_plans", lambda *_: [Plan(pp=2), Plan(dp=2)])
     assert _verify("tour", "--world", "2", "--all", "--out", out) == 1
-    broke, right = _read(out, 2)["plans"]
-    assert (broke["ok"], right["ok"]) == (False, True)
+    broke, correct = _read(out, 2)["plans"]
+    assert (broke["ok"], correct["ok"]) == (False, True)
     assert broke["where"]["gradients"] == "embed.tokens.weight"
-    said = capfd.readouterr()
-    miss, fine = said.out.splitlines()
-    assert miss.startswith("MISS pp=2 1f1b ") and fine.startswith("ok   dp=2 "), "its checkpoint is not passed on"
+    output = capfd.readouterr()
+    miss, fine = output.out.splitlines()
+    assert miss.startswith("MISS pp=2 1f1b ") and fine.startswith("ok   dp=2 "), (
+        "the broken plan's checkpoint is not used by the next"
+    )
     assert re.search(r"gradients \de(-01|\+00) in embed.tokens.weight", miss)
-    assert "1 of 2 plans equal one process" in said.err
+    assert "1 of 2 plans equal one process" in output.err
 
 
-def test_more_ranks_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ranks_than_gpus_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Before any process starts."""
     gpus = torch.cuda.device_count()
     assert _verify("tour", "--world", str(gpus + 2), "--device", "cuda") == 1
     assert f"{gpus + 2} ranks on this machine, which has {gpus} GPUs; use --device cpu" in capsys.readouterr().err
 
 
-def test_a_world_of_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_world_size_zero_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert _verify("tour", "--world", "0") == 1
     assert "ConfigError: --world 0 is not from 1 to 64" in capsys.readouterr().err

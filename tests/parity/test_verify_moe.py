@@ -1,4 +1,4 @@
-"""``colonnade verify`` over models with experts: right grids pass, and each of the known faults is found."""
+"""``colonnade verify`` on models with experts: correct grids pass, and each injected fault is found."""
 
 import re
 from collections.abc import Callable
@@ -23,40 +23,40 @@ MODEL = ModelConfig(
         router=RouterConfig(noise=1.0, jitter=0.1),
     ),
 )  # fmt: skip
-NEGATIVE = [
+FAULTS = [
     (faults.copies_not_summed, Plan(dp=2), "gradients", "experts"),
     (faults.output_bias_of_own_tokens, Plan(dp=2, sh=2), "gradients", "experts.down_bias"),
     (faults.copies_counted, Plan(dp=2), "norm", ""),
     (faults.every_slice_adds_the_bias, Plan(tp=2, sh=2, degree=2), "loss", ""),
     (faults.hidden_units_by_their_place_here, Plan(dp=2, sh=2, degree=2), "loss", ""),
-    (faults.own_tokens_balanced, Plan(dp=2, ep=2), "gradients", r"router|blocks\.[01]"),  # or what comes before it
-    (faults.bias_by_own_load, Plan(dp=2, ep=2), "step", ""),  # another bias is another choice, which moves all
+    (faults.own_tokens_balanced, Plan(dp=2, ep=2), "gradients", r"router|blocks\.[01]"),  # or an earlier layer
+    (faults.bias_by_own_load, Plan(dp=2, ep=2), "step", ""),  # another bias changes the choices, and so all weights
     (faults.shadows_keep_their_gradient, Plan(dp=2, ep=2, shadows=1), "gradients", "experts"),
     (faults.rows_in_the_order_of_arrival, Plan(dp=2, ep=2), "loss", ""),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("fault", "plan", "check", "where"), NEGATIVE, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in NEGATIVE]
+    ("fault", "plan", "check", "where"), FAULTS, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in FAULTS]
 )
-def test_a_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: str, tmp_path: Path) -> None:
+def test_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: str, tmp_path: Path) -> None:
     for (result,) in run(2, compared, MODEL, [plan], tmp_path, fault):
-        missed = {name for name, error in result.errors.items() if not error <= TOLERANCE}
-        assert check in missed, result.errors
+        failed = {name for name, error in result.errors.items() if not error <= TOLERANCE}
+        assert check in failed, result.errors
         assert re.search(where, result.where[check]), result.where
 
 
-def test_the_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
-    plans = list(dict.fromkeys(plan for _, plan, *_ in NEGATIVE))
+def test_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
+    plans = list(dict.fromkeys(plan for _, plan, *_ in FAULTS))
     for results in run(2, compared, MODEL, plans, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
-def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
-    """Those in which most choices meet."""
+def test_first_covering_plans_of_four_processes(tmp_path: Path) -> None:
+    """The plans that combine the most choices."""
     plans = covering(all_plans(4, MODEL.replace(layers=4)))[:1]
     plans += [Plan(cp=2, dp=2, ep=2, sh=2, near=2, degree=2)]
-    plans += [Plan(pp=2, tp=2, sh=2, schedule="zero_bubble")]  # gathered weights, whose gradients come transposed
+    plans += [Plan(pp=2, tp=2, sh=2, schedule="zero_bubble")]  # gathered weights, whose gradients arrive transposed
     in_parts(4, MODEL, list(filter(schedule_supported, plans)), tmp_path, 3)
 
 
@@ -64,7 +64,7 @@ POOLED = MODEL.replace(
     layers=4,
     moe=MODEL.moe.replace(balance_over="model", balance_weight=3.0, dense=(3,)),  # type: ignore[union-attr]
 )
-"""One balance loss of layers 1 and 2; the first and last stages of four have no experts."""
+"""One balance loss over layers 1 and 2; the first and last of four stages have no experts."""
 POOLED_PLANS = [
     Plan(dp=2, ep=2),
     Plan(cp=2, sh=2),
@@ -76,8 +76,8 @@ POOLED_PLANS = [
 ]
 
 
-def test_a_balance_loss_over_all_layers(tmp_path: Path) -> None:
-    """Under every kind of rank and schedule."""
+def test_balance_loss_over_all_layers(tmp_path: Path) -> None:
+    """With every kind of rank and schedule."""
     for results in run(2, compared, POOLED, list(filter(schedule_supported, POOLED_PLANS)), tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
@@ -90,14 +90,14 @@ def test_a_balance_loss_over_all_layers(tmp_path: Path) -> None:
         (faults.own_stage_pooled, Plan(pp=2)),
     ],
 )
-def test_a_balance_loss_over_some_layers_or_ranks_is_found(fault: Callable, plan: Plan, tmp_path: Path) -> None:
+def test_balance_loss_missing_layers_or_ranks_is_found(fault: Callable, plan: Plan, tmp_path: Path) -> None:
     for (result,) in run(2, compared, POOLED, [plan], tmp_path, fault):
         assert not result.errors["gradients"] <= TOLERANCE
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
+def test_covering_set_of_four_processes(tmp_path: Path) -> None:
     plans = covering(all_plans(4, MODEL.replace(layers=8)))
     assert len(plans) > 40
     in_parts(4, MODEL, plans, tmp_path, 3)
@@ -114,7 +114,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "sequence": {"router": RouterConfig(kind="sequence"), "balance": "sequence"},
     "topology": {"router": RouterConfig(kind="topology", nodes=2), "bias_rate": 0.0},
 }
-LAID = [
+ROUTER_CASES = [
     Plan(cp=2, ep=2),
     Plan(pp=2),
     Plan(dp=2, sh=2, degree=0),
@@ -124,8 +124,8 @@ LAID = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROUTERS)
-def test_whole_models_with_each_router(name: str, tmp_path: Path) -> None:
-    """Over context, data, tensor and pipeline ranks; one layer of each in more ways: test_moe_covering.py."""
+def test_full_models_with_each_router(name: str, tmp_path: Path) -> None:
+    """Over context, data, tensor and pipeline ranks; test_moe_covering.py tests one layer of each in more ways."""
     model = MODEL.replace(moe=MODEL.moe.replace(**ROUTERS[name]))  # type: ignore[union-attr]
-    for results in run(2, compared, model, LAID, tmp_path, None):
+    for results in run(2, compared, model, ROUTER_CASES, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}

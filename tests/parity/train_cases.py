@@ -40,7 +40,7 @@ CASES = {
     "bert": ModelConfig(family="bert", norm_order="post", embed_norm=True, **BERT),
     "megatron-bert": ModelConfig(family="megatron-bert", **BERT),
 }  # fmt: skip
-"""12 key/value heads divide over tp of 1, 2, 3 and 4; the other sizes divide over none but 1."""
+"""12 key/value heads divide over tp of 1, 2, 3 and 4; the other sizes divide by none but 1."""
 
 TRAIN = TrainConfig(
     steps=20, warmup=2, lr=3e-3, min_lr=1e-4, clip=0.1, weight_decay=0.1, dtype="float64", label_smoothing=0.05
@@ -48,7 +48,7 @@ TRAIN = TrainConfig(
 
 
 def ragged(seed: int, config: ModelConfig) -> Batch:
-    """A micro-batch of 13 tokens in documents of unequal lengths, some of whose targets (and orders) do not count."""
+    """A micro-batch of 13 tokens in documents of unequal lengths; some targets (and orders) are ignored."""
     vocab_size = config.vocab_size
     generator = torch.Generator().manual_seed(seed)
     cuts = sorted(torch.randint(1, 13, (2,), generator=generator).tolist())
@@ -72,7 +72,7 @@ def ragged(seed: int, config: ModelConfig) -> Batch:
 
 
 def micro_batches(step: int, dp: Axis, config: ModelConfig, total: int = 4) -> list[Batch]:
-    """This data rank's micro-batches of a step that has ``total`` of them over all data ranks (of 1, 2 or 4)."""
+    """This data rank's micro-batches of a step with ``total`` micro-batches over all data ranks (1, 2 or 4)."""
     batches = [ragged(100 * step + i, config) for i in range(total)]
     firsts = itertools.accumulate((len(batch.tokens_T) for batch in batches), initial=0)
     numbered = [replace(batch, first=first) for batch, first in zip(batches, firsts, strict=False)]
@@ -81,7 +81,7 @@ def micro_batches(step: int, dp: Axis, config: ModelConfig, total: int = 4) -> l
 
 @dataclass
 class Run:
-    """A model in training on some ground."""
+    """A model in training in one context."""
 
     model: Transformer
     masters: Masters
@@ -93,15 +93,15 @@ class Run:
     def start(config: ModelConfig, context: DistributedContext, train: TrainConfig = TRAIN, seed: int = 7) -> "Run":
         spans = [span for _, span in context.stages(config.layers)]
         model = initialise(Transformer(config, context.axes, spans=spans, dtype=torch.float64), seed)
-        piped = PipelineStep(model, context, torch.float64) if context.plan.pp > 1 else None
-        held = masters(model, context, torch.float64, piped and piped.stages)
-        optimizer = make_optimizer(held, train)
+        pipeline = PipelineStep(model, context, torch.float64) if context.plan.pp > 1 else None
+        weights = masters(model, context, torch.float64, pipeline and pipeline.stages)
+        optimizer = make_optimizer(weights, train)
         world = world_axis() if context.world > 1 else context.axes.dp
         plan = context.plan
-        assert plan.degree != "auto", "every degree is a plan of its own here"
+        assert plan.degree != "auto", "every degree is a separate plan here"
         spread = [DispatchOptions(plan.degree, plan.overlap, plan.shadows)]
-        step = TrainStep(model, held, optimizer, train, world, piped, spread=spread)
-        return Run(model, held, optimizer, step, context)
+        step = TrainStep(model, weights, optimizer, train, world, pipeline, spread=spread)
+        return Run(model, weights, optimizer, step, context)
 
     def go(self, first: int, stop: int) -> list[tuple[float, float]]:
         """Steps ``first`` to ``stop``; (mean loss, gradient norm) of each."""
@@ -118,7 +118,9 @@ class Run:
         return layout_of(self.model)
 
     def shard_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
+        """This rank's shard of a full tensor: sliced by the layout over tp, then by rows over data and context
+        ranks.
+        """
         placement = self.layout[name]
         part = local_part(whole, placement, self.context.axes)
         if isinstance(placement, Experts):
@@ -129,13 +131,13 @@ class Run:
 
 @functools.cache
 def alone(config: ModelConfig, steps: int, train: TrainConfig = TRAIN) -> tuple[Run, list[tuple[float, float]]]:
-    """What one process computes in ``steps`` steps. Workers live on from plan to plan, and what they worked out."""
+    """One process's run of ``steps`` steps, cached: workers live on from plan to plan."""
     one = Run.start(config, DistributedContext.solo(), train)
     return one, one.go(0, steps)
 
 
 def raw(config: ModelConfig, context: DistributedContext, number: int, train: TrainConfig = TRAIN) -> Run:
-    """A new run with the gradients of step ``number``, which are not clipped and move nothing."""
+    """A new run with the gradients of step ``number``, without clipping or an update."""
     it = Run.start(config, context, train.replace(clip=float("inf")))
     it.optimizer.step = lambda *_, **__: None
     it.go(number, number + 1)
@@ -144,7 +146,7 @@ def raw(config: ModelConfig, context: DistributedContext, number: int, train: Tr
 
 @functools.cache
 def raw_alone(config: ModelConfig, number: int, train: TrainConfig = TRAIN) -> Run:
-    """:func:`raw` of one process."""
+    """:func:`raw` in one process."""
     return raw(config, DistributedContext.solo(), number, train)
 
 

@@ -1,4 +1,4 @@
-"""Capacity to the letter: the worked case, who is dropped, and that nothing is dropped where nothing may be."""
+"""Expert capacity: the worked example, which choices are dropped, and when none may be."""
 
 import math
 
@@ -14,16 +14,16 @@ from colonnade.model.moe import RouterOutput
 from colonnade.model.moe.capacity import KeptChoices, apply_capacity, capacity
 from colonnade.parallel.axis import SOLO
 
-WORKED = [55, 5, 0, 1, 1, 1, 0, 1]
-"""T = 64 tokens by the expert that each chose, of E = 8 (Tutel's walk-through)."""
+EXAMPLE_LOADS = [55, 5, 0, 1, 1, 1, 0, 1]
+"""T = 64 tokens by the expert that each chose, of E = 8 (Tutel's example)."""
 
 
 def config(E: int, A: int, factor: float | None, *, priority: bool = False) -> MoeConfig:
     return MoeConfig(experts=E, active=A, ffn_width=4, capacity=factor, priority=priority)
 
 
-def kept_places(ids: list[list[int]], order: list[int], E: int, C: int) -> set[tuple[int, int]]:
-    """The (token, choice) that get a place, by filling the experts one after another: first choices first."""
+def kept_choices(ids: list[list[int]], order: list[int], E: int, C: int) -> set[tuple[int, int]]:
+    """The (token, choice) pairs that get a slot, filling the experts in order: first choices first."""
     filled, kept = [0] * E, set()
     for j in range(len(ids[0]) if ids else 0):
         for t in order:
@@ -34,8 +34,8 @@ def kept_places(ids: list[list[int]], order: list[int], E: int, C: int) -> set[t
     return kept
 
 
-def tutel(ids: list[list[int]], E: int, factor: float) -> int:
-    """C as the source of the walk-through computes it, but after the tokens are in order (which it forgets)."""
+def tutel_capacity(ids: list[list[int]], E: int, factor: float) -> int:
+    """C as Tutel's example computes it, but after sorting the tokens (which the example omits)."""
     A = len(ids[0])
     loads = [sum(row.count(e) for row in ids) for e in range(E)]
     samples_per_expert = (len(ids) + E - 1) // E
@@ -49,9 +49,9 @@ def tutel(ids: list[list[int]], E: int, factor: float) -> int:
 @pytest.mark.parametrize(
     ("factor", "C", "dropped"), [(1, 8, 47), (1.25, 10, 45), (0, 55, 0), (-2, 16, 39), (-8, 55, 0)]
 )
-def test_the_worked_case(factor, C, dropped):
-    assert capacity(factor, 1, 64, 8, largest=max(WORKED)) == C
-    ids_TA = torch.repeat_interleave(torch.arange(8), torch.tensor(WORKED))[:, None]
+def test_worked_example(factor, C, dropped):
+    assert capacity(factor, 1, 64, 8, largest=max(EXAMPLE_LOADS)) == C
+    ids_TA = torch.repeat_interleave(torch.arange(8), torch.tensor(EXAMPLE_LOADS))[:, None]
     ids_TA = ids_TA[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
     choice = RouterOutput(ids_TA, torch.ones(64, 1), torch.rand(64, 8))
     for priority in (False, True):
@@ -62,24 +62,24 @@ def test_the_worked_case(factor, C, dropped):
 @pytest.mark.parametrize(
     ("multiple", "C"), [(1, 55), (2, 56), (8, 56), (64, 64), (256, 256), (257, 384), (384, 384), (385, 512)]
 )
-def test_a_capacity_is_rounded_up_so_that_it_can_be_cut(multiple, C):
+def test_capacity_is_rounded_up_to_the_multiple(multiple, C):
     assert capacity(0, 1, 64, 8, largest=55, multiple=multiple) == C
 
 
 @st.composite
 def choices(draw: st.DrawFn) -> tuple[RouterOutput, torch.Tensor, int]:
-    """(choices of distinct experts of which some are none, the tokens' numbers in any order, E)."""
+    """(choices of distinct experts, some of them none, the tokens' indices in any order, E)."""
     E, T = draw(st.integers(1, 7)), draw(st.integers(0, 24))
     A = draw(st.integers(1, E))
     rows = [draw(st.permutations(range(E)))[:A] for _ in range(T)]
-    lean = draw(st.booleans())  # towards the first experts, so that there is something to drop
-    ids = [sorted(row) if lean else row for row in rows]
+    skewed = draw(st.booleans())  # towards the first experts, so that some are dropped
+    ids = [sorted(row) if skewed else row for row in rows]
     none = draw(st.lists(st.booleans(), min_size=T, max_size=T))
     ids = [[*row[:-1], E] if lost and A > 1 else list(row) for row, lost in zip(ids, none, strict=True)]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     ids_TA = torch.tensor(ids, dtype=torch.int64).view(T, A)
     weights_TA = (torch.rand(T, A, generator=generator, dtype=torch.float64) + 0.1) * (ids_TA < E)
-    # Few distinct probabilities: ties are the rule.
+    # Few distinct probabilities, so that ties are common.
     probs_TE = torch.randint(1, 4, (T, E), generator=generator).double() / 4
     return RouterOutput(ids_TA, weights_TA, probs_TE), torch.randperm(T, generator=generator) * 3 + 5, E
 
@@ -88,7 +88,7 @@ factors = st.sampled_from([1.0, 1.25, 0.5, 2.0, 0.0, -1.0, -1.5, -0.5, -8.0])
 
 
 @given(choices(), factors, st.booleans())
-def test_who_is_dropped(drawn, factor, priority):
+def test_dropped_choices_match_the_reference(drawn, factor, priority):
     choice, index_T, E = drawn
     ids, A = choice.ids_TA.tolist(), choice.ids_TA.shape[1]
     moe = config(E, A, factor, priority=priority)
@@ -98,7 +98,7 @@ def test_who_is_dropped(drawn, factor, priority):
         return
     top = choice.probs_TE.max(1).values.tolist() if ids else []
     order = sorted(range(len(ids)), key=lambda t: (-top[t] if priority else 0, index_T[t].item()))
-    kept = kept_places(ids, order, E, tutel(ids, E, factor)) if ids else set()
+    kept = kept_choices(ids, order, E, tutel_capacity(ids, E, factor)) if ids else set()
     admitted = apply_capacity(choice, index_T, moe, SOLO)
     for t, row in enumerate(ids):
         for j, e in enumerate(row):
@@ -108,14 +108,14 @@ def test_who_is_dropped(drawn, factor, priority):
 
 
 @given(choices(), st.booleans(), st.sampled_from([None, 0.0]))
-def test_nothing_is_dropped_where_nothing_may_be(drawn, priority, factor):
-    """Without a capacity, and with that of the largest load, in any order; the known defect of Tutel."""
+def test_large_enough_capacity_drops_nothing(drawn, priority, factor):
+    """Without a capacity, and with that of the largest load, in any order; Tutel has a known defect here."""
     choice, index_T, E = drawn
     ids_TA = choice.ids_TA
     admitted = apply_capacity(choice, index_T, config(E, ids_TA.shape[1], factor, priority=priority), SOLO)
     assert torch.equal(admitted.ids_TA, ids_TA)
     assert torch.equal(admitted.weights_TA, choice.weights_TA)
-    # The largest load as an explicit factor: places are below it in any order.
+    # The largest load as an explicit factor: every slot index is below it in any order.
     largest = max([(ids_TA == e).sum().item() for e in range(E)], default=0)
     assert capacity(0.0, ids_TA.shape[1], len(ids_TA), E, largest=largest) == largest
     enough = config(E, ids_TA.shape[1], -float(max(largest, 1)), priority=priority)
@@ -123,7 +123,7 @@ def test_nothing_is_dropped_where_nothing_may_be(drawn, priority, factor):
 
 
 @given(choices(), st.sampled_from([1.0, 1.5, -1.0]), st.booleans())
-def test_a_first_choice_is_never_dropped_for_a_second(drawn, factor, priority):
+def test_first_choice_is_never_dropped_for_a_second(drawn, factor, priority):
     choice, index_T, E = drawn
     A = choice.ids_TA.shape[1]
     admitted = apply_capacity(choice, index_T, config(E, A, factor, priority=priority), SOLO)
@@ -136,8 +136,8 @@ def test_a_first_choice_is_never_dropped_for_a_second(drawn, factor, priority):
 
 
 @given(choices(), st.sampled_from([None, 0.0, 1.0, -1.5]))
-def test_dispatch_then_combine_is_the_identity_on_what_was_kept(drawn, factor):
-    """With unit weights on one choice a token; a token whose choice was dropped comes back as 0."""
+def test_dispatch_then_combine_is_the_identity_on_kept_tokens(drawn, factor):
+    """With unit weights and one choice per token; a dropped token comes back as 0."""
     choice, index_T, E = drawn
     choice = choice._replace(ids_TA=choice.ids_TA[:, :1], weights_TA=torch.ones(len(choice.ids_TA), 1).double())
     admitted = apply_capacity(choice, index_T, config(E, 1, factor), SOLO)
@@ -152,7 +152,7 @@ def test_dispatch_then_combine_is_the_identity_on_what_was_kept(drawn, factor):
 
 
 @given(choices(), st.permutations(range(24)))
-def test_the_order_in_which_tokens_lie_changes_nothing(drawn, shuffle):
+def test_token_order_in_memory_changes_nothing(drawn, shuffle):
     choice, index_T, E = drawn
     T, A = choice.ids_TA.shape
     moe = config(E, A, 1.0, priority=True)
@@ -163,7 +163,7 @@ def test_the_order_in_which_tokens_lie_changes_nothing(drawn, shuffle):
     assert torch.equal(moved.ids_TA, admitted.ids_TA[by])
 
 
-def test_a_capacity_that_holds_nothing_is_an_error_with_its_remedy():
+def test_zero_capacity_error_names_the_remedy():
     choice = RouterOutput(torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), torch.ones(9, 8))
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation at every size, a new one each epoch and seed, without pattern, seekable."""
+"""Sample order: a permutation at every size, new for each epoch and seed, without pattern, seekable."""
 
 import itertools
 import math
@@ -22,12 +22,12 @@ def test_every_epoch_is_a_permutation(samples, seed, epoch):
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 257])
-def test_the_sizes_that_fit_no_power_of_two(samples):
+def test_sizes_that_are_no_power_of_two(samples):
     assert sorted(Cursor(samples, 5).at(0, samples).tolist()) == list(range(samples))
 
 
 @given(sizes, seeds, st.integers(0, 10_000), st.lists(st.integers(0, 40), max_size=8))
-def test_a_seek_is_the_same_as_reading_on(samples, seed, seen, counts):
+def test_seeking_equals_reading_on(samples, seed, seen, counts):
     cursor = Cursor(samples, seed)
     at_once = cursor.at(seen, sum(counts))
     starts = itertools.accumulate(counts, initial=seen)
@@ -42,7 +42,7 @@ def test_batches_longer_than_an_epoch_see_each_sample_equally_often(samples, bat
     assert counts.sum() == batch
 
 
-def test_one_pass_sees_every_sample_once_and_the_next_in_another_order():
+def test_each_epoch_has_every_sample_once_in_a_new_order():
     cursor = Cursor(257, 3)
     first, second = cursor.at(0, 257), cursor.at(257, 257)
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(257))
@@ -55,23 +55,23 @@ def test_seeds_give_different_orders():
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4])
-def test_small_sets_reach_all_their_orders_equally(samples):
+def test_small_sets_have_all_orders_equally_often(samples):
     draws = 60 * math.factorial(samples)
     seen = Counter(tuple(permute(np.arange(samples), samples, seed, 0).tolist()) for seed in range(draws))
     assert len(seen) == math.factorial(samples)
     expected = draws / len(seen)
     chi2 = sum((count - expected) ** 2 / expected for count in seen.values())
-    freedom = len(seen) - 1
-    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations of a fair draw
+    degrees_of_freedom = len(seen) - 1
+    assert chi2 < degrees_of_freedom + 4 * math.sqrt(2 * degrees_of_freedom)  # four standard deviations of a fair draw
 
 
-def test_each_sample_is_equally_likely_at_each_place():
+def test_each_sample_is_equally_likely_at_each_position():
     n, draws = 16, 800
     table = np.zeros((n, n))
     for seed in range(draws):
         table[np.arange(n), permute(np.arange(n), n, seed, 0)] += 1
-    chi2, freedom = ((table - draws / n) ** 2 / (draws / n)).sum(), (n - 1) ** 2
-    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)
+    chi2, degrees_of_freedom = ((table - draws / n) ** 2 / (draws / n)).sum(), (n - 1) ** 2
+    assert chi2 < degrees_of_freedom + 4 * math.sqrt(2 * degrees_of_freedom)
 
 
 def test_neighbours_do_not_stay_neighbours():
@@ -80,6 +80,6 @@ def test_neighbours_do_not_stay_neighbours():
     assert np.bincount(steps, minlength=n).max() < 9  # about 1 each; a pattern would repeat one step many times
 
 
-def test_seeking_far_costs_nothing():
+def test_seeking_far_is_cheap():
     far = Cursor(10**12, 1)
     assert len(set(far.at(10**15, 64).tolist())) == 64

@@ -1,4 +1,4 @@
-"""Streaming text: whatever the tokenizer and the ids, what was pushed and flushed is what decode says at once."""
+"""Streaming detokenization: for any ids, the pushed and flushed text equals decode's."""
 
 import pytest
 from hypothesis import given
@@ -11,11 +11,11 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
     size = tokens.ALL[kind]().vocab_size
-    anything = st.integers(0, size - 1)
-    # Bytes of broken characters and control tokens are rare among all ids and frequent among these.
+    any_id = st.integers(0, size - 1)
+    # Bytes of incomplete characters and control tokens are rare among all ids but frequent among these.
     low = st.integers(0, min(size - 1, 258))
-    repeated = st.tuples(anything, st.integers(1, 20)).map(lambda pair: [pair[0]] * pair[1])
-    return st.lists(st.one_of(anything.map(lambda i: [i]), low.map(lambda i: [i]), repeated), max_size=30).map(
+    repeated = st.tuples(any_id, st.integers(1, 20)).map(lambda pair: [pair[0]] * pair[1])
+    return st.lists(st.one_of(any_id.map(lambda i: [i]), low.map(lambda i: [i]), repeated), max_size=30).map(
         lambda runs: [i for run in runs for i in run]
     )
 
@@ -33,40 +33,40 @@ def test_pushes_and_flush_are_the_whole_text(kind, skip_special, data):
 
 
 @given(st.text())
-def test_text_comes_back_and_soon(text):
-    """A byte-level stream of real text holds back three bytes at most: less than one character."""
+def test_stream_holds_back_less_than_one_character(text):
+    """A byte-level stream of real text holds back at most three bytes: less than one character."""
     tokenizer = tokens.byte_level()
     ids = tokenizer.encode(text, special=False)
-    stream, said = tokenizer.detokenizer(skip_special=False), ""
+    stream, shown = tokenizer.detokenizer(skip_special=False), ""
     for n, token in enumerate(ids, start=1):
-        said += stream.push(token)
-        held = tokenizer.decode(ids[:n], skip_special=False)[len(said) :]
-        assert held in ("", BROKEN)
-    assert said + stream.flush() == text
+        shown += stream.push(token)
+        held_back = tokenizer.decode(ids[:n], skip_special=False)[len(shown) :]
+        assert held_back in ("", BROKEN)
+    assert shown + stream.flush() == text
 
 
-def test_a_stream_can_be_used_again_after_its_flush():
+def test_stream_is_reusable_after_a_flush():
     tokenizer = tokens.sentencepiece()
     ids = [tokenizer.token_id(piece) for piece in ("▁hello", "<0xE6>", "<0x9D>")]
     stream = tokenizer.detokenizer()
     for _ in range(2):
         assert [stream.push(i) for i in ids] == ["hello", "", ""]
-        assert stream.flush() == BROKEN * 2  # SentencePiece's decoder writes one for each byte
+        assert stream.flush() == BROKEN * 2  # SentencePiece's decoder writes one per byte
 
 
-def test_control_tokens_are_silent_unless_asked_for():
+def test_control_tokens_are_skipped_by_default():
     tokenizer = tokens.byte_level()
     end = tokenizer.eos_ids[0]
     euro = tokenizer.encode("€", special=False)
     assert len(euro) > 1, "the test needs a character of several tokens"
-    quiet, loud = tokenizer.detokenizer(), tokenizer.detokenizer(skip_special=False)
-    # Inside a character: the bytes before and after belong together when the control token is left out.
+    skipping, showing = tokenizer.detokenizer(), tokenizer.detokenizer(skip_special=False)
+    # Inside a character: its bytes join when the control token is skipped.
     ids = [euro[0], end, *euro[1:]]
-    assert "".join(map(quiet.push, ids)) + quiet.flush() == "€"
-    assert "<|endoftext|>" in "".join(map(loud.push, ids)) + loud.flush()
+    assert "".join(map(skipping.push, ids)) + skipping.flush() == "€"
+    assert "<|endoftext|>" in "".join(map(showing.push, ids)) + showing.flush()
 
 
-def test_long_streams_keep_a_short_memory():
+def test_long_streams_use_bounded_memory():
     tokenizer = tokens.byte_level()
     stream = tokenizer.detokenizer()
     for token in tokenizer.encode(tokens.TEXT * 20, special=False):
@@ -75,12 +75,12 @@ def test_long_streams_keep_a_short_memory():
 
 
 @pytest.mark.parametrize("stuck", ["ÿ", "âĤ", "ðŁ", "Ģ"])
-def test_a_model_stuck_on_broken_bytes_costs_no_more_each_time(stuck):
+def test_repeated_broken_bytes_have_constant_cost(stuck):
     tokenizer = tokens.byte_level()
     run = [tokenizer.token_id(piece) for piece in stuck]
-    stream, ids, said = tokenizer.detokenizer(), [], ""
+    stream, ids, shown = tokenizer.detokenizer(), [], ""
     for token in run * 200:
         ids.append(token)
-        said += stream.push(token)
+        shown += stream.push(token)
         assert len(stream._window) < 48
-    assert said + stream.flush() == tokenizer.decode(ids)
+    assert shown + stream.flush() == tokenizer.decode(ids)

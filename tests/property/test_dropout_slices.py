@@ -1,4 +1,4 @@
-"""A slice of a mask, computed by itself, is that slice: of tokens, features, heads, queries, keys, in any order."""
+"""A mask slice computed by itself equals that slice of the full mask, along any dimension, in any order."""
 
 import torch
 from hypothesis import given
@@ -13,12 +13,14 @@ KEY = torch.tensor(-(2**61) + 12345)
 X_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def places(n: int) -> st.SearchStrategy[list[int]]:
+def indices(n: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, n - 1), max_size=n)
 
 
-@given(st.integers(0, 2**33), places(T), st.integers(0, D), st.integers(0, D), st.integers(0, 5), st.floats(0.01, 0.99))
-def test_tokens_and_features(first, tokens, a, b, site, rate):
+@given(
+    st.integers(0, 2**33), indices(T), st.integers(0, D), st.integers(0, D), st.integers(0, 5), st.floats(0.01, 0.99)
+)
+def test_slices_of_tokens_and_features(first, tokens, a, b, site, rate):
     index_T = torch.arange(first, first + T)
     start, stop = min(a, b), max(a, b)
     whole = recomputed_dropout(X_TD, KEY, index_T, site=site, rate=rate)
@@ -26,8 +28,8 @@ def test_tokens_and_features(first, tokens, a, b, site, rate):
     assert torch.equal(part, whole[tokens, start:stop])
 
 
-@given(st.integers(0, 2**33), places(T), places(T), st.integers(0, N - 1), st.integers(0, N), st.floats(0.01, 0.99))
-def test_heads_queries_and_keys(first, queries, keys, head, heads, rate):
+@given(st.integers(0, 2**33), indices(T), indices(T), st.integers(0, N - 1), st.integers(0, N), st.floats(0.01, 0.99))
+def test_slices_of_heads_queries_and_keys(first, queries, keys, head, heads, rate):
     index_T = torch.arange(first, first + T)
     whole = AttentionDropout(KEY, index_T, index_T, rate)
     heads = min(heads, N - head)
@@ -38,8 +40,8 @@ def test_heads_queries_and_keys(first, queries, keys, head, heads, rate):
 
 
 @given(st.integers(1, 7), st.integers(0, 40), st.booleans())
-def test_ranks_hold_the_whole_between_them(ranks, tokens, reverse):
-    """Over an axis of any size, as sequence parallelism cuts the residual stream; also in another order."""
+def test_masks_of_all_ranks_form_the_full_mask(ranks, tokens, reverse):
+    """Over an axis of any size, as sequence parallelism shards the residual stream; also in another order."""
     noise = Dropout.of(1, 2, 3, torch.arange(tokens) + 17, DropoutRates(residual=0.5))
     x = torch.ones(tokens, 8)
     whole = noise.at(2).drop(x, 1, 0.5)
@@ -50,8 +52,8 @@ def test_ranks_hold_the_whole_between_them(ranks, tokens, reverse):
 
 
 @given(st.lists(st.integers(0, 6), max_size=5))
-def test_documents_alone_attend_as_they_do_together(lengths):
-    """The mask belongs to the tokens, not to the stream that they came in."""
+def test_attention_mask_of_a_document_is_independent_of_packing(lengths):
+    """The mask depends on the tokens, not on the stream that contains them."""
     total = sum(lengths)
     draw = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(total, 2, 4, generator=draw, dtype=torch.float64) for _ in range(3))

@@ -27,7 +27,7 @@ class Pages(RuleBasedStateMachine):
         before = after[-1] if after else None
         for page in table:
             rank = page % self.pool.ranks if before is None else (before + 1) % self.pool.ranks
-            assert page in free[rank] or not free[rank], "a page goes to the next rank, if that has one"
+            assert page in free[rank] or not free[rank], "a page is allocated on the next rank if it has a free one"
             free[page % self.pool.ranks].discard(page)
             before = page
         assert not set(table) & {page for other in self.tables for page in other}

@@ -1,4 +1,4 @@
-"""Any interleaving of arrivals, steps, cancellations and preemptions: no page leaks, nobody overtakes, all finish."""
+"""Any interleaving of arrivals, steps, cancellations and preemptions: no leaks, first come first served."""
 
 import pytest
 from hypothesis import settings
@@ -13,7 +13,7 @@ from colonnade.serve.scheduler import Scheduler
 
 
 def next_token(ids: list[int]) -> int:
-    """A pretended model: the next token is a function of all tokens so far, as for a greedy decoder."""
+    """A fake model: the next token is a function of all tokens so far, as for greedy decoding."""
     return hash(tuple(ids)) % 97
 
 
@@ -22,7 +22,7 @@ END = 13
 
 
 class Serving(RuleBasedStateMachine):
-    """Drives a scheduler as an engine would, with a fake model that remembers what each page slot holds."""
+    """Drives a scheduler like an engine, with a fake model that records the content of each page slot."""
 
     @initialize(
         pages=st.integers(1, 12),
@@ -90,7 +90,7 @@ class Serving(RuleBasedStateMachine):
     def cancel(self, which: int):
         request = self.live.pop(which % len(self.live))
         self.scheduler.finish(request)
-        self.scheduler.finish(request)  # a second time is harmless
+        self.scheduler.finish(request)  # finishing twice is harmless
         assert request.status is Status.FINISHED and not request.pages
 
     @precondition(lambda self: self.live)
@@ -104,7 +104,7 @@ class Serving(RuleBasedStateMachine):
             return
         before = self.scheduler.preemptions, list(self.scheduler.running)
         work = self.scheduler.schedule()
-        if self.scheduler.preemptions > before[0]:  # pages are short: nobody new gets any in the same breath
+        if self.scheduler.preemptions > before[0]:  # pages are short: no new request may get any in the same step
             assert set(work.requests) <= set(before[1])
         assert work.tokens <= self.scheduler.token_budget
         assert len(self.scheduler.running) <= self.scheduler.max_requests
@@ -113,7 +113,7 @@ class Serving(RuleBasedStateMachine):
         ready = (work, self.run_work(work)) if work.slices else None
         if self.run_ahead:
             ready, self.flying = self.flying, ready
-        assert ready or self.flying, "nothing is done, and nothing is under way"
+        assert ready or self.flying, "no step is finished and none is in flight"
         for request, token in self.scheduler.commit(*ready) if ready else ():
             assert request.ids[-1] == token
             if request.generated == request.limit_tokens or token == END:
@@ -124,7 +124,7 @@ class Serving(RuleBasedStateMachine):
             self.flying = None
 
     def run_work(self, work) -> list[int]:
-        """What the model draws."""
+        """The tokens that the fake model samples."""
         tokens, size = [], self.pool.page_tokens
         for request, piece in zip(work.requests, work.slices, strict=True):
             for offset, token in enumerate(piece.tokens):
@@ -148,7 +148,7 @@ class Serving(RuleBasedStateMachine):
         return tokens
 
     def text_of(self, request: Request, length: int) -> list[int]:
-        """The first tokens of a request, known to it or not."""
+        """The first tokens of a request, including those still in flight."""
         ids = list(request.prompt)
         while len(ids) < length:
             ids.append(next_token(ids))
@@ -177,7 +177,7 @@ class Serving(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             for _ in range(10_000):
                 self.one_step()
-            assert not self.live, "a request starves"
+            assert not self.live, "a request never finished"
             assert not self.scheduler.busy and self.pool.free == self.pool.pages
 
 

@@ -1,4 +1,4 @@
-"""Stop strings and messages between ranks, under any cutting."""
+"""Stop strings and messages between ranks, for any split of the text."""
 
 from itertools import pairwise
 
@@ -15,7 +15,9 @@ stops = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 
 
 def reference(text: str, stops: list[str]) -> str:
-    """Read letter by letter; at the first letter that completes a stop string, cut before the longest such one."""
+    """Read character by character; at the first one that completes a stop string, cut before the longest
+    such string.
+    """
     for end in range(len(text) + 1):
         complete = [s for s in stops if text[:end].endswith(s)]
         if complete:
@@ -24,37 +26,39 @@ def reference(text: str, stops: list[str]) -> str:
 
 
 @given(letters, stops, st.lists(st.integers(0, 30), max_size=8))
-def test_any_cutting_gives_the_same_text(text: str, stops: list[str], cuts: list[int]):
+def test_stop_strings_do_not_depend_on_chunking(text: str, stops: list[str], cuts: list[int]):
     filter_ = StopFilter(stops)
     edges = [0, *sorted(cuts), len(text)]
     shown = ""
     for a, b in pairwise(edges):
         shown += filter_.push(text[a:b])
-        assert reference(text, stops).startswith(shown), "showed what a stop string takes away"
+        assert reference(text, stops).startswith(shown), "showed text that a stop string removes"
     assert filter_.stopped == any(s in text for s in stops)
     assert shown + filter_.flush() == reference(text, stops)
 
 
 @given(letters, stops)
-def test_no_more_is_held_back_than_could_become_a_stop(text: str, stops: list[str]):
+def test_only_possible_stop_prefixes_are_held_back(text: str, stops: list[str]):
     filter_ = StopFilter(stops)
     shown = "".join(map(filter_.push, text))
     if not filter_.stopped:
-        held = text[len(shown) :]
-        assert held == "" or any(s.startswith(held) and s != held for s in stops)
+        held_back = text[len(shown) :]
+        assert held_back == "" or any(s.startswith(held_back) and s != held_back for s in stops)
 
 
-numbers, fractions = st.integers(0, 2**40), st.floats(0, 1e300)
+whole_numbers, fractions = st.integers(0, 2**40), st.floats(0, 1e300)
 slices = st.builds(
     Slice,
-    start=numbers,
-    tokens=st.lists(numbers, min_size=1, max_size=5).map(tuple),
-    pages=st.lists(numbers, min_size=1, max_size=5).map(tuple),
+    start=whole_numbers,
+    tokens=st.lists(whole_numbers, min_size=1, max_size=5).map(tuple),
+    pages=st.lists(whole_numbers, min_size=1, max_size=5).map(tuple),
     sample_args=st.none()
-    | st.builds(SampleArgs, fractions, numbers, fractions, fractions, numbers.map(int.__neg__), numbers),
+    | st.builds(
+        SampleArgs, fractions, whole_numbers, fractions, fractions, whole_numbers.map(int.__neg__), whole_numbers
+    ),
 )
 
 
 @given(st.lists(slices, max_size=5))
-def test_work_survives_the_wire(pieces: list[Slice]):
+def test_work_round_trips_through_encoding(pieces: list[Slice]):
     assert unpack_work(pack_work(Work(tuple(pieces)))) == Work(tuple(pieces))

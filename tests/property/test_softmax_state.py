@@ -1,4 +1,4 @@
-"""``merge``: associative, commutative, with an identity, and with gradients that survive empty states."""
+"""``merge`` is associative and commutative, has an identity, and finite gradients for empty states."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def assert_states(a: State, b: State) -> None:
     assert_same(a.lse[finite], b.lse[finite], 1e-12)
 
 
-some = st.tuples(st.integers(0, 10**6), st.lists(st.booleans(), min_size=3, max_size=6))
+drawn_states = st.tuples(st.integers(0, 10**6), st.lists(st.booleans(), min_size=3, max_size=6))
 
 
-@given(some)
+@given(drawn_states)
 @settings(max_examples=60, deadline=None)
-def test_a_monoid_that_commutes(drawn: tuple[int, list[bool]]) -> None:
+def test_merge_is_associative_commutative_and_has_an_identity(drawn: tuple[int, list[bool]]) -> None:
     seed, empty = drawn
     parts = states(seed, len(empty), empty)
     a, b, c = parts[:3]
@@ -49,8 +49,8 @@ def test_a_monoid_that_commutes(drawn: tuple[int, list[bool]]) -> None:
 
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(0, 12), st.sampled_from([None, 1, 3]))
 @settings(max_examples=40, deadline=None)
-def test_splitting_the_keys_changes_nothing(seed: int, T: int, cut: int, window: int | None) -> None:
-    """Attention over two parts of the keys, merged, is attention over all of them, and so is its gradient."""
+def test_merging_parts_equals_attention_over_all_keys(seed: int, T: int, cut: int, window: int | None) -> None:
+    """Values and gradients of attention over two parts of the keys, merged."""
     generator = torch.Generator().manual_seed(seed)
     S = 12
     q, k, v = (torch.randn(n, h, 4, generator=generator, dtype=torch.float64) for n, h in ((T, 6), (S, 3), (S, 3)))

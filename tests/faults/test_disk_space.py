@@ -1,4 +1,4 @@
-"""Room on the disk: too little is refused before anything is touched, and a disk that fills up leaves nothing half."""
+"""Disk space: too little is refused before writing, and a disk that fills up leaves no partial files."""
 
 import errno
 import os
@@ -25,74 +25,72 @@ pytestmark = pytest.mark.xdist_group("worlds")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 640 KiB: a checkpoint of the tiny model takes about 110 KiB of it."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(place)]
+    """A 640 KiB file system; a checkpoint of the tiny model takes about 110 KiB."""
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(mount_point)]
     if (
         os.geteuid()
         or not shutil.which("mount")
         or subprocess.run(command, capture_output=True, check=False).returncode
     ):
-        pytest.skip("needs the right to mount a tmpfs")
+        pytest.skip("needs permission to mount a tmpfs")
     try:
-        yield place
+        yield mount_point
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
-def _runs_full(config: RunConfig) -> str:
+def _run_until_full(config: RunConfig) -> str:
     with pytest.raises(CapacityError) as caught:
         train(config)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("behind", [True, False])
-def test_too_little_room_is_refused_before_anything_is_touched(
-    config: RunConfig, small_disk: Path, behind: bool
-) -> None:
-    t = config.train.replace(save_every=1, async_save=behind)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_too_little_space_is_refused_before_writing(config: RunConfig, small_disk: Path, is_async: bool) -> None:
+    t = config.train.replace(save_every=1, async_save=is_async)
     it = config.replace(runs=small_disk, plan=Plan(dp=2), train=t)
-    begun: list[str] = in_world(2, _runs_full, it)
-    assert begun[0] == begun[1]
-    assert "bytes free; nothing was written: free some space" in begun[0]
+    messages: list[str] = in_world(2, _run_until_full, it)
+    assert messages[0] == messages[1]
+    assert "bytes free; nothing was written: free some space" in messages[0]
     (newest, good), *_ = folders.list_steps(it.folder)
-    assert f"{it.folder}/step-{newest + 1} needs " in begun[0]
+    assert f"{it.folder}/step-{newest + 1} needs " in messages[0]
     assert not list(it.folder.glob(".*"))
     assert native.newest(it.folder) == good
-    # With room again the same command goes on, to where the run would have come without the trouble.
-    roomy = it.replace(train=t.replace(keep=2))
+    # With space again, the same command resumes and ends as an undisturbed run.
+    with_retention = it.replace(train=t.replace(keep=2))
     in_world(2, train, config.replace(name="whole", plan=Plan(dp=2)))
     for step, folder in folders.list_steps(it.folder)[1:]:
         assert step and not shutil.rmtree(folder)
-    in_world(2, train, roomy)
+    in_world(2, train, with_retention)
     assert tensors(it.folder / "step-12") == tensors(config.runs / "whole" / "step-12")
 
 
-def test_a_disk_that_fills_up_midway_leaves_nothing_half(config: RunConfig, small_disk: Path) -> None:
-    """Somebody else takes the room after it was looked at."""
+def test_disk_that_fills_up_leaves_no_partial_checkpoint(config: RunConfig, small_disk: Path) -> None:
+    """Another process takes the space after the check."""
     it = config.replace(runs=small_disk)
     Trainer(it.replace(train=config.train.replace(steps=4))).fit()
     good = tensors(it.folder / "step-4")
-    hog = small_disk / "hog"
+    filler = small_disk / "hog"
 
-    def looked_at(folder: Path, needs_bytes: int) -> None:
+    def check_then_fill(folder: Path, needs_bytes: int) -> None:
         atomic_folder.check_disk_space(folder, needs_bytes)
-        hog.write_bytes(bytes(shutil.disk_usage(small_disk).free - 40_000))
+        filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 40_000))
 
     with (
-        patch.object(dcp_storage, "check_disk_space", looked_at),
+        patch.object(dcp_storage, "check_disk_space", check_then_fill),
         pytest.raises(CapacityError, match=r"the disk is full: .*step-8"),
     ):
         Trainer(it).fit()
     assert [step for step, _ in folders.list_steps(it.folder)] == [4]
     assert not list(it.folder.glob(".*"))
     assert tensors(it.folder / "step-4") == good
-    hog.unlink()
+    filler.unlink()
     assert Trainer(it).fit().steps == 12
 
 
-def test_a_full_disk_under_the_metrics_is_told_as_one(config: RunConfig) -> None:
+def test_full_disk_while_writing_metrics_is_reported(config: RunConfig) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         patch.object(JsonLines, "record", side_effect=full),
@@ -109,7 +107,7 @@ def test_a_full_disk_under_the_metrics_is_told_as_one(config: RunConfig) -> None
     assert Trainer(config).fit().steps == 12
 
 
-def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:
+def test_space_estimate_equals_the_bytes_written(config: RunConfig) -> None:
     asked: list[int] = []
     with patch.object(dcp_storage, "check_disk_space", lambda folder, needs_bytes: asked.append(needs_bytes)):
         Trainer(config.replace(train=config.train.replace(save_every=0))).fit()
@@ -119,7 +117,7 @@ def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "keep_every", "left"),
+    ("keep", "keep_every", "remaining"),
     [
         (None, None, [12, 10, 8, 6, 4, 2]),
         (2, None, [12, 10]),
@@ -128,14 +126,16 @@ def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:
         (100, None, [12, 10, 8, 6, 4, 2]),
     ],
 )
-def test_the_newest_stay(config: RunConfig, keep: int | None, keep_every: int | None, left: list[int]) -> None:
+def test_newest_checkpoints_are_kept(
+    config: RunConfig, keep: int | None, keep_every: int | None, remaining: list[int]
+) -> None:
     Trainer(config.replace(train=config.train.replace(save_every=2, keep=keep, keep_every=keep_every))).fit()
-    assert [step for step, _ in folders.list_steps(config.folder)] == left
+    assert [step for step, _ in folders.list_steps(config.folder)] == remaining
     assert not list(config.folder.glob(".*"))
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"keep": 0}, "train.keep is 0 and must be 1 or more; .* leave it out: then all checkpoints are kept"),
         ({"keep": -2}, "train.keep is -2"),
@@ -143,13 +143,13 @@ def test_the_newest_stay(config: RunConfig, keep: int | None, keep_every: int | 
         ({"keep_every": 3}, "without it all are kept; set train.keep, or leave keep_every out"),
     ],
 )
-def test_a_retention_that_keeps_none_is_refused(config: RunConfig, settings: dict[str, int], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_retention_settings_are_refused(config: RunConfig, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config.train.replace(**settings)
 
 
-def test_the_only_good_one_stays(config: RunConfig) -> None:
-    """Newer ones that lost a file do not count, and are left for somebody to look at."""
+def test_only_good_checkpoint_is_kept(config: RunConfig) -> None:
+    """Newer checkpoints with missing files do not count, and are left for inspection."""
     Trainer(config.replace(train=config.train.replace(save_every=2))).fit()
     for step in (12, 10, 8, 6):
         (config.folder / f"step-{step}" / "weights-00000.safetensors").unlink()

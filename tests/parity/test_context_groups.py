@@ -1,4 +1,4 @@
-"""Grounds laid one after another over a standing group leave neither groups nor threads behind."""
+"""Contexts built one after another over one process group leak neither groups nor threads."""
 
 import threading
 from pathlib import Path
@@ -22,20 +22,22 @@ def _groups() -> int:
 
 
 def _threads() -> int:
-    """Those of gloo are not Python's."""
+    """Thread count from /proc: gloo's threads are not Python threads."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
 
 
-def _many_grounds() -> list[int]:
-    """Threads before, and after each of two rounds; models under FSDP and in pipelines hold their groups in cycles."""
-    found = [_threads()]
+def _many_contexts() -> list[int]:
+    """Thread counts before, and after each of two rounds; FSDP models and pipelines hold their groups in reference
+    cycles.
+    """
+    counts = [_threads()]
     for _ in range(2):
         for plan in PLANS:
             _train(plan)
             assert _groups() == 1, plan
-        found.append(_threads())
-    return found
+        counts.append(_threads())
+    return counts
 
 
 def _train(plan: Plan) -> None:
@@ -46,13 +48,13 @@ def _train(plan: Plan) -> None:
 
 
 def _one_step(case: str, context: DistributedContext) -> None:
-    """In a function of its own, so that nothing but cycles holds the model when the ground ends."""
+    """In a function of its own, so that only reference cycles hold the model when the context ends."""
     Run.start(CASES[case], context).go(0, 1)
 
 
-def test_nothing_is_left_behind() -> None:
-    for before, first, second in run(2, _many_grounds):
-        assert second <= first <= before + 2, "a group of gloo is three threads"
+def test_contexts_leak_no_groups_or_threads() -> None:
+    for before, first, second in run(2, _many_contexts):
+        assert second <= first <= before + 2, "a gloo group has three threads"
 
 
 def _fail() -> None:
@@ -62,14 +64,14 @@ def _fail() -> None:
 
 
 def _fails() -> None:
-    """After a failure nobody meets the others to take up groups; the next ground stands beside what is left."""
+    """After a failure the ranks do not meet to destroy groups; the next context must work beside the remaining ones."""
     with pytest.raises(ValueError, match="here"):
         _fail()
-    assert _groups() > 1, "they end with the default group"
+    assert _groups() > 1, "they are destroyed with the default group"
     with DistributedContext.build(Plan(dp=2)) as context:
         assert context.axes.dp.sum_(torch.ones(1)).item() == 2
 
 
-def test_a_failure_waits_for_nobody() -> None:
+def test_context_of_a_failed_rank_does_not_wait_for_others() -> None:
     run(2, _fails)
     run(2, _fails)

@@ -1,4 +1,4 @@
-"""What a run tells of itself: a profile and its table, memory in each row, trackers, and running out of memory."""
+"""Monitoring of a run: profile and table, memory and data in each row, trackers, out-of-memory reports."""
 
 import gzip
 import json
@@ -45,38 +45,38 @@ def config(corpus: Path, tmp_path: Path) -> RunConfig:
 # -- profile ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_profile_of_two_ranks(config: RunConfig) -> None:
+def test_profile_of_two_ranks(config: RunConfig) -> None:
     config = config.replace(plan=Plan(tp=2), train=config.train.replace(profile=2))
     in_world(2, train, config)
     rows = {row["step"]: row for row in read_rows(config.folder)}
-    tabled = [row for row in read_rows(config.folder) if "compute_s" in row]
-    assert [row["step"] for row in tabled] == [5], "after three steps, two are traced"
-    (row,) = tabled
+    profiled = [row for row in read_rows(config.folder) if "compute_s" in row]
+    assert [row["step"] for row in profiled] == [5], "two steps are traced after three"
+    (row,) = profiled
     kinds = ("compute", "communication_exposed", "data_exposed", "idle")
     assert sum(row[f"{kind}_s"] for kind in kinds) == pytest.approx(row["step_s"])
     assert row["matmul_s"] > 0 and row["attention_s"] > 0 and row["optimizer_s"] > 0
-    assert row["communication_exposed_s"] > 0, "tensor parallelism on a CPU hides nothing"
+    assert row["communication_exposed_s"] > 0, "tensor parallelism on a CPU overlaps nothing"
     for rank in range(2):
         with gzip.open(config.folder / "profile" / f"rank-{rank}.json.gz", "rt") as file:
             names = {event["name"] for event in json.load(file)["traceEvents"]}
         assert {"aten::mm", "gloo:all_reduce", "reads samples"} <= names
-    assert list(rows) == list(range(1, 9)), "the run went on"
+    assert list(rows) == list(range(1, 9)), "the run continued"
 
 
-def test_the_table_is_shown_and_a_short_run_says_why_there_is_none(
+def test_profile_table_is_printed_or_its_absence_explained(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Trainer(config.replace(train=config.train.replace(profile=1))).fit()
-    said = capsys.readouterr().out
-    assert "1 steps traced" in said and "matmul" in said and "rank-0.json.gz" in said
-    assert "exposed communication" not in said, "one process has none"
+    output = capsys.readouterr().out
+    assert "1 steps traced" in output and "matmul" in output and "rank-0.json.gz" in output
+    assert "exposed communication" not in output, "one process has no communication"
     Trainer(config.replace(name="short", train=config.train.replace(steps=4, warmup=0, profile=2))).fit()
-    said = capsys.readouterr().out
-    assert "no profile: it takes 5 steps, and 4 are left" in said
-    assert "traced" not in said
+    output = capsys.readouterr().out
+    assert "no profile: it takes 5 steps, and 4 are left" in output
+    assert "traced" not in output
 
 
-def test_rows_tell_memory_and_data(config: RunConfig) -> None:
+def test_rows_contain_memory_and_data_wait(config: RunConfig) -> None:
     Trainer(config).fit()
     rows = read_rows(config.folder)
     assert all(1 << 26 < row["memory_peak_bytes"] < 1 << 40 and row["data_s"] > 0 for row in rows)
@@ -89,8 +89,8 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 2 GiB")
 
 
-def starved(session: Session, step: int) -> str:
-    """What is said when an allocation fails in the forward pass of ``step``."""
+def oom_report(session: Session, step: int) -> str:
+    """The report when an allocation fails in the forward pass of ``step``."""
     for _ in range(step - 1):
         session.step()
     next(session.model.blocks.children()).register_forward_hook(out_of_memory)
@@ -103,44 +103,44 @@ def numel(session: Session) -> int:
     return sum(w.numel() for w in session.masters.local.values())
 
 
-def check_starved(config: RunConfig) -> tuple[str, int]:
+def oom_reports(config: RunConfig) -> tuple[str, int]:
     with DistributedContext.build(config.plan, "cpu") as context:
         session = Session(config, context)
-        return starved(session, 2), numel(session)
+        return oom_report(session, 2), numel(session)
 
 
-def amount(said: str, row: str) -> str:
-    (line,) = [line for line in said.splitlines() if line.strip().startswith(row)]
+def amount(output: str, row: str) -> str:
+    (line,) = [line for line in output.splitlines() if line.strip().startswith(row)]
     return " ".join(line.removeprefix(f"  {row}").split()[:2])
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2)], ids=str)
-def test_an_account_of_what_filled_the_memory(config: RunConfig, plan: Plan) -> None:
-    for said, n in in_world(plan.world, check_starved, config.replace(plan=plan)):
-        first = said.splitlines()[0]
+def test_oom_report_lists_what_fills_the_memory(config: RunConfig, plan: Plan) -> None:
+    for output, n in in_world(plan.world, oom_reports, config.replace(plan=plan)):
+        first = output.splitlines()[0]
         assert first == "out of memory on cpu in step 2, which requested 1.5 GiB more. It is filled by"
-        assert amount(said, "master weights") == memory.format_bytes(4 * n)
-        assert amount(said, "moments") == memory.format_bytes(2 * 4 * n)
-        assert amount(said, "requested") == "1.5 GiB"
-        assert "gradients" not in said, "they were dropped after step 1, and this is a forward pass"
-        assert "by the same estimate" in said
+        assert amount(output, "master weights") == memory.format_bytes(4 * n)
+        assert amount(output, "moments") == memory.format_bytes(2 * 4 * n)
+        assert amount(output, "requested") == "1.5 GiB"
+        assert "gradients" not in output, "gradients were freed after step 1, and this is a forward pass"
+        assert "by the same estimate" in output
 
 
-def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_in_a_run_raises_capacity_error(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
-        torch.empty(1 << 60, dtype=torch.uint8)  # which no machine has: torch's own message
+        torch.empty(1 << 60, dtype=torch.uint8)  # more than any machine has: torch's own message
 
     monkeypatch.setattr("colonnade.train.optimizer_step.clip_grads_", fails)
     with pytest.raises(CapacityError, match=r"which requested 1\.074e\+09 GiB more") as caught:
         Trainer(config).fit()
-    assert "gradients" in str(caught.value), "after the backward pass they are there"
+    assert "gradients" in str(caught.value), "gradients exist after the backward pass"
     monkeypatch.setattr("colonnade.train.optimizer_step.clip_grads_", lambda *_: [].pop())
     with pytest.raises(IndexError):
         Trainer(config.replace(name="bug")).fit()
 
 
-def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.MemoryBreakdown]:
-    """What is said where there is no room for the moments, the estimate, and what a session that begins holds."""
+def _oom_at_start(config: RunConfig) -> tuple[str, dict[str, int], memory.MemoryBreakdown]:
+    """The report when the moments cannot be allocated, the estimate, and the memory of a session that starts."""
     with DistributedContext.build(config.plan, "cpu") as context:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("colonnade.train.session.make_optimizer", out_of_memory)
@@ -155,27 +155,29 @@ def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.MemoryBreakd
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
-def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: str) -> None:
-    """Its tensors are counted before they are there, to the byte."""
+def test_oom_before_the_first_step(config: RunConfig, plan: Plan, dtype: str) -> None:
+    """The tensors are counted before they are allocated, to the byte."""
     config = config.replace(plan=plan, train=config.train.replace(dtype=dtype))
-    for rank, (said, estimated, held) in enumerate(in_world(plan.world, _begins, config)):
-        first = said.splitlines()[0]
+    for rank, (output, estimated, held) in enumerate(in_world(plan.world, _oom_at_start, config)):
+        first = output.splitlines()[0]
         assert first.startswith("out of memory on cpu before the first step, which requested 1.5 GiB more. By the mem")
         if plan.dp * plan.cp == 1:
             assert estimated.get("weights to compute with", 0) == held.weights
         if plan.dp * plan.cp == 1 or rank == 0:  # the first shard is the largest
             assert (estimated["master weights"], estimated["moments"]) == (held.masters, held.moments)
         most = max(held.moments, estimated["moments"])
-        assert amount(said, "moments") in (memory.format_bytes(held.moments), memory.format_bytes(most)) or plan.pp > 1
+        assert (
+            amount(output, "moments") in (memory.format_bytes(held.moments), memory.format_bytes(most)) or plan.pp > 1
+        )
 
 
-def test_a_validation_that_runs_out_of_memory(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_in_a_validation(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colonnade.train.session.evaluate", out_of_memory)
     with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which requested 1\.5 GiB more"):
         Trainer(config.replace(train=config.train.replace(eval_every=4))).fit()
 
 
-def test_no_room_for_a_copy_to_save(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_host_memory_for_async_save(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -187,24 +189,24 @@ def test_no_room_for_a_copy_to_save(config: RunConfig, monkeypatch: pytest.Monke
     assert Trainer(config.replace(train=config.train.replace(async_save=False))).fit().steps == 8
 
 
-def test_what_a_pipeline_wraps_is_found() -> None:
-    lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+def test_oom_wrapped_by_a_pipeline_is_found() -> None:
+    oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     wrapped = RuntimeError("Stage 0 failed to run forward")
-    wrapped.__cause__ = lack
-    assert memory.find_oom_error(wrapped) is lack
+    wrapped.__cause__ = oom
+    assert memory.find_oom_error(wrapped) is oom
     assert memory.find_oom_error(RuntimeError("the sizes do not agree")) is None
 
 
-def test_after_it_only_remedies_that_are_enough_are_offered(config: RunConfig) -> None:
-    """In proportion to how much more the run needed than was estimated; more ranks on this host are none."""
+def test_advice_lists_only_sufficient_remedies(config: RunConfig) -> None:
+    """Scaled by how much more the run needed than estimated; more ranks on the same host do not help."""
     model = MODEL.replace(width=64, layers=8, ffn_width=256, context=512)
     data, cpu = config.data.replace(sequence=512), torch.device("cpu")
     config = config.replace(model=model, data=data, train=config.train.replace(async_save=False))
     estimated = sum(estimate(config, "cpu").device.values())
-    said = memory._advice(config, cpu, needed=10 * estimated, free=7 * estimated)
-    assert "--train.recompute full" in said and "--train.micro_batch 2" in said
-    assert "--plan.dp 4  (on 4 hosts like this one, by torchrun" in said
-    assert f"{memory.format_bytes(7 * estimated)}" not in said
+    output = memory._advice(config, cpu, needed=10 * estimated, free=7 * estimated)
+    assert "--train.recompute full" in output and "--train.micro_batch 2" in output
+    assert "--plan.dp 4  (on 4 hosts like this one, by torchrun" in output
+    assert f"{memory.format_bytes(7 * estimated)}" not in output
     less = memory._advice(config, cpu, needed=10 * estimated, free=estimated // 10)
     assert "--train.micro_batch 2 " not in less
 
@@ -212,10 +214,10 @@ def test_after_it_only_remedies_that_are_enough_are_offered(config: RunConfig) -
 # -- trackers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_package_is_said_before_training(
+def test_missing_tracker_package_fails_before_training(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "mlflow").mkdir()  # a folder of that name is no package
+    (tmp_path / "mlflow").mkdir()  # a folder of that name is not a package
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     for name in ("wandb", "mlflow"):
@@ -228,8 +230,8 @@ def test_a_missing_package_is_said_before_training(
         config.train.replace(trackers=("tensorboard",))
 
 
-class Fails:
-    """A service that goes away after step 2."""
+class FailingTracker:
+    """A service that becomes unreachable after step 2."""
 
     def __init__(self, folder: Path, resumed_step: int, *, config: Any):
         self.steps: list[int] = []
@@ -239,19 +241,20 @@ class Fails:
             raise ConnectionError("no route to host\nand much more")
 
     def close(self) -> None:
-        raise AssertionError("it is told no more")
+        raise AssertionError("a failed tracker must not be closed")
 
 
-def test_a_service_that_fails_is_left_behind(
+def test_failing_tracker_is_dropped(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SERVICES, "mlflow", Fails)
+    monkeypatch.setitem(SERVICES, "mlflow", FailingTracker)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin="there"))
     assert Trainer(config.replace(train=config.train.replace(trackers=("mlflow",)))).fit().steps == 8
-    said = capsys.readouterr().err
-    assert said.count("mlflow") == 1
+    output = capsys.readouterr().err
+    assert output.count("mlflow") == 1
     assert (
-        "mlflow failed with ConnectionError: no route to host; no metrics are sent from step 3 on; metrics.json" in said
+        "mlflow failed with ConnectionError: no route to host; no metrics are sent from step 3 on; metrics.json"
+        in output
     )
     assert [row["step"] for row in read_rows(config.folder)] == list(range(1, 9))
 
@@ -276,14 +279,14 @@ if __name__ == "__main__":
 """
 
 
-def served(config: RunConfig, name: str, **settings: str) -> str:
-    """A run with tracker ``name``, and its resumption, in a process of their own; what it prints."""
+def run_with_tracker(config: RunConfig, name: str, **settings: str) -> str:
+    """Run with tracker ``name``, and resume, in a separate process; returns its output."""
     pytest.importorskip(name, reason=f"needs the package {name}: pip install 'colonnade[track]'", exc_type=ImportError)
     script = config.runs / "script.py"
     script.write_text(SERVICE_SCRIPT)
-    given = config.replace(train=config.train.replace(trackers=(name,))).model_dump_json()
+    run_json = config.replace(train=config.train.replace(trackers=(name,))).model_dump_json()
     done = subprocess.run(
-        [sys.executable, str(script), given], cwd=config.runs, env=os.environ | settings, capture_output=True,
+        [sys.executable, str(script), run_json], cwd=config.runs, env=os.environ | settings, capture_output=True,
         text=True, timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -293,8 +296,8 @@ def served(config: RunConfig, name: str, **settings: str) -> str:
 @pytest.mark.slow
 def test_mlflow_gets_each_step_once(config: RunConfig) -> None:
     address = (config.runs / "mlruns").as_uri()
-    said = served(config, "mlflow", MLFLOW_TRACKING_URI=address, MLFLOW_ALLOW_FILE_STORE="true")
-    found = json.loads(said.splitlines()[-1])
+    output = run_with_tracker(config, "mlflow", MLFLOW_TRACKING_URI=address, MLFLOW_ALLOW_FILE_STORE="true")
+    found = json.loads(output.splitlines()[-1])
     rows = [(row["step"], row["loss"]) for row in read_rows(config.folder) if "loss" in row]
     assert sorted(map(tuple, found["losses"])) == rows
     assert [step for step, _ in rows] == list(range(1, 13))
@@ -303,10 +306,10 @@ def test_mlflow_gets_each_step_once(config: RunConfig) -> None:
 
 @pytest.mark.slow
 def test_wandb_writes_its_own_files(config: RunConfig) -> None:
-    served(config, "wandb", WANDB_MODE="offline", WANDB_SILENT="true")
+    run_with_tracker(config, "wandb", WANDB_MODE="offline", WANDB_SILENT="true")
     folders = sorted((config.folder / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2, "one for each time that it went on"
+    assert len(folders) == 2, "one per start of the run"
     name = (config.folder / "wandb-id").read_text()
-    assert all(folder.name.endswith(name) for folder in folders), "and the same run"
+    assert all(folder.name.endswith(name) for folder in folders), "with the same run id"
     written = b"".join(file.read_bytes() for folder in folders for file in folder.glob("*.wandb"))
     assert b"grad_norm" in written and b"memory_peak_bytes" in written
