@@ -272,13 +272,13 @@ def test_flashinfer_reads_the_same_pages_as_ours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer))
     monkeypatch.setattr(decode_cells, "WORKSPACE_BYTES", 1)
     tensors = decode_cells.Tensors(decode_cells.Cell((40, 16, 1, 33), K=2, group=4, H=16, page=16), "cpu", copies=2)
-    right, ours = decode_cells.exact(tensors), decode_cells.ours(tensors)
-    assert decode_cells.error(ours, right) > 0.1, "scattered pages give other keys"
-    in_order, scattered = (dict(decode_cells.flashinfer(tensors, in_order=told)) for told in (True, False))
+    expected, ours = decode_cells.exact(tensors), decode_cells.ours(tensors)
+    assert decode_cells.error(ours, expected) > 0.1, "scattered pages give other keys"
+    in_order, scattered = (dict(decode_cells.flashinfer(tensors, in_order=ordered)) for ordered in (True, False))
     names = ["flashinfer" + cores + mode for mode in ("", ", graph mode") for cores in ("", ", tensor cores")]
     assert list(in_order) == list(scattered) == names
     for name in names:
-        assert decode_cells.error(in_order[name], right) < 1e-6
+        assert decode_cells.error(in_order[name], expected) < 1e-6
         for copy in range(2):
             o = scattered[name](copy)
             assert (o - ours(copy).float()).norm() < 2e-3 * o.norm(), f"{name}, copy {copy}"
