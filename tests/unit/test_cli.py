@@ -719,14 +719,14 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for output in (
+    for message in (
         "temperature is -1",
         "top_p is 2",
         "strings that are not empty",
         "--plan.cp is 0",
         "cache_bytes is 0",
     ):
-        assert done.stderr.count(output) == 2, done.stderr
+        assert done.stderr.count(message) == 2, done.stderr
 
 
 def test_an_encoder_is_refused_for_generation_before_any_process_starts(
