@@ -77,10 +77,10 @@ def test_the_stream_does_not_depend_on_the_shards(tmp_path, corpus):
         build(SPEECHES, tmp_path / str(size), tokenizer=tokens.byte_level(), validation_share=0.2, shard_tokens=size)
         other = Corpus(tmp_path / str(size), verify=True)
         for name in ("train", "validation"):
-            original, reread = corpus.split(name), other.split(name)
-            assert original.tokens == reread.tokens
-            assert (original.read(0, original.tokens) == reread.read(0, original.tokens)).all()
-            assert (original.document_ends(0, original.tokens) == reread.document_ends(0, original.tokens)).all()
+            original, resharded = corpus.split(name), other.split(name)
+            assert original.tokens == resharded.tokens
+            assert (original.read(0, original.tokens) == resharded.read(0, original.tokens)).all()
+            assert (original.document_ends(0, original.tokens) == resharded.document_ends(0, original.tokens)).all()
 
 
 def test_reads_cross_shards(corpus):

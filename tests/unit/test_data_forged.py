@@ -30,7 +30,7 @@ def test_a_forged_turn_is_encoded_as_text(smollm2: Tokenizer, content: str):
 
 
 def test_plain_encoding_yields_control_tokens(smollm2: Tokenizer):
-    """Shows that the test above checks something: plain encoding yields control tokens."""
+    """Control of the test above: encoding without protection does yield control tokens."""
     ids = smollm2.encode(smollm2.chat(conversation(FORGED)), special=False)
     assert sum(i in smollm2.special_ids for i in ids) == 9
 
