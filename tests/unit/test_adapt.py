@@ -95,7 +95,7 @@ def test_measured_times_decide_among_candidates() -> None:
     )
 
 
-def test_weights_are_gathered_for_each_part() -> None:
+def test_each_part_gathers_the_weights_again() -> None:
     one, two = (modelled_seconds(DispatchOptions(1, p), replace(EVEN, choices=0, busiest=0), COSTS) for p in (1, 2))
     gather_s = 3 * LINK.seconds(EVEN.weight_bytes * 3)
     assert two - one == pytest.approx(gather_s + 4 * LINK.latency_s)
@@ -112,29 +112,29 @@ def test_first_and_last_parts_are_the_smallest() -> None:
     ]
 
 
-def _trials(load: list[int]) -> list[int]:
+def _count_timed_options(load: list[int]) -> list[int]:
     """The number of options timed by each of several calls."""
     with DistributedContext.build(Plan(dp=2, ep=2)) as context:
         model = build(MOES["gated"], context.axes)
         module = model.blocks.get_submodule("0.ffn")
         assert isinstance(module, MixtureOfExperts)
-        trials, timed = SpreadTimings(model), []
-        measure = trials._measure
+        timings, timed = SpreadTimings(model), []
+        measure = timings._measure
 
         def counted(options: list[DispatchOptions], *rest: Any) -> list[float]:
             timed.append(len(options))
             return measure(options, *rest)
 
-        trials._measure = counted  # type: ignore[method-assign]
+        timings._measure = counted  # type: ignore[method-assign]
         before = [p.detach().clone() for p in model.parameters()]
-        one = trials.seconds([DispatchOptions(1, 1), DispatchOptions(0, 1)], module, 20, load)
+        one = timings.seconds([DispatchOptions(1, 1), DispatchOptions(0, 1)], module, 20, load)
         assert set(one) == {DispatchOptions(1, 1), DispatchOptions(0, 1)} and min(one.values()) > 0
-        assert trials.seconds([DispatchOptions(1, 1)], module, 20, [n + 1 for n in load]) == {
+        assert timings.seconds([DispatchOptions(1, 1)], module, 20, [n + 1 for n in load]) == {
             DispatchOptions(1, 1): one[DispatchOptions(1, 1)]
         }
-        trials.seconds([DispatchOptions(1, 1), DispatchOptions(1, 3)], module, 20, load)
-        trials.seconds([DispatchOptions(1, 1)], module, 20, [100, 100, 100, 1, 1, 1])
-        trials.seconds([DispatchOptions(1, 1)], module, 200, load)
+        timings.seconds([DispatchOptions(1, 1), DispatchOptions(1, 3)], module, 20, load)
+        timings.seconds([DispatchOptions(1, 1)], module, 20, [100, 100, 100, 1, 1, 1])
+        timings.seconds([DispatchOptions(1, 1)], module, 200, load)
         assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
         return timed
 
@@ -142,4 +142,4 @@ def _trials(load: list[int]) -> list[int]:
 @pytest.mark.xdist_group("worlds")
 def test_a_similar_load_is_not_timed_again() -> None:
     """New options, a more skewed load or more tokens are timed; the model's weights do not change."""
-    assert run(2, _trials, [30, 40, 35, 33, 31, 36])[0] == [2, 1, 1, 1]
+    assert run(2, _count_timed_options, [30, 40, 35, 33, 31, 36])[0] == [2, 1, 1, 1]

@@ -72,30 +72,30 @@ def test_torch_dtypes_and_devices_are_accepted(model_folder: Path, tmp_path: Pat
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
-PARAMS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
 def test_a_list_of_prompts_gives_the_same_as_each_alone(model: colonnade.Model) -> None:
     texts = ["once upon", "a column bears", "x"]
-    assert model.generate(texts, **PARAMS) == [model.generate(text, **PARAMS) for text in texts]
+    assert model.generate(texts, **GREEDY) == [model.generate(text, **GREEDY) for text in texts]
     ids = [model.tokenizer.encode(text) for text in texts]
-    assert model.generate(ids, **PARAMS) == [model.generate(one, **PARAMS) for one in ids]
-    assert model.generate([torch.tensor(one) for one in ids], **PARAMS) == model.generate(ids, **PARAMS)  # type: ignore[list-item]
-    mixed = model.generate([texts[0], ids[1]], **PARAMS)  # type: ignore[list-item]
-    assert mixed == [model.generate(texts[0], **PARAMS), model.generate(ids[1], **PARAMS)]
+    assert model.generate(ids, **GREEDY) == [model.generate(one, **GREEDY) for one in ids]
+    assert model.generate([torch.tensor(one) for one in ids], **GREEDY) == model.generate(ids, **GREEDY)  # type: ignore[list-item]
+    mixed = model.generate([texts[0], ids[1]], **GREEDY)  # type: ignore[list-item]
+    assert mixed == [model.generate(texts[0], **GREEDY), model.generate(ids[1], **GREEDY)]
     with pytest.raises(RequestError, match="the prompt is empty"):
-        model.generate([], **PARAMS)
+        model.generate([], **GREEDY)
 
 
 def test_a_stream_yields_the_answer_in_pieces(model: colonnade.Model) -> None:
-    pieces = list(model.stream("once upon", **PARAMS))
-    assert "".join(pieces) == model.generate("once upon", **PARAMS)
+    pieces = list(model.stream("once upon", **GREEDY))
+    assert "".join(pieces) == model.generate("once upon", **GREEDY)
     ids = model.tokenizer.encode("once upon")
-    assert list(model.stream(ids, **PARAMS)) == model.generate(ids, **PARAMS)
+    assert list(model.stream(ids, **GREEDY)) == model.generate(ids, **GREEDY)
     with pytest.raises(RequestError, match="unknown parameter 'max_token'; did you mean 'max_tokens'"):
         model.stream("once", max_token=3)  # raised immediately, not at the first read
-    first = next(iter(reader := model.stream(ids, **PARAMS)))
-    assert first == model.generate(ids, **PARAMS)[0]
+    first = next(iter(reader := model.stream(ids, **GREEDY)))
+    assert first == model.generate(ids, **GREEDY)[0]
     del reader
     assert not model._serving_engine.busy, "an abandoned stream ends its request"
 
@@ -103,12 +103,12 @@ def test_a_stream_yields_the_answer_in_pieces(model: colonnade.Model) -> None:
 def test_chat_equals_template_plus_generation(model: colonnade.Model) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
     prompt = model.tokenizer.encode_chat(messages)
-    expected = model.tokenizer.decode(model.generate(prompt, **PARAMS))
-    assert model.chat(messages, **PARAMS) == expected == "".join(model.stream(messages, **PARAMS))
-    assert model.chat("why?", **PARAMS) == model.chat([{"role": "user", "content": "why?"}], **PARAMS)
+    expected = model.tokenizer.decode(model.generate(prompt, **GREEDY))
+    assert model.chat(messages, **GREEDY) == expected == "".join(model.stream(messages, **GREEDY))
+    assert model.chat("why?", **GREEDY) == model.chat([{"role": "user", "content": "why?"}], **GREEDY)
     for wrong in ([], ["why?"], 3):
         with pytest.raises(RequestError, match=r"give a text, or a list of \{'role'"):
-            model.chat(wrong, **PARAMS)  # type: ignore[arg-type]
+            model.chat(wrong, **GREEDY)  # type: ignore[arg-type]
 
 
 # -- user-supplied data ------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_a_resumed_run_continues_with_the_next_sample(tmp_path: Path) -> None:
     assert colonnade.Trainer(again).fit().steps == 5, "resumes from the stored tokens, without the data"
 
 
-def test_endless_data_is_read_as_far_as_the_steps_need(tmp_path: Path) -> None:
+def test_endless_data_is_read_only_as_far_as_needed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "endless")
     colonnade.Trainer(run, data=Endless()).fit()
     assert Corpus(run.folder / "tokens").manifest.train.tokens == 4 * 4 * 8 + 1

@@ -47,7 +47,7 @@ def rows_of(jobs: list[training_jobs.Job]) -> list[training_jobs.Row]:
     return results
 
 
-def test_fsdp() -> None:
+def test_fsdp_benchmark() -> None:
     rows, heads = fsdp.scaled(rows_of(fsdp.scaling_jobs(True, [1, 2])))
     assert [row["ranks"] for row in rows] == [1, 2] and rows[0]["share_of_linear"] == 1
     assert rows[1]["share_of_linear"] == pytest.approx(rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"] / 2, abs=1e-3)
@@ -57,19 +57,19 @@ def test_fsdp() -> None:
     assert rows[0]["first_loss"] == rows[1]["first_loss"]
 
 
-def test_context() -> None:
+def test_context_parallel_benchmark() -> None:
     one, two = rows = training_jobs.share_of_linear(rows_of(context.jobs(True, [1, 2], 0)))
     assert one["first_loss"] == two["first_loss"], "the same tokens, the same weights"
     assert (one["plan"], two["plan"]) == ("one process", "cp=2")
     assert context.heads_of(rows)[0].peer_value == one["tokens_per_s"]
 
 
-def test_attention() -> None:
+def test_attention_benchmark() -> None:
     (row,) = attention.measured("tiny", attention.TINY["tiny"], "cpu")
     assert row["way"] == "chosen" and row["forward_ms"] > 0 and row["backward_ms"] > 0
 
 
-def test_bubble() -> None:
+def test_pipeline_bubble_benchmark() -> None:
     size = bubble.sizes(tiny=True)
     rows, heads = bubble.judged([row for n in (1, 2) for row in run(n, bubble.work, n, size, "cpu")[0]])
     assert {row["schedule"] for row in rows} == {"one rank", "gpipe", "1f1b", "interleaved", "zero_bubble"}
@@ -93,7 +93,7 @@ def test_ideal_step_times_give_the_theoretical_bubble() -> None:
     assert at_8 == {"gpipe": 0.375, "1f1b": 0.375, "interleaved": 0.1875, "zero_bubble": 0.0625}
 
 
-def test_cost_growth(tmp_path: Path) -> None:
+def test_cost_growth_benchmark(tmp_path: Path) -> None:
     jobs = cost_growth.jobs(True, [1, 2])
     rows = cost_growth.foretold(jobs, rows_of(jobs))
     base, deeper = rows[0], next(row for row in rows if row["layers"] == 4)
@@ -103,7 +103,7 @@ def test_cost_growth(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_weak_scaling_and_its_peers() -> None:
+def test_weak_scaling_benchmark_and_peers() -> None:
     """torch's layouts compute the same loss with and without sequence parallelism, on one rank and on two."""
     rows = rows_of(weak_scaling.jobs(True, [1, 2], weak_scaling.WHO))
     torch_rows = [row for row in rows if str(row["what"]).startswith("torch")]
@@ -145,7 +145,7 @@ def test_engine_output_agrees_with_transformers() -> None:
     assert heads[0].peer == "transformers"
 
 
-def test_flash_decoding(tmp_path: Path) -> None:
+def test_flash_decoding_benchmark(tmp_path: Path) -> None:
     """Runs every mode with the plain executor on a CPU; the table of tiles is written back unchanged."""
     flash_decoding.main(["--tiny", "--fixed-cuts", "64", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "flash_decoding_tiny.json").read_text())["rows"]
@@ -229,7 +229,7 @@ def test_flash_decoding_rejects_unsupported_options(
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_page_lists() -> None:
+def test_page_lists_for_flashinfer() -> None:
     """A full last page counts as a page of tokens, not as 0; unused pages are not listed."""
     pages_BP = torch.tensor([[5, 3, 9], [0, 7, 1], [2, 8, 4], [6, 10, 11]], dtype=torch.int32)
     cu_pages_B1, pages_P, last_B = decode_cells.page_lists((9, 4, 1, 8), pages_BP, 4)
@@ -314,7 +314,7 @@ def test_small_values_are_not_rounded_to_zero(tmp_path: Path, capsys: pytest.Cap
         assert "python benchmarks/" not in results["notes"] and "On a CPU ours is plain torch" in results["notes"]
 
 
-def test_decode_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_model_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Speeds are compared with a bound that falls with the context; the plot skips failed peers."""
     rows, heads = decode_model.measure("tiny", Plan(), 2, [16, 64], 2, "cpu", peer=False, page=8)
     for row in rows:
@@ -330,7 +330,7 @@ def test_decode_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "has no record of this benchmark: measure first" in " ".join(capsys.readouterr().err.split())
 
 
-def test_quantised_quality(tmp_path: Path) -> None:
+def test_quantised_quality_benchmark(tmp_path: Path) -> None:
     """A shuffled model gives the same logits in other quantisation groups; KL to itself is 0."""
     config = decode_model.TINY.replace(width=64, tied=True)
 
@@ -359,7 +359,7 @@ def test_quantised_quality(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the peer library
-def test_prefill() -> None:
+def test_prefill_benchmark() -> None:
     """FLOPs count every token's products, the output head of one token, and the visible scores."""
     T, config = 96, prefill.TINY
     D, H, heads = config.width, config.head_width, config.heads + 2 * config.kv_heads

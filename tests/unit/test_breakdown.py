@@ -19,7 +19,7 @@ def test_gpu_step_is_divided_by_device_events() -> None:
         event("reads samples", "user_annotation", 0, 100),  # the device is busy during 40 of it
         event("nvjet_tst_256x128_64x4_TNT", "kernel", 60, 300),
         event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "kernel", 300, 400),
-        event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "kernel", 350, 600),  # 50 + 100 hidden
+        event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "kernel", 350, 600),  # 50 + 100 of it hidden
         event("triton_poi_fused_silu_mul_0", "kernel", 500, 600),
         event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 600, 650),
         event("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "kernel", 1000, 1200),

@@ -19,10 +19,10 @@ FEW = KernelCosts(Shape(kv_heads=2, group=8, rows=16, tile=64), 264, COSTS)
 MANY = KernelCosts(Shape(kv_heads=2, group=8, rows=128, tile=64), 132, COSTS._replace(tile=1000))
 
 
-def branches(prefix: int, own: Sequence[int], page: int = 16) -> tuple[list[list[int]], list[int]]:
+def requests_with_prefix(prefix: int, own: Sequence[int], page: int = 16) -> tuple[list[list[int]], list[int]]:
     """(tables, lengths) of requests with ``prefix`` common keys, each followed by ``own`` keys."""
-    whole = prefix // page
-    tables = [[*range(whole), *range(1000 * (i + 1), 1000 * (i + 1) + n // page + 2)] for i, n in enumerate(own)]
+    full_pages = prefix // page
+    tables = [[*range(full_pages), *range(1000 * (i + 1), 1000 * (i + 1) + n // page + 2)] for i, n in enumerate(own)]
     return tables, [prefix + n for n in own]
 
 
@@ -31,24 +31,24 @@ def find_groups(tables: list[list[int]], lengths: list[int], new: int = 1, page:
 
 
 def test_a_common_prefix_is_read_once() -> None:
-    tables, lengths = branches(32_768, [40 + i for i in range(32)])
+    tables, lengths = requests_with_prefix(32_768, [40 + i for i in range(32)])
     cascade = plan(tables, lengths, [1] * 32, 16, FEW, MANY)
     assert isinstance(cascade, Cascade)
     assert cascade.groups == (Group(tuple(range(32)), 0, 32_768),)
-    # 256 rows are two blocks of 128, each of which reads the keys of both heads once.
+    # 256 rows are two blocks of 128, and each block reads the keys of both heads once.
     assert sum(i.end - i.first for i in cascade.shared.items) == 2 * 2 * 32_768
     assert min(i.first for i in cascade.own.items) == 32_768
-    alone = plan(branches(0, lengths)[0], lengths, [1] * 32, 16, FEW, MANY)
+    alone = plan(requests_with_prefix(0, lengths)[0], lengths, [1] * 32, 16, FEW, MANY)
     assert isinstance(alone, Plan)
     assert alone.finish > 8 * cascade.finish
 
 
 def test_groups_are_made_only_where_faster() -> None:
     """Reading 64 common keys twice is cheaper than one more launch and merge."""
-    tables, lengths = branches(64, [5000, 5000])
+    tables, lengths = requests_with_prefix(64, [5000, 5000])
     assert isinstance(plan(tables, lengths, [1, 1], 16, FEW, MANY), Plan)
     expensive = MANY._replace(costs=MANY.costs._replace(tile=10**6))
-    assert isinstance(plan(*branches(32_768, [1] * 32), [1] * 32, 16, FEW, expensive), Plan)
+    assert isinstance(plan(*requests_with_prefix(32_768, [1] * 32), [1] * 32, 16, FEW, expensive), Plan)
 
 
 def test_only_full_pages_before_all_queries_are_shared() -> None:
@@ -60,7 +60,7 @@ def test_only_full_pages_before_all_queries_are_shared() -> None:
 
 
 def test_shared_keys_are_whole_tiles() -> None:
-    tables, lengths = branches(16 * 100, [3] * 8)
+    tables, lengths = requests_with_prefix(16 * 100, [3] * 8)
     (group,) = find_groups(tables, lengths)
     assert group.end == 1600 // 64 * 64
 
@@ -80,14 +80,14 @@ def test_one_large_group_or_several_longer_ones_by_cost() -> None:
 
 def test_only_keys_inside_the_window_are_shared() -> None:
     few = FEW._replace(shape=FEW.shape._replace(window=2000))
-    tables, lengths = branches(8192, [10] * 16)
+    tables, lengths = requests_with_prefix(8192, [10] * 16)
     (group,) = groups(tables, lengths, [1] * 16, 16, few, MANY)
     assert (group.first, group.end) == (8192 + 10 - 2000, 8192)
-    assert not groups(*branches(8192, [3000] * 16), [1] * 16, 16, few, MANY)
+    assert not groups(*requests_with_prefix(8192, [3000] * 16), [1] * 16, 16, few, MANY)
 
 
 def test_requests_without_queries_or_keys_join_no_group() -> None:
-    tables, lengths = branches(8192, [5] * 8)
+    tables, lengths = requests_with_prefix(8192, [5] * 8)
     lengths[3], queries = 0, [1, 1, 0, 0, 1, 1, 1, 1]
     (group,) = groups(tables, lengths, queries, 16, FEW, MANY)
     assert group.requests == (0, 1, 4, 5, 6, 7)
@@ -133,7 +133,7 @@ def test_groups_are_disjoint_and_share_their_pages(drawn: list, page: int, windo
 
 
 def test_flat_array_of_a_cuda_graph_holds_any_groups() -> None:
-    tables, lengths = branches(32_768, [5] * 6)
+    tables, lengths = requests_with_prefix(32_768, [5] * 6)
     cascade = plan(tables, lengths, [1, 2, 1, 1, 1, 1], 16, FEW, MANY)
     assert isinstance(cascade, Cascade)
     capacity = CascadeCapacity(8, 4, 20)

@@ -26,7 +26,9 @@ CONFIG = ModelConfig(vocab_size=61, layers=2, width=16, heads=4, kv_heads=2, ffn
 SOLO = DistributedContext.solo()
 
 
-def start(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Any, Any, AdamW]:
+def make_state(
+    config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> tuple[Any, Any, AdamW]:
     """A model, its masters and its optimizer with some state in it."""
     model = initialise(Transformer(config, dtype=dtype), seed)
     master_weights = masters(model, SOLO, dtype)
@@ -39,7 +41,7 @@ def start(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, seed
 
 
 def write(folder: Path, seed: int = 1, config: ModelConfig = CONFIG) -> tuple[Any, Any, AdamW]:
-    state = model, master_weights, optimizer = start(config, seed=seed)
+    state = model, master_weights, optimizer = make_state(config, seed=seed)
     data = DataConfig(sequence=config.context)
     run = RunConfig(name="written", model=config, data=data, train=TrainConfig(clip=float("inf")))
     meta = native.Meta(model=config, run=run, step=3, cursor={"seen": 96})
@@ -48,7 +50,7 @@ def write(folder: Path, seed: int = 1, config: ModelConfig = CONFIG) -> tuple[An
 
 
 def read(folder: Path) -> tuple[Any, Any, AdamW]:
-    state = model, master_weights, optimizer = start(seed=2)
+    state = model, master_weights, optimizer = make_state(seed=2)
     native.load(folder, model, SOLO, masters=master_weights, optimizer=optimizer)
     return state
 
@@ -59,8 +61,8 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "step-3"
 
 
-def test_round_trip(saved: Path) -> None:
-    _, master_weights, optimizer = start(seed=1)
+def test_saving_and_loading_round_trips(saved: Path) -> None:
+    _, master_weights, optimizer = make_state(seed=1)
     _, master_weights_2, optimizer_2 = read(saved)
     for name, weight in master_weights.local.items():
         assert torch.equal(weight, master_weights_2.local[name]), name
@@ -80,26 +82,26 @@ def test_tokenizer_is_saved_with_the_checkpoint(tmp_path: Path) -> None:
         def save(self, folder: Path) -> None:
             (folder / "tokenizer.json").write_text("{}")
 
-    model, _, _ = start()
+    model, _, _ = make_state()
     native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, tokenizer=FakeTokenizer())
     assert (tmp_path / "it" / "tokenizer" / "tokenizer.json").read_text() == "{}"
     assert "tokenizer/tokenizer.json" in folders.Manifest.read(tmp_path / "it").files
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (file, damage, message)
     for file in ("weights-00000.safetensors", "exp_avg-00000.safetensors", "tensors.json", "checkpoint.json")
-    for damage, message in ((flip, "checksum"), (cut, "bytes instead of"), (Path.unlink, "is missing"))
+    for damage, message in ((flip_bit, "checksum"), (truncate, "bytes instead of"), (Path.unlink, "is missing"))
 ]
 
 
@@ -145,29 +147,29 @@ def test_folders_of_other_formats_are_refused(saved: Path, damage: Callable[[Pat
     assert str(saved) in str(caught.value)
 
 
-def _piece(**changes: Any) -> Callable[[dict[str, Any]], None]:
+def _alter(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda index: index["tensors"]["weights/norm.weight"]["pieces"][0].update(changes)
 
 
-def _halves(index: dict[str, Any]) -> None:
+def _list_piece_twice(index: dict[str, Any]) -> None:
     entry = index["tensors"]["weights/norm.weight"]
     entry["pieces"] = [entry["pieces"][0] | {"sizes": [8]}] * 2
 
 
-def _other_type(index: dict[str, Any]) -> None:
+def _unknown_dtype(index: dict[str, Any]) -> None:
     index["tensors"]["weights/norm.weight"]["dtype"] = "float320"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_piece(offsets=[5]), r"a piece \(16,\) at \(5,\) in weights-00000.safetensors of 'weights/norm.weight' \(16"),
-        (_piece(offsets=[-1]), r"a piece \(16,\) at \(-1,\)"),
-        (_piece(offsets=[0, 0], sizes=[16, 1]), r"a piece \(16, 1\) at \(0, 0\)"),
-        (_piece(file="exp_avg-00000.safetensors"), r"in exp_avg-00000.safetensors of 'weights/norm.weight'"),
-        (_piece(file="weights-00001.safetensors"), r"weights-00001.safetensors is not in manifest.json"),
-        (_halves, r"lists a piece of weights/norm.weight twice"),
-        (_other_type, r"dtype is 'float320'"),
+        (_alter(offsets=[5]), r"a piece \(16,\) at \(5,\) in weights-00000.safetensors of 'weights/norm.weight' \(16"),
+        (_alter(offsets=[-1]), r"a piece \(16,\) at \(-1,\)"),
+        (_alter(offsets=[0, 0], sizes=[16, 1]), r"a piece \(16, 1\) at \(0, 0\)"),
+        (_alter(file="exp_avg-00000.safetensors"), r"in exp_avg-00000.safetensors of 'weights/norm.weight'"),
+        (_alter(file="weights-00001.safetensors"), r"weights-00001.safetensors is not in manifest.json"),
+        (_list_piece_twice, r"lists a piece of weights/norm.weight twice"),
+        (_unknown_dtype, r"dtype is 'float320'"),
     ],
 )  # fmt: skip
 def test_an_inconsistent_index_is_refused(saved: Path, damage: Callable[[dict[str, Any]], None], message: str) -> None:
@@ -201,17 +203,17 @@ def test_nothing_is_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_types_and_sizes_must_agree(saved: Path) -> None:
-    model, master_weights, optimizer = start(dtype=torch.float64)
+    model, master_weights, optimizer = make_state(dtype=torch.float64)
     with pytest.raises(CheckpointError, match=r"in float32, but this run uses float64"):
         native.load(saved, model, SOLO, masters=master_weights, optimizer=optimizer)
     native.load(saved, model, SOLO)  # weights alone are cast to the model's dtype
-    model, master_weights, optimizer = start(CONFIG.replace(ffn_width=18))
+    model, master_weights, optimizer = make_state(CONFIG.replace(ffn_width=18))
     with pytest.raises(CheckpointError, match=r"of another model \(model.ffn_width: 17 -> 18\); resume with"):
         native.load(saved, model, SOLO, masters=master_weights, optimizer=optimizer)
 
 
 def test_weights_without_optimizer_do_not_resume(tmp_path: Path) -> None:
-    model, master_weights, optimizer = start()
+    model, master_weights, optimizer = make_state()
     native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, masters=master_weights)
     with pytest.raises(CheckpointError, match="no optimizer state 'exp_avg/"):
         native.load(tmp_path / "it", model, SOLO, masters=master_weights, optimizer=optimizer)
@@ -221,7 +223,7 @@ def test_bfloat16_compute_keeps_float32_masters(saved: Path) -> None:
     model = Transformer(CONFIG)
     master_weights = masters(model, SOLO, torch.bfloat16)
     native.load(saved, model, SOLO, masters=master_weights)
-    _, reference, _ = start(seed=1)
+    _, reference, _ = make_state(seed=1)
     assert isinstance(master_weights, UnshardedMasters)
     for name, parameter in model.named_parameters():
         assert torch.equal(master_weights.local[name], reference.local[name])
@@ -237,7 +239,7 @@ def test_an_existing_folder_is_refused_and_unchanged(saved: Path) -> None:
 
 
 def test_a_failed_write_leaves_no_files(saved: Path) -> None:
-    """The operating system refuses to let a file grow, as a full disk would."""
+    """A file size limit makes the write fail, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -260,8 +262,8 @@ def test_newest_skips_incomplete_checkpoints(tmp_path: Path) -> None:
     assert native.newest(tmp_path) == tmp_path / "step-20"
 
 
-def _save_for_ever(root: Path, config: ModelConfig) -> None:
-    model, master_weights, _ = start(config)
+def _save_forever(root: Path, config: ModelConfig) -> None:
+    model, master_weights, _ = make_state(config)
     number = 1
     while True:
         native.save(
@@ -273,13 +275,13 @@ def _save_for_ever(root: Path, config: ModelConfig) -> None:
 def test_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
     """A process that only saves is killed at various moments; the newest folder always loads."""
     config = CONFIG.replace(width=128, heads=4, head_width=0, kv_heads=0, ffn_width=1000, layers=8)
-    model, _, _ = start(config)
+    model, _, _ = make_state(config)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["colonnade.checkpoint.native"])
     interrupted = 0
     for number in range(5):
         root = tmp_path / str(number)
-        process = context.Process(target=_save_for_ever, args=(root, config))
+        process = context.Process(target=_save_forever, args=(root, config))
         process.start()
         deadline = time.monotonic() + 60
         while not (root / "step-1").exists():

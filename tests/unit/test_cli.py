@@ -89,7 +89,7 @@ def test_help_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])
     assert capsys.readouterr().out.startswith("colonnade ")
 
@@ -130,14 +130,14 @@ def test_unknown_verb_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert "no verb 'trian'; did you mean 'train'?" in error_of(capsys, "trian", code=2)
 
 
-def test_unknown_key_in_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_key_in_toml_names_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[train]\nlearning_rate = 1\n")
     output = error_of(capsys, "train", "--config", file)
     assert "run.toml:2: TrainConfig has no key 'learning_rate'; " in output
 
 
-def test_missing_toml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_toml_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     output = error_of(capsys, "train", "--config", "nope.toml")
     assert output == "ConfigError: nope.toml cannot be read: No such file or directory; give a file of settings in TOML"
 
@@ -150,11 +150,11 @@ def test_table_of_a_plan_and_plurals() -> None:
     )
 
 
-def test_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_preset_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no preset 'gpt3'; did you mean 'gpt2'?" in error_of(capsys, "train", "--preset", "gpt3")
 
 
-def test_kv_heads_must_divide(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_heads_must_divide_over_tp(capsys: pytest.CaptureFixture[str]) -> None:
     output = error_of(capsys, "train", "--plan.tp", "3")
     assert "PlanError: 4 key/value heads do not divide over tp=3; use tp of 1, 2 or 4" in output
 
@@ -210,7 +210,9 @@ def test_sizes_are_derived_from_the_flags(capsys: pytest.CaptureFixture[str]) ->
     assert "tp = 2" in output
 
 
-def test_precedence(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path) -> None:
+def test_precedence_of_flags_files_presets_and_defaults(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path
+) -> None:
     """Command line before TOML before preset before default; the vocabulary comes from the corpus."""
     file = tmp_path / "run.toml"
     file.write_text('[train]\nlr = 0.25\nsteps = 7\nwarmup = 1\n[model]\nlayers = 3\n[data]\npath = "nowhere"\n')
@@ -237,7 +239,7 @@ def test_verbs_that_start_processes_are_refused_under_torchrun(
     assert f"PlanError: {argv[0]} starts the processes of its plan itself" in error_of(capsys, *argv)
 
 
-def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
+def test_world_size_mismatch_is_reported_under_torchrun(tmp_path: Path, corpus: Path) -> None:
     """Two processes under torchrun with a plan for four."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "colonnade", "train", "--plan.dp", "4", "--data.path", str(corpus), "--runs", str(tmp_path)]
@@ -262,13 +264,13 @@ def test_a_corpus_of_one_file_reports_what_is_held_out(
     assert re.search(f"one document was given: {message} for validation", capsys.readouterr().err)
 
 
-def test_empty_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_empty_corpus_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "void.txt").write_text("")
     assert "DataError: " in error_of(capsys, "corpus", tmp_path / "void.txt", "--out", tmp_path / "corpus")
     assert [path.name for path in tmp_path.iterdir()] == ["void.txt"]
 
 
-def test_file_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "photo.txt").write_bytes(b"plain so far \xff\xfe\x00\x01")
     output = error_of(capsys, "corpus", tmp_path / "photo.txt", "--out", tmp_path / "corpus")
     assert "DataError: " in output
@@ -276,7 +278,7 @@ def test_file_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not (tmp_path / "corpus").exists()
 
 
-def test_missing_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_corpus_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = error_of(capsys, "train", "--data.path", tmp_path / "nowhere", "--runs", tmp_path / "runs")
     assert "is not a corpus" in output
     (tmp_path / "book.txt").write_text(TEXT)
@@ -285,16 +287,18 @@ def test_missing_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-def test_vocabulary_of_another_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path) -> None:
+def test_vocab_size_of_another_corpus_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path
+) -> None:
     argv = ["train", "--data.path", corpus, "--runs", tmp_path / "runs", "--model.vocab_size", "200"]
     assert "vocab" in error_of(capsys, *argv)
 
 
-def test_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "CheckpointError: /nowhere does not exist" in error_of(capsys, "generate", "/nowhere", "hi")
 
 
-def test_truncated_safetensors(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
+def test_truncated_safetensors_are_named(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in hf.iterdir():
@@ -306,7 +310,7 @@ def test_truncated_safetensors(capsys: pytest.CaptureFixture[str], hf: Path, tmp
     assert "model.safetensors" in error_of(capsys, "generate", broken, "hi")
 
 
-def test_wrong_checksum(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+def test_wrong_checksum_names_the_file(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     for file in model.rglob("*"):
         if file.is_file():
@@ -320,11 +324,11 @@ def test_wrong_checksum(capsys: pytest.CaptureFixture[str], model: Path, tmp_pat
     assert str(weights) in error_of(capsys, "generate", broken, "hi")
 
 
-def test_port_in_use(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         output = error_of(capsys, "serve", model, "--serve.port", str(port))
     assert f"cannot listen on 127.0.0.1:{port}: address already in use; choose another --serve.port" in output
 
@@ -371,13 +375,13 @@ def test_generate_shows_loading_and_prints_only_the_text(
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_prompt_over_the_context(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_prompt_over_the_context_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     output = error_of(capsys, "generate", model, "fox " * 100)
     assert "RequestError: " in output
     assert "64" in output
 
 
-def test_pool_too_small_for_one_request(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_cache_too_small_for_one_request_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     output = error_of(
         capsys, "generate", model, "the quick brown fox jumps over", "--serve.pages", "1", "--max_tokens", "20"
     )
@@ -396,7 +400,9 @@ def test_a_cache_below_one_page_is_refused_before_weights_are_read(
         assert "CapacityError: --serve.cache_bytes 10 holds no page of 16 tokens" in output
 
 
-def test_generate_eval_and_convert(capsys: pytest.CaptureFixture[str], model: Path, hf: Path, tmp_path: Path) -> None:
+def test_generate_and_eval_agree_across_formats(
+    capsys: pytest.CaptureFixture[str], model: Path, hf: Path, tmp_path: Path
+) -> None:
     """The native format, a Hugging Face folder and its conversion back generate the same text."""
     back = tmp_path / "back"
     main(["convert", str(hf), str(back), "--format", "colonnade"])
@@ -463,7 +469,7 @@ def test_experts_flags_take_effect_or_are_refused(capsys: pytest.CaptureFixture[
     assert "does not divide their number 1; set --plan.tp or --plan.cp to 2" in message
 
 
-def test_a_corpus_with_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_corpus_with_tasks_by_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("web", "books"):
         (tmp_path / f"{name}.txt").write_text("\n\n".join(TEXT.split(".")))
     argv = [str(tmp_path / "web.txt"), str(tmp_path / "books.txt"), "--separator", "\n\n", "--vocab_size", "280"]
@@ -602,7 +608,9 @@ def test_resuming_reports_what_is_wrong(
     assert "is a checkpoint of another model (model.layers: 1 -> 3); resume with the model settings" in output
 
 
-def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+def test_experts_flags_turn_a_dense_preset_into_a_mixture(
+    capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
+) -> None:
     """The number of experts turns a dense preset into a mixture; all other flags of experts require it."""
     argv = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), *TINY, "--train.steps", "1"]
     main([*argv, "--model.moe.experts", "3", "--model.moe.router.kind", "sigmoid", "--dry_run"])
@@ -622,7 +630,7 @@ def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: 
     assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in output
 
 
-def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+def test_a_trained_run_resumes_and_generates(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
     """A run trains from the command line, resumes at its end, and its folder loads as a model."""
     argv = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "tiny", "--device", "cpu"]
     argv += ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "1"]

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def config(layers: int) -> ModelConfig:
+def model_config(layers: int) -> ModelConfig:
     return ModelConfig(vocab_size=67, layers=layers, width=24, heads=4, kv_heads=2, ffn_width=26, context=64)
 
 
@@ -41,7 +41,7 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
 
 def test_blocks_share_one_graph() -> None:
     """A layer index inside the block would compile one graph a layer, up to the recompile limit of eight."""
-    plain, model = build(config(12)), build(config(12))
+    plain, model = build(model_config(12)), build(model_config(12))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)
@@ -57,7 +57,7 @@ def test_blocks_share_one_graph() -> None:
 
 def test_blocks_with_dropout_share_one_graph() -> None:
     """Keys and indices are tensors, so no layer or step needs a graph of its own."""
-    plain, model = build(config(12)), build(config(12))
+    plain, model = build(model_config(12)), build(model_config(12))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)
@@ -72,7 +72,7 @@ def test_blocks_with_dropout_share_one_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["latent", pytest.param("latent_yarn_biased", marks=pytest.mark.long)])
-def test_latent_attention_is_one_graph(name: str) -> None:
+def test_latent_attention_compiles_to_few_graphs(name: str) -> None:
     """Values and gradients of blocks that expand keys and values from a latent vector."""
     plain, model = build(CONFIGS[name]), build(CONFIGS[name])
     counter = CompileCounterWithBackend("aot_eager")
@@ -95,7 +95,7 @@ def test_latent_attention_is_one_graph(name: str) -> None:
 
 def test_decoding_graphs_equal_eager_decoding() -> None:
     """The graph writes the paged cache in place."""
-    model, plain = build(config(10)), build(config(10))
+    model, plain = build(model_config(10)), build(model_config(10))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter)

@@ -101,7 +101,7 @@ def _by_flags(name: str, change: dict[str, int]) -> ModelConfig:
     """Applies a change as a flag, by the parser's defaults and the flag itself."""
     ((field, value),) = change.items()
     if not (preset(name).causal or preset(name).predicts_masked):
-        return preset(name).replace(**change)  # not for training
+        return preset(name).replace(**change)  # not trainable
     args, _ = train_defaults(["--preset", name, f"--model.{field}", str(value)])
     return ModelConfig(**_all_fields(replace_paths(args.run.model, change)))
 
@@ -119,7 +119,7 @@ def test_a_wider_model_builds_with_the_counted_parameters(name: str) -> None:
     assert sum(p.numel() for p in Transformer(wider, device="meta").parameters()) == wider.parameters
 
 
-def test_sizes_of_published_families() -> None:
+def test_derived_sizes_of_published_models() -> None:
     def changed(name: str, **changes: int) -> tuple[int, ...]:
         model = preset(name).replace(**changes)
         experts = () if model.moe is None else (model.moe.ffn_width, model.moe.shared_width)
@@ -179,8 +179,8 @@ def test_learning_rate_and_sequence_are_derived() -> None:
 
 def test_derived_values_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     nowhere = ["--data.path", str(tmp_path / "none"), "--dry_run"]
-    words = ["--model.width", "768", "--train.lr=1e-5", "--train.steps", "50", "--model.context", "256"]
-    main(["train", *words, *nowhere])
+    argv = ["--model.width", "768", "--train.lr=1e-5", "--train.steps", "50", "--model.context", "256"]
+    main(["train", *argv, *nowhere])
     err = capsys.readouterr().err
     (line,) = (line for line in err.splitlines() if line.startswith("derived: "))
     assert line == (
@@ -196,7 +196,7 @@ def test_derived_values_are_printed(capsys: pytest.CaptureFixture[str], tmp_path
     assert re.search(r"^derived: model.head_width 64, model.ffn_width 1408$", err, re.M)
 
 
-def test_fewer_layers_keep_experts() -> None:
+def test_fewer_layers_keep_expert_layers() -> None:
     """DeepSeek-V3's first 3 layers are dense, so 2 layers would silently have no experts."""
     small = preset("deepseek-v3").replace(layers=2)
     assert small.moe is not None

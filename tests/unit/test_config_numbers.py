@@ -46,7 +46,7 @@ SIGNED = {"capacity", "eval_capacity"}
 
 
 def _numbers(annotation: Any) -> set[type]:
-    """The types of number in an annotation."""
+    """The number types in an annotation."""
     if annotation in (int, float):
         return {annotation}
     return {kind for part in get_args(annotation) if not isinstance(part, str) for kind in _numbers(part)}
@@ -76,7 +76,7 @@ def test_extreme_numbers_are_config_errors(config: Config, name: str, kinds: set
         assert "\n" not in str(caught.value)
 
 
-def test_every_config_with_numbers_is_tried() -> None:
+def test_every_config_with_numbers_is_tested() -> None:
     """A new config class must be added to WHOLE."""
     with_numbers = {
         kind.__name__
@@ -87,7 +87,7 @@ def test_every_config_with_numbers_is_tried() -> None:
     assert with_numbers == {type(config).__name__ for config in CONFIGS}
 
 
-def test_the_largest_capacity_computes() -> None:
+def test_the_largest_capacity_runs() -> None:
     """Regression: 1e20 raised a bare OverflowError in the first forward pass."""
     moe = MoeConfig(experts=2, active=1, ffn_width=4, capacity=1e6)
     config = ModelConfig(vocab_size=7, layers=1, width=8, heads=2, ffn_width=4, moe=moe)

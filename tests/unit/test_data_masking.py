@@ -32,7 +32,7 @@ def corpus(tmp_path_factory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def pieces(corpus: Corpus) -> MaskingVocabulary:
+def vocabulary(corpus: Corpus) -> MaskingVocabulary:
     return MaskingVocabulary.of(corpus.tokenizer)
 
 
@@ -141,7 +141,7 @@ def test_shares_and_run_lengths_are_those_of_the_paper(corpus: Corpus) -> None:
     assert share["other"] == pytest.approx(0.1 * 16 / 17, abs=0.015), "a random token may equal the original"
     drawn = np.searchsorted(np.array([6, 9]) / 11, uniform_floats(7, 100_000), side="right") + 1
     assert Counter(drawn.tolist())[2] / 100_000 == pytest.approx(3 / 11, abs=0.01)
-    # Runs that touch grow longer than 3, so only the order of the frequencies is certain.
+    # Adjacent runs merge into longer ones, so only the order of the frequencies is certain.
     assert lengths[1] > lengths[2] > lengths[3] > lengths[4]
 
 
@@ -175,7 +175,7 @@ def test_hashed_floats_are_uniform_and_prefixes_agree() -> None:
 # -- pairs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_two_adjacent_segments_of_one_document(corpus: Corpus, pieces: MaskingVocabulary) -> None:
+def test_a_sample_is_two_adjacent_segments_of_one_document(corpus: Corpus, vocabulary: MaskingVocabulary) -> None:
     objective, split = pairs(corpus), corpus.split("train")
     documents = [split.document(i)[:-1] for i in range(split.documents)]
     seen = [np.zeros(len(document), bool) for document in documents]
@@ -188,8 +188,8 @@ def test_a_sample_is_two_adjacent_segments_of_one_document(corpus: Corpus, piece
         owner = owners[drawn % len(owners)]
         tokens_S, segments, order = objective.sample(drawn % len(owners), derive_key(5, drawn))
         assert len(tokens_S) <= min(S, len(documents[owner]) + 3)
-        one, two = np.flatnonzero(tokens_S == pieces.sep)
-        assert tokens_S[0] == pieces.cls and two == len(tokens_S) - 1 and 1 < one < two
+        one, two = np.flatnonzero(tokens_S == vocabulary.sep)
+        assert tokens_S[0] == vocabulary.cls and two == len(tokens_S) - 1 and 1 < one < two
         assert segments.tolist() == [0] * (one + 1) + [1] * (two - one)
         first, second = tokens_S[1:one], tokens_S[one + 1 : two]
         window = np.concatenate([second, first] if order else [first, second])
@@ -201,13 +201,15 @@ def test_a_sample_is_two_adjacent_segments_of_one_document(corpus: Corpus, piece
             at = text.find(segment.tobytes()) // segment.itemsize
             assert at >= 0
             seen[owner][at : at + len(segment)] = True
-        assert not pieces.continues_V[first[0]] and not pieces.continues_V[second[0]], "segments begin with a word"
+        assert not vocabulary.continues_V[first[0]] and not vocabulary.continues_V[second[0]], (
+            "segments begin with a word"
+        )
         orders[order] += 1
     assert all(one.all() for one in seen if len(one) >= 2), "every token of every document must be in some sample"
     assert abs(orders[0] - orders[1]) < 4 * sum(orders.values()) ** 0.5
 
 
-def test_a_batch_marks_what_was_masked(corpus: Corpus, pieces: MaskingVocabulary) -> None:
+def test_a_batch_marks_what_was_masked(corpus: Corpus, vocabulary: MaskingVocabulary) -> None:
     objective = pairs(corpus)
     samples = np.arange(objective.samples)
     batch = objective.pack(samples, samples + 1000)
@@ -219,13 +221,13 @@ def test_a_batch_marks_what_was_masked(corpus: Corpus, pieces: MaskingVocabulary
     used = int(batch.cu_seqlens[len(samples)])
     assert used < T and (batch.targets_T[used:] == IGNORE).all(), "padding has no targets"
     assert batch.first_R.tolist() == [0, *np.cumsum(lengths)[: len(samples) - 1]]
-    assert (batch.tokens_T[batch.first_R] == pieces.cls).all()
+    assert (batch.tokens_T[batch.first_R] == vocabulary.cls).all()
     assert batch.positions_T.tolist() == [i for n in lengths for i in range(n)]
-    wanted = (batch.targets_T != IGNORE).nonzero()[:, 0]
+    with_target = (batch.targets_T != IGNORE).nonzero()[:, 0]
     named = batch.predicted_R[batch.targets_T[batch.predicted_R] != IGNORE]
-    assert sorted(named.tolist()) == wanted.tolist(), "each row with a target appears once"
+    assert sorted(named.tolist()) == with_target.tolist(), "each row with a target appears once"
     changed = (batch.tokens_T != batch.targets_T) & (batch.targets_T != IGNORE)
-    assert (batch.tokens_T[changed] == pieces.mask).float().mean() > 0.7
+    assert (batch.tokens_T[changed] == vocabulary.mask).float().mean() > 0.7
     for i, first in enumerate(batch.first_R.tolist()):
         alone = objective.pack([i], [i + 1000])
         here = slice(first, first + int(lengths[i]))

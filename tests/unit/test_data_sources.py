@@ -17,7 +17,7 @@ from colonnade.errors import DataError
 
 
 def read_texts(*sources: readers.Source, **options) -> list[str]:
-    """The documents, pieces joined."""
+    """The documents, with their pieces joined."""
     texts, current = [], ""
     for piece in read_documents(find_files(sources), ReadOptions(**options)):
         current += piece.text
@@ -78,8 +78,8 @@ def test_sizes_of_pieces_add_up_to_those_of_the_sources(tmp_path):
         tmp_path / "a.txt",
     ]
     files[-1].write_text("eins, zwei, fünf", encoding="utf-8")
-    found = [*files, ("name", "sechs ß")]
-    assert sum(piece.size_bytes for piece in read_documents(found, ReadOptions())) == total_bytes(found)
+    sources = [*files, ("name", "sechs ß")]
+    assert sum(piece.size_bytes for piece in read_documents(sources, ReadOptions())) == total_bytes(sources)
 
 
 # -- pieces and separators --------------------------------------------------------------------------------------------
@@ -122,15 +122,15 @@ def test_separators_are_found_across_chunks(parts, separator, chunk, limit):
     text = separator.join(parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "CHUNK_CHARACTERS", limit)
-        found, current = [], ""
+        documents, current = [], ""
         for piece in readers._split_chunks([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
             current += piece.text
             if piece.last:
-                found.append(current)
+                documents.append(current)
                 current = ""
     # Blank documents are ignored: a long one is known to be blank only after part of it was yielded.
     short = [part for part in text.split(separator) if part.strip()]
-    assert [part for part in found if part.strip()] == short
+    assert [part for part in documents if part.strip()] == short
 
 
 def test_long_files_come_in_pieces_of_bounded_size(tmp_path):

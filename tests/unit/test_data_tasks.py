@@ -120,11 +120,11 @@ def test_damaged_task_files_are_detected(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "it.jsonl", range(30))
     build([file], tmp_path / "corpus", vocab_size=280, tasks="field:lang")
     tasks = tmp_path / "corpus" / "train.tasks.bin"
-    whole = tasks.read_bytes()
-    tasks.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    original = tasks.read_bytes()
+    tasks.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     with pytest.raises(DataError, match=r"train\.tasks\.bin is damaged"):
         Corpus(tmp_path / "corpus", verify=True)
-    tasks.write_bytes(whole[:-2])
+    tasks.write_bytes(original[:-2])
     with pytest.raises(DataError, match=r"train\.tasks\.bin has \d+ bytes, not the"):
         Corpus(tmp_path / "corpus")
     tasks.unlink()

@@ -73,7 +73,7 @@ def test_all_hugging_face_files_are_read(chat_tokenizer, tmp_path):
     )
     loaded = Tokenizer.from_file(tmp_path)
     assert loaded.bos_id == 0
-    assert loaded.eos_ids == (2, 0)  # the tokenizer's own first, then the others
+    assert loaded.eos_ids == (2, 0)  # the tokenizer's own end token first, then the others
     assert loaded.chat_template == "new"
 
 
@@ -158,7 +158,7 @@ def test_gpt2_tokenizer_matches_openais_ids():
     assert tokenizer.decode(tokenizer.encode(tokens.TEXT)) == tokens.TEXT
 
 
-def test_old_repositories_with_two_files_load(tmp_path):
+def test_vocab_and_merges_files_load(tmp_path):
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}), encoding="utf-8")
     merges.write_text("#version: 0.2\na b\n", encoding="utf-8")
@@ -191,6 +191,6 @@ def test_training_does_not_depend_on_the_order_of_texts():
     assert len(fingerprints) == 1
 
 
-def test_too_small_a_vocabulary_is_refused():
+def test_a_vocabulary_that_is_too_small_is_refused():
     with pytest.raises(ConfigError, match="256 is too small, use 257 or more"):
         Tokenizer.train([tokens.TEXT], 256)

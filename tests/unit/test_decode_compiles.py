@@ -30,7 +30,7 @@ STRIDES = [
     *("queries.token", "queries.head", "keys.page", "keys.token", "keys.head", "values.page", "values.token"),
     *("values.head", "latents.page", "latents.token", "k_t"),
 ]
-"""Multiples of 16, as in any real layer."""
+"""Strides known to be multiples of 16, as in real layers."""
 INTEGERS = dict.fromkeys(
     ("pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at", "used"), "i32"
 )
@@ -61,7 +61,7 @@ def mla_types(cache: str = "*bf16", *, scaled: bool = False) -> dict[str, Any]:
 
 
 def with_config(constants: dict[str, Any]) -> dict[str, Any]:
-    """``constants`` with the kernel's configuration made of them."""
+    """``constants`` plus the kernel's configuration tuple built from them."""
     from colonnade.kernels.attention.triton_args import Config, MlaConfig
 
     kind = MlaConfig if "RANK" in constants else Config
@@ -69,8 +69,8 @@ def with_config(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> list[Any]:
-    """Every width, several rows, pages smaller than tiles, 8 bits, runs of chunks, and all else; what takes long to
-    compile is long.
+    """Cases of width, rows, page size, cache type, chunks and options; those that compile slowly are marked
+    ``long``.
     """
     plain = {"PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False, "SCALED": False}
     params = []

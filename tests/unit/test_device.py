@@ -28,7 +28,7 @@ def test_large_floats_become_infinite_and_large_integers_are_refused() -> None:
         upload([2**63], torch.int64, "cpu")
 
 
-def test_an_array_is_copied() -> None:
+def test_an_uploaded_array_is_copied() -> None:
     """The source array may be overwritten after the upload."""
     values = array("i", range(100))
     uploaded = upload(values, torch.int32, "cpu")

@@ -26,7 +26,7 @@ def mask(T: int, D: int, k: Tensor | None = None, *, site: int = 1, rate: float 
 
 
 def mix_one(x: int) -> int:
-    """lowbias32, written with Python's own integers."""
+    """lowbias32 in Python integers."""
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32
     x = (x ^ x >> 15) * 0x846CA68B % 2**32
     return x ^ x >> 16
@@ -38,23 +38,23 @@ def mix_one(x: int) -> int:
 def test_each_element_follows_the_documented_hash() -> None:
     k = 0xFEDCBA9876543210
     index_T, site, rate = torch.tensor([0, 1, 2**31 + 5, 2**32 + 1, 77]), 3, 0.37
-    kept = keep_mask(torch.tensor(k - 2**64), index_T, 250, 270, site=site, rate=rate)
+    mask_TD = keep_mask(torch.tensor(k - 2**64), index_T, 250, 270, site=site, rate=rate)
     for t, i in enumerate(index_T.tolist()):
         row = mix_one(mix_one(i % 2**32 ^ k % 2**32) ^ k >> 32)
         for c, j in enumerate(range(250, 270)):
             column = mix_one(mix_one(j) ^ site)
             signed = (mix_one(row ^ column) + 2**31) % 2**32 - 2**31
-            assert bool(kept[t, c]) == (signed >= round(rate * 2**32) - 2**31)
+            assert bool(mask_TD[t, c]) == (signed >= round(rate * 2**32) - 2**31)
 
 
 def test_attention_masks_follow_the_documented_hash() -> None:
     k = key(5, 6, 7)
     queries, ks = torch.tensor([9, 4, 100]), torch.tensor([3, 9])
-    kept = AttentionDropout(k, queries, ks, 0.4, head=2).keep_mask(3)
+    mask_NTS = AttentionDropout(k, queries, ks, 0.4, head=2).keep_mask(3)
     for n, (t, q), (s, j) in itertools.product(range(3), enumerate(queries), enumerate(ks)):
         row = dropout.lowbias32(dropout.row_hash(k, q) ^ dropout.column_hash(HEADS, torch.tensor(n + 2)))
         column = dropout.column_hash(KEYS, j)
-        assert kept[n, t, s] == (dropout.lowbias32(row ^ column) >= dropout.threshold(0.4))
+        assert mask_NTS[n, t, s] == (dropout.lowbias32(row ^ column) >= dropout.threshold(0.4))
 
 
 def _masks(k: Tensor, queries: Tensor, ks: Tensor) -> tuple[Tensor, ...]:
@@ -98,24 +98,24 @@ GOLDEN = [2558736989570252433, 3400964856525257824]
 @pytest.mark.parametrize("row", DROPOUT, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "D"), [(7, 13), (0, 4), (3, 0), (1, 1)])
-def test_values_and_gradients(row: Kernel, dtype: torch.dtype, T: int, D: int) -> None:
+def test_values_and_gradients_follow_the_mask(row: Kernel, dtype: torch.dtype, T: int, D: int) -> None:
     x, g = torch.randn(2, T, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     index_T = torch.arange(T) * 5
     x.requires_grad_()
     y = row.run(x, key(), index_T, site=1, rate=0.25, start=100)
     y.backward(g)
-    kept = keep_mask(key(), index_T, 100, 100 + D, site=1, rate=0.25)
-    assert torch.equal(y, torch.where(kept, x * (1 / 0.75), 0.0))
-    assert torch.equal(x.grad, torch.where(kept, g * (1 / 0.75), 0.0))
-    assert not T * D > 50 or 0 < kept.sum() < kept.numel()
+    mask_TD = keep_mask(key(), index_T, 100, 100 + D, site=1, rate=0.25)
+    assert torch.equal(y, torch.where(mask_TD, x * (1 / 0.75), 0.0))
+    assert torch.equal(x.grad, torch.where(mask_TD, g * (1 / 0.75), 0.0))
+    assert not T * D > 50 or 0 < mask_TD.sum() < mask_TD.numel()
 
 
 def test_no_mask_is_saved_for_the_backward_pass() -> None:
-    kept: list[int] = []
+    saved_sizes: list[int] = []
     x = torch.randn(32, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         dropout.recomputed_dropout(x, key(), torch.arange(32), site=1, rate=0.1)
-    assert sorted(kept) == [1, 32]
+    assert sorted(saved_sizes) == [1, 32]
 
 
 def test_recomputation_drops_the_same_elements() -> None:
@@ -164,9 +164,9 @@ def test_compiled_dropout_is_bitwise_equal_and_stores_no_mask() -> None:
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def z_of_mean(kept: Tensor, rate: float) -> float:
-    n = kept.numel()
-    return float((kept.double().mean() - (1 - rate)) / (rate * (1 - rate) / n) ** 0.5)
+def z_of_mean(m: Tensor, rate: float) -> float:
+    n = m.numel()
+    return float((m.double().mean() - (1 - rate)) / (rate * (1 - rate) / n) ** 0.5)
 
 
 def z_of_correlation(a: Tensor, b: Tensor, rate: float) -> float:
@@ -176,7 +176,7 @@ def z_of_correlation(a: Tensor, b: Tensor, rate: float) -> float:
 
 
 @pytest.mark.parametrize("rate", [1e-3, 0.1, 0.5, 0.9])
-def test_the_rate_is_met(rate: float) -> None:
+def test_the_dropout_rate_is_met(rate: float) -> None:
     for step in range(5):
         assert abs(z_of_mean(mask(1024, 512, key(0, step), rate=rate), rate)) < MAX_DEVIATION
     assert mask(64, 64, rate=2**-40).all()
@@ -184,7 +184,7 @@ def test_the_rate_is_met(rate: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_neighbours_are_independent(rate: float) -> None:
+def test_neighbouring_elements_are_independent(rate: float) -> None:
     m = mask(1024, 512, rate=rate)
     for dt, dd in itertools.product((0, 1, 2, 16, 512), (0, 1, 2, 3, 64, 256)):
         if (dt, dd) != (0, 0):
@@ -203,7 +203,7 @@ def test_masks_of_seeds_steps_layers_and_sites_are_independent() -> None:
         for a, b in itertools.combinations(masks.values(), 2)
         for shift in (0, 1, 4)
     ]
-    assert max(map(abs, scores)) < 5.5  # 4293 of them
+    assert max(map(abs, scores)) < 5.5  # the maximum of 4293 scores
     assert abs(torch.tensor(scores).std() - 1) < 0.05
 
 
@@ -217,10 +217,10 @@ def test_rows_and_columns_are_uncorrelated() -> None:
         pairs = (rows @ rows.T / rows.shape[1] ** 0.5)[torch.ones(512, 512).triu(1) == 1]
         assert abs(pairs.mean()) < 0.02
         assert abs(pairs.var() - 1) < 0.03
-        assert pairs.abs().max() < 6.5  # the largest of 130,816
+        assert pairs.abs().max() < 6.5  # the maximum of 130,816 pairs
 
 
-def test_bytes_of_the_hash_are_uniform() -> None:
+def test_each_byte_of_the_hash_is_uniform() -> None:
     row, column = dropout.row_hash(key(), torch.arange(1024)), dropout.column_hash(1, torch.arange(256))
     hashes = dropout.lowbias32(row[:, None] ^ column)
     for shift in (0, 8, 16, 24):

@@ -29,7 +29,7 @@ def test_benchmarks_skip_without_gpus(capsys: pytest.CaptureFixture[str], monkey
         assert "skipped: needs" in capsys.readouterr().out
 
 
-def test_expert_parallel(tmp_path: Path) -> None:
+def test_expert_parallel_benchmark(tmp_path: Path) -> None:
     """Covers every option of both layouts, the peer, auto and turns; hidden time follows the formula."""
     task = expert_parallel.Task(("qwen3",), ("zipf",), (1, 4), True, 24, True, True, 1, tmp_path, "it", 600.0)
     rows = run(2, expert_parallel.work, 2, task, "cpu")[0]
@@ -59,7 +59,7 @@ def test_expert_parallel(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_moe_study(tmp_path: Path) -> None:
+def test_moe_study_benchmark(tmp_path: Path) -> None:
     corpus = small(tmp_path / "corpus")
     out = tmp_path / "out"
     moe_study.main(["--toy", "--corpus", str(corpus), "--steps", "6", "--seeds", "0", "1", "--out", str(out)])
@@ -133,7 +133,7 @@ class FakeLayerAndClock:
     tiles of BM=256 give wrong results.
     """
 
-    back, laid_by_another = True, False
+    back = True
 
     def run(self, kernel: str) -> list[torch.Tensor]:
         self.kernel, self.how = kernel, tiles.OVERRIDES[kernel]
@@ -168,8 +168,8 @@ def test_each_product_uses_the_fastest_candidate(monkeypatch: pytest.MonkeyPatch
     assert [s for s in twice["shapes"] if s["E"] == 8 and s["D"] == 256] == [again], (
         "a shape's new rows replace its old"
     )
-    (mine,) = [s for s in table["shapes"] if (s["E"], s["F"], s["D"]) == shape]
-    rows = tiles.parse_rows(mine["kernels"])
+    (written_shape,) = [s for s in table["shapes"] if (s["E"], s["F"], s["D"]) == shape]
+    rows = tiles.parse_rows(written_shape["kernels"])
     assert {kernel: [how.library for _, how in entries] for kernel, entries in rows.items()} == {
         kernel: [False] * 6 if kernel in ("gated_up", "down") else [True] * 2 for kernel in rows
     }

@@ -62,7 +62,7 @@ def test_any_memory_layout_of_the_weights(row: Kernel, dtype: torch.dtype, T: in
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation(row: Kernel, dtype: torch.dtype, activation: str) -> None:
+def test_every_activation_equals_the_reference(row: Kernel, dtype: torch.dtype, activation: str) -> None:
     case = Case(20, 2, 4, 12, 14, activation=activation)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(routed_experts(row.run), case, dtype).items():
@@ -72,7 +72,7 @@ def test_every_activation(row: Kernel, dtype: torch.dtype, activation: str) -> N
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 2, 5, 24, 32), (2, 2, 9, 16, 24), (7, 1, 20, 8, 16)], ids=str)
 @pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, False), (True, True)])
-def test_experts_without_a_gradient_in_bfloat16(
+def test_bfloat16_inference_picks_a_path_by_load(
     shape: tuple, load: str, gated: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batched product, a grouped one or the loop runs, by the load; with gradients always the loop."""
@@ -115,7 +115,7 @@ DROPOUT = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True), (True, True)])
-def test_experts_with_dropout(
+def test_experts_with_dropout_equal_the_reference(
     row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool
 ) -> None:
     activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]

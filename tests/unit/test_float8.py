@@ -16,7 +16,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 BITS = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
 
 
-def normal(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
+def random_rows(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(shape[0], 1, generator=generator, dtype=torch.float64).mul(spread).exp()
     return rows * torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def rounded(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
 @pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantise_rounds_to_the_nearest(kind: torch.dtype, row_wise: bool, dtype: torch.dtype) -> None:
-    x = normal(33, 48, seed=0, spread=3).to(dtype)
+    x = random_rows(33, 48, seed=0, spread=3).to(dtype)
     x8, scale = float8.quantise(x, kind, row_wise=row_wise)
     assert scale.shape == ((33, 1) if row_wise else ()) and x8.dtype == kind
     assert torch.equal(scale.log2(), scale.log2().round()), "powers of two"
@@ -57,7 +57,7 @@ def test_zeros_stay_zero_and_non_finite_values_become_nan() -> None:
 @pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("T", [0, 1, 7, 64])
 def test_linear_is_the_product_of_rounded_operands(row_wise: bool, T: int) -> None:
-    x, w, dy = normal(T, 32, seed=0, spread=2), normal(48, 32, seed=1), normal(T, 48, seed=2, spread=2)
+    x, w, dy = random_rows(T, 32, seed=0, spread=2), random_rows(48, 32, seed=1), random_rows(T, 48, seed=2, spread=2)
     leaves = [a.float().requires_grad_() for a in (x, w)]
     y = float8.linear(*leaves, row_wise=row_wise)
     y.backward(dy.float())
@@ -89,8 +89,8 @@ def test_linear_is_the_product_of_rounded_operands(row_wise: bool, T: int) -> No
 def test_scaled_mm_equals_the_reference(shape: tuple[int, int, int], row_wise: bool) -> None:
     """Runs torch's CPU operator, whose layouts, scales and padding are the same as on a GPU."""
     M, K, N = shape
-    a, a_scale = float8.quantise(normal(K, M, seed=0).bfloat16().T, torch.float8_e4m3fn, row_wise=row_wise)
-    b, b_scale = float8.quantise(normal(N, K, seed=1).bfloat16(), torch.float8_e4m3fn, row_wise=row_wise)
+    a, a_scale = float8.quantise(random_rows(K, M, seed=0).bfloat16().T, torch.float8_e4m3fn, row_wise=row_wise)
+    b, b_scale = float8.quantise(random_rows(N, K, seed=1).bfloat16(), torch.float8_e4m3fn, row_wise=row_wise)
     got, expected = (
         run(a, b, a_scale, b_scale, torch.bfloat16) for run in (scaled_mm.scaled_product, reference.scaled_product)
     )

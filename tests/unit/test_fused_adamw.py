@@ -140,20 +140,20 @@ def test_a_run_resumes_bitwise_and_from_the_other_optimizer(
         loss_scale=2.0**24, loss_scale_steps=2, log_every=1, eval_every=0, save_every=3,
     )  # fmt: skip
     data = DataConfig(path=corpus, sequence=16)
-    whole = RunConfig(name="whole", runs=tmp_path, device="cpu", model=model, data=data, train=t)
-    plain = whole.replace(name="plain", train=t.replace(fused_adamw=False))
-    for run in (whole, plain):
+    fused_run = RunConfig(name="whole", runs=tmp_path, device="cpu", model=model, data=data, train=t)
+    plain_run = fused_run.replace(name="plain", train=t.replace(fused_adamw=False))
+    for run in (fused_run, plain_run):
         Trainer(run).fit()
-    lines = [(run.folder / "metrics.jsonl").read_text().splitlines() for run in (whole, plain)]
+    lines = [(run.folder / "metrics.jsonl").read_text().splitlines() for run in (fused_run, plain_run)]
     losses = [[json.loads(line)["loss"] for line in run] for run in lines]
     assert losses[0] == pytest.approx(losses[1], rel=3e-3) and losses[0][-1] < losses[0][0] - 0.05
-    for source in (whole, plain):
-        again = whole.replace(name=f"after-{source.name}")
+    for source in (fused_run, plain_run):
+        again = fused_run.replace(name=f"after-{source.name}")
         shutil.copytree(source.folder / "step-3", again.folder / "step-3")
         Trainer(again).fit()
-        files = sorted((whole.folder / "step-6").glob("*.safetensors"))
+        files = sorted((fused_run.folder / "step-6").glob("*.safetensors"))
         same = [path.read_bytes() == (again.folder / "step-6" / path.name).read_bytes() for path in files]
-        assert files and (all(same) or source is plain)
+        assert files and (all(same) or source is plain_run)
         assert sorted(p.name for p in (again.folder / "step-6").iterdir()) == sorted(
-            p.name for p in (plain.folder / "step-6").iterdir()
+            p.name for p in (plain_run.folder / "step-6").iterdir()
         )

@@ -25,7 +25,7 @@ def valid_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def load_all(path: Path) -> None:
-    """Everything that a user of the file would do."""
+    """Reads the config, the tokenizer and the weights."""
     file = GGUFFile(path)
     file.tokenizer()
     file.load_weights(Transformer(file.config))

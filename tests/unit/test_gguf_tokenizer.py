@@ -69,7 +69,7 @@ class Oracle:
 
     @staticmethod
     def split(pattern: Any, text: str) -> list[str]:
-        """Matches and the gaps between them."""
+        """The matches and the text between them."""
         parts, at = [], 0
         for match in pattern.finditer(text):
             parts += [text[at : match.start()], match[0]]
