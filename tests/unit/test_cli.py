@@ -806,7 +806,7 @@ def test_python_api(hf: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "message"),
+    ("call", "message"),
     [
         (lambda m: m.logits([]), "tokens is empty; give at least one token"),
         (lambda m: m.logits([1, 10**6]), "token 1000000 is not in the vocabulary of 300; give ids from 0 to 299"),
