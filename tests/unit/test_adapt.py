@@ -1,4 +1,4 @@
-"""The choice of degree and overlap: what is cheap where, and that it does not go to and fro."""
+"""Choice of expert dispatch degree and overlap: the cheapest wins, and the choice is stable."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ EVEN = LayerLoad(
 )  # fmt: skip
 
 
-def ways(layer: LayerLoad) -> dict[tuple[int, int], float]:
+def modelled_costs(layer: LayerLoad) -> dict[tuple[int, int], float]:
     return {
         (r, p): modelled_seconds(DispatchOptions(r, p), layer, COSTS)
         for r in (0, 1, 2, 4)
@@ -41,37 +41,41 @@ def ways(layer: LayerLoad) -> dict[tuple[int, int], float]:
     }
 
 
-def settled(now: DispatchOptions, layer: LayerLoad) -> DispatchOptions:
-    """Where trials say what the formula says."""
-    return pick_spread(now, {way: modelled_seconds(way, layer, COSTS) for way in candidates(now, layer, COSTS)})
+def choice_from_model(now: DispatchOptions, layer: LayerLoad) -> DispatchOptions:
+    """The choice when measured times equal the modelled ones."""
+    return pick_spread(
+        now, {option: modelled_seconds(option, layer, COSTS) for option in candidates(now, layer, COSTS)}
+    )
 
 
 @pytest.mark.parametrize("now", [DispatchOptions(0, 1), DispatchOptions(1, 1), DispatchOptions(4, 4)], ids=str)
 @pytest.mark.parametrize("choices", [1, 64, 4096, 1 << 20])
 @pytest.mark.parametrize("weights", [1 << 16, 1 << 24, 1 << 32])
-def test_it_is_within_the_gain_of_the_best(now: DispatchOptions, choices: int, weights: int) -> None:
+def test_choice_is_within_min_gain_of_the_best(now: DispatchOptions, choices: int, weights: int) -> None:
     layer = replace(EVEN, choices=choices, busiest=4 * choices, weight_bytes=weights)
-    best = min(ways(layer).values())
-    found = settled(now, layer)
-    assert best <= modelled_seconds(found, layer, COSTS) <= best / (1 - MIN_GAIN)
-    assert settled(found, layer) == found, "it does not go to and fro"
+    best = min(modelled_costs(layer).values())
+    choice = choice_from_model(now, layer)
+    assert best <= modelled_seconds(choice, layer, COSTS) <= best / (1 - MIN_GAIN)
+    assert choice_from_model(choice, layer) == choice, "the choice must not oscillate"
 
 
-def test_few_tokens_travel_and_small_weights_do() -> None:
+def test_few_tokens_are_sent_and_small_weights_are_gathered() -> None:
     few = replace(EVEN, choices=16, busiest=64)
-    assert settled(DispatchOptions(0), few).degree == 4, "all of the expert's ranks share a token, and no weight moves"
+    assert choice_from_model(DispatchOptions(0), few).degree == 4, (
+        "each token is sent to all ranks of its expert, and no weight is gathered"
+    )
     small = replace(EVEN, weight_bytes=1 << 12)
-    assert settled(DispatchOptions(1), small).degree == 0
+    assert choice_from_model(DispatchOptions(1), small).degree == 0
 
 
 def test_a_skewed_load_prefers_degree_0() -> None:
-    """Where every rank has all experts the load is even."""
+    """At degree 0 every rank has all experts, so its load is even."""
     even, skewed = (replace(EVEN, busiest=n) for n in (131072, 262144))
     assert modelled_seconds(DispatchOptions(0), even, COSTS) == modelled_seconds(DispatchOptions(0), skewed, COSTS)
     assert modelled_seconds(DispatchOptions(1), skewed, COSTS) > modelled_seconds(DispatchOptions(1), even, COSTS)
 
 
-def test_overlap_hides_the_shorter_of_two() -> None:
+def test_overlap_hides_the_shorter_of_compute_and_exchange() -> None:
     one, four = (modelled_seconds(DispatchOptions(4, p), EVEN, COSTS) for p in (1, 4))
     sent_s = 4 * 8192 * 32768 * 4 * 7 / 8 / 100e9
     compute_s = 3 * 131072 / 4 * EVEN.flops / 400e12
@@ -79,23 +83,25 @@ def test_overlap_hides_the_shorter_of_two() -> None:
     assert one - four == pytest.approx(5 / 6 * min(sent_s, compute_s) - 3 * 4 * 20e-6)
 
 
-def test_what_is_tried_decides_among_the_hopeful() -> None:
-    ways = candidates(DispatchOptions(0, 1), EVEN, COSTS)
-    cost = {way: modelled_seconds(way, EVEN, COSTS) for way in ways}
-    assert ways[0] == DispatchOptions(0, 1) and len(ways) > 2
+def test_measured_times_decide_among_candidates() -> None:
+    options = candidates(DispatchOptions(0, 1), EVEN, COSTS)
+    cost = {option: modelled_seconds(option, EVEN, COSTS) for option in options}
+    assert options[0] == DispatchOptions(0, 1) and len(options) > 2
     assert all(s <= CANDIDATE_FACTOR * min(cost.values()) for s in list(cost.values())[1:])
-    took = dict.fromkeys(ways, 1.0) | {ways[2]: 0.9}
-    assert pick_spread(ways[0], took) == ways[2]
-    assert pick_spread(ways[0], took | {ways[2]: 0.99}) == ways[0], "noise moves nothing"
+    seconds = dict.fromkeys(options, 1.0) | {options[2]: 0.9}
+    assert pick_spread(options[0], seconds) == options[2]
+    assert pick_spread(options[0], seconds | {options[2]: 0.99}) == options[0], (
+        "a difference within noise changes nothing"
+    )
 
 
-def test_weights_are_gathered_for_each_part() -> None:
+def test_each_part_gathers_the_weights_again() -> None:
     one, two = (modelled_seconds(DispatchOptions(1, p), replace(EVEN, choices=0, busiest=0), COSTS) for p in (1, 2))
     gather_s = 3 * LINK.seconds(EVEN.weight_bytes * 3)
     assert two - one == pytest.approx(gather_s + 4 * LINK.latency_s)
 
 
-def test_the_first_and_the_last_part_are_the_smallest() -> None:
+def test_first_and_last_parts_are_the_smallest() -> None:
     assert [part_sizes(p) for p in (1, 2, 3, 4, 6)] == [[1], [1, 1], [1, 2, 1], [1, 2, 2, 1], [1, 2, 4, 4, 2, 1]]
     assert part_sizes(9) == [1, 2, 4, 8, 8, 8, 4, 2, 1]
     assert [_split_tokens(30, 4), _split_tokens(3, 3), _split_tokens(0, 2), _split_tokens(7, 1)] == [
@@ -106,34 +112,34 @@ def test_the_first_and_the_last_part_are_the_smallest() -> None:
     ]
 
 
-def _trials(load: list[int]) -> list[int]:
-    """How many ways were tried at each of some calls."""
+def _count_timed_options(load: list[int]) -> list[int]:
+    """The number of options timed by each of several calls."""
     with DistributedContext.build(Plan(dp=2, ep=2)) as context:
         model = build(MOES["gated"], context.axes)
         module = model.blocks.get_submodule("0.ffn")
         assert isinstance(module, MixtureOfExperts)
-        trials, tried = SpreadTimings(model), []
-        right = trials._measure
+        timings, timed = SpreadTimings(model), []
+        measure = timings._measure
 
-        def counted(ways: list[DispatchOptions], *rest: Any) -> list[float]:
-            tried.append(len(ways))
-            return right(ways, *rest)
+        def counted(options: list[DispatchOptions], *rest: Any) -> list[float]:
+            timed.append(len(options))
+            return measure(options, *rest)
 
-        trials._measure = counted  # type: ignore[method-assign]
+        timings._measure = counted  # type: ignore[method-assign]
         before = [p.detach().clone() for p in model.parameters()]
-        one = trials.seconds([DispatchOptions(1, 1), DispatchOptions(0, 1)], module, 20, load)
+        one = timings.seconds([DispatchOptions(1, 1), DispatchOptions(0, 1)], module, 20, load)
         assert set(one) == {DispatchOptions(1, 1), DispatchOptions(0, 1)} and min(one.values()) > 0
-        assert trials.seconds([DispatchOptions(1, 1)], module, 20, [n + 1 for n in load]) == {
+        assert timings.seconds([DispatchOptions(1, 1)], module, 20, [n + 1 for n in load]) == {
             DispatchOptions(1, 1): one[DispatchOptions(1, 1)]
         }
-        trials.seconds([DispatchOptions(1, 1), DispatchOptions(1, 3)], module, 20, load)
-        trials.seconds([DispatchOptions(1, 1)], module, 20, [100, 100, 100, 1, 1, 1])
-        trials.seconds([DispatchOptions(1, 1)], module, 200, load)
+        timings.seconds([DispatchOptions(1, 1), DispatchOptions(1, 3)], module, 20, load)
+        timings.seconds([DispatchOptions(1, 1)], module, 20, [100, 100, 100, 1, 1, 1])
+        timings.seconds([DispatchOptions(1, 1)], module, 200, load)
         assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
-        return tried
+        return timed
 
 
 @pytest.mark.xdist_group("worlds")
-def test_a_load_like_one_that_was_tried_is_not_tried_again() -> None:
-    """A new way is, a more skewed load is, more tokens are; the model's own weights stay as they are."""
-    assert run(2, _trials, [30, 40, 35, 33, 31, 36])[0] == [2, 1, 1, 1]
+def test_a_similar_load_is_not_timed_again() -> None:
+    """New options, a more skewed load or more tokens are timed; the model's weights do not change."""
+    assert run(2, _count_timed_options, [30, 40, 35, 33, 31, 36])[0] == [2, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""The letters of shape suffixes are those of docs/alphabet.md, and no others."""
+"""Shape suffixes use only the letters listed in docs/alphabet.md."""
 
 import ast
 import re
@@ -24,24 +24,24 @@ def suffixes(source: str) -> set[str]:
             names.add(node.arg)
         elif isinstance(node, ast.Attribute):
             names.add(node.attr)
-    found = set()
+    result = set()
     for name in names:
         match = SUFFIX.search(name)
         if match and not name.isupper() and re.search("[A-Z]", match[1]):
-            found.add(match[1])
-    return found
+            result.add(match[1])
+    return result
 
 
-def test_the_alphabet_is_read():
+def test_alphabet_and_suffixes_are_parsed():
     assert {"T", "D", "H", "n", "v", "p"} <= alphabet()
     assert suffixes("q_TnH = self.x_RV; BLOCK_N = 1; y = f(theta_base, _Live)") == {"TnH", "RV"}
 
 
-def test_every_letter_in_the_code_is_in_the_alphabet():
+def test_every_suffix_letter_is_in_the_alphabet():
     known = alphabet()
-    strange = {}
+    unknown = {}
     for file in (ROOT / "colonnade").rglob("*.py"):
         for suffix in suffixes(file.read_text(encoding="utf-8")):
             if set(re.sub(r"\d", "", suffix)) - known:
-                strange.setdefault(file.relative_to(ROOT).as_posix(), []).append(suffix)
-    assert not strange, "a letter that docs/alphabet.md does not list"
+                unknown.setdefault(file.relative_to(ROOT).as_posix(), []).append(suffix)
+    assert not unknown, "a letter that docs/alphabet.md does not list"

@@ -1,4 +1,4 @@
-"""The Python surface, used as its documentation says: names, chat, streams, lists of prompts, data of one's own."""
+"""The public Python API as documented: names, prompts, chat, streams and user-supplied data."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,27 +23,31 @@ from tests.serve import tiny
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokenizer has a chat template."""
-    words = tiny.tokenizer()
-    config = ModelConfig(vocab_size=words.vocab_size, layers=1, width=16, heads=2, ffn_width=16, context=96)
+    tokenizer = tiny.tokenizer()
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, layers=1, width=16, heads=2, ffn_width=16, context=96)
     out = tmp_path_factory.mktemp("models") / "tiny"
     native.save(
-        out, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo(), tokenizer=words
+        out,
+        initialise(Transformer(config), 0),
+        native.Meta(model=config),
+        DistributedContext.solo(),
+        tokenizer=tokenizer,
     )
     return out
 
 
 @pytest.fixture(scope="module")
-def model(place: Path) -> Iterator[colonnade.Model]:
-    with colonnade.load(place) as loaded:
+def model(model_folder: Path) -> Iterator[colonnade.Model]:
+    with colonnade.load(model_folder) as loaded:
         yield loaded
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_public_name_is_listed_and_there() -> None:
+def test_every_public_name_is_listed_and_exists() -> None:
     assert set(colonnade.__all__) <= set(dir(colonnade))
     for name in colonnade.__all__:
         assert getattr(colonnade, name) is not None
@@ -54,64 +58,64 @@ def test_every_public_name_is_listed_and_there() -> None:
         _ = colonnade.loda  # type: ignore[attr-defined]
 
 
-def test_torchs_own_types(place: Path, tmp_path: Path) -> None:
-    with colonnade.load(place, dtype=torch.bfloat16, device=torch.device("cpu")) as loaded:
+def test_torch_dtypes_and_devices_are_accepted(model_folder: Path, tmp_path: Path) -> None:
+    with colonnade.load(model_folder, dtype=torch.bfloat16, device=torch.device("cpu")) as loaded:
         assert next(loaded.transformer.parameters()).dtype == torch.bfloat16
         colonnade.save(loaded, tmp_path / "hf", format="hf", dtype=torch.float16)
     assert '"dtype": "float16"' in (tmp_path / "hf/config.json").read_text()
     assert TrainConfig(dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dtype is 'int8'; it must be 'auto', 'float32'"):
-        colonnade.load(place, dtype=torch.int8)
+        colonnade.load(model_folder, dtype=torch.int8)
     with pytest.raises(ConfigError, match="device is 'cuda:1'; it must be 'auto', 'cpu' or 'cuda'"):
-        colonnade.load(place, device=torch.device("cuda", 1))
+        colonnade.load(model_folder, device=torch.device("cuda", 1))
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
-PARAMS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
-def test_lists_of_prompts_are_answered_as_each_alone(model: colonnade.Model) -> None:
+def test_a_list_of_prompts_gives_the_same_as_each_alone(model: colonnade.Model) -> None:
     texts = ["once upon", "a column bears", "x"]
-    assert model.generate(texts, **PARAMS) == [model.generate(text, **PARAMS) for text in texts]
+    assert model.generate(texts, **GREEDY) == [model.generate(text, **GREEDY) for text in texts]
     ids = [model.tokenizer.encode(text) for text in texts]
-    assert model.generate(ids, **PARAMS) == [model.generate(one, **PARAMS) for one in ids]
-    assert model.generate([torch.tensor(one) for one in ids], **PARAMS) == model.generate(ids, **PARAMS)  # type: ignore[list-item]
-    mixed = model.generate([texts[0], ids[1]], **PARAMS)  # type: ignore[list-item]
-    assert mixed == [model.generate(texts[0], **PARAMS), model.generate(ids[1], **PARAMS)]
+    assert model.generate(ids, **GREEDY) == [model.generate(one, **GREEDY) for one in ids]
+    assert model.generate([torch.tensor(one) for one in ids], **GREEDY) == model.generate(ids, **GREEDY)  # type: ignore[list-item]
+    mixed = model.generate([texts[0], ids[1]], **GREEDY)  # type: ignore[list-item]
+    assert mixed == [model.generate(texts[0], **GREEDY), model.generate(ids[1], **GREEDY)]
     with pytest.raises(RequestError, match="the prompt is empty"):
-        model.generate([], **PARAMS)
+        model.generate([], **GREEDY)
 
 
-def test_a_stream_is_the_answer_in_pieces(model: colonnade.Model) -> None:
-    pieces = list(model.stream("once upon", **PARAMS))
-    assert "".join(pieces) == model.generate("once upon", **PARAMS)
+def test_a_stream_yields_the_answer_in_pieces(model: colonnade.Model) -> None:
+    pieces = list(model.stream("once upon", **GREEDY))
+    assert "".join(pieces) == model.generate("once upon", **GREEDY)
     ids = model.tokenizer.encode("once upon")
-    assert list(model.stream(ids, **PARAMS)) == model.generate(ids, **PARAMS)
+    assert list(model.stream(ids, **GREEDY)) == model.generate(ids, **GREEDY)
     with pytest.raises(RequestError, match="unknown parameter 'max_token'; did you mean 'max_tokens'"):
-        model.stream("once", max_token=3)  # at once, not when it is read
-    first = next(iter(reader := model.stream(ids, **PARAMS)))
-    assert first == model.generate(ids, **PARAMS)[0]
+        model.stream("once", max_token=3)  # raised immediately, not at the first read
+    first = next(iter(reader := model.stream(ids, **GREEDY)))
+    assert first == model.generate(ids, **GREEDY)[0]
     del reader
-    assert not model._serving_engine.busy, "a stream that is left ends its request"
+    assert not model._serving_engine.busy, "an abandoned stream ends its request"
 
 
-def test_chat_is_the_template_and_generation(model: colonnade.Model) -> None:
-    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
-    prompt = model.tokenizer.encode_chat(said)
-    expected = model.tokenizer.decode(model.generate(prompt, **PARAMS))
-    assert model.chat(said, **PARAMS) == expected == "".join(model.stream(said, **PARAMS))
-    assert model.chat("why?", **PARAMS) == model.chat([{"role": "user", "content": "why?"}], **PARAMS)
+def test_chat_equals_template_plus_generation(model: colonnade.Model) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    prompt = model.tokenizer.encode_chat(messages)
+    expected = model.tokenizer.decode(model.generate(prompt, **GREEDY))
+    assert model.chat(messages, **GREEDY) == expected == "".join(model.stream(messages, **GREEDY))
+    assert model.chat("why?", **GREEDY) == model.chat([{"role": "user", "content": "why?"}], **GREEDY)
     for wrong in ([], ["why?"], 3):
         with pytest.raises(RequestError, match=r"give a text, or a list of \{'role'"):
-            model.chat(wrong, **PARAMS)  # type: ignore[arg-type]
+            model.chat(wrong, **GREEDY)  # type: ignore[arg-type]
 
 
-# -- data of one's own -------------------------------------------------------------------------------------------------
+# -- user-supplied data ------------------------------------------------------------------------------------------------
 
 
 class Squares(Dataset):
-    """A map-style dataset that never says where it ends."""
+    """A map-style dataset whose ``__getitem__`` never raises IndexError."""
 
     def __len__(self) -> int:
         return 40
@@ -127,7 +131,7 @@ class Endless(IterableDataset):
         return ([i % 23, (i + 1) % 23, (i + 2) % 23] for i in itertools.count())
 
 
-def run_of(folder: Path, name: str, **train: Any) -> RunConfig:
+def make_run(folder: Path, name: str, **train: Any) -> RunConfig:
     settings = {"steps": 4, "batch": 4, "micro_batch": 2, "lr": 1e-2, "log_every": 1, "save_every": 2} | train
     return RunConfig(
         name=name,
@@ -143,7 +147,7 @@ def losses(run: RunConfig) -> list[float]:
     return [row["loss"] for row in read_rows(run.folder, "metrics.jsonl") if "loss" in row]
 
 
-def test_all_kinds_of_data_are_the_same_tokens(tmp_path: Path) -> None:
+def test_every_kind_of_data_gives_the_same_tokens(tmp_path: Path) -> None:
     lists = [Squares()[i]["input_ids"].tolist() for i in range(40)]
     kinds = {
         "lists": lists,
@@ -151,22 +155,22 @@ def test_all_kinds_of_data_are_the_same_tokens(tmp_path: Path) -> None:
         "map-style": Squares(),
         "generator": (one for one in [*lists, []]),
     }
-    found: dict[str, list[float]] = {}
+    losses_by_kind: dict[str, list[float]] = {}
     for name, data in kinds.items():
-        run = run_of(tmp_path, name, steps=10)  # which need them all
+        run = make_run(tmp_path, name, steps=10)  # enough to read every sample
         colonnade.Trainer(run, data=data, validation=lists[:9]).fit()
-        found[name] = losses(run)
+        losses_by_kind[name] = losses(run)
         split = Corpus(run.folder / "tokens").split("train")
         assert split.read(0, split.tokens).tolist() == [token for one in lists for token in one]
         assert split.documents == 40
-    assert len(found["lists"]) == 10
-    assert all(each == found["lists"] for each in found.values())
+    assert len(losses_by_kind["lists"]) == 10
+    assert all(each == losses_by_kind["lists"] for each in losses_by_kind.values())
 
 
-def test_a_resumed_run_goes_on_with_the_next_sample(tmp_path: Path) -> None:
-    whole = run_of(tmp_path, "whole", schedule="constant", warmup=0)
+def test_a_resumed_run_continues_with_the_next_sample(tmp_path: Path) -> None:
+    whole = make_run(tmp_path, "whole", schedule="constant", warmup=0)
     colonnade.Trainer(whole, data=Squares()).fit()
-    half = run_of(tmp_path, "half", steps=2, schedule="constant", warmup=0)
+    half = make_run(tmp_path, "half", steps=2, schedule="constant", warmup=0)
     colonnade.Trainer(half, data=Squares()).fit()
     rest = half.replace(train=half.train.replace(steps=4))
     summary = colonnade.Trainer(rest, data=Squares()).fit()
@@ -177,27 +181,27 @@ def test_a_resumed_run_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     ):
         colonnade.Trainer(rest, data=[[1, 2, 3]] * 40)
     again = rest.replace(data=rest.data.replace(path=rest.folder / "tokens"), train=rest.train.replace(steps=5))
-    assert colonnade.Trainer(again).fit().steps == 5, "without the data, by what was kept of it"
+    assert colonnade.Trainer(again).fit().steps == 5, "resumes from the stored tokens, without the data"
 
 
-def test_endless_data_is_read_as_far_as_the_steps_need(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "endless")
+def test_endless_data_is_read_only_as_far_as_needed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "endless")
     colonnade.Trainer(run, data=Endless()).fit()
     assert Corpus(run.folder / "tokens").manifest.train.tokens == 4 * 4 * 8 + 1
-    colonnade.Trainer(run_of(tmp_path, "two").replace(plan=Plan(dp=2)), data=Endless()).fit()
-    assert losses(run_of(tmp_path, "two")) == pytest.approx(losses(run), rel=1e-5), "any plan reads the same samples"
+    colonnade.Trainer(make_run(tmp_path, "two").replace(plan=Plan(dp=2)), data=Endless()).fit()
+    assert losses(make_run(tmp_path, "two")) == pytest.approx(losses(run), rel=1e-5), "any plan reads the same samples"
 
 
-def test_the_tokenizer_goes_into_the_checkpoint(tmp_path: Path) -> None:
-    words = tiny.tokenizer()
-    run = run_of(tmp_path, "spoken")
-    run = run.replace(model=run.model.replace(vocab_size=words.vocab_size))
-    documents = [words.encode(f"column {i} bears loads") for i in range(40)]
-    colonnade.Trainer(run, data=documents, tokenizer=words).fit()
+def test_tokenizer_is_saved_in_the_checkpoint(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    run = make_run(tmp_path, "spoken")
+    run = run.replace(model=run.model.replace(vocab_size=tokenizer.vocab_size))
+    documents = [tokenizer.encode(f"column {i} bears loads") for i in range(40)]
+    colonnade.Trainer(run, data=documents, tokenizer=tokenizer).fit()
     with colonnade.load(run.folder) as loaded:
         assert isinstance(loaded.generate("a", max_tokens=3), str)
     with pytest.raises(ConfigError, match="validation and tokenizer go with data"):
-        colonnade.Trainer(run, tokenizer=words)
+        colonnade.Trainer(run, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_the_tokenizer_goes_into_the_checkpoint(tmp_path: Path) -> None:
         ([[True, False]], "item 0 of the data is"),
     ],
 )
-def test_what_is_no_data_is_refused(tmp_path: Path, data: Any, message: str) -> None:
+def test_invalid_data_is_refused(tmp_path: Path, data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         write_tokens(data, tmp_path / "tokens", vocab_size=23)
     assert list(tmp_path.iterdir()) == []

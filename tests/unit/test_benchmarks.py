@@ -1,4 +1,4 @@
-"""The speed benchmarks of layouts, in small on a CPU: they run to the end, and conclude what they should."""
+"""Speed benchmarks at toy sizes on a CPU: they run to the end and draw the right conclusions."""
 
 import importlib.machinery
 import json
@@ -40,14 +40,14 @@ pytestmark = pytest.mark.xdist_group("worlds")
 
 
 def rows_of(jobs: list[training_jobs.Job]) -> list[training_jobs.Row]:
-    """As ``series``, in worlds that stand already; rank 0's rows."""
-    found = []
+    """Runs jobs as ``series`` does, on worker processes that are already up; returns rank 0's rows."""
+    results = []
     for world in sorted({job.plan.world for job in jobs}):
-        found += run(world, training_jobs.work, [job for job in jobs if job.plan.world == world], "cpu")[0]
-    return found
+        results += run(world, training_jobs.work, [job for job in jobs if job.plan.world == world], "cpu")[0]
+    return results
 
 
-def test_fsdp() -> None:
+def test_fsdp_benchmark() -> None:
     rows, heads = fsdp.scaled(rows_of(fsdp.scaling_jobs(True, [1, 2])))
     assert [row["ranks"] for row in rows] == [1, 2] and rows[0]["share_of_linear"] == 1
     assert rows[1]["share_of_linear"] == pytest.approx(rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"] / 2, abs=1e-3)
@@ -57,26 +57,26 @@ def test_fsdp() -> None:
     assert rows[0]["first_loss"] == rows[1]["first_loss"]
 
 
-def test_context() -> None:
+def test_context_parallel_benchmark() -> None:
     one, two = rows = training_jobs.share_of_linear(rows_of(context.jobs(True, [1, 2], 0)))
     assert one["first_loss"] == two["first_loss"], "the same tokens, the same weights"
     assert (one["plan"], two["plan"]) == ("one process", "cp=2")
     assert context.heads_of(rows)[0].peer_value == one["tokens_per_s"]
 
 
-def test_attention() -> None:
+def test_attention_benchmark() -> None:
     (row,) = attention.measured("tiny", attention.TINY["tiny"], "cpu")
     assert row["way"] == "chosen" and row["forward_ms"] > 0 and row["backward_ms"] > 0
 
 
-def test_bubble() -> None:
+def test_pipeline_bubble_benchmark() -> None:
     size = bubble.sizes(tiny=True)
     rows, heads = bubble.judged([row for n in (1, 2) for row in run(n, bubble.work, n, size, "cpu")[0]])
     assert {row["schedule"] for row in rows} == {"one rank", "gpipe", "1f1b", "interleaved", "zero_bubble"}
     assert len(rows) == 2 * 5 and len(heads) == 4
 
 
-def test_a_pipeline_that_is_as_theory_says_has_that_bubble() -> None:
+def test_ideal_step_times_give_the_theoretical_bubble() -> None:
     rows = [{"schedule": "one rank", "ranks": 1, "micro_batches": m, "step_ms": 12.0 * m, "waits": 0.0} for m in (2, 4)]
     for plan in bubble.plans(4):
         b = bubble.waits(plan)
@@ -84,16 +84,16 @@ def test_a_pipeline_that_is_as_theory_says_has_that_bubble() -> None:
             {"schedule": plan.schedule, "ranks": 4, "micro_batches": m, "step_ms": 3 * (m + b), "waits": b}
             for m in (8, 16)
         ]
-    found, _ = bubble.judged(rows)
-    for row in found:
+    results, _ = bubble.judged(rows)
+    for row in results:
         assert row["over_theory"] == pytest.approx(0, abs=1e-4)
         assert row["bubble"] == pytest.approx(row["bubble_theory"], abs=1e-4)
         assert row["bubble_by_slope"] == pytest.approx(row["bubble_theory"], abs=1e-4)
-    at_8 = {row["schedule"]: row["bubble_theory"] for row in found if row["micro_batches"] == 8}
+    at_8 = {row["schedule"]: row["bubble_theory"] for row in results if row["micro_batches"] == 8}
     assert at_8 == {"gpipe": 0.375, "1f1b": 0.375, "interleaved": 0.1875, "zero_bubble": 0.0625}
 
 
-def test_cost_growth(tmp_path: Path) -> None:
+def test_cost_growth_benchmark(tmp_path: Path) -> None:
     jobs = cost_growth.jobs(True, [1, 2])
     rows = cost_growth.foretold(jobs, rows_of(jobs))
     base, deeper = rows[0], next(row for row in rows if row["layers"] == 4)
@@ -103,12 +103,12 @@ def test_cost_growth(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_weak_scaling_and_its_peers() -> None:
+def test_weak_scaling_benchmark_and_peers() -> None:
     """torch's layouts compute the same loss with and without sequence parallelism, on one rank and on two."""
     rows = rows_of(weak_scaling.jobs(True, [1, 2], weak_scaling.WHO))
-    torchs = [row for row in rows if str(row["what"]).startswith("torch")]
-    assert [row["what"] for row in torchs] == ["torch", "torch", "torch_sp"]
-    assert len({row["first_loss"] for row in torchs}) == 1
+    torch_rows = [row for row in rows if str(row["what"]).startswith("torch")]
+    assert [row["what"] for row in torch_rows] == ["torch", "torch", "torch_sp"]
+    assert len({row["first_loss"] for row in torch_rows}) == 1
     for row in rows:
         parts = ("compute", "communication_exposed", "idle")
         assert sum(row[f"traced_{part}_ms"] for part in parts) == pytest.approx(row["traced_step_ms"], rel=0.02)
@@ -116,52 +116,50 @@ def test_weak_scaling_and_its_peers() -> None:
     assert len(weak_scaling.heads_of(rows)) == 2
 
 
-def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make bench` runs what the machine can."""
+def test_benchmarks_skip_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make bench` runs only what the machine supports."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for script in (fsdp, context, bubble, cost_growth, weak_scaling):
         script.main([])
         assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
 
 
-def test_a_record_is_written_and_kept_rows_are_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = ["--tiny", "--worlds", "1", "--out", str(tmp_path), "--keep", str(tmp_path / "kept")]
-    context.main(asked)
+def test_a_record_is_written_and_kept_rows_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--tiny", "--worlds", "1", "--out", str(tmp_path), "--keep", str(tmp_path / "kept")]
+    context.main(argv)
     (row,) = json.loads((tmp_path / "context_tiny.json").read_text())["rows"]
     assert row["ranks"] == 1 and row["share_of_linear"] == 1
     monkeypatch.setattr("harness.training_jobs.work", lambda *_: pytest.fail("measured again"))
-    context.main(asked)
+    context.main(argv)
     assert json.loads((tmp_path / "context_tiny.json").read_text())["rows"] == [row]
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         training_jobs.series(context.jobs(True, [1], 0)[:1] + fsdp.llama_jobs(True, 1)[:1], "cpu", tmp_path / "kept")
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # the peer's
-def test_the_engine_says_what_transformers_says() -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of the peer library
+def test_engine_output_agrees_with_transformers() -> None:
     rows, heads = engine.measure(True, 6, 1)
     assert {row["who"] for row in rows} == {"colonnade", "transformers"}
     assert rows[0]["agree"] == 1 and 0 <= rows[0]["idle"] <= 1
     assert heads[0].peer == "transformers"
 
 
-def test_flash_decoding(tmp_path: Path) -> None:
-    """By the plain executor on a CPU: table, picture, random cells; and the table of tiles is written as it stands."""
+def test_flash_decoding_benchmark(tmp_path: Path) -> None:
+    """Runs every mode with the plain executor on a CPU; the table of tiles is written back unchanged."""
     flash_decoding.main(["--tiny", "--fixed-cuts", "64", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "flash_decoding_tiny.json").read_text())["rows"]
     assert [row["who"] for row in rows] == ["colonnade", "colonnade, fixed cuts"] * 2
     assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000
     (tmp_path / "flash_decoding.png").unlink()
     flash_decoding.main(["--tiny", "--draw", "--out", str(tmp_path)])
-    assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000, "from the record alone"
+    assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000, "drawn from the record alone"
     flash_decoding.main(["--tiny", "--sweep", "0", "6", "--pinned", "1", "--out", str(tmp_path)])
     cells = json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]
     pinned = [row for row in cells if row.get("pinned_us")]
     assert len(cells) == 6 and len(pinned) == 1
     assert pinned[0]["of_pinned"] == pytest.approx(pinned[0]["pinned_us"] / pinned[0]["us"], abs=1e-3)
-    assert not decode_tiles.OVERRIDE, "what is pinned is not left behind"
+    assert not decode_tiles.OVERRIDE, "the pinned tiles are removed again"
     flash_decoding.main(["--tiny", "--eight-bits", "--out", str(tmp_path)])
     caches = json.loads((tmp_path / "flash_decoding_eight_tiny.json").read_text())["rows"]
     assert [row["cache"] for row in caches] == ["bfloat16", "float8", "float8, scales", "int8, scales"]
@@ -177,7 +175,7 @@ def test_flash_decoding(tmp_path: Path) -> None:
     assert tune.written(decode_tiles.table()) == file.read_text()
 
 
-TOYS = [
+TINY_RUNS = [
     (attention, ["--tiny"]),
     (context, ["--tiny", "--worlds", "1"]),
     (flash_decoding, ["--tiny"]),
@@ -193,33 +191,33 @@ TOYS = [
 ]
 
 
-@pytest.mark.parametrize(("script", "words"), TOYS, ids=lambda value: getattr(value, "__name__", None))
-def test_toys_leave_the_results_alone(
+@pytest.mark.parametrize(("script", "argv"), TINY_RUNS, ids=lambda value: getattr(value, "__name__", None))
+def test_tiny_runs_do_not_change_published_results(
     script: ModuleType,
-    words: list[str],
+    argv: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What a toy size writes is in a folder of its own, which it names, and nothing that is published changes."""
+    """A tiny run writes to a temporary folder and prints its paths; published files do not change."""
     published = [RESULTS, ROOT / "docs" / "assets"]
     before = [{path: path.stat().st_mtime_ns for path in folder.iterdir()} for folder in published]
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("sys.argv", [script.__name__, *words])
+    monkeypatch.setattr("sys.argv", [script.__name__, *argv])
     script.main()
     assert [{path: path.stat().st_mtime_ns for path in folder.iterdir()} for folder in published] == before
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for path in (path for path in tmp_path.rglob("*") if path.suffix in (".json", ".png", ".jsonl")):
-        assert str(path) in said, "where it went"
+        assert str(path) in printed, "the path of each file must be printed"
 
 
-def test_flash_decoding_says_what_it_cannot_do(
+def test_flash_decoding_rejects_unsupported_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     flash_decoding.main(["--tune", "--widths", "128"])
     assert "--tune measures a GPU's kernels, and this machine has no GPU" in capsys.readouterr().out
-    for words, why in (
+    for argv, message in (
         (["--tiny", "--tune", "--widths", "128"], "--tune measures a GPU's kernels for good, and has no toy size"),
         (["--tiny", "--flex"], "--flex needs a GPU"),
         (["--tiny", "--chunks", "--flex"], "which --chunks does not measure"),
@@ -227,12 +225,12 @@ def test_flash_decoding_says_what_it_cannot_do(
         (["--chunks", "--shared"], "not allowed with"),
     ):
         with pytest.raises(SystemExit):
-            flash_decoding.main(words)
-        assert why in " ".join(capsys.readouterr().err.split())
+            flash_decoding.main(argv)
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_page_lists() -> None:
-    """A full last page holds a page of tokens, and not none; pages that nobody filled are not told."""
+def test_page_lists_for_flashinfer() -> None:
+    """A full last page counts as a page of tokens, not as 0; unused pages are not listed."""
     pages_BP = torch.tensor([[5, 3, 9], [0, 7, 1], [2, 8, 4], [6, 10, 11]], dtype=torch.int32)
     cu_pages_B1, pages_P, last_B = decode_cells.page_lists((9, 4, 1, 8), pages_BP, 4)
     assert cu_pages_B1.tolist() == [0, 3, 4, 5, 7]
@@ -241,8 +239,8 @@ def test_page_lists() -> None:
     assert {x.dtype for x in (cu_pages_B1, pages_P, last_B)} == {torch.int32}
 
 
-class Told:
-    """FlashInfer's wrapper, in torch: what it is constructed with, its plan and its calls mean what they mean there."""
+class FakeFlashInfer:
+    """FlashInfer's wrapper in plain torch, with the same constructor, ``plan`` and ``run``."""
 
     def __init__(
         self, _workspace: Tensor, layout: str, *, use_tensor_cores: bool, use_cuda_graph: bool, **buffers
@@ -269,34 +267,34 @@ class Told:
         return torch.stack(parts)
 
 
-def test_flashinfer_is_told_the_pages_that_ours_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_reads_the_same_pages_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Told))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer))
     monkeypatch.setattr(decode_cells, "WORKSPACE_BYTES", 1)
     tensors = decode_cells.Tensors(decode_cells.Cell((40, 16, 1, 33), K=2, group=4, H=16, page=16), "cpu", copies=2)
-    right, ours = decode_cells.exact(tensors), decode_cells.ours(tensors)
-    assert decode_cells.error(ours, right) > 0.1, "scattered pages are other keys"
-    in_order, scattered = (dict(decode_cells.flashinfer(tensors, in_order=told)) for told in (True, False))
+    expected, ours = decode_cells.exact(tensors), decode_cells.ours(tensors)
+    assert decode_cells.error(ours, expected) > 0.1, "scattered pages give other keys"
+    in_order, scattered = (dict(decode_cells.flashinfer(tensors, in_order=ordered)) for ordered in (True, False))
     names = ["flashinfer" + cores + mode for mode in ("", ", graph mode") for cores in ("", ", tensor cores")]
     assert list(in_order) == list(scattered) == names
     for name in names:
-        assert decode_cells.error(in_order[name], right) < 1e-6
+        assert decode_cells.error(in_order[name], expected) < 1e-6
         for copy in range(2):
             o = scattered[name](copy)
             assert (o - ours(copy).float()).norm() < 2e-3 * o.norm(), f"{name}, copy {copy}"
     assert not set(names) - {name for name, _ in decode_cells.peers(tensors)}
 
 
-def test_flashinfer_fails_with_a_line_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_failures_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
     monkeypatch.setattr(decode_cells, "WORKSPACE_BYTES", 1)
     tensors = decode_cells.Tensors(decode_cells.Cell((40, 3), K=1, group=5, H=16, page=16), "cpu")
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Told))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer))
     runs = dict(decode_cells.flashinfer(tensors))
     with pytest.raises(RuntimeError, match="ValueError: Unsupported group_size: 5"):
         runs["flashinfer"](0)
     assert runs["flashinfer, tensor cores"](0).shape == tensors.q_BNH.shape
-    monkeypatch.setitem(sys.modules, "flashinfer", None)  # found, and cannot be imported
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # installed, but its import fails
     for _, call in decode_cells.flashinfer(tensors):
         with pytest.raises(RuntimeError, match="flashinfer"):
             call(0)
@@ -305,19 +303,19 @@ def test_flashinfer_fails_with_a_line_or_is_not_there(monkeypatch: pytest.Monkey
     assert not [name for name, _ in decode_cells.peers(tensors) if name.startswith("flashinfer")]
 
 
-def test_small_figures_are_not_rounded_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_values_are_not_rounded_to_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for mode in ([], ["--eight-bits"], ["--latents"], ["--shared"]):
         flash_decoding.main(["--tiny", *mode, "--out", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "who colonnade  us " in said and "{" not in said
+    printed = capsys.readouterr().out
+    assert "who colonnade  us " in printed and "{" not in printed
     for path in tmp_path.glob("*.json"):
-        found = json.loads(path.read_text())
-        assert all(row[key] for row in found["rows"] for key in ("tb_per_s", "of_read") if key in row), path.name
-        assert "python benchmarks/" not in found["notes"] and "On a CPU ours is plain torch" in found["notes"]
+        results = json.loads(path.read_text())
+        assert all(row[key] for row in results["rows"] for key in ("tb_per_s", "of_read") if key in row), path.name
+        assert "python benchmarks/" not in results["notes"] and "On a CPU ours is plain torch" in results["notes"]
 
 
-def test_decode_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Speeds beside the bound, which falls with the context; and the article's plot, whoever failed."""
+def test_decode_model_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Speeds are compared with a bound that falls with the context; the plot skips failed peers."""
     rows, heads = decode_model.measure("tiny", Plan(), 2, [16, 64], 2, "cpu", peer=False, page=8)
     for row in rows:
         assert row["of_bound"] == pytest.approx(row["tokens_per_s"] / row["bound_tokens_per_s"], abs=2e-4)
@@ -326,14 +324,14 @@ def test_decode_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     record = {"rows": [*rows, {"who": "transformers, static cache", "failed": "it did"}]}
     (tmp_path / "decode_tiny_h200.json").write_text(json.dumps(record))
     decode_model.main(["--draw", "--out", str(tmp_path)])
-    assert (tmp_path / "decode_models.png").stat().st_size > 10_000, "from records alone, whoever failed"
+    assert (tmp_path / "decode_models.png").stat().st_size > 10_000, "drawn from records alone, despite a failed peer"
     with pytest.raises(SystemExit):
         decode_model.main(["--draw", "--out", str(tmp_path / "empty")])
     assert "has no record of this benchmark: measure first" in " ".join(capsys.readouterr().err.split())
 
 
-def test_quantised_quality(tmp_path: Path) -> None:
-    """Shuffled, a model says the same and its groups are others; a model beside itself has no distance."""
+def test_quantised_quality_benchmark(tmp_path: Path) -> None:
+    """A shuffled model gives the same logits in other quantisation groups; KL to itself is 0."""
     config = decode_model.TINY.replace(width=64, tied=True)
 
     def model() -> api.Model:
@@ -349,9 +347,9 @@ def test_quantised_quality(tmp_path: Path) -> None:
     assert {name.split(".")[-2] for name in differ} >= {"tokens", "qkv", "out", "gate", "up", "down"}
     api.save(one, tmp_path / "one")
     rough = api.load(tmp_path / "one", dtype="float64", device="cpu", weights="int4", weight_group=32)
-    said = {"weights": "int4", "group": 32, "order": "shuffled", "bits": 5.0}
+    settings = {"weights": "int4", "group": 32, "order": "shuffled", "bits": 5.0}
     windows = tokens.unfold(0, 11, 10)
-    stored, same, quantised = quantised_quality.compare(one, [(other, said), (rough, said)], windows)
+    stored, same, quantised = quantised_quality.compare(one, [(other, settings), (rough, settings)], windows)
     assert stored["tokens"] == 30 and stored["perplexity"] == same["perplexity"]
     assert same["kl_nats"] == 0 < quantised["kl_nats"] and same["same_first"] == 1 >= quantised["same_first"]
     assert stored["perplexity"] == pytest.approx(
@@ -360,14 +358,14 @@ def test_quantised_quality(tmp_path: Path) -> None:
     assert quantised_quality.bits(one, "int8", 64) == pytest.approx(8 + 32 / 60, abs=0.3)
 
 
-@pytest.mark.filterwarnings("ignore")  # the peer's
-def test_prefill() -> None:
-    """Operations are the products of every token, of the head those of one, and the scores that are seen."""
-    T, it = 96, prefill.TINY
-    D, H, heads = it.width, it.head_width, it.heads + 2 * it.kv_heads
-    weights = it.layers * (D * heads * H + it.heads * H * D + 3 * D * it.ffn_width)
-    seen = it.layers * it.heads * H * 4 * T * T / 2
-    assert prefill.flops(it, T) == pytest.approx(2 * T * weights + 2 * D * it.vocab_size + seen, rel=1e-3)
-    rows, found = prefill.measure("tiny", T, "cpu")
+@pytest.mark.filterwarnings("ignore")  # warnings of the peer library
+def test_prefill_benchmark() -> None:
+    """FLOPs count every token's products, the output head of one token, and the visible scores."""
+    T, config = 96, prefill.TINY
+    D, H, heads = config.width, config.head_width, config.heads + 2 * config.kv_heads
+    weights = config.layers * (D * heads * H + config.heads * H * D + 3 * D * config.ffn_width)
+    visible = config.layers * config.heads * H * 4 * T * T / 2
+    assert prefill.flops(config, T) == pytest.approx(2 * T * weights + 2 * D * config.vocab_size + visible, rel=1e-3)
+    rows, results = prefill.measure("tiny", T, "cpu")
     assert [row["who"] for row in rows] == ["colonnade", "transformers"]
-    assert found[0].value == rows[0]["tokens_per_s"] and found[0].peer_value == rows[1]["tokens_per_s"]
+    assert results[0].value == rows[0]["tokens_per_s"] and results[0].peer_value == rows[1]["tokens_per_s"]

@@ -1,4 +1,4 @@
-"""Shared prefixes: groups found in tables of pages, taken only where they pay, and what the plans compute."""
+"""Shared prefixes: groups found in page tables, used only where faster, and the plans' results."""
 
 from collections.abc import Sequence
 
@@ -19,39 +19,39 @@ FEW = KernelCosts(Shape(kv_heads=2, group=8, rows=16, tile=64), 264, COSTS)
 MANY = KernelCosts(Shape(kv_heads=2, group=8, rows=128, tile=64), 132, COSTS._replace(tile=1000))
 
 
-def branches(prefix: int, own: Sequence[int], page: int = 16) -> tuple[list[list[int]], list[int]]:
-    """(tables, lengths) of requests with ``prefix`` common keys and some of their own."""
-    whole = prefix // page
-    tables = [[*range(whole), *range(1000 * (i + 1), 1000 * (i + 1) + n // page + 2)] for i, n in enumerate(own)]
+def requests_with_prefix(prefix: int, own: Sequence[int], page: int = 16) -> tuple[list[list[int]], list[int]]:
+    """(tables, lengths) of requests with ``prefix`` common keys, each followed by ``own`` keys."""
+    full_pages = prefix // page
+    tables = [[*range(full_pages), *range(1000 * (i + 1), 1000 * (i + 1) + n // page + 2)] for i, n in enumerate(own)]
     return tables, [prefix + n for n in own]
 
 
-def found(tables: list[list[int]], lengths: list[int], new: int = 1, page: int = 16) -> list[Group]:
+def find_groups(tables: list[list[int]], lengths: list[int], new: int = 1, page: int = 16) -> list[Group]:
     return groups(tables, lengths, [new] * len(tables), page, FEW, MANY)
 
 
-def test_a_common_beginning_is_read_once() -> None:
-    tables, lengths = branches(32_768, [40 + i for i in range(32)])
+def test_a_common_prefix_is_read_once() -> None:
+    tables, lengths = requests_with_prefix(32_768, [40 + i for i in range(32)])
     cascade = plan(tables, lengths, [1] * 32, 16, FEW, MANY)
     assert isinstance(cascade, Cascade)
     assert cascade.groups == (Group(tuple(range(32)), 0, 32_768),)
-    # 256 rows are two blocks of 128, each of which reads the keys of both heads once.
+    # 256 rows are two blocks of 128, and each block reads the keys of both heads once.
     assert sum(i.end - i.first for i in cascade.shared.items) == 2 * 2 * 32_768
     assert min(i.first for i in cascade.own.items) == 32_768
-    alone = plan(branches(0, lengths)[0], lengths, [1] * 32, 16, FEW, MANY)
+    alone = plan(requests_with_prefix(0, lengths)[0], lengths, [1] * 32, 16, FEW, MANY)
     assert isinstance(alone, Plan)
     assert alone.finish > 8 * cascade.finish
 
 
-def test_groups_are_made_only_where_they_pay() -> None:
-    """Two requests of 64 common keys read them twice: reading once would cost a launch and a merge more."""
-    tables, lengths = branches(64, [5000, 5000])
+def test_groups_are_made_only_where_faster() -> None:
+    """Reading 64 common keys twice is cheaper than one more launch and merge."""
+    tables, lengths = requests_with_prefix(64, [5000, 5000])
     assert isinstance(plan(tables, lengths, [1, 1], 16, FEW, MANY), Plan)
-    dear = MANY._replace(costs=MANY.costs._replace(tile=10**6))
-    assert isinstance(plan(*branches(32_768, [1] * 32), [1] * 32, 16, FEW, dear), Plan)
+    expensive = MANY._replace(costs=MANY.costs._replace(tile=10**6))
+    assert isinstance(plan(*requests_with_prefix(32_768, [1] * 32), [1] * 32, 16, FEW, expensive), Plan)
 
 
-def test_the_last_page_is_not_shared_unless_it_is_full_and_before_all_queries() -> None:
+def test_only_full_pages_before_all_queries_are_shared() -> None:
     tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
     for lengths, new, end in (([80, 80], 1, 64), ([81, 81], 1, 64), ([80, 80], 17, 0), ([200, 64], 1, 0)):
         few, many = (r._replace(costs=Costs(1000, 0, 0, 0), workers=1) for r in (FEW, MANY))
@@ -60,44 +60,44 @@ def test_the_last_page_is_not_shared_unless_it_is_full_and_before_all_queries() 
 
 
 def test_shared_keys_are_whole_tiles() -> None:
-    tables, lengths = branches(16 * 100, [3] * 8)
-    (group,) = found(tables, lengths)
+    tables, lengths = requests_with_prefix(16 * 100, [3] * 8)
+    (group,) = find_groups(tables, lengths)
     assert group.end == 1600 // 64 * 64
 
 
-def test_the_better_of_one_large_group_and_several_long_ones() -> None:
-    """All eight begin with 4096 common keys, and each half goes on together."""
+def test_one_large_group_or_several_longer_ones_by_cost() -> None:
+    """All eight requests share 4096 keys, and each half shares more."""
     few_more, many_more = 256, 65_536
     for more, expected in ((few_more, 1), (many_more, 2)):
         tables = [
             [*range(256), *range(10**5 * (1 + i // 4), 10**5 * (1 + i // 4) + more // 16), 10**6 + i] for i in range(8)
         ]
-        got = found(tables, [4096 + more + 1] * 8)
+        got = find_groups(tables, [4096 + more + 1] * 8)
         assert len(got) == expected
         assert [r for group in got for r in group.requests] == list(range(8))
         assert {group.end for group in got} == {4096 if expected == 1 else 4096 + more}
 
 
-def test_only_those_in_a_window_are_shared() -> None:
+def test_only_keys_inside_the_window_are_shared() -> None:
     few = FEW._replace(shape=FEW.shape._replace(window=2000))
-    tables, lengths = branches(8192, [10] * 16)
+    tables, lengths = requests_with_prefix(8192, [10] * 16)
     (group,) = groups(tables, lengths, [1] * 16, 16, few, MANY)
     assert (group.first, group.end) == (8192 + 10 - 2000, 8192)
-    assert not groups(*branches(8192, [3000] * 16), [1] * 16, 16, few, MANY)
+    assert not groups(*requests_with_prefix(8192, [3000] * 16), [1] * 16, 16, few, MANY)
 
 
-def test_requests_of_no_queries_or_keys_are_in_no_group() -> None:
-    tables, lengths = branches(8192, [5] * 8)
+def test_requests_without_queries_or_keys_join_no_group() -> None:
+    tables, lengths = requests_with_prefix(8192, [5] * 8)
     lengths[3], queries = 0, [1, 1, 0, 0, 1, 1, 1, 1]
     (group,) = groups(tables, lengths, queries, 16, FEW, MANY)
     assert group.requests == (0, 1, 4, 5, 6, 7)
     assert groups([], [], [], 16, FEW, MANY) == []
 
 
-def test_very_deep_trees_of_prefixes() -> None:
-    """A conversation of 1500 turns, each a request, every one the beginning of the next."""
+def test_very_deep_prefix_trees() -> None:
+    """The 1500 turns of a conversation as requests, each a prefix of the next."""
     turns = 1500
-    got = found([list(range(i + 2)) for i in range(turns)], [16 * (i + 1) + 1 for i in range(turns)])
+    got = find_groups([list(range(i + 2)) for i in range(turns)], [16 * (i + 1) + 1 for i in range(turns)])
     assert len({r for group in got for r in group.requests}) == sum(len(group.requests) for group in got) > turns // 3
 
 
@@ -108,8 +108,8 @@ tables_of_pages = st.lists(
 
 @given(tables_of_pages, st.sampled_from([1, 4]), st.sampled_from([None, 20]))
 @settings(max_examples=60)
-def test_every_group(drawn: list, page: int, window: int | None) -> None:
-    """Members share what is said, each is in one group; brute force over all pairs finds none where there is none."""
+def test_groups_are_disjoint_and_share_their_pages(drawn: list, page: int, window: int | None) -> None:
+    """Members share the stated pages and are in one group each; no pair of requests is missed."""
     cheap = Costs(1000, 0, 0, 0)
     few = KernelCosts(Shape(1, 3, 4, 1, window), 1, cheap)
     many = KernelCosts(Shape(1, 3, 8, 1), 1, cheap)
@@ -128,19 +128,19 @@ def test_every_group(drawn: list, page: int, window: int | None) -> None:
     if not got and window is None:
         full = [max(0, n - new) // page if new else 0 for n, new in zip(lengths, queries, strict=True)]
         starts = [tables[r][0] for r in range(len(tables)) if full[r]]
-        # Pairs of a row or two would be one block of the larger reader.
+        # Pairs with several queries may be left ungrouped: they would fill only one block of the larger kernel.
         assert len(set(starts)) == len(starts) or max(queries) > 1
 
 
-def test_a_graphs_array_holds_any_groups() -> None:
-    tables, lengths = branches(32_768, [5] * 6)
+def test_flat_array_of_a_cuda_graph_holds_any_groups() -> None:
+    tables, lengths = requests_with_prefix(32_768, [5] * 6)
     cascade = plan(tables, lengths, [1, 2, 1, 1, 1, 1], 16, FEW, MANY)
     assert isinstance(cascade, Cascade)
-    room = CascadeCapacity(8, 4, 20)
-    flat = cascade.flat(room)
-    groups_at, rows_at, total = room.offsets
+    capacity = CascadeCapacity(8, 4, 20)
+    flat = cascade.flat(capacity)
+    groups_at, rows_at, total = capacity.offsets
     assert len(flat) == total
-    assert flat[4 * 2 : 4 * 2 + 3] == [0, 1, 3]  # three queries of its group come before
+    assert flat[4 * 2 : 4 * 2 + 3] == [0, 1, 3]  # preceded by three queries of its group
     assert flat[4 * 6] == flat[4 * 7] == -1
     assert flat[groups_at : groups_at + 3] == [0, rows_at, 7]
     assert flat[rows_at : rows_at + 8] == [0, 0, 1, 0, 1, 1, 2, 0]
@@ -151,8 +151,8 @@ def test_a_graphs_array_holds_any_groups() -> None:
 @pytest.mark.parametrize("group", [1, 3, 17])
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("extras", ["plain", "all"])
-def test_a_cascade_computes_attention(group: int, window: int | None, extras: str) -> None:
-    """Two groups and some who are alone, of one to three queries, on plans with many cuts."""
+def test_cascade_equals_paged_attention(group: int, window: int | None, extras: str) -> None:
+    """Two groups and some ungrouped requests of one to three queries, on plans with many splits."""
     generator = torch.Generator().manual_seed(group)
     page, K, H = 16, 2, 8
     first, second = list(range(10)), list(range(20, 26))

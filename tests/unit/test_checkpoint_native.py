@@ -1,4 +1,4 @@
-"""The native checkpoint in one process: what it refuses and how it says so, and that a kill costs nothing."""
+"""Native checkpoints in one process: round trips, refusals with remedies, and safety against kills."""
 
 import json
 import multiprocessing as mp
@@ -26,31 +26,33 @@ CONFIG = ModelConfig(vocab_size=61, layers=2, width=16, heads=4, kv_heads=2, ffn
 SOLO = DistributedContext.solo()
 
 
-def start(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Any, Any, AdamW]:
+def make_state(
+    config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> tuple[Any, Any, AdamW]:
     """A model, its masters and its optimizer with some state in it."""
     model = initialise(Transformer(config, dtype=dtype), seed)
-    held = masters(model, SOLO, dtype)
-    optimizer = AdamW(held.local, TrainConfig())
+    master_weights = masters(model, SOLO, dtype)
+    optimizer = AdamW(master_weights.local, TrainConfig())
     generator = torch.Generator().manual_seed(seed)
     for tensor in optimizer.state.values():
         tensor.copy_(torch.rand(tensor.shape, generator=generator))
     optimizer.steps = 3
-    return model, held, optimizer
+    return model, master_weights, optimizer
 
 
 def write(folder: Path, seed: int = 1, config: ModelConfig = CONFIG) -> tuple[Any, Any, AdamW]:
-    it = model, held, optimizer = start(config, seed=seed)
+    state = model, master_weights, optimizer = make_state(config, seed=seed)
     data = DataConfig(sequence=config.context)
     run = RunConfig(name="written", model=config, data=data, train=TrainConfig(clip=float("inf")))
     meta = native.Meta(model=config, run=run, step=3, cursor={"seen": 96})
-    native.save(folder, model, meta, SOLO, masters=held, optimizer=optimizer)
-    return it
+    native.save(folder, model, meta, SOLO, masters=master_weights, optimizer=optimizer)
+    return state
 
 
 def read(folder: Path) -> tuple[Any, Any, AdamW]:
-    it = model, held, optimizer = start(seed=2)
-    native.load(folder, model, SOLO, masters=held, optimizer=optimizer)
-    return it
+    state = model, master_weights, optimizer = make_state(seed=2)
+    native.load(folder, model, SOLO, masters=master_weights, optimizer=optimizer)
+    return state
 
 
 @pytest.fixture
@@ -59,11 +61,11 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "step-3"
 
 
-def test_round_trip(saved: Path) -> None:
-    _, held, optimizer = start(seed=1)
-    _, held_2, optimizer_2 = read(saved)
-    for name, weight in held.local.items():
-        assert torch.equal(weight, held_2.local[name]), name
+def test_saving_and_loading_round_trips(saved: Path) -> None:
+    _, master_weights, optimizer = make_state(seed=1)
+    _, master_weights_2, optimizer_2 = read(saved)
+    for name, weight in master_weights.local.items():
+        assert torch.equal(weight, master_weights_2.local[name]), name
     for key, moment in optimizer.state.items():
         assert torch.equal(moment, optimizer_2.state[key]), key
     meta = native.read_meta(saved)
@@ -73,40 +75,42 @@ def test_round_trip(saved: Path) -> None:
     assert not list(saved.parent.glob(".*")), "nothing hidden is left behind"
 
 
-def test_tokenizer_travels_along(tmp_path: Path) -> None:
-    class Words:
+def test_tokenizer_is_saved_with_the_checkpoint(tmp_path: Path) -> None:
+    class FakeTokenizer:
         size_bytes = 10
 
         def save(self, folder: Path) -> None:
             (folder / "tokenizer.json").write_text("{}")
 
-    model, _, _ = start()
-    native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, tokenizer=Words())
+    model, _, _ = make_state()
+    native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, tokenizer=FakeTokenizer())
     assert (tmp_path / "it" / "tokenizer" / "tokenizer.json").read_text() == "{}"
     assert "tokenizer/tokenizer.json" in folders.Manifest.read(tmp_path / "it").files
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
-    (file, damage, says)
+    (file, damage, message)
     for file in ("weights-00000.safetensors", "exp_avg-00000.safetensors", "tensors.json", "checkpoint.json")
-    for damage, says in ((flip, "checksum"), (cut, "bytes instead of"), (Path.unlink, "is missing"))
+    for damage, message in ((flip_bit, "checksum"), (truncate, "bytes instead of"), (Path.unlink, "is missing"))
 ]
 
 
-@pytest.mark.parametrize(("file", "damage", "says"), DAMAGES, ids=lambda it: getattr(it, "__name__", str(it)))
-def test_damage_names_the_file(saved: Path, file: str, damage: Callable[[Path], None], says: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "damage", "message"), DAMAGES, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_damage_error_names_the_file(saved: Path, file: str, damage: Callable[[Path], None], message: str) -> None:
     damage(saved / file)
-    with pytest.raises(CheckpointError, match=says) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read(saved)
     assert str(saved / file) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -121,7 +125,7 @@ def _edit(**changes: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
@@ -136,47 +140,47 @@ def _edit(**changes: Any) -> Callable[[Path], None]:
         (shutil.rmtree, "does not exist"),
     ],
 )
-def test_foreign_folders(saved: Path, spoil: Callable[[Path], object], says: str) -> None:
-    spoil(saved)
-    with pytest.raises(CheckpointError, match=says) as caught:
+def test_folders_of_other_formats_are_refused(saved: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(saved)
+    with pytest.raises(CheckpointError, match=message) as caught:
         read(saved)
     assert str(saved) in str(caught.value)
 
 
-def _piece(**changes: Any) -> Callable[[dict[str, Any]], None]:
+def _alter(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda index: index["tensors"]["weights/norm.weight"]["pieces"][0].update(changes)
 
 
-def _halves(index: dict[str, Any]) -> None:
+def _list_piece_twice(index: dict[str, Any]) -> None:
     entry = index["tensors"]["weights/norm.weight"]
     entry["pieces"] = [entry["pieces"][0] | {"sizes": [8]}] * 2
 
 
-def _other_type(index: dict[str, Any]) -> None:
+def _unknown_dtype(index: dict[str, Any]) -> None:
     index["tensors"]["weights/norm.weight"]["dtype"] = "float320"
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("damage", "message"),
     [
-        (_piece(offsets=[5]), r"a piece \(16,\) at \(5,\) in weights-00000.safetensors of 'weights/norm.weight' \(16"),
-        (_piece(offsets=[-1]), r"a piece \(16,\) at \(-1,\)"),
-        (_piece(offsets=[0, 0], sizes=[16, 1]), r"a piece \(16, 1\) at \(0, 0\)"),
-        (_piece(file="exp_avg-00000.safetensors"), r"in exp_avg-00000.safetensors of 'weights/norm.weight'"),
-        (_piece(file="weights-00001.safetensors"), r"weights-00001.safetensors is not in manifest.json"),
-        (_halves, r"lists a piece of weights/norm.weight twice"),
-        (_other_type, r"dtype is 'float320'"),
+        (_alter(offsets=[5]), r"a piece \(16,\) at \(5,\) in weights-00000.safetensors of 'weights/norm.weight' \(16"),
+        (_alter(offsets=[-1]), r"a piece \(16,\) at \(-1,\)"),
+        (_alter(offsets=[0, 0], sizes=[16, 1]), r"a piece \(16, 1\) at \(0, 0\)"),
+        (_alter(file="exp_avg-00000.safetensors"), r"in exp_avg-00000.safetensors of 'weights/norm.weight'"),
+        (_alter(file="weights-00001.safetensors"), r"weights-00001.safetensors is not in manifest.json"),
+        (_list_piece_twice, r"lists a piece of weights/norm.weight twice"),
+        (_unknown_dtype, r"dtype is 'float320'"),
     ],
 )  # fmt: skip
-def test_an_index_that_lies_is_refused(saved: Path, spoil: Callable[[dict[str, Any]], None], says: str) -> None:
-    """Its checksum is right: what wrote it was wrong. A piece out of place would leave other numbers as they were."""
+def test_an_inconsistent_index_is_refused(saved: Path, damage: Callable[[dict[str, Any]], None], message: str) -> None:
+    """The checksum matches but the content is wrong; a misplaced piece would leave values unset."""
     index = json.loads((saved / "tensors.json").read_text())
-    spoil(index)
+    damage(index)
     (saved / "tensors.json").write_text(json.dumps(index))
     manifest = json.loads((saved / "manifest.json").read_text())
     manifest["files"]["tensors.json"] = folders.digest_of(saved / "tensors.json").model_dump()
     (saved / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         read(saved)
 
 
@@ -187,7 +191,7 @@ def test_a_hugging_face_folder_is_recognised(tmp_path: Path) -> None:
 
 
 def test_nothing_is_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither torch's pickled metadata, should a stranger add it, nor anything else."""
+    """Not even a pickled ``.metadata`` of torch that someone added is read."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("unpickled")
@@ -199,34 +203,34 @@ def test_nothing_is_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_types_and_sizes_must_agree(saved: Path) -> None:
-    model, held, optimizer = start(dtype=torch.float64)
+    model, master_weights, optimizer = make_state(dtype=torch.float64)
     with pytest.raises(CheckpointError, match=r"in float32, but this run uses float64"):
-        native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
-    native.load(saved, model, SOLO)  # weights alone are cast, as asked for
-    model, held, optimizer = start(CONFIG.replace(ffn_width=18))
+        native.load(saved, model, SOLO, masters=master_weights, optimizer=optimizer)
+    native.load(saved, model, SOLO)  # weights alone are cast to the model's dtype
+    model, master_weights, optimizer = make_state(CONFIG.replace(ffn_width=18))
     with pytest.raises(CheckpointError, match=r"of another model \(model.ffn_width: 17 -> 18\); resume with"):
-        native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
+        native.load(saved, model, SOLO, masters=master_weights, optimizer=optimizer)
 
 
 def test_weights_without_optimizer_do_not_resume(tmp_path: Path) -> None:
-    model, held, optimizer = start()
-    native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, masters=held)
+    model, master_weights, optimizer = make_state()
+    native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, masters=master_weights)
     with pytest.raises(CheckpointError, match="no optimizer state 'exp_avg/"):
-        native.load(tmp_path / "it", model, SOLO, masters=held, optimizer=optimizer)
+        native.load(tmp_path / "it", model, SOLO, masters=master_weights, optimizer=optimizer)
 
 
 def test_bfloat16_compute_keeps_float32_masters(saved: Path) -> None:
     model = Transformer(CONFIG)
-    held = masters(model, SOLO, torch.bfloat16)
-    native.load(saved, model, SOLO, masters=held)
-    _, reference, _ = start(seed=1)
-    assert isinstance(held, UnshardedMasters)
+    master_weights = masters(model, SOLO, torch.bfloat16)
+    native.load(saved, model, SOLO, masters=master_weights)
+    _, reference, _ = make_state(seed=1)
+    assert isinstance(master_weights, UnshardedMasters)
     for name, parameter in model.named_parameters():
-        assert torch.equal(held.local[name], reference.local[name])
+        assert torch.equal(master_weights.local[name], reference.local[name])
         assert torch.equal(parameter, reference.local[name].bfloat16())
 
 
-def test_an_existing_folder_is_refused_and_kept(saved: Path) -> None:
+def test_an_existing_folder_is_refused_and_unchanged(saved: Path) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     with pytest.raises(CheckpointError, match="exists already"):
         write(saved, seed=5)
@@ -234,8 +238,8 @@ def test_an_existing_folder_is_refused_and_kept(saved: Path) -> None:
     assert not list(saved.parent.glob(".*"))
 
 
-def test_a_failed_write_leaves_nothing(saved: Path) -> None:
-    """The operating system refuses to let a file grow, as a full disk would."""
+def test_a_failed_write_leaves_no_files(saved: Path) -> None:
+    """A file size limit makes the write fail, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -247,7 +251,7 @@ def test_a_failed_write_leaves_nothing(saved: Path) -> None:
     read(saved)
 
 
-def test_newest_passes_over_what_is_incomplete(tmp_path: Path) -> None:
+def test_newest_skips_incomplete_checkpoints(tmp_path: Path) -> None:
     assert native.newest(tmp_path / "nowhere") is None
     for name in ("step-3", "step-20", "step-100"):
         write(tmp_path / name)
@@ -258,24 +262,26 @@ def test_newest_passes_over_what_is_incomplete(tmp_path: Path) -> None:
     assert native.newest(tmp_path) == tmp_path / "step-20"
 
 
-def _save_for_ever(root: Path, config: ModelConfig) -> None:
-    model, held, _ = start(config)
+def _save_forever(root: Path, config: ModelConfig) -> None:
+    model, master_weights, _ = make_state(config)
     number = 1
     while True:
-        native.save(root / f"step-{number}", model, native.Meta(model=config, step=number), SOLO, masters=held)
+        native.save(
+            root / f"step-{number}", model, native.Meta(model=config, step=number), SOLO, masters=master_weights
+        )
         number += 1
 
 
 def test_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
-    """A process that does nothing but save is killed at arbitrary moments; the newest folder always loads."""
+    """A process that only saves is killed at various moments; the newest folder always loads."""
     config = CONFIG.replace(width=128, heads=4, head_width=0, kv_heads=0, ffn_width=1000, layers=8)
-    model, _, _ = start(config)
+    model, _, _ = make_state(config)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["colonnade.checkpoint.native"])
     interrupted = 0
     for number in range(5):
         root = tmp_path / str(number)
-        process = context.Process(target=_save_for_ever, args=(root, config))
+        process = context.Process(target=_save_forever, args=(root, config))
         process.start()
         deadline = time.monotonic() + 60
         while not (root / "step-1").exists():
@@ -288,5 +294,5 @@ def test_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
         folder = native.newest(root)
         assert folder is not None
         assert native.load(folder, model, SOLO).step == int(folder.name.removeprefix("step-"))
-        assert folder == folders.list_steps(root)[0][1], "every folder that appeared is complete"
+        assert folder == folders.list_steps(root)[0][1], "every visible folder must be complete"
     assert interrupted, "no kill came during a save; the test proves nothing"

@@ -1,4 +1,4 @@
-"""The command line: what it does, and above all what it says when it cannot."""
+"""The command line: results of the verbs, and one-line errors with a remedy."""
 
 import io
 import json
@@ -41,36 +41,36 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A tiny untrained model with a tokenizer, in our format."""
+    """A tiny untrained model with a tokenizer, in the native format."""
     config = ModelConfig(vocab_size=300, layers=2, width=24, heads=4, kv_heads=2, ffn_width=26, context=64)
-    place = tmp_path_factory.mktemp("models") / "tiny"
+    path = tmp_path_factory.mktemp("models") / "tiny"
     transformer = initialise(Transformer(config), 0)
     native.save(
-        place, transformer, native.Meta(model=config), DistributedContext.solo(), tokenizer=Corpus(corpus).tokenizer
+        path, transformer, native.Meta(model=config), DistributedContext.solo(), tokenizer=Corpus(corpus).tokenizer
     )
-    return place
+    return path
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The same as a Hugging Face folder."""
+    """The same model as a Hugging Face folder."""
     out = tmp_path_factory.mktemp("hf") / "tiny"
     main(["convert", str(model), str(out)])
     return out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 1) -> str:
-    """What the command line says when it exits with ``code``; always one line, never a traceback."""
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 1) -> str:
+    """The error output of a command that exits with ``code``: one line, never a traceback."""
     with pytest.raises(SystemExit) as end:
         main([str(word) for word in argv])
     assert end.value.code == code
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
     if code == 1:
-        errors = [line for line in said.splitlines() if "Error: " in line]
+        errors = [line for line in output.splitlines() if "Error: " in line]
         assert len(errors) == 1
         return errors[0]
-    return said
+    return output
 
 
 def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,39 +78,39 @@ def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             main([verb, "--help"])
         assert end.value.code == 0
-        said = capsys.readouterr().out
-        assert f"usage: colonnade {verb}" in said
-        assert "--help" in said
+        output = capsys.readouterr().out
+        assert f"usage: colonnade {verb}" in output
+        assert "--help" in output
 
 
 def test_help_needs_no_torch() -> None:
-    """Start-up stays instant: torch is imported by the verbs that use it."""
+    """Start-up stays fast: only the verbs that use torch import it."""
     code = "import sys, colonnade.cli; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])
     assert capsys.readouterr().out.startswith("colonnade ")
 
 
-def test_unknown_flag_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "train", "--model.layres", "3", code=2)
-    assert "--model.layers" in said
-    assert "run colonnade train --help" in said
+def test_unknown_flag_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    output = error_of(capsys, "train", "--model.layres", "3", code=2)
+    assert "--model.layers" in output
+    assert "run colonnade train --help" in output
 
 
-def test_help_is_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, usage in (
+def test_help_works_as_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, usage in (
         (["help"], "usage: colonnade [-h]"),
         (["help", "convert"], "usage: colonnade convert"),
         (["help", "train"], "usage: colonnade train"),
     ):
         with pytest.raises(SystemExit) as end:
-            main(words)
+            main(argv)
         assert end.value.code == 0
         assert usage in capsys.readouterr().out
-    assert "no verb 'convret'; did you mean 'convert'?" in refused(capsys, "help", "convret", code=2)
+    assert "no verb 'convret'; did you mean 'convert'?" in error_of(capsys, "help", "convret", code=2)
 
 
 def test_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,29 +120,29 @@ def test_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str])
     assert [row[0] for row in rows[1:] if row and row[0] in PRESETS] == list(PRESETS)
     assert ["smollm2-135m", "llama", "135", "M", "135", "M", "30", "576", "8,192"] in rows
     assert ["mixtral-8x7b", "mixtral", "46.7", "B", "12.9", "B", "32", "4,096", "32,768"] in rows
-    assert not any("…" in word for row in rows for word in row), "nothing is cut off"
+    assert not any("…" in word for row in rows for word in row), "no cell is truncated"
     main(["presets", "--match", "qwen3_moe"])
-    assert "qwen3-30b-a3b" in (said := capsys.readouterr().out) and "tour" not in said
-    assert "no preset or family has 'llma' in its name; did you mean" in refused(capsys, "presets", "--match", "llma")
+    assert "qwen3-30b-a3b" in (output := capsys.readouterr().out) and "tour" not in output
+    assert "no preset or family has 'llma' in its name; did you mean" in error_of(capsys, "presets", "--match", "llma")
 
 
-def test_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no verb 'trian'; did you mean 'train'?" in refused(capsys, "trian", code=2)
+def test_unknown_verb_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no verb 'trian'; did you mean 'train'?" in error_of(capsys, "trian", code=2)
 
 
-def test_unknown_key_in_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_key_in_toml_names_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[train]\nlearning_rate = 1\n")
-    said = refused(capsys, "train", "--config", file)
-    assert "run.toml:2: TrainConfig has no key 'learning_rate'; " in said
+    output = error_of(capsys, "train", "--config", file)
+    assert "run.toml:2: TrainConfig has no key 'learning_rate'; " in output
 
 
-def test_missing_toml(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "train", "--config", "nope.toml")
-    assert said == "ConfigError: nope.toml cannot be read: No such file or directory; give a file of settings in TOML"
+def test_missing_toml_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    output = error_of(capsys, "train", "--config", "nope.toml")
+    assert output == "ConfigError: nope.toml cannot be read: No such file or directory; give a file of settings in TOML"
 
 
-def test_a_plan_in_words() -> None:
+def test_table_of_a_plan_and_plurals() -> None:
     assert "703 of 703 hidden units, 4096 of 4096" in Plan().table(preset("tour").replace(ffn_width=703))[0][2]
     assert [plural(1, "rank"), plural(0, "rank"), plural(2, "process")] == ["1 rank", "0 ranks", "2 processes"]
     assert (
@@ -150,13 +150,13 @@ def test_a_plan_in_words() -> None:
     )
 
 
-def test_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no preset 'gpt3'; did you mean 'gpt2'?" in refused(capsys, "train", "--preset", "gpt3")
+def test_unknown_preset_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no preset 'gpt3'; did you mean 'gpt2'?" in error_of(capsys, "train", "--preset", "gpt3")
 
 
-def test_kv_heads_must_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "train", "--plan.tp", "3")
-    assert "PlanError: 4 key/value heads do not divide over tp=3; use tp of 1, 2 or 4" in said
+def test_kv_heads_must_divide_over_tp(capsys: pytest.CaptureFixture[str]) -> None:
+    output = error_of(capsys, "train", "--plan.tp", "3")
+    assert "PlanError: 4 key/value heads do not divide over tp=3; use tp of 1, 2 or 4" in output
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_plan_is_checked_before_any_process_starts(
 
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", started)
     monkeypatch.setattr("colonnade.serve.engine_process._spawn", started)
-    for place in (model, hf):
-        said = refused(capsys, verb[0], place, *verb[1:], "--plan.tp", "4")
-        assert said == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
+    for path in (model, hf):
+        output = error_of(capsys, verb[0], path, *verb[1:], "--plan.tp", "4")
+        assert output == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
@@ -180,36 +180,40 @@ def test_batch_invariance_over_ranks_is_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, axis: str
 ) -> None:
     monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
-    said = refused(capsys, "serve", model, "--serve.port", "0", "--serve.batch_invariant", f"--plan.{axis}", "2")
-    assert f"serve.batch_invariant is for one rank, and this model is on {axis}=2" in said
+    output = error_of(capsys, "serve", model, "--serve.port", "0", "--serve.batch_invariant", f"--plan.{axis}", "2")
+    assert f"serve.batch_invariant is for one rank, and this model is on {axis}=2" in output
 
 
 @pytest.mark.parametrize("verb", [["generate", "hi"], ["eval"], ["chat"], ["serve"]], ids=lambda v: v[0])
-def test_verbs_take_only_what_they_use(capsys: pytest.CaptureFixture[str], model: Path, verb: list[str]) -> None:
-    """A plan for training, and (but for serve) a server's address, say nothing about one model's answers."""
+def test_verbs_accept_only_flags_that_they_use(
+    capsys: pytest.CaptureFixture[str], model: Path, verb: list[str]
+) -> None:
+    """Flags of training plans and, except for serve, of the server's address are refused."""
     for flag in ("--plan.dp", "--plan.stages", *(["--serve.port"] if verb != ["serve"] else [])):
-        assert f"Unrecognized options: {flag}" in refused(capsys, verb[0], model, *verb[1:], flag, "3", code=2)
+        assert f"Unrecognized options: {flag}" in error_of(capsys, verb[0], model, *verb[1:], flag, "3", code=2)
 
 
 def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    """Refused at the start, whether or not a question comes."""
-    said = refused(capsys, "chat", model)
-    assert said == (
+    """Refused at the start, before any prompt is read."""
+    output = error_of(capsys, "chat", model)
+    assert output == (
         f"CheckpointError: {model} has no chat template, so it cannot chat; continue a text instead: "
         f"colonnade generate {model} PROMPT"
     )
 
 
-def test_sizes_follow_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    """A width given alone changes the heads' width with it."""
+def test_sizes_are_derived_from_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """Setting the width alone also changes the width of the heads."""
     main(["train", "--preset", "tour", "--model.width", "512", "--plan.tp", "2", "--dry_run"])
-    said = capsys.readouterr().out
-    assert "head_width = 64" in said
-    assert "tp = 2" in said
+    output = capsys.readouterr().out
+    assert "head_width = 64" in output
+    assert "tp = 2" in output
 
 
-def test_precedence(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path) -> None:
-    """Command line over TOML over preset over default; the vocabulary follows the corpus."""
+def test_precedence_of_flags_files_presets_and_defaults(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path
+) -> None:
+    """Command line before TOML before preset before default; the vocabulary comes from the corpus."""
     file = tmp_path / "run.toml"
     file.write_text('[train]\nlr = 0.25\nsteps = 7\nwarmup = 1\n[model]\nlayers = 3\n[data]\npath = "nowhere"\n')
     argv = ["train", "--config", str(file), "--train.steps", "9", "--data.path", str(corpus), "--dry_run"]
@@ -220,87 +224,93 @@ def test_precedence(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: 
     assert run.data.path == corpus
 
 
-def test_only_the_first_process_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun each process runs the command line."""
+def test_only_the_first_process_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun each process runs the command line, and only rank 0 prints."""
     monkeypatch.setenv("RANK", "1")
     main(["train", "--dry_run"])
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("argv", [["demo"], ["chat", "tiny"], ["serve", "tiny"]])
-def test_verbs_that_start_their_own_processes(
+def test_verbs_that_start_processes_are_refused_under_torchrun(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert f"PlanError: {argv[0]} starts the processes of its plan itself" in refused(capsys, *argv)
+    assert f"PlanError: {argv[0]} starts the processes of its plan itself" in error_of(capsys, *argv)
 
 
-def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
-    """Two processes under torchrun, and a plan of four."""
+def test_world_size_mismatch_is_reported_under_torchrun(tmp_path: Path, corpus: Path) -> None:
+    """Two processes under torchrun with a plan for four."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "colonnade", "train", "--plan.dp", "4", "--data.path", str(corpus), "--runs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     expected = "PlanError: the plan (dp=4) needs 4 processes but 2 were started; start 4, or set --plan.dp 2"
     assert expected in done.stderr
-    assert f"traceback : {expected}" in done.stderr[done.stderr.index("Root Cause") :], "torchrun ends with it, too"
+    assert f"traceback : {expected}" in done.stderr[done.stderr.index("Root Cause") :], (
+        "torchrun's summary ends with the same message"
+    )
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("sentences", "said"), [(40, "its end is held out"), (9000, r"\d+ spans of it are held out")])
-def test_a_corpus_of_one_file_says_what_is_held_out(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, sentences: int, said: str
+@pytest.mark.parametrize(
+    ("sentences", "message"), [(40, "its end is held out"), (9000, r"\d+ spans of it are held out")]
+)
+def test_a_corpus_of_one_file_reports_what_is_held_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, sentences: int, message: str
 ) -> None:
     (tmp_path / "book.txt").write_text("The quick brown fox jumps. " * sentences)
     main(["corpus", str(tmp_path / "book.txt"), "--out", str(tmp_path / "book"), "--vocab_size", "260"])
-    assert re.search(f"one document was given: {said} for validation", capsys.readouterr().err)
+    assert re.search(f"one document was given: {message} for validation", capsys.readouterr().err)
 
 
-def test_empty_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_empty_corpus_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "void.txt").write_text("")
-    assert "DataError: " in refused(capsys, "corpus", tmp_path / "void.txt", "--out", tmp_path / "corpus")
+    assert "DataError: " in error_of(capsys, "corpus", tmp_path / "void.txt", "--out", tmp_path / "corpus")
     assert [path.name for path in tmp_path.iterdir()] == ["void.txt"]
 
 
-def test_file_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "photo.txt").write_bytes(b"plain so far \xff\xfe\x00\x01")
-    said = refused(capsys, "corpus", tmp_path / "photo.txt", "--out", tmp_path / "corpus")
-    assert "DataError: " in said
-    assert "photo.txt" in said
+    output = error_of(capsys, "corpus", tmp_path / "photo.txt", "--out", tmp_path / "corpus")
+    assert "DataError: " in output
+    assert "photo.txt" in output
     assert not (tmp_path / "corpus").exists()
 
 
-def test_missing_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = refused(capsys, "train", "--data.path", tmp_path / "nowhere", "--runs", tmp_path / "runs")
-    assert "is not a corpus" in said
+def test_missing_corpus_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = error_of(capsys, "train", "--data.path", tmp_path / "nowhere", "--runs", tmp_path / "runs")
+    assert "is not a corpus" in output
     (tmp_path / "book.txt").write_text(TEXT)
-    said = refused(capsys, "train", "--data.path", tmp_path / "book.txt", "--runs", tmp_path / "runs")
-    assert f"make one of it: colonnade corpus {tmp_path / 'book.txt'} --out {tmp_path / 'book'}" in said
+    output = error_of(capsys, "train", "--data.path", tmp_path / "book.txt", "--runs", tmp_path / "runs")
+    assert f"make one of it: colonnade corpus {tmp_path / 'book.txt'} --out {tmp_path / 'book'}" in output
     assert not (tmp_path / "runs").exists()
 
 
-def test_vocabulary_of_another_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path) -> None:
+def test_vocab_size_of_another_corpus_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path
+) -> None:
     argv = ["train", "--data.path", corpus, "--runs", tmp_path / "runs", "--model.vocab_size", "200"]
-    assert "vocab" in refused(capsys, *argv)
+    assert "vocab" in error_of(capsys, *argv)
 
 
-def test_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "CheckpointError: /nowhere does not exist" in refused(capsys, "generate", "/nowhere", "hi")
+def test_missing_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "CheckpointError: /nowhere does not exist" in error_of(capsys, "generate", "/nowhere", "hi")
 
 
-def test_truncated_safetensors(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
+def test_truncated_safetensors_are_named(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in hf.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert str(weights) in refused(capsys, "generate", broken, "hi")
+    assert str(weights) in error_of(capsys, "generate", broken, "hi")
     weights.unlink()
-    assert "model.safetensors" in refused(capsys, "generate", broken, "hi")
+    assert "model.safetensors" in error_of(capsys, "generate", broken, "hi")
 
 
-def test_wrong_checksum(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+def test_wrong_checksum_names_the_file(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     for file in model.rglob("*"):
         if file.is_file():
@@ -311,20 +321,20 @@ def test_wrong_checksum(capsys: pytest.CaptureFixture[str], model: Path, tmp_pat
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert str(weights) in refused(capsys, "generate", broken, "hi")
+    assert str(weights) in error_of(capsys, "generate", broken, "hi")
 
 
-def test_port_in_use(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        said = refused(capsys, "serve", model, "--serve.port", str(port))
-    assert f"cannot listen on 127.0.0.1:{port}: address already in use; choose another --serve.port" in said
+def test_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        output = error_of(capsys, "serve", model, "--serve.port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use; choose another --serve.port" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
         (["train", "--train.steps", "0"], "--train.steps is 0: input should be greater than 0"),
         (["train", "--plan.tp=0"], "--plan.tp is 0: input should be greater than or equal to 1"),
@@ -334,107 +344,109 @@ def test_port_in_use(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else x[1],
 )
-def test_a_number_out_of_range_is_named_by_its_flag(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_a_number_out_of_range_is_reported_by_flag(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
-    assert refused(capsys, *words).startswith(f"ConfigError: {said}")
+    assert error_of(capsys, *argv).startswith(f"ConfigError: {message}")
 
 
-def test_a_number_out_of_range_in_a_file_is_named_as_the_file_does(
+def test_a_number_out_of_range_in_a_file_is_reported_by_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text("[train]\nsteps = 0\n")
-    said = refused(capsys, "train", "--config", tmp_path / "run.toml", "--train.lr", "1e-3")
-    assert "run.toml:2: TrainConfig.steps is 0" in said
+    output = error_of(capsys, "train", "--config", tmp_path / "run.toml", "--train.lr", "1e-3")
+    assert "run.toml:2: TrainConfig.steps is 0" in output
 
 
-def test_generate_says_that_it_loads_and_then_only_the_text(
+def test_generate_shows_loading_and_prints_only_the_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    told = []
+    events = []
 
     @contextmanager
-    def status(self: Console, what: str) -> Iterator[None]:
-        told.append(what)
+    def status(self: Console, text: str) -> Iterator[None]:
+        events.append(text)
         yield
-        told.append(capsys.readouterr().out)
+        events.append(capsys.readouterr().out)
 
     monkeypatch.setattr(Console, "status", status)
     main(["generate", str(model), "the quick", "--max_tokens", "3"])
-    assert told == ["loading the model", ""]
+    assert events == ["loading the model", ""]
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_prompt_over_the_context(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    said = refused(capsys, "generate", model, "fox " * 100)
-    assert "RequestError: " in said
-    assert "64" in said
+def test_prompt_over_the_context_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    output = error_of(capsys, "generate", model, "fox " * 100)
+    assert "RequestError: " in output
+    assert "64" in output
 
 
-def test_pool_too_small_for_one_request(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    said = refused(
+def test_cache_too_small_for_one_request_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    output = error_of(
         capsys, "generate", model, "the quick brown fox jumps over", "--serve.pages", "1", "--max_tokens", "20"
     )
-    assert "CapacityError: " in said
-    assert "--serve." in said
+    assert "CapacityError: " in output
+    assert "--serve." in output
 
 
-def test_a_cache_that_holds_nothing_is_refused_before_weights_are_read(
+def test_a_cache_below_one_page_is_refused_before_weights_are_read(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(model, place := tmp_path / "m")
-    for file in place.glob("weights-*"):
+    shutil.copytree(model, path := tmp_path / "m")
+    for file in path.glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))
-    for verb in (["generate", place, "hi"], ["serve", place, "--serve.port", "0"]):
-        said = refused(capsys, *verb, "--device", "cpu", "--serve.cache_bytes", "10")
-        assert "CapacityError: --serve.cache_bytes 10 holds no page of 16 tokens" in said
+    for verb in (["generate", path, "hi"], ["serve", path, "--serve.port", "0"]):
+        output = error_of(capsys, *verb, "--device", "cpu", "--serve.cache_bytes", "10")
+        assert "CapacityError: --serve.cache_bytes 10 holds no page of 16 tokens" in output
 
 
-def test_generate_eval_and_convert(capsys: pytest.CaptureFixture[str], model: Path, hf: Path, tmp_path: Path) -> None:
-    """The same text from our format, from a Hugging Face folder, and from that converted back."""
+def test_generate_and_eval_agree_across_formats(
+    capsys: pytest.CaptureFixture[str], model: Path, hf: Path, tmp_path: Path
+) -> None:
+    """The native format, a Hugging Face folder and its conversion back generate the same text."""
     back = tmp_path / "back"
     main(["convert", str(hf), str(back), "--format", "colonnade"])
     (tmp_path / "text.txt").write_text(TEXT)
     texts, scores = set(), set()
-    for place in (model, hf, back):
+    for path in (model, hf, back):
         capsys.readouterr()
-        main(["generate", str(place), "the quick", "--temperature", "0", "--max_tokens", "8"])
+        main(["generate", str(path), "the quick", "--temperature", "0", "--max_tokens", "8"])
         texts.add(capsys.readouterr().out)
-        main(["eval", str(place), "--text", str(tmp_path / "text.txt")])
+        main(["eval", str(path), "--text", str(tmp_path / "text.txt")])
         scores.add(capsys.readouterr().out)
     assert len(texts) == 1
     assert len(scores) == 1
     assert "perplexity" in scores.pop()
-    assert "already" in refused(capsys, "convert", str(hf), str(back))
+    assert "already" in error_of(capsys, "convert", str(hf), str(back))
 
 
-def test_convert_makes_experts_of_a_dense_model(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
+def test_convert_upcycles_a_dense_model(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
     main(["convert", str(hf), str(tmp_path / "four"), "--upcycle", "4"])
     with colonnade.load(hf, device="cpu") as dense, colonnade.load(tmp_path / "four", device="cpu") as sparse:
         assert sparse.config.moe is not None
         assert (sparse.config.moe.experts, sparse.config.moe.active) == (4, 2)
         assert (dense.logits([1, 2, 3]) - sparse.logits([1, 2, 3])).abs().max() < 1e-4
-    words = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
-    assert "has 4 experts already" in refused(capsys, *words)
-    words[1] = str(hf)
-    assert "with one expert a token" in refused(capsys, *words, "--active", "1")
-    assert "cannot go to 9 of 8 experts; make 9 or more, or" in refused(capsys, *words, "--active", "9")
-    assert "add --upcycle with their number" in refused(capsys, *words[:3], "--active", "2")
+    argv = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
+    assert "has 4 experts already" in error_of(capsys, *argv)
+    argv[1] = str(hf)
+    assert "with one expert a token" in error_of(capsys, *argv, "--active", "1")
+    assert "cannot go to 9 of 8 experts; make 9 or more, or" in error_of(capsys, *argv, "--active", "9")
+    assert "add --upcycle with their number" in error_of(capsys, *argv[:3], "--active", "2")
     assert not (tmp_path / "eight").exists()
 
 
-def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
-    """Equal experts: with one a token the router's weight is what changes; where they wait changes nothing."""
+def test_experts_flags_take_effect_or_are_refused(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
+    """With equal experts, only one active expert changes the result (its routing weight); residency does not."""
     four, text = tmp_path / "four", tmp_path / "text.txt"
     main(["convert", str(hf), str(four), "--upcycle", "4"])
     text.write_text(TEXT)
     capsys.readouterr()
-    said = {}
+    output = {}
     for flags in ("", "--experts.resident 1", "--experts.active 3", "--experts.active 1 --experts.capacity 8"):
         main(["eval", str(four), "--text", str(text), *flags.split()])
-        said[flags] = capsys.readouterr().out
-    assert said[""] == said["--experts.resident 1"] == said["--experts.active 3"]
-    assert said["--experts.active 1 --experts.capacity 8"] != said[""]
+        output[flags] = capsys.readouterr().out
+    assert output[""] == output["--experts.resident 1"] == output["--experts.active 3"]
+    assert output["--experts.active 1 --experts.capacity 8"] != output[""]
     main(
         [
             "generate",
@@ -448,24 +460,24 @@ def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Pat
             "1",
         ]
     )
-    message = refused(capsys, "eval", four, "--text", text, "--experts.active", "5")
+    message = error_of(capsys, "eval", four, "--text", text, "--experts.active", "5")
     assert "ConfigError: a token cannot go to 5 of 4 experts; set --experts.active 4 or less" in message
-    assert "this model has none; leave it out" in refused(capsys, "generate", hf, "the", "--experts.resident", "1")
-    message = refused(capsys, "serve", four, "--experts.resident", "3")
+    assert "this model has none; leave it out" in error_of(capsys, "generate", hf, "the", "--experts.resident", "1")
+    message = error_of(capsys, "serve", four, "--experts.resident", "3")
     assert "--experts.resident 3 is more than the 2 layers of experts" in message
-    message = refused(capsys, "generate", four, "the", "--plan.ep", "2")
+    message = error_of(capsys, "generate", four, "the", "--plan.ep", "2")
     assert "does not divide their number 1; set --plan.tp or --plan.cp to 2" in message
 
 
-def test_a_corpus_with_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_corpus_with_tasks_by_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("web", "books"):
         (tmp_path / f"{name}.txt").write_text("\n\n".join(TEXT.split(".")))
-    words = [str(tmp_path / "web.txt"), str(tmp_path / "books.txt"), "--separator", "\n\n", "--vocab_size", "280"]
-    main(["corpus", *words, "--out", str(tmp_path / "it"), "--tasks", "source"])
-    assert f"2 tasks: 0 {words[0]}, 1 {words[1]}" in capsys.readouterr().err
-    assert Corpus(tmp_path / "it").manifest.tasks == tuple(words[:2])
-    assert "neither source nor field:NAME" in refused(
-        capsys, "corpus", *words, "--out", tmp_path / "no", "--tasks", "x"
+    argv = [str(tmp_path / "web.txt"), str(tmp_path / "books.txt"), "--separator", "\n\n", "--vocab_size", "280"]
+    main(["corpus", *argv, "--out", str(tmp_path / "it"), "--tasks", "source"])
+    assert f"2 tasks: 0 {argv[0]}, 1 {argv[1]}" in capsys.readouterr().err
+    assert Corpus(tmp_path / "it").manifest.tasks == tuple(argv[:2])
+    assert "neither source nor field:NAME" in error_of(
+        capsys, "corpus", *argv, "--out", tmp_path / "no", "--tasks", "x"
     )
 
 
@@ -476,22 +488,22 @@ def test_convert_overwrites_only_a_model(
     out, precious = tmp_path / "out", tmp_path / "precious"
     precious.mkdir()
     (precious / "novel.txt").write_text("chapter 1")
-    words = ["convert", str(model), str(out), "--format", format]
-    main(words)
+    argv = ["convert", str(model), str(out), "--format", format]
+    main(argv)
     (out / "of-the-old-one").touch()
-    assert "exists already; choose another name, or replace it (--overwrite)" in refused(capsys, *words)
-    main([*words, "--overwrite"])
+    assert "exists already; choose another name, or replace it (--overwrite)" in error_of(capsys, *argv)
+    main([*argv, "--overwrite"])
     assert not (out / "of-the-old-one").exists()
     assert colonnade.load(out).logits([1, 2]).shape == (2, 300)
-    words = ["convert", str(model), str(precious), "--format", format, "--overwrite"]
-    assert "is not a model, so it is not overwritten" in refused(capsys, *words)
+    argv = ["convert", str(model), str(precious), "--format", format, "--overwrite"]
+    assert "is not a model, so it is not overwritten" in error_of(capsys, *argv)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.suffix == ".txt") == ["novel.txt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "precious"], "nothing is left beside them"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "precious"], "no other files are left"
 
 
 @pytest.mark.parametrize("format", ["hf", "colonnade"])
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_files_are_as_readable_as_the_umask_says(model: Path, tmp_path: Path, format: str, mask: int) -> None:
+def test_file_modes_follow_the_umask(model: Path, tmp_path: Path, format: str, mask: int) -> None:
     before = os.umask(mask)
     try:
         main(["convert", str(model), str(tmp_path / "out"), "--format", format])
@@ -509,23 +521,25 @@ TINY = [
 ]
 
 
-def test_eval_tells_how_far_it_is(
+def test_eval_reports_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
-    """Where there is no terminal to draw on: at once, then now and then."""
+    """Without a terminal, progress is printed at the start and then at intervals."""
     (tmp_path / "text.txt").write_text(TEXT * 30)
-    words = ["eval", str(model), "--text", str(tmp_path / "text.txt")]
-    main(words)
+    argv = ["eval", str(model), "--text", str(tmp_path / "text.txt")]
+    main(argv)
     (once,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"scoring: 0 of \d+ windows", once)
     monkeypatch.setattr("colonnade.cli.evaluation.PROGRESS_INTERVAL_S", 0)
-    main(words)
+    main(argv)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and lines[0] == once
 
 
-def test_ones_own_text(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file, or a few short ones: both become a corpus, and train, without another flag."""
+def test_corpus_and_train_on_user_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file or a few short ones become a corpus and train without further flags."""
     monkeypatch.chdir(tmp_path)
     Path("notes").mkdir()
     for i in range(12):
@@ -534,86 +548,90 @@ def test_ones_own_text(capsys: pytest.CaptureFixture[str], tmp_path: Path, monke
     for source, validated in (("book.txt", True), ("notes", False)):
         main(["corpus", source, "--out", f"{source}-corpus", "--vocab_size", "280"])
         assert " 1 document, " in capsys.readouterr().err or source == "notes"
-        words = ["train", "--data.path", f"{source}-corpus", "--name", source, "--train.steps", "3", *TINY]
-        main(words)
-        said = capsys.readouterr().out
-        assert ("validation loss" in said) is validated
-        assert ("validation is off: notes-corpus holds out " in said) is not validated
-    assert "the validation split has" in refused(capsys, *words, "--train.eval_every", "2"), "asked for, and impossible"
+        argv = ["train", "--data.path", f"{source}-corpus", "--name", source, "--train.steps", "3", *TINY]
+        main(argv)
+        output = capsys.readouterr().out
+        assert ("validation loss" in output) is validated
+        assert ("validation is off: notes-corpus holds out " in output) is not validated
+    assert "the validation split has" in error_of(capsys, *argv, "--train.eval_every", "2"), (
+        "validation was requested and is impossible"
+    )
 
 
-def test_the_warm_up_follows_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warmup_is_derived_from_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--train.steps", "30", "--dry_run"])
-    said = refused(capsys, "train", "--train.steps", "30", "--train.warmup", "31", "--dry_run")
-    assert "--train.warmup 31 is longer than the run of 30 steps" in said
+    output = error_of(capsys, "train", "--train.steps", "30", "--train.warmup", "31", "--dry_run")
+    assert "--train.warmup 31 is longer than the run of 30 steps" in output
     rates = [learning_rate(step, TrainConfig(steps=30)) for step in range(30)]
     assert rates.index(max(rates)) == 3 == TrainConfig(steps=30).warmup_steps
     assert TrainConfig(steps=5000).warmup_steps == 100
 
 
-def test_a_run_that_cannot_start_shows_no_plan(
+def test_a_run_that_cannot_start_prints_no_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
-    """Everything is checked before the plan is printed and before any process starts."""
+    """All checks come before the plan is printed and before any process starts."""
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", None)
     empty = tmp_path / "empty"
     build([(str(i), f"{i} {TEXT}") for i in range(9)], empty, vocab_size=300, validation_share=0)
     runs = ["--runs", str(tmp_path / "runs"), "--plan.tp", "2"]
-    for words, says in (
+    for argv, message in (
         (["--data.path", str(tmp_path / "nowhere")], "is not a corpus"),
         (["--data.path", str(corpus), "--device", "cuda"], "use --device cpu"),
         (["--data.path", str(empty), "--train.eval_every", "5", "--data.sequence", "32"], "no validation documents"),
     ):
         with pytest.raises(SystemExit):
-            main(["train", *words, *runs])
+            main(["train", *argv, *runs])
         (line,) = capsys.readouterr().err.splitlines()
-        assert says in line
+        assert message in line
     main(["train", "--data.path", str(tmp_path / "nowhere"), "--dry_run"])
     assert "nowhere is no corpus yet: the vocabulary is the model's own" in capsys.readouterr().err
-    said = refused(capsys, "train", "--preset", "tour-moe", "--model.moe.router.kind", "swich", "--dry_run")
-    assert "there is no router 'swich'" in said and "switch" in said
+    output = error_of(capsys, "train", "--preset", "tour-moe", "--model.moe.router.kind", "swich", "--dry_run")
+    assert "there is no router 'swich'" in output and "switch" in output
 
 
-def test_resuming_says_what_is_wrong(
+def test_resuming_reports_what_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
-    words = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "it", *TINY, "--train.steps", "2"]
-    main(words)
+    argv = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "it", *TINY, "--train.steps", "2"]
+    main(argv)
     assert "already" not in capsys.readouterr().out
-    main([*words[:-1], "1"])
+    main([*argv[:-1], "1"])
     assert "already at step 2 of 1; raise --train.steps to go on" in capsys.readouterr().out
     shutil.copytree(tmp_path / "it", tmp_path / "hurt")
     (weights,) = (tmp_path / "hurt" / "step-2").glob("weights-*")
     weights.write_bytes(weights.read_bytes()[:-9])
-    assert f"{weights} has " in refused(capsys, "eval", tmp_path / "hurt"), "its one checkpoint, which is damaged"
-    words[words.index("--model.layers") + 1] = "3"
+    assert f"{weights} has " in error_of(capsys, "eval", tmp_path / "hurt"), "its only checkpoint is damaged"
+    argv[argv.index("--model.layers") + 1] = "3"
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", None)
-    said = refused(capsys, *words, "--plan.dp", "2")  # before any process starts
-    assert "is a checkpoint of another model (model.layers: 1 -> 3); resume with the model settings" in said
+    output = error_of(capsys, *argv, "--plan.dp", "2")  # before any process starts
+    assert "is a checkpoint of another model (model.layers: 1 -> 3); resume with the model settings" in output
 
 
-def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
-    """How many there are makes a mixture of the preset; all other flags about them need that, and say so."""
-    words = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), *TINY, "--train.steps", "1"]
-    main([*words, "--model.moe.experts", "3", "--model.moe.router.kind", "sigmoid", "--dry_run"])
+def test_experts_flags_turn_a_dense_preset_into_a_mixture(
+    capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
+) -> None:
+    """The number of experts turns a dense preset into a mixture; all other flags of experts require it."""
+    argv = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), *TINY, "--train.steps", "1"]
+    main([*argv, "--model.moe.experts", "3", "--model.moe.router.kind", "sigmoid", "--dry_run"])
     model = tomllib.loads(capsys.readouterr().out)["model"]
     assert (model["family"], model["moe"]["experts"], model["moe"]["active"]) == ("mixtral", 3, 2)
     assert (model["moe"]["ffn_width"], model["moe"]["router"]["kind"]) == (24, "sigmoid")
-    main([*words, "--model.moe.experts=3", "--model.moe.ffn-width=8", "--name", "experts"])
+    main([*argv, "--model.moe.experts=3", "--model.moe.ffn-width=8", "--name", "experts"])
     assert "experts: 0.0" in capsys.readouterr().out
     for flag in ("--model.moe.active=1", "--model.moe.ffn-width=3"):
-        said = refused(capsys, *words, flag)
-        assert "is about experts, and this model has none; set their number with --model.moe.experts" in said
-    said = refused(capsys, *words, "--model.latent.kv_rank", "8")
-    assert "put the complete table [model.latent] into a file for --config" in said
-    main([*words, "--name", "dense", "--train.fused_adamw", "True"])
-    assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines say what the run uses"
-    said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
-    assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in said
+        output = error_of(capsys, *argv, flag)
+        assert "is about experts, and this model has none; set their number with --model.moe.experts" in output
+    output = error_of(capsys, *argv, "--model.latent.kv_rank", "8")
+    assert "put the complete table [model.latent] into a file for --config" in output
+    main([*argv, "--name", "dense", "--train.fused_adamw", "True"])
+    assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines describe the run"
+    output = error_of(capsys, *argv, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
+    assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in output
 
 
-def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
-    """A run from the command line: trains, resumes to the end, and its folder is a model."""
+def test_a_trained_run_resumes_and_generates(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+    """A run trains from the command line, resumes at its end, and its folder loads as a model."""
     argv = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "tiny", "--device", "cpu"]
     argv += ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "1"]
     argv += ["--model.ffn_width", "24", "--model.context", "32", "--data.sequence", "32", "--train.warmup", "1"]
@@ -621,19 +639,19 @@ def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_pat
     main([*argv, "--train.steps", "3"])
     rows = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
-    main([*argv, "--train.steps", "3"])  # nothing left to do, and no harm done
+    main([*argv, "--train.steps", "3"])  # no steps left: does nothing
     capsys.readouterr()
     main(["generate", str(tmp_path / "tiny"), "the", "--max_tokens", "4", "--seed", "1"])
     assert capsys.readouterr().out.strip()
 
 
-def test_parsing_calls_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parsing_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert callable(parse(["serve", "/nowhere", "--serve.port", "0"]))
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_stopped_run_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
-    """Ctrl-C saves, and the exit code keeps ``train && serve`` from going on."""
+def test_a_stopped_run_says_how_to_continue(corpus: Path, tmp_path: Path) -> None:
+    """Ctrl-C saves a checkpoint, and the exit code stops ``train && serve``."""
     command = [sys.executable, "-m", "colonnade", "train", "--data.path", str(corpus), "--runs", str(tmp_path)]
     command += ["--model.layers", "1", "--data.sequence", "32", "--train.batch", "1", "--train.log_every", "1"]
     run = subprocess.Popen(
@@ -644,53 +662,57 @@ def test_a_stopped_run_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
         if line.startswith("step"):
             break
     run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=60)
+    _, output = run.communicate(timeout=60)
     assert run.returncode == 130
     (checkpoint,) = (tmp_path / "run").glob("step-*")
-    assert f"stopped by SIGINT; the same command continues from {checkpoint}" in said
-    assert "Traceback" not in said
+    assert f"stopped by SIGINT; the same command continues from {checkpoint}" in output
+    assert "Traceback" not in output
 
 
-def test_stopped_workers_are_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_workers_print_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def stopped() -> None:
         raise Interrupted(signal.SIGTERM)
 
     monkeypatch.setitem(VERBS, "demo", stopped)
-    refused(capsys, "demo", code=128 + signal.SIGTERM)
+    error_of(capsys, "demo", code=128 + signal.SIGTERM)
 
 
-def test_a_run_that_is_not_there_is_no_hub_id(
+def test_a_missing_run_is_not_taken_for_a_hub_id(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    """The runs there are stand in the message; the Hub does, where it may have been meant."""
+    """The message lists existing runs, and mentions the Hub where an id of it may have been meant."""
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
-    assert refused(capsys, "generate", "runs/typo", "hi").startswith(
+    assert error_of(capsys, "generate", "runs/typo", "hi").startswith(
         "CheckpointError: runs/typo does not exist; give a"
     )
     for name in ("speeches", "book"):
         shutil.copytree(model, f"runs/{name}/step-3")
     Path("runs/empty").mkdir()
-    assert "runs/spechees does not exist; here are runs/speeches, runs/book" in refused(capsys, "eval", "runs/spechees")
+    assert "runs/spechees does not exist; here are runs/speeches, runs/book" in error_of(
+        capsys, "eval", "runs/spechees"
+    )
     Path("words").mkdir()
-    Path("words/manifest.json").write_text("{}")  # as a corpus has one
-    assert refused(capsys, "eval", "words").endswith("safetensors; here are runs/speeches, runs/book")
-    assert "; here are smollm2, minilm (an encoder), runs/" in refused(capsys, "eval", "smollm")
-    assert "similar presets: tour" in refused(capsys, "verify", "tuor")
-    said = refused(capsys, "eval", "run/speeches")
-    assert "Hub" in said and "; here are runs/speeches, runs/book" in said
+    Path("words/manifest.json").write_text("{}")  # a corpus has one
+    assert error_of(capsys, "eval", "words").endswith("safetensors; here are runs/speeches, runs/book")
+    assert "; here are smollm2, minilm (an encoder), runs/" in error_of(capsys, "eval", "smollm")
+    assert "similar presets: tour" in error_of(capsys, "verify", "tuor")
+    output = error_of(capsys, "eval", "run/speeches")
+    assert "Hub" in output and "; here are runs/speeches, runs/book" in output
 
 
-def test_one_model_that_may_have_been_meant_is_one(
+def test_a_single_similar_model_is_suggested_in_the_singular(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model, "runs/book/step-3")
-    assert refused(capsys, "eval", "runs/bok").endswith("does not exist; here is runs/book")
+    assert error_of(capsys, "eval", "runs/bok").endswith("does not exist; here is runs/book")
 
 
-def test_what_is_wrong_with_the_words_is_said_before_torch_is_imported() -> None:
-    """Else a typo costs three seconds."""
+def test_invalid_flags_are_refused_before_torch_is_imported() -> None:
+    """Otherwise a typo would cost the three seconds of importing torch."""
     code = """
 import sys
 from colonnade.cli import main
@@ -705,11 +727,17 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for said in ("temperature is -1", "top_p is 2", "strings that are not empty", "--plan.cp is 0", "cache_bytes is 0"):
-        assert done.stderr.count(said) == 2, done.stderr
+    for message in (
+        "temperature is -1",
+        "top_p is 2",
+        "strings that are not empty",
+        "--plan.cp is 0",
+        "cache_bytes is 0",
+    ):
+        assert done.stderr.count(message) == 2, done.stderr
 
 
-def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_starts(
+def test_an_encoder_is_refused_for_generation_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
@@ -726,28 +754,28 @@ def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_start
     )
     for verb in (["generate", "hi"], ["chat"], ["serve", "--serve.port", "0"]):
         for name in ("it", "decoder"):
-            said = refused(capsys, verb[0], tmp_path / name, *verb[1:])
-            assert said.startswith(f"ConfigError: {tmp_path / name} attends in both directions (causal = False)")
+            output = error_of(capsys, verb[0], tmp_path / name, *verb[1:])
+            assert output.startswith(f"ConfigError: {tmp_path / name} attends in both directions (causal = False)")
         with pytest.raises(SystemExit):
             main([verb[0], "--help"])
         assert "minilm" not in capsys.readouterr().out
 
 
-def test_a_prompt_from_the_standard_input(
+def test_a_prompt_is_read_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    words = [str(model), "--temperature", "0", "--max_tokens", "5", "--serve.cache", "float8", "--serve.page_tokens=3"]
-    main(["generate", *words, "the quick"])
+    argv = [str(model), "--temperature", "0", "--max_tokens", "5", "--serve.cache", "float8", "--serve.page_tokens=3"]
+    main(["generate", *argv, "the quick"])
     expected = capsys.readouterr().out
 
-    def typed(text: bytes) -> None:
+    def set_stdin(text: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
 
-    typed(b"the quick\n")
-    main(["generate", *words, "-"])
+    set_stdin(b"the quick\n")
+    main(["generate", *argv, "-"])
     assert capsys.readouterr().out == expected
-    typed(b"the \xff")
-    assert "RequestError: the standard input is not UTF-8 text (byte 4)" in refused(capsys, "generate", *words, "-")
+    set_stdin(b"the \xff")
+    assert "RequestError: the standard input is not UTF-8 text (byte 4)" in error_of(capsys, "generate", *argv, "-")
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -757,12 +785,12 @@ def test_debug_shows_the_traceback() -> None:
         main(["generate", "/nowhere", "hi", "--debug"])
 
 
-def test_load_outside_a_group_names_the_command(hf: Path) -> None:
+def test_load_without_a_process_group_names_the_torchrun_command(hf: Path) -> None:
     with pytest.raises(PlanError, match="torchrun --nproc-per-node 2"):
         colonnade.load(hf, plan=colonnade.Plan(tp=2))
 
 
-def test_python_surface(hf: Path, tmp_path: Path) -> None:
+def test_python_api(hf: Path, tmp_path: Path) -> None:
     with colonnade.load(hf, dtype="float64") as loaded:
         parameters = f"{loaded.config.parameters:,} parameters"
         assert repr(loaded) == f"Model('{hf}', llama, {parameters}, float64, one process on cpu)"
@@ -778,7 +806,7 @@ def test_python_surface(hf: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "message"),
+    ("call", "message"),
     [
         (lambda m: m.logits([]), "tokens is empty; give at least one token"),
         (lambda m: m.logits([1, 10**6]), "token 1000000 is not in the vocabulary of 300; give ids from 0 to 299"),
@@ -798,7 +826,7 @@ def test_python_surface(hf: Path, tmp_path: Path) -> None:
         (lambda m: colonnade.Engine(m, {"pages": 3}), "an Engine's config is no dict; give it ServeConfig"),
     ],
 )
-def test_plain_mistakes_are_one_line_with_the_remedy(hf: Path, ask: Callable, message: str) -> None:
+def test_common_mistakes_get_one_line_with_a_remedy(hf: Path, call: Callable, message: str) -> None:
     with colonnade.load(hf) as loaded, pytest.raises(ColonnadeError, match=message) as refusal:
-        ask(loaded)
+        call(loaded)
     assert "\n" not in str(refusal.value)

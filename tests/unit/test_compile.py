@@ -1,4 +1,4 @@
-"""torch.compile: one graph serves all blocks, whatever their number, and new lengths soon stop making new ones."""
+"""torch.compile: all blocks share one graph, and new lengths soon stop causing recompilation."""
 
 import pytest
 import torch
@@ -9,15 +9,14 @@ from colonnade.model import Dropout, DropoutRates, KVCache, Loss, Packed, Paged,
 from tests.models import CONFIGS, build
 from tests.worlds import assert_same
 
-# Dynamo itself looks at .grad of tensors that are no leaves, and makes instances of autograd Functions while it traces
-# them; it means to hide both.
+# Dynamo's tracing reads .grad of non-leaf tensors and instantiates autograd Functions; both warnings are its own.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
 
-def config(layers: int) -> ModelConfig:
+def model_config(layers: int) -> ModelConfig:
     return ModelConfig(vocab_size=67, layers=layers, width=24, heads=4, kv_heads=2, ffn_width=26, context=64)
 
 
@@ -41,8 +40,8 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
 
 
 def test_blocks_share_one_graph() -> None:
-    """A layer's number inside the block would make one graph a layer, and none after the eighth."""
-    plain, model = build(config(12)), build(config(12))
+    """A layer index inside the block would compile one graph a layer, up to the recompile limit of eight."""
+    plain, model = build(model_config(12)), build(model_config(12))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)
@@ -53,12 +52,12 @@ def test_blocks_share_one_graph() -> None:
         loss_of(plain, lengths).backward()
         for name, p in model.named_parameters():
             assert_same(p.grad, plain.get_parameter(name).grad, what=name)
-    assert counter.frame_count <= 3  # one, then at most one each for another T and another batch
+    assert counter.frame_count <= 3  # one, then at most one each for a new T and a new number of sequences
 
 
 def test_blocks_with_dropout_share_one_graph() -> None:
-    """Keys and indices are tensors, so neither a layer nor a step makes a graph of its own."""
-    plain, model = build(config(12)), build(config(12))
+    """Keys and indices are tensors, so no layer or step needs a graph of its own."""
+    plain, model = build(model_config(12)), build(model_config(12))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)
@@ -73,8 +72,8 @@ def test_blocks_with_dropout_share_one_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["latent", pytest.param("latent_yarn_biased", marks=pytest.mark.long)])
-def test_latent_attention_is_one_graph(name: str) -> None:
-    """Values and gradients of blocks whose keys and values are written out of a short vector."""
+def test_latent_attention_compiles_to_few_graphs(name: str) -> None:
+    """Values and gradients of blocks that expand keys and values from a latent vector."""
     plain, model = build(CONFIGS[name]), build(CONFIGS[name])
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
@@ -94,9 +93,9 @@ def test_latent_attention_is_one_graph(name: str) -> None:
     assert counter.frame_count <= 2
 
 
-def test_decoding_shares_one_graph() -> None:
-    """The paged cache is written in place inside the graph."""
-    model, plain = build(config(10)), build(config(10))
+def test_decoding_graphs_equal_eager_decoding() -> None:
+    """The graph writes the paged cache in place."""
+    model, plain = build(model_config(10)), build(model_config(10))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter)

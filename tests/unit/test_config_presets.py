@@ -1,4 +1,4 @@
-"""Presets have the sizes of the published models: their parameter counts are those of the files on the Hub."""
+"""Presets have the sizes of the published models, by the parameter counts of the files on the Hub."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer
 
-# Totals of the safetensors files; tied projections counted once, the masks in GPT-2's old files not at all.
+# Totals of the safetensors files: tied projections are counted once, the masks in GPT-2's old files are not counted.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -21,7 +21,7 @@ PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
-    "bert-base": 110_106_428,  # with both of its heads, as bert-base-uncased is stored
+    "bert-base": 110_106_428,  # with both output heads, as bert-base-uncased is stored
     "bert-large": 336_226_108,
     "minilm-l6": 22_713_216,
     "code-llama-7b": 6_738_546_688,
@@ -51,16 +51,16 @@ PUBLISHED = {
     "olmoe-1b-7b": 6_919_161_856,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
-    # Without the module that predicts a second token ahead, and without 58 · 256 biases that no gradient moves.
+    # Without the multi-token prediction module, and without 58 · 256 biases that get no gradient.
     "deepseek-v3": 671_026_419_200 - 14_848,
 }
-# The papers' round figures [billions], for shapes that were never released.
-ROUND = {
+# Rounded figures of the papers [billions], for models that were never released.
+ROUNDED = {
     "gpt2-355m": 0.355, "gpt2-1.2b": 1.2, "gpt2-2.5b": 2.5, "gpt2-4.2b": 4.2, "gpt2-8.3b": 8.3,
     "gpt2-8.3b-24-heads": 8.3, "bert-336m": 0.336, "bert-1.3b": 1.3, "bert-3.9b": 3.9, "tour": 0.004,
     "bert-tour": 0.0044, "tour-moe": 0.0105, "gpt2-switch-8": 0.323, "gpt2-gshard-8": 0.323,
 }  # fmt: skip
-# What the authors say that one token has to do with [billions].
+# Active parameters as published [billions].
 ACTIVE = {
     "mixtral-8x7b": 12.9, "mixtral-8x22b": 39.0, "qwen1.5-moe-a2.7b": 2.7, "qwen3-30b-a3b": 3.3,
     "qwen3-235b-a22b": 22.0, "olmoe-1b-7b": 1.3, "deepseek-v2": 21.0, "deepseek-v3": 37.0,
@@ -73,23 +73,23 @@ def test_every_preset_has_the_published_number_of_parameters(name: str) -> None:
     if name in PUBLISHED:
         assert count == PUBLISHED[name]
     else:
-        assert count / 1e9 == pytest.approx(ROUND[name], rel=0.02)
+        assert count / 1e9 == pytest.approx(ROUNDED[name], rel=0.02)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_count_is_that_of_the_model_itself(name: str) -> None:
+def test_parameter_count_equals_that_of_the_built_model(name: str) -> None:
     config = preset(name)
     assert sum(p.numel() for p in Transformer(config, device="meta").parameters()) == config.parameters
 
 
 @pytest.mark.parametrize("name", ACTIVE)
-def test_a_token_has_to_do_with_as_many_as_the_authors_say(name: str) -> None:
+def test_active_parameters_are_those_published(name: str) -> None:
     assert preset(name).active_parameters / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
 
 
-def test_active_parameters() -> None:
+def test_active_parameters_of_lite_dense_and_switch_models() -> None:
     lite = preset("deepseek-v2-lite")
-    # Its authors count 2.4 billion, the embedding left out.
+    # Its authors count 2.4 billion without the embedding.
     assert (lite.active_parameters - lite.vocab_size * lite.width) / 1e9 == pytest.approx(2.4, rel=0.03)
     assert preset("smollm2-135m").active_parameters == preset("smollm2-135m").parameters
     dense, switch = preset("gpt2"), preset("gpt2-switch-8")
@@ -98,7 +98,7 @@ def test_active_parameters() -> None:
     assert switch.size == "322.82 M parameters, 124.48 M of them active"
 
 
-def test_the_shapes_of_the_megatron_paper() -> None:
+def test_shapes_of_the_megatron_paper() -> None:
     shapes = {
         "gpt2-355m": (24, 1024, 16), "gpt2-1.2b": (40, 1536, 16), "gpt2-2.5b": (54, 1920, 20),
         "gpt2-4.2b": (64, 2304, 24), "gpt2-8.3b": (72, 3072, 32), "gpt2-8.3b-24-heads": (72, 3072, 24),
@@ -107,10 +107,10 @@ def test_the_shapes_of_the_megatron_paper() -> None:
     for name, shape in shapes.items():
         config = preset(name)
         assert (config.layers, config.width, config.heads) == shape
-        assert config.head_width == 64 or not name.startswith("bert"), "the paper keeps BERT's heads 64 wide"
+        assert config.head_width == 64 or not name.startswith("bert"), "the paper uses heads of width 64 for BERT"
 
 
-def test_the_tour_fits_the_demo() -> None:
+def test_tour_preset_fits_the_plans_of_the_demo() -> None:
     for tp in (1, 2, 4):
         Plan(tp=tp).check(preset("tour"))
 
@@ -118,9 +118,9 @@ def test_the_tour_fits_the_demo() -> None:
 def test_every_file_of_presets_is_listed() -> None:
     folder = Path(presets.__file__).with_suffix("")
     assert sorted(file.stem for file in folder.glob("*.toml")) == sorted(presets.FILES)
-    assert all(not name.startswith("_") for name in PRESETS), "tables that are only bases are no models"
+    assert all(not name.startswith("_") for name in PRESETS), "tables that only serve as bases are not presets"
 
 
-def test_a_misspelt_preset_gets_the_nearest_name() -> None:
+def test_a_misspelt_preset_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"no preset 'smollm-135m'; did you mean 'smollm2-135m'\?"):
         preset("smollm-135m")

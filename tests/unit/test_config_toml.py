@@ -1,4 +1,4 @@
-"""TOML both ways: what is written reads back equal, and a mistake is located in the file."""
+"""TOML configs: written files read back equal, and errors name file and line."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from colonnade.errors import ConfigError
 def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> None:
     model = preset(name)
     if not (model.causal or model.predicts_masked):
-        model = model.replace(top="pretraining")  # as it is it could not be trained
+        model = model.replace(top="pretraining")  # not trainable as it is
     run = RunConfig(model=model, train=TrainConfig(clip=float("inf")), data=DataConfig(path=tmp_path / "ä b"))
     write(run, tmp_path / "run.toml")
     assert read(RunConfig, tmp_path / "run.toml") == run
@@ -27,13 +27,13 @@ def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> No
     lr=st.floats(1e-300, 1e15),
     scaling=st.none() | st.builds(RopeScaling, kind=st.just("yarn"), factor=st.floats(1, 9), truncate=st.booleans()),
 )
-def test_any_value_survives(name: str, lr: float, scaling: RopeScaling | None) -> None:
+def test_any_value_round_trips(name: str, lr: float, scaling: RopeScaling | None) -> None:
     model = preset("tour").replace(rope_scaling=scaling)
     run = RunConfig(name=name, model=model, train=TrainConfig(lr=lr, min_lr=lr))
     assert parse(RunConfig, dumps(run)) == run
 
 
-def test_none_is_left_out_and_meanings_are_written() -> None:
+def test_none_is_omitted_and_docstrings_become_comments() -> None:
     text = dumps(ServeConfig())
     assert "pages" not in [line.split(" = ")[0] for line in text.splitlines()]
     assert "max_requests = 64 # Maximum number of requests in one forward pass." in text.splitlines()
@@ -59,7 +59,7 @@ warmup = 5
 """
 
 
-def test_a_file_may_say_little_and_a_base_fills_the_rest() -> None:
+def test_a_partial_file_is_completed_from_a_base() -> None:
     run = parse(RunConfig, RUN.replace("[train]", "[data]\nsequence = 32\n[train]"))
     assert (run.train.steps, run.train.batch, run.data.sequence) == (20, TrainConfig().batch, 32)
     base = run.replace(plan=Plan(tp=2), train=run.train.replace(batch=6))
@@ -85,7 +85,7 @@ def test_a_file_may_say_little_and_a_base_fills_the_rest() -> None:
         ("warmup = 5\n", "warmup = [5,", r"run.toml:16: not TOML"),
     ],
 )
-def test_a_mistake_is_located(before: str, after: str, message: str, tmp_path: Path) -> None:
+def test_errors_name_file_and_line(before: str, after: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(RUN.replace(before, after))
     with pytest.raises(ConfigError, match=message) as caught:
@@ -93,12 +93,12 @@ def test_a_mistake_is_located(before: str, after: str, message: str, tmp_path: P
     assert "\n" not in str(caught.value)
 
 
-def test_dotted_keys_are_located_too() -> None:
+def test_errors_in_dotted_keys_name_the_line() -> None:
     with pytest.raises(ConfigError, match=r"TOML:2: TrainConfig has no key 'lrr'"):
         parse(RunConfig, 'name = "x"\ntrain.lrr = 1', base=RunConfig(model=preset("tour")))
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing.toml cannot be read"):
         read(ServeConfig, tmp_path / "missing.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
@@ -106,6 +106,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
         read(ServeConfig, tmp_path / "binary.toml")
 
 
-def test_a_model_by_itself() -> None:
+def test_a_model_config_round_trips() -> None:
     config = ModelConfig(vocab_size=7, layers=1, width=8, heads=2, ffn_width=9, window=3)
     assert parse(ModelConfig, dumps(config)) == config

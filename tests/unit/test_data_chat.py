@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders, we render; what a foreign program may not do, it cannot."""
+"""Chat templates render as transformers does, and the sandbox stops hostile templates."""
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -8,7 +8,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import DataError, RequestError
 from tests import tokens
 
-TALK = [
+MESSAGES = [
     {"role": "system", "content": "Be brief & kind."},
     {"role": "user", "content": "Wie geht's, <b>you</b>?"},
     {"role": "assistant", "content": "Fine. ", "tool_calls": [{"name": "f", "arguments": {"a": [1, "é"]}}]},
@@ -17,7 +17,7 @@ TALK = [
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "description": "añadir"}}]
 
 TEMPLATES = {
-    "blocks swallow their lines": """
+    "block tags remove their lines": """
     {% for m in messages %}
         {% if m.role == 'user' %}
 Q: {{ m.content | trim }}
@@ -43,16 +43,16 @@ Q: {{ m.content | trim }}
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_equals_transformers(name, prompt):
+def test_rendering_equals_transformers(name, prompt):
     variables = {"bos_token": "<s>", "eos_token": "</s>", "enable_thinking": True}
-    theirs, _ = render_jinja_template(
-        [TALK], tools=TOOLS, chat_template=TEMPLATES[name], add_generation_prompt=prompt, **variables
+    reference, _ = render_jinja_template(
+        [MESSAGES], tools=TOOLS, chat_template=TEMPLATES[name], add_generation_prompt=prompt, **variables
     )
-    ours = ChatTemplate(TEMPLATES[name]).render(TALK, tools=TOOLS, add_generation_prompt=prompt, **variables)
-    assert ours == theirs[0]
+    ours = ChatTemplate(TEMPLATES[name]).render(MESSAGES, tools=TOOLS, add_generation_prompt=prompt, **variables)
+    assert ours == reference[0]
 
 
-def test_the_tokenizer_gives_its_tokens_and_passes_on_variables():
+def test_chat_passes_special_tokens_and_variables():
     core = tokens.byte_level()._core
     tokenizer = Tokenizer(core, 0, (0,), "{{ bos_token }}{{ messages[0].content }}{{ mood }}{{ eos_token }}")
     assert tokenizer.chat([{"role": "user", "content": "x"}], mood="!") == "<|endoftext|>x!<|endoftext|>"
@@ -64,20 +64,20 @@ def test_no_template_is_a_request_error():
     assert caught.value.param == "messages"
 
 
-def test_a_template_may_refuse_messages():
+def test_raise_exception_is_a_request_error():
     template = ChatTemplate("{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}")
     assert template.render([{"role": "user"}]) == ""
     with pytest.raises(RequestError, match="user first"):
         template.render([{"role": "tool"}])
 
 
-def test_messages_that_do_not_fit_are_a_request_error():
+def test_messages_that_the_template_rejects_are_a_request_error():
     with pytest.raises(RequestError, match="chat template refuses these messages") as caught:
         ChatTemplate("{{ messages[0].content + 'x' }}").render([{"role": "user", "content": 3}])
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_that_is_not_jinja_names_its_line():
+def test_an_invalid_template_names_its_line():
     with pytest.raises(DataError, match="chat template, line 2"):
         ChatTemplate("fine\n{% for %}")
 
@@ -96,11 +96,11 @@ def test_a_template_that_is_not_jinja_names_its_line():
         "{{ range(10000000) | list }}",
     ],
 )
-def test_the_sandbox_holds(attack):
+def test_sandbox_blocks_attacks(attack):
     messages = [{"role": "user", "content": "x"}]
     try:
-        said = ChatTemplate(attack).render(messages)
+        output = ChatTemplate(attack).render(messages)
     except RequestError:
-        said = ""
-    assert said == ""
+        output = ""
+    assert output == ""
     assert messages == [{"role": "user", "content": "x"}]

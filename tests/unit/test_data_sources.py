@@ -1,4 +1,4 @@
-"""Files to documents: three formats, pieces that are exact, and mistakes told with file and place."""
+"""Reading documents from files: three formats, exact pieces, and errors with file and position."""
 
 import itertools
 import json
@@ -16,10 +16,10 @@ from colonnade.data.sample_packages import gpt2_tokenizer
 from colonnade.errors import DataError
 
 
-def whole(*given: readers.Source, **how) -> list[str]:
-    """The documents, pieces joined."""
+def read_texts(*sources: readers.Source, **options) -> list[str]:
+    """The documents, with their pieces joined."""
     texts, current = [], ""
-    for piece in read_documents(find_files(given), ReadOptions(**how)):
+    for piece in read_documents(find_files(sources), ReadOptions(**options)):
         current += piece.text
         if piece.last:
             texts.append(current)
@@ -41,7 +41,7 @@ def parquet(path: Path, **columns) -> Path:
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_format_gives_its_documents_in_order(tmp_path):
+def test_every_format_yields_its_documents_in_order(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo".encode())
     jsonl(tmp_path / "b.jsonl", {"text": "three", "n": 1}, {"text": "fo\u00fcr"})
     parquet(tmp_path / "c.parquet", text=["five", "six"], n=[1, 2])
@@ -50,36 +50,36 @@ def test_each_format_gives_its_documents_in_order(tmp_path):
     (tmp_path / ".hidden.txt").write_text("no", encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     expected = ["one\r\ntwo", "three", "foür", "five", "six", "seven"]
-    assert whole(tmp_path) == expected
-    assert whole(str(tmp_path / "b.jsonl"), ("name", "in memory")) == ["three", "foür", "in memory"]
+    assert read_texts(tmp_path) == expected
+    assert read_texts(str(tmp_path / "b.jsonl"), ("name", "in memory")) == ["three", "foür", "in memory"]
 
 
-def test_a_file_of_any_name_is_text_when_it_is_named(tmp_path):
+def test_an_explicitly_named_file_is_read_as_text(tmp_path):
     file = tmp_path / "main.rs"
     file.write_text("fn main() {}", encoding="utf-8")
-    assert whole(file) == ["fn main() {}"]
+    assert read_texts(file) == ["fn main() {}"]
 
 
-def test_field_names_the_json_field_and_the_column(tmp_path):
+def test_field_selects_the_json_field_and_the_column(tmp_path):
     files = jsonl(tmp_path / "b.jsonl", {"body": "x"}), parquet(tmp_path / "c.parquet", body=["y"])
-    assert whole(*files, field="body") == ["x", "y"]
+    assert read_texts(*files, field="body") == ["x", "y"]
 
 
-def test_blank_documents_and_lines_are_left_out(tmp_path):
+def test_blank_documents_and_lines_are_skipped(tmp_path):
     (tmp_path / "a.txt").write_text(" \n\t", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('\n{"text": ""}\n\n{"text": "x"}\n', encoding="utf-8")
-    assert whole(tmp_path) == ["x"]
+    assert read_texts(tmp_path) == ["x"]
 
 
-def test_sizes_add_up_to_the_sources(tmp_path):
+def test_sizes_of_pieces_add_up_to_those_of_the_sources(tmp_path):
     files = [
         jsonl(tmp_path / "b.jsonl", {"text": "three"}, {"text": "fünf"}),
         parquet(tmp_path / "c.parquet", text=["five"]),
         tmp_path / "a.txt",
     ]
     files[-1].write_text("eins, zwei, fünf", encoding="utf-8")
-    found = [*files, ("name", "sechs ß")]
-    assert sum(piece.size_bytes for piece in read_documents(found, ReadOptions())) == total_bytes(found)
+    sources = [*files, ("name", "sechs ß")]
+    assert sum(piece.size_bytes for piece in read_documents(sources, ReadOptions())) == total_bytes(sources)
 
 
 # -- pieces and separators --------------------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ prose = st.lists(st.one_of(words, st.sampled_from([" ", "\n", "\n\n", "don't", "
 
 
 @given(text=prose, limit=st.integers(40, 90), chunk=st.integers(1, 50), data=st.data())
-def test_pieces_have_the_tokens_of_the_whole(text, limit, chunk, data):
-    """Cut between a letter and white space, GPT-2's pattern sees no difference; without such a place, text is kept."""
+def test_pieces_have_the_tokens_of_the_whole_text(text, limit, chunk, data):
+    """Cuts between a letter and white space do not change GPT-2's tokens; any cuts keep the text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "CHUNK_CHARACTERS", limit)
         chunks = [text[i : i + chunk] for i in range(0, len(text), chunk)]
@@ -118,19 +118,19 @@ def gpt2(memory: list = []):  # noqa: B006 - made once
     chunk=st.integers(1, 20),
     limit=st.integers(4, 40),
 )
-def test_separators_are_found_wherever_the_reading_breaks(parts, separator, chunk, limit):
+def test_separators_are_found_across_chunks(parts, separator, chunk, limit):
     text = separator.join(parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "CHUNK_CHARACTERS", limit)
-        found, current = [], ""
+        documents, current = [], ""
         for piece in readers._split_chunks([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
             current += piece.text
             if piece.last:
-                found.append(current)
+                documents.append(current)
                 current = ""
-    # A long blank document is only seen to be blank when part of it is out already.
+    # Blank documents are ignored: a long one is known to be blank only after part of it was yielded.
     short = [part for part in text.split(separator) if part.strip()]
-    assert [part for part in found if part.strip()] == short
+    assert [part for part in documents if part.strip()] == short
 
 
 def test_long_files_come_in_pieces_of_bounded_size(tmp_path):
@@ -148,10 +148,10 @@ def test_long_files_come_in_pieces_of_bounded_size(tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1 << 20])
-def test_bytes_that_are_not_text_are_told_with_their_offset(tmp_path, monkeypatch, chunk):
+def test_bytes_that_are_not_text_are_reported_with_their_offset(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(readers, "_READ_BYTES", chunk)
     file = tmp_path / "a.txt"
-    for content, says in [
+    for content, message in [
         (
             "héllo €".encode() + b"\xff after",
             rf"a\.txt is not UTF-8 text: byte 0xff at offset {len('héllo €'.encode())}",
@@ -161,12 +161,12 @@ def test_bytes_that_are_not_text_are_told_with_their_offset(tmp_path, monkeypatc
         ("cut €".encode()[:-1], "byte 0xe2 at offset 4"),
     ]:
         file.write_bytes(content)
-        with pytest.raises(DataError, match=says):
-            whole(file)
+        with pytest.raises(DataError, match=message):
+            read_texts(file)
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ('{"body": "x", "id": 1}', r"b\.jsonl:2: no field 'text', but 'body', 'id'; choose one with --field"),
         ("{}", r"b\.jsonl:2: no field 'text', but none at all"),
@@ -178,33 +178,33 @@ def test_bytes_that_are_not_text_are_told_with_their_offset(tmp_path, monkeypatc
         ('{"text": "a\\ud83d"}', r"b\.jsonl:2: field 'text': character 1 is a lone surrogate"),
     ],
 )
-def test_records_that_do_not_fit_are_told_with_their_line(tmp_path, line, says):
+def test_invalid_records_are_reported_with_their_line(tmp_path, line, message):
     file = tmp_path / "b.jsonl"
     file.write_text(f'{{"text": "fine"}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=says):
-        whole(file)
+    with pytest.raises(DataError, match=message):
+        read_texts(file)
 
 
-def test_a_jsonl_line_that_is_not_utf8_is_told(tmp_path):
+def test_a_jsonl_line_that_is_not_utf8_is_refused(tmp_path):
     file = tmp_path / "b.jsonl"
     file.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(DataError, match=r"b\.jsonl:1: not JSON"):
-        whole(file)
+        read_texts(file)
 
 
-def test_parquet_mistakes_are_told(tmp_path):
+def test_parquet_errors_name_the_file(tmp_path):
     with pytest.raises(DataError, match=r"c\.parquet: no column 'text', but 'body'"):
-        whole(parquet(tmp_path / "c.parquet", body=["x"]))
+        read_texts(parquet(tmp_path / "c.parquet", body=["x"]))
     with pytest.raises(DataError, match=r"d\.parquet, row 1: column 'text' is null"):
-        whole(parquet(tmp_path / "d.parquet", text=["x", None]))
+        read_texts(parquet(tmp_path / "d.parquet", text=["x", None]))
     with pytest.raises(DataError, match=r"e\.parquet, row 0: column 'text' is a number"):
-        whole(parquet(tmp_path / "e.parquet", text=[1]))
+        read_texts(parquet(tmp_path / "e.parquet", text=[1]))
     (tmp_path / "f.parquet").write_text("not a table", encoding="utf-8")
     with pytest.raises(DataError, match=r"f\.parquet is not a readable Parquet file"):
-        whole(tmp_path / "f.parquet")
+        read_texts(tmp_path / "f.parquet")
 
 
-def test_missing_and_fileless_places_are_told(tmp_path):
+def test_missing_paths_and_folders_without_text_are_refused(tmp_path):
     with pytest.raises(DataError, match="nowhere does not exist"):
         find_files([tmp_path / "nowhere"])
     (tmp_path / "main.rs").write_text("fn main() {}", encoding="utf-8")
@@ -212,6 +212,6 @@ def test_missing_and_fileless_places_are_told(tmp_path):
         find_files([tmp_path])
 
 
-def test_a_file_that_vanishes_is_told(tmp_path):
+def test_a_file_that_disappears_is_reported(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt: No such file"):
         list(read_documents([tmp_path / "gone.txt"], ReadOptions()))

@@ -1,4 +1,4 @@
-"""Tasks of documents: by source or by field, to the token, in batches; what does not say is refused."""
+"""Task labels: by source or field, per token, in batches; documents without a label are refused."""
 
 import json
 from pathlib import Path
@@ -23,20 +23,20 @@ def jsonl(file: Path, numbers: range, **fields: object) -> Path:
     return file
 
 
-def named(corpus: Corpus, split: str) -> list[tuple[str, str]]:
-    """(text, task) of each document, by what the split says of each of its tokens."""
-    part, names, found, start = corpus.split(split), corpus.manifest.tasks, [], 0
+def document_tasks(corpus: Corpus, split: str) -> list[tuple[str, str]]:
+    """(text, task) of each document, by the tasks of its tokens."""
+    part, names, result, start = corpus.split(split), corpus.manifest.tasks, [], 0
     assert names is not None
     for number in range(part.documents):
         tokens = part.document(number)
         (task,) = set(part.tasks(start, start + len(tokens)).tolist())
-        found.append((corpus.tokenizer.decode(tokens[:-1].tolist()), names[task]))
+        result.append((corpus.tokenizer.decode(tokens[:-1].tolist()), names[task]))
         start += len(tokens)
-    return found
+    return result
 
 
-def test_by_source(tmp_path: Path) -> None:
-    """A file, a folder of two files, and a document in memory."""
+def test_tasks_by_source(tmp_path: Path) -> None:
+    """Sources are a file, a folder of two files, and a document in memory."""
     (tmp_path / "web").mkdir()
     one, two = jsonl(tmp_path / "web" / "a.jsonl", range(20)), tmp_path / "web" / "b.txt"
     two.write_text(text(300))
@@ -51,16 +51,16 @@ def test_by_source(tmp_path: Path) -> None:
         text(i): str(tmp_path / "web") for i in (*range(20), 300)
     }
     expected[text(77) + " end"] = "speech"
-    both = named(corpus, "train") + named(corpus, "validation")
-    assert len(both) == 42
+    documents = document_tasks(corpus, "train") + document_tasks(corpus, "validation")
+    assert len(documents) == 42
     shared = {text(i) for i in range(20)} & {text(i) for i in range(20, 40)}
-    assert all(expected[words] == task for words, task in both if words not in shared)
+    assert all(expected[words] == task for words, task in documents if words not in shared)
     assert one.is_file()
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_by_field(format: str, tmp_path: Path) -> None:
-    """A name or a number; documents held out too, and one that is a corpus of its own."""
+def test_tasks_by_field(format: str, tmp_path: Path) -> None:
+    """The field is a name or a number; held-out documents and single-document corpora have tasks too."""
     rows = [{"text": text(i) + f" {i}", "kind": f"k{i % 3}", "number": i % 5} for i in range(40)]
     file = tmp_path / f"it.{format}"
     if format == "jsonl":
@@ -74,18 +74,20 @@ def test_by_field(format: str, tmp_path: Path) -> None:
         out = tmp_path / field
         build([file], out, vocab_size=280, tasks=f"field:{field}", validation_share=0.3)
         corpus = Corpus(out, verify=True)
-        both = named(corpus, "train") + named(corpus, "validation")
-        assert dict(both) == {row["text"]: str(row[field]) for row in rows}
+        documents = document_tasks(corpus, "train") + document_tasks(corpus, "validation")
+        assert dict(documents) == {row["text"]: str(row[field]) for row in rows}
         assert corpus.split("validation").documents > 3
     with pytest.raises(DataError, match=r"no (field|column) 'topic', but .*; choose one with --tasks"):
         build([file], tmp_path / "no", vocab_size=280, tasks="field:topic")
     alone = jsonl(tmp_path / "alone.jsonl", range(7, 8))
     build([alone], tmp_path / "alone", vocab_size=280, tasks="field:lang", validation_share=0.4)
-    assert {task for split in ("train", "validation") for _, task in named(Corpus(tmp_path / "alone"), split)} == {"l1"}
+    assert {
+        task for split in ("train", "validation") for _, task in document_tasks(Corpus(tmp_path / "alone"), split)
+    } == {"l1"}
 
 
-def test_batches_know_them(tmp_path: Path) -> None:
-    """Of each token the task of its document, whatever samples cut and join."""
+def test_batches_have_the_tasks_of_their_tokens(tmp_path: Path) -> None:
+    """Each token has the task of its document, however samples cut and join documents."""
     file = jsonl(tmp_path / "it.jsonl", range(50))
     build([file], tmp_path / "corpus", vocab_size=280, tasks="field:lang", shard_tokens=64)
     split = Corpus(tmp_path / "corpus").split("train")
@@ -105,7 +107,7 @@ def test_batches_know_them(tmp_path: Path) -> None:
     assert split.tasks(5, 5).tolist() == []
 
 
-def test_who_does_not_ask_has_none(tmp_path: Path) -> None:
+def test_a_corpus_has_no_tasks_by_default(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "it.jsonl", range(9))
     build([file], tmp_path / "corpus", vocab_size=280)
     assert "tasks" not in (tmp_path / "corpus" / "manifest.json").read_text()
@@ -114,15 +116,15 @@ def test_who_does_not_ask_has_none(tmp_path: Path) -> None:
     assert pack(split, [0], 8, True).tasks_T is None
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+def test_damaged_task_files_are_detected(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "it.jsonl", range(30))
     build([file], tmp_path / "corpus", vocab_size=280, tasks="field:lang")
     tasks = tmp_path / "corpus" / "train.tasks.bin"
-    whole = tasks.read_bytes()
-    tasks.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    original = tasks.read_bytes()
+    tasks.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     with pytest.raises(DataError, match=r"train\.tasks\.bin is damaged"):
         Corpus(tmp_path / "corpus", verify=True)
-    tasks.write_bytes(whole[:-2])
+    tasks.write_bytes(original[:-2])
     with pytest.raises(DataError, match=r"train\.tasks\.bin has \d+ bytes, not the"):
         Corpus(tmp_path / "corpus")
     tasks.unlink()
@@ -136,11 +138,11 @@ def test_damage_is_found(tmp_path: Path) -> None:
         Manifest.load(tmp_path / "corpus")
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_invalid_task_settings_are_refused(tmp_path: Path) -> None:
     file, plain = jsonl(tmp_path / "it.jsonl", range(9)), tmp_path / "it.txt"
     plain.write_text(text(3))
     odd = jsonl(tmp_path / "odd.jsonl", range(3), kind=None)
-    for sources, tasks, said in (
+    for sources, tasks, message in (
         ([file], "lang", "neither source nor field:NAME"),
         ([file], "field:", "neither source nor field:NAME"),
         ([plain], "field:lang", "is plain text, which has no field 'lang'; use --tasks source"),
@@ -148,6 +150,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ([odd], "field:kind", "field 'kind' is null, and a task is a name or a number"),
         ([file, tmp_path], "source", "which are two tasks; name it once"),
     ):
-        with pytest.raises((ConfigError, DataError), match=said):
+        with pytest.raises((ConfigError, DataError), match=message):
             build(sources, tmp_path / "corpus", vocab_size=280, tasks=tasks)
     assert not (tmp_path / "corpus").exists()

@@ -1,4 +1,4 @@
-"""Tokenizers: saved, loaded, read from Hugging Face's files, trained; what is wrong is said with the file's name."""
+"""Tokenizers: saving, loading, Hugging Face's files, training; errors name the file."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ CHATML = (
 
 
 @pytest.fixture
-def chatty() -> Tokenizer:
+def chat_tokenizer() -> Tokenizer:
     core = train_bpe([tokens.TEXT], 320, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     return Tokenizer(core, 0, (2, 0), CHATML)
 
@@ -33,33 +33,37 @@ def write(folder, **files):
 # -- save and load ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_what_is_loaded(chatty, tmp_path):
-    chatty.save(tmp_path)
+def test_saving_and_loading_round_trips(chat_tokenizer, tmp_path):
+    chat_tokenizer.save(tmp_path)
     loaded = Tokenizer.from_file(tmp_path)
     assert (loaded.bos_id, loaded.eos_ids, loaded.chat_template) == (0, (2, 0), CHATML)
-    assert loaded.fingerprint == chatty.fingerprint
-    assert loaded.encode(tokens.TEXT) == chatty.encode(tokens.TEXT)
+    assert loaded.fingerprint == chat_tokenizer.fingerprint
+    assert loaded.encode(tokens.TEXT) == chat_tokenizer.encode(tokens.TEXT)
     assert Tokenizer.from_file(tmp_path / "tokenizer.json").eos_ids == (2, 0)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_transformers_reads_what_we_save(chatty, tmp_path):
-    chatty.save(tmp_path)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+def test_transformers_reads_what_we_save(chat_tokenizer, tmp_path):
+    chat_tokenizer.save(tmp_path)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     text = "the fox <|im_end|> naïve 🙂"
-    assert theirs.encode(text) == chatty.encode(text)
-    assert theirs.decode(chatty.encode(text)) == chatty.decode(chatty.encode(text), skip_special=False)
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (0, 2)
+    assert reference.encode(text) == chat_tokenizer.encode(text)
+    assert reference.decode(chat_tokenizer.encode(text)) == chat_tokenizer.decode(
+        chat_tokenizer.encode(text), skip_special=False
+    )
+    assert (reference.bos_token_id, reference.eos_token_id) == (0, 2)
     messages = [{"role": "user", "content": "hello"}]
-    assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == chatty.chat(messages)
+    assert reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == chat_tokenizer.chat(
+        messages
+    )
     again = tmp_path / "again"
-    theirs.save_pretrained(again)
+    reference.save_pretrained(again)
     back = Tokenizer.from_file(again)
     assert (back.bos_id, back.eos_ids[0], back.chat_template) == (0, 2, CHATML)
 
 
-def test_hugging_face_files_are_all_read(chatty, tmp_path):
-    chatty.save(tmp_path)
+def test_all_hugging_face_files_are_read(chat_tokenizer, tmp_path):
+    chat_tokenizer.save(tmp_path)
     write(
         tmp_path,
         tokenizer_config__json={"bos_token": {"content": "<|endoftext|>"}, "chat_template": "old"},
@@ -69,25 +73,25 @@ def test_hugging_face_files_are_all_read(chatty, tmp_path):
     )
     loaded = Tokenizer.from_file(tmp_path)
     assert loaded.bos_id == 0
-    assert loaded.eos_ids == (2, 0)  # the tokenizer's own first, then the others
+    assert loaded.eos_ids == (2, 0)  # the tokenizer's own end token first, then the others
     assert loaded.chat_template == "new"
 
 
-def test_generation_config_alone_tells_the_ends(chatty, tmp_path):
-    chatty.save(tmp_path)
+def test_generation_config_alone_gives_the_end_tokens(chat_tokenizer, tmp_path):
+    chat_tokenizer.save(tmp_path)
     write(tmp_path, tokenizer_config__json={}, generation_config__json={"bos_token_id": 1, "eos_token_id": 2})
     loaded = Tokenizer.from_file(tmp_path)
     assert (loaded.bos_id, loaded.eos_ids) == (1, (2,))
 
 
-def test_of_several_templates_the_default_one_is_taken(chatty, tmp_path):
-    chatty.save(tmp_path)
+def test_the_default_one_of_several_templates_is_used(chat_tokenizer, tmp_path):
+    chat_tokenizer.save(tmp_path)
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     write(tmp_path, tokenizer_config__json={"chat_template": named})
     assert Tokenizer.from_file(tmp_path).chat_template == "yes"
 
 
-def test_padding_and_truncation_in_the_file_do_not_count(chatty, tmp_path):
+def test_padding_and_truncation_in_the_file_are_ignored(chat_tokenizer, tmp_path):
     core = train_bpe([tokens.TEXT], 300)
     core.enable_truncation(4)
     core.enable_padding(length=8)
@@ -98,7 +102,7 @@ def test_padding_and_truncation_in_the_file_do_not_count(chatty, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "message"),
     [
         ({}, "tokenizer.json does not exist"),
         ({"tokenizer__json": "{"}, "tokenizer.json is not a tokenizer.json"),
@@ -108,11 +112,11 @@ def test_padding_and_truncation_in_the_file_do_not_count(chatty, tmp_path):
         ({"generation_config__json": {"eos_token_id": 9999}}, "9999 is outside the vocabulary of 300"),
     ],
 )
-def test_bad_files_are_named(files, says, tmp_path):
+def test_invalid_files_are_named(files, message, tmp_path):
     if files and "tokenizer__json" not in files:
         tokens.byte_level().save(tmp_path)
     write(tmp_path, **files)
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         Tokenizer.from_file(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -120,7 +124,7 @@ def test_bad_files_are_named(files, says, tmp_path):
 # -- encode and decode ------------------------------------------------------------------------------------------------
 
 
-def test_control_tokens_in_prompts_are_ids_and_in_documents_are_text():
+def test_control_tokens_are_ids_in_prompts_and_text_in_documents():
     tokenizer = tokens.byte_level()
     text = "an <|endoftext|> here"
     assert 0 in tokenizer.encode(text)
@@ -131,7 +135,7 @@ def test_control_tokens_in_prompts_are_ids_and_in_documents_are_text():
     assert 0 in tokenizer.encode(text), "the literal copy must not change the tokenizer itself"
 
 
-def test_special_adds_what_the_tokenizer_begins_texts_with():
+def test_special_adds_the_tokenizers_begin_token():
     core = train_bpe([tokens.TEXT], 300)
     from tokenizers.processors import TemplateProcessing
 
@@ -146,15 +150,15 @@ def test_a_lone_surrogate_is_refused():
         tokens.byte_level().encode("ab\ud83d")
 
 
-def test_gpt2_is_gpt2():
+def test_gpt2_tokenizer_matches_openais_ids():
     tokenizer = gpt2_tokenizer()
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (50257, 50256, (50256,))
-    assert tokenizer.encode("Hello world") == [15496, 995]  # as OpenAI's encoder gives
+    assert tokenizer.encode("Hello world") == [15496, 995]  # as OpenAI's encoder returns
     assert tokenizer.encode("<|endoftext|>") == [50256]
     assert tokenizer.decode(tokenizer.encode(tokens.TEXT)) == tokens.TEXT
 
 
-def test_old_repositories_with_two_files_load(tmp_path):
+def test_vocab_and_merges_files_load(tmp_path):
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}), encoding="utf-8")
     merges.write_text("#version: 0.2\na b\n", encoding="utf-8")
@@ -181,12 +185,12 @@ def test_any_vocabulary_size_encodes_any_text(vocab_size):
     assert tokenizer.decode(tokenizer.encode(unseen)) == unseen
 
 
-def test_training_is_deterministic_whatever_the_order():
+def test_training_does_not_depend_on_the_order_of_texts():
     texts = [f"{word} {tokens.TEXT[i:]}" for i, word in enumerate(tokens.TEXT.split())]
     fingerprints = {Tokenizer.train(order, 400).fingerprint for order in (texts, texts, texts[::-1])}
     assert len(fingerprints) == 1
 
 
-def test_too_small_a_vocabulary_is_refused():
+def test_a_vocabulary_that_is_too_small_is_refused():
     with pytest.raises(ConfigError, match="256 is too small, use 257 or more"):
         Tokenizer.train([tokens.TEXT], 256)

@@ -1,4 +1,4 @@
-"""Flash-Decoding's kernels compiled for Hopper, which takes no GPU: they fit, use its matrix units, spill little."""
+"""Flash-Decoding kernels compiled for Hopper without a GPU: they fit, use tensor cores and spill little."""
 
 import importlib.util
 import re
@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-MERGER = 56
-"""Registers of a thread that merges heads of 128."""
+MERGE_REGISTERS = 56
+"""Registers per thread of the merge kernel at head width 128."""
 EVERY_WIDTH = (64, 80, 96, 112, 128, 192, 256)
 POINTERS = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "o_ptr": "*bf16", "lse_ptr": "*fp32", "slot_o_ptr": "*fp32",
@@ -30,8 +30,8 @@ STRIDES = [
     *("queries.token", "queries.head", "keys.page", "keys.token", "keys.head", "values.page", "values.token"),
     *("values.head", "latents.page", "latents.token", "k_t"),
 ]
-"""Multiples of 16, as in any real layer."""
-NUMBERS = dict.fromkeys(
+"""Strides known to be multiples of 16, as in real layers."""
+INTEGERS = dict.fromkeys(
     ("pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at", "used"), "i32"
 )
 
@@ -41,7 +41,7 @@ def attend_types(queries: str = "*bf16", cache: str = "*bf16", members: str = "c
     from colonnade.kernels.attention.triton_args import Batch, Cache, Mods, Output, Queries
 
     keys, scales = Cache(cache, "i32", "i32", "i32"), ("*fp32", "*fp32", "*fp32", "*fp32")
-    return NUMBERS | {
+    return INTEGERS | {
         "queries": Queries(queries, "i32", "i32"), "keys": keys, "values": keys,
         "output": Output(queries, "*fp32", "*fp32", "*fp32"), "plan_ptr": "*i32",
         "batch": Batch("*i32", "*i32", "*i32", members), "mods": Mods("fp32", "fp32", *scales),
@@ -53,7 +53,7 @@ def mla_types(cache: str = "*bf16", *, scaled: bool = False) -> dict[str, Any]:
     from colonnade.kernels.attention.triton_args import Batch, Cache, Output, Queries
 
     scales = ("*fp32", "i32", "i32") if scaled else ("constexpr", "constexpr", "constexpr")
-    return NUMBERS | {
+    return INTEGERS | {
         "queries": Queries("*bf16", "i32", "i32"), "latents": Cache(cache, "i32", "i32", "constexpr"),
         "scales": Cache(*scales, "constexpr"), "output": Output("*bf16", "*fp32", "*fp32", "*fp32"),
         "plan_ptr": "*i32", "batch": Batch("*i32", "*i32", "*i32", "constexpr"), "scale": "fp32",
@@ -61,7 +61,7 @@ def mla_types(cache: str = "*bf16", *, scaled: bool = False) -> dict[str, Any]:
 
 
 def with_config(constants: dict[str, Any]) -> dict[str, Any]:
-    """``constants`` with the kernel's configuration made of them."""
+    """``constants`` plus the kernel's configuration tuple built from them."""
     from colonnade.kernels.attention.triton_args import Config, MlaConfig
 
     kind = MlaConfig if "RANK" in constants else Config
@@ -69,32 +69,34 @@ def with_config(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> list[Any]:
-    """Every width, several rows, pages smaller than tiles, 8 bits, runs of chunks, and all else; what takes long to
-    compile is long.
+    """Cases of width, rows, page size, cache type, chunks and options; those that compile slowly are marked
+    ``long``.
     """
     plain = {"PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False, "SCALED": False}
-    found = []
+    params = []
     for rows, widths in ((16, EVERY_WIDTH), (64, (64, 128, 256))):
         for width in widths:
             marks = [] if (width, rows) in ((128, 16), (256, 64)) else [pytest.mark.long]
-            found.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
+            params.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
             if rows == 16:
                 marks, more = [] if width == 128 else [pytest.mark.long], {**plain, "CHUNK": 512}
-                found.append(pytest.param(width, rows, "*bf16", more, id=f"width-{width}-runs", marks=marks))
-    found.append(pytest.param(128, 16, "*bf16", {**plain, "PAGE": 64}, id="pages-of-a-tile"))
-    everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
-    found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
-    found.append(
-        pytest.param(128, 16, "*bf16", {**everything, "CHUNK": 512}, id="everything-in-runs", marks=pytest.mark.long)
+                params.append(pytest.param(width, rows, "*bf16", more, id=f"width-{width}-chunks", marks=marks))
+    params.append(pytest.param(128, 16, "*bf16", {**plain, "PAGE": 64}, id="pages-of-a-tile"))
+    all_options = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
+    params.append(pytest.param(128, 16, "*bf16", all_options, id="all-options"))
+    params.append(
+        pytest.param(
+            128, 16, "*bf16", {**all_options, "CHUNK": 512}, id="all-options-in-chunks", marks=pytest.mark.long
+        )
     )
     for kind in ("*fp8e4nv", "*i8"):
-        small = {**plain, "PAGE": 16, "SCALED": True}
-        found.append(pytest.param(128, 16, kind, small, id=f"cache-of-{kind[1:]}", marks=pytest.mark.long))
-    return found
+        eight_bit = {**plain, "PAGE": 16, "SCALED": True}
+        params.append(pytest.param(128, 16, kind, eight_bit, id=f"cache-of-{kind[1:]}", marks=pytest.mark.long))
+    return params
 
 
 @pytest.mark.parametrize(("width", "rows", "cache", "more"), cases())
-def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
+def test_decode_kernel_fits_the_gpu(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_split_kv
     from colonnade.kernels.attention.decode_tiles import choose_tiles
     from colonnade.kernels.attention.triton_decode import prefetch_options
@@ -108,13 +110,13 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     types = attend_types(cache=cache)
     constants |= prefetch_options(rows, tiles, more["PAGE"], kv8=False)
     built = compiled(triton_split_kv.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
-    # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
+    # The table's number of workers fits on one SM, together with blocks of the merge kernel.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     if "maxnreg" in constants:
-        assert 32 * tiles.warps * (tiles.workers * registers(built, tmp_path) + 2 * MERGER) <= 2**16
+        assert 32 * tiles.warps * (tiles.workers * registers(built, tmp_path) + 2 * MERGE_REGISTERS) <= 2**16
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     assert "mma" in built.asm["ptx"]
-    # Keys and values come 16 bytes at once, and the loop waits for those of an earlier step only.
+    # Keys and values are copied 16 bytes at a time, and the loop waits only for copies of an earlier step.
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", built.asm["ptx"]))) >= 2 * (tiles.stages - 2)
     assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_MERGE"]
@@ -131,7 +133,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
         pytest.param(256, 64, "int8", "*bf16", 64, 1000, id="many-rows", marks=pytest.mark.long),
     ],
 )
-def test_numbers_of_eight_bits_are_made_in_registers(
+def test_eight_bit_values_are_converted_in_registers(
     width: int, rows: int, kind: str, queries: str, page: int, most: int, tmp_path: Path
 ) -> None:
     from colonnade.kernels.attention import triton_split_kv
@@ -152,12 +154,12 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     ptx = built.asm["ptx"]
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx))) >= 2 * (tiles.stages - 2)
-    # Tiles come from shared memory as those of float16, and each number is made once.
+    # Tiles are loaded from shared memory as float16 ones are, and each value is converted once.
     body = loop(disassembled(built, tmp_path), "MMA", inner=True)
     assert any("LDSM.16" in line for line in body)
-    made = sum(("E4M3.UNPACK" if kind == "float8" else "HADD2 ") in line for line in body)
-    assert made == tiles.tile * constants["BLOCK_H"] // (32 * tiles.warps)
-    # Two by an instruction; those that make one take several times as long.
+    converted = sum(("E4M3.UNPACK" if kind == "float8" else "HADD2 ") in line for line in body)
+    assert converted == tiles.tile * constants["BLOCK_H"] // (32 * tiles.warps)
+    # Each instruction converts two values; the scalar conversions are several times slower.
     assert not any(re.search(r"\b(F2F|I2F)\.", line) for line in body)
     assert len(body) <= most, len(body)
 
@@ -167,13 +169,13 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     [
         pytest.param(128, 128, False, {}, id="prompts"),
         pytest.param(128, 128, True, {}, id="groups", marks=pytest.mark.long),
-        pytest.param(128, 128, True, {"TMA": True, "OVERLAP": True}, id="groups-by-the-copy-engine"),
+        pytest.param(128, 128, True, {"TMA": True, "OVERLAP": True}, id="groups-by-tma"),
         pytest.param(256, 64, False, {"PAGE": 16, "WINDOW": 4096}, id="width-256", marks=pytest.mark.long),
         pytest.param(64, 128, False, {"CAPPED": True, "SINKS": True}, id="width-64", marks=pytest.mark.long),
         pytest.param(80, 128, True, {"SLOPES": True, "PAGE": 16}, id="width-80", marks=pytest.mark.long),
     ],
 )
-def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict, tmp_path: Path) -> None:
+def test_prefill_kernel_fits_the_gpu(width: int, rows: int, listed: bool, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_prefill
     from colonnade.kernels.attention.decode_tiles import choose_tiles
 
@@ -190,14 +192,14 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     built = compiled(triton_prefill.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
-    # Blocks of 64 rows and more are products of Hopper's own kind.
+    # Blocks of 64 rows and more use wgmma.
     assert "wgmma" in built.asm["ptx"]
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == constants["TMA"]
 
 
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
-def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
+def test_mla_kernel_fits_the_gpu(rows: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_mla_decode
     from colonnade.kernels.attention.decode_tiles import choose_tiles
 
@@ -209,10 +211,10 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
     function = triton_mla_decode.mla_attend
     built = compiled(function, mla_types(), with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
-    # 64 rows of 512 sums are half of all registers: addresses are put away before the loop and fetched after it.
+    # 64 rows of 512 accumulators take half of all registers, so addresses spill before the loop and reload after it.
     assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 300)
     assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
-    # There is room for three tiles of 32 because each is there once, for both products.
+    # Three tiles of 32 fit because both products share each tile.
     assert built.metadata.shared <= 2 * 576 * (rows + 3 * 32) + 4096
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
 
@@ -221,8 +223,8 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
     ("cache", "rows"),
     [("*fp8e4nv", 16), *(pytest.param(*case, marks=pytest.mark.long) for case in (("*i8", 16), ("*i8", 64)))],
 )
-def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Path) -> None:
-    """Half the tiles' shared memory, and one tile that was widened; of 64 rows some registers are put away."""
+def test_mla_kernel_with_eight_bit_cache_fits_the_gpu(cache: str, rows: int, tmp_path: Path) -> None:
+    """Tiles take half the shared memory, plus one widened tile; with 64 rows some registers spill."""
     from colonnade.kernels.attention import triton_mla_decode
     from colonnade.kernels.attention.decode_tiles import choose_tiles
 
@@ -239,7 +241,7 @@ def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
+def test_latent_cache_write_compiles_without_spills(kind: str, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_cache_write
 
     types = {"k_ptr": "*bf16", "slots_ptr": "*i64", "scales_ptr": "*fp32", "k_t": "i32"}
@@ -247,7 +249,7 @@ def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
     constants = {"RANK": 512, "ROPE": 64, "KIND": kind, "BLOCK_C": 512, "BLOCK_R": 64}
     built = compiled(triton_cache_write._write_latents, types, constants, ["k_t"], warps=4)
     assert spilled(built, tmp_path) == 0
-    assert "div.rn.f32" in built.asm["ptx"]  # the bits of plain torch
+    assert "div.rn.f32" in built.asm["ptx"]  # rounds exactly as plain torch
     assert (kind == "float8") == ("cvt.rn.satfinite.e4m3x2" in built.asm["ptx"])
 
 
@@ -261,21 +263,21 @@ def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
         (128, 128, True, 0, 16),
     ],
 )
-def test_the_merge_fits_the_chip(width: int, part: int, wait: bool, shared: int, pieces: int, tmp_path: Path) -> None:
+def test_merge_kernel_fits_the_gpu(width: int, part: int, wait: bool, shared: int, pieces: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_merge
 
     constants = {
         "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "USED": 8, "SHARED_ROWS": shared,
         "PIECES": pieces, "SHARED_PIECES": 64, "BLOCK_H": part,
     }  # fmt: skip
-    built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
+    built = compiled(triton_merge.merge, {**POINTERS, **INTEGERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0
-    assert registers(built, tmp_path) <= MERGER or width != 128
+    assert registers(built, tmp_path) <= MERGE_REGISTERS or width != 128
     assert ("griddepcontrol.wait" in built.asm["ptx"]) == wait
 
 
 @pytest.mark.parametrize(("width", "part", "pieces"), [(128, 32, 64), (64, 64, 128), (80, 64, 64), (512, 64, 64)])
-def test_the_merge_of_chunks_fits_the_chip(width: int, part: int, pieces: int, tmp_path: Path) -> None:
+def test_chunk_merge_kernel_fits_the_gpu(width: int, part: int, pieces: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_merge
 
     constants = {
@@ -283,6 +285,6 @@ def test_the_merge_of_chunks_fits_the_chip(width: int, part: int, pieces: int, t
         "FEW": triton_merge.FEW_CHUNKS, "WHOLE": min(triton_merge.MAX_WIDTH, 1 << (width - 1).bit_length()),
         "PIECES": pieces, "BLOCK_H": part,
     }  # fmt: skip
-    built = compiled(triton_merge.merge_chunks, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
+    built = compiled(triton_merge.merge_chunks, {**POINTERS, **INTEGERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0
     assert "griddepcontrol.wait" in built.asm["ptx"]

@@ -1,4 +1,4 @@
-"""What the demo proposes at its end."""
+"""The commands that the demo suggests at its end."""
 
 import re
 from pathlib import Path
@@ -18,8 +18,8 @@ def speed(tflops: float) -> Throughput:
     return Throughput(2000, tflops, tflops, None, None)
 
 
-def test_what_takes_long_says_how_long() -> None:
-    """At the measured speed of one process, of which there was one: 17 M tokens of a model of 110 M parameters."""
+def test_long_suggestions_state_their_duration() -> None:
+    """Estimates 17 M tokens of a model of 110 M parameters at the measured speed of the demo's one process."""
     larger = preset("smollm2-135m").replace(vocab_size=4096)
     flops = 1000 * 32 * 512 * larger.flops_per_token(512, causal=False)
     slow = suggestions(RUN, speed(0.05))
@@ -30,14 +30,14 @@ def test_what_takes_long_says_how_long() -> None:
     assert slow.splitlines()[slow.splitlines().index(line) - 1].strip().startswith("[bold]colonnade train")
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(30, "1 minutes"), (3600, "60 minutes"), (9000, "2 hours"),
+@pytest.mark.parametrize(("seconds", "text"), [(30, "1 minutes"), (3600, "60 minutes"), (9000, "2 hours"),
                                                (86400, "24 hours"), (200_000, "2 days")])  # fmt: skip
-def test_durations(seconds: float, said: str) -> None:
-    assert _duration(seconds) == said
+def test_durations(seconds: float, text: str) -> None:
+    assert _duration(seconds) == text
 
 
-def test_commands_are_ones_that_there_are() -> None:
-    found = re.findall(r"\[bold\]colonnade (.+)\[/bold\]", suggestions(RUN, None))
-    assert len(found) == 4
-    for command in found:
+def test_suggested_commands_parse() -> None:
+    commands = re.findall(r"\[bold\]colonnade (.+)\[/bold\]", suggestions(RUN, None))
+    assert len(commands) == 4
+    for command in commands:
         parse(command.split())

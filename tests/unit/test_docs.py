@@ -1,6 +1,6 @@
-"""The documentation is run: its Python in order, its commands through the real command line, its site with --strict.
+"""The documentation works: Python blocks run, commands parse, and the site builds with --strict.
 
-A block is left out only with a reason, in a comment on the line before it: <!-- not run: needs a GPU -->. A page with
+A block is skipped only with a reason in a comment on the line before it: <!-- not run: needs a GPU -->. A page with
 <!-- slow --> has its Python marked slow.
 """
 
@@ -42,12 +42,12 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    found = []
+    results = []
     for match in FENCE.finditer(text):
         before = text[: match.start()].rstrip("\n").rsplit("\n", 1)[-1]
         line = text.count("\n", 0, match.start("body")) + 1
-        found.append(Block(match["language"], textwrap.dedent(match["body"]), line, bool(SKIP.search(before))))
-    return found
+        results.append(Block(match["language"], textwrap.dedent(match["body"]), line, bool(SKIP.search(before))))
+    return results
 
 
 def name(page: Path) -> str:
@@ -70,7 +70,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     namespace: dict[str, object] = {"__name__": "page"}
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == "python" and not block.skipped:
-            # Blank lines first, so that a traceback names the page's own line.
+            # Leading blank lines make a traceback name the page's own line.
             exec(compile("\n" * (block.line - 1) + block.body, name(page), "exec"), namespace)
 
 
@@ -82,7 +82,7 @@ def commands(block: Block) -> list[list[str]]:
     lines = [line.strip() for line in text.splitlines()]
     if block.language == "console":
         lines = [line[2:] for line in lines if line.startswith("$ ")]
-    found = []
+    results = []
     for line in lines:
         for part in re.split(r"\s(?:&&|\|\||\||&|;)(?:\s|$)", line):
             words = shlex.split(part, comments=True)
@@ -91,56 +91,56 @@ def commands(block: Block) -> list[list[str]]:
             if words[:1] == ["torchrun"] and "-m" in words:
                 words = words[words.index("-m") + 1 :]
             if words and words[0].removeprefix(".venv/bin/") == "colonnade":
-                found.append(list(itertools.takewhile(lambda word: not re.match(r"\d?[<>]", word), words[1:])))
-    return found
+                results.append(list(itertools.takewhile(lambda word: not re.match(r"\d?[<>]", word), words[1:])))
+    return results
 
 
 def inline(text: str) -> list[list[str]]:
-    """The commands in running text: `colonnade train --help`."""
+    """The commands in prose, such as `colonnade train --help`."""
     prose = FENCE.sub("", text)
     return [shlex.split(command) for command in re.findall(r"`colonnade ([a-z-][^`]*)`", prose)]
 
 
-def refused(words: list[str]) -> str | None:
-    """What the command line has against ``words``, which are parsed and not run (a training run is planned)."""
-    words = [word for word in words if word != "--debug"]
-    if words == ["--version"]:
+def command_error(argv: list[str]) -> str | None:
+    """The error of parsing ``argv``, or None; nothing runs (training is a dry run)."""
+    argv = [word for word in argv if word != "--debug"]
+    if argv == ["--version"]:
         return None
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            call = cli.parse([*words, "--dry_run"] if words[0] == "train" else words)
-            if words[0] == "train":
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            call = cli.parse([*argv, "--dry_run"] if argv[0] == "train" else argv)
+            if argv[0] == "train":
                 call()
     except SystemExit as end:
-        return said.getvalue() if end.code else None
+        return output.getvalue() if end.code else None
     except ColonnadeError as error:
         return str(error)
     return None
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
-def test_commands_are_ones_that_the_command_line_takes(page, tmp_path, monkeypatch):
+def test_documented_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
-    given = [words for block in blocks(text) for words in commands(block)] + inline(text)
+    all_commands = [words for block in blocks(text) for words in commands(block)] + inline(text)
     for block in blocks(text):
-        # A file is given its name in its first line: # run.toml
+        # The first line of a TOML block names its file: # run.toml
         if block.language == "toml" and (title := re.match(r"# (\S+\.toml)\n", block.body)):
             Path(title[1]).write_text(block.body, encoding="utf-8")
-    why = {shlex.join(words): said for words in given if (said := refused(words)) is not None}
-    assert not why
+    errors = {shlex.join(words): output for words in all_commands if (output := command_error(words)) is not None}
+    assert not errors
 
 
-def test_wrong_commands_are_noticed():
-    assert "Unrecognized" in (refused(["train", "--train.learning_rate", "1"]) or "")
-    assert "do not divide" in (refused(["train", "--plan.tp", "3"]) or "")
-    assert refused(["frobnicate"]) is not None
-    assert refused(["serve", "tiny", "--serve.port", "0"]) is None
+def test_wrong_commands_are_detected():
+    assert "Unrecognized" in (command_error(["train", "--train.learning_rate", "1"]) or "")
+    assert "do not divide" in (command_error(["train", "--plan.tp", "3"]) or "")
+    assert command_error(["frobnicate"]) is not None
+    assert command_error(["serve", "tiny", "--serve.port", "0"]) is None
 
 
 def test_flags_in_the_reference_exist(capsys):
-    """Under the heading of each verb; every verb has one."""
+    """Each verb has a section, whose flags are all in its --help."""
     text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
     assert list(sections) == list(cli.VERBS)
@@ -151,28 +151,28 @@ def test_flags_in_the_reference_exist(capsys):
         assert set(re.findall(r"--[\w.]+", section)) <= known, verb
 
 
-def test_tables_of_flags_are_what_help_says():
-    """Of every verb but train they are complete: what the table of another verb has is said once."""
-    made = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/hooks/flags.py")))
-    text = made.PAGE.read_text(encoding="utf-8")
-    assert made.page(text) == text, "run python docs/hooks/flags.py"
-    asked = {found["verb"] for found in made.TABLE.finditer(text)}
-    assert asked == {*cli.VERBS} - {"train"}
-    names = [flag.name for flag in made.flags("serve")]
+def test_tables_of_flags_match_the_help():
+    """The tables are generated from --help, and complete for every verb but train."""
+    hook = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/hooks/flags.py")))
+    text = hook.PAGE.read_text(encoding="utf-8")
+    assert hook.page(text) == text, "run python docs/hooks/flags.py"
+    verbs = {match["verb"] for match in hook.TABLE.finditer(text)}
+    assert verbs == {*cli.VERBS} - {"train"}
+    names = [flag.name for flag in hook.flags("serve")]
     assert len(names) == len(set(names)) and {"--plan.cp", "--serve.weights", "--serve.cache", "--dtype"} <= set(names)
-    assert all(flag.meaning for verb in asked for flag in made.flags(verb))
-    assert made.page(text.replace("| `--plan.cp INT` | `1` |", "| `--plan.cp INT` | `2` |")) == text
+    assert all(flag.meaning for verb in verbs for flag in hook.flags(verb))
+    assert hook.page(text.replace("| `--plan.cp INT` | `1` |", "| `--plan.cp INT` | `2` |")) == text
 
 
 def _rows(page: str, heading: str) -> set[str]:
-    """Names in the first column of the tables under a heading."""
+    """The names in the first column of the tables under a heading."""
     text = (ROOT / page).read_text(encoding="utf-8")
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     return set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
 
 
-def test_the_reference_of_requests_and_metrics_is_complete():
-    """Every field that the server knows, every metric that it shows, every flag of it, and no other."""
+def test_reference_of_requests_and_metrics_is_complete():
+    """The page lists exactly the server's request fields, metrics and flags."""
     from colonnade.config import ServeConfig
     from colonnade.serve.api import request_schemas
     from colonnade.serve.api.metrics import Metrics
@@ -187,8 +187,8 @@ def test_the_reference_of_requests_and_metrics_is_complete():
     assert _rows(page, "Request fields") == known
     text = (ROOT / page).read_text(encoding="utf-8")
     assert {name for name in request_schemas.IGNORED if f"`{name}`" not in text} == set()
-    shown = Metrics(SimpleNamespace(stats=Stats()), "it").text().decode()  # type: ignore[arg-type]
-    names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", shown, re.MULTILINE) if "created" not in name}
+    exposition = Metrics(SimpleNamespace(stats=Stats()), "it").text().decode()  # type: ignore[arg-type]
+    names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", exposition, re.MULTILINE) if "created" not in name}
     assert _rows(page, "Metrics") == names
     flags = {
         name.removeprefix("--serve.").removeprefix("no_") for name in _rows("docs/howto/serve.md", "Server options")
@@ -196,7 +196,7 @@ def test_the_reference_of_requests_and_metrics_is_complete():
     assert flags | {"weight_group"} == set(ServeConfig.model_fields)
 
 
-def test_commands_are_found():
+def test_commands_are_extracted_from_blocks():
     text = (
         "$ A=1 colonnade train --plan.tp 2 \\\n    --train.lr 1e-3  # why\n"
         "colonnade printed this\n"
@@ -210,12 +210,12 @@ def test_commands_are_found():
     ]
 
 
-def test_blocks_know_their_line_and_their_excuse():
+def test_blocks_have_their_line_and_skip_mark():
     text = "a\n\n```python\nx = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\ny = 2\n```\n"
     assert [(b.body, b.line, b.skipped) for b in blocks(text)] == [("x = 1\n", 4, False), ("y = 2\n", 9, True)]
 
 
-def test_links_of_the_readme_lead_somewhere():
+def test_local_links_of_the_readme_exist():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         text = page.read_text(encoding="utf-8")
         targets = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset|href)="([^"#]+)"', text)
@@ -224,14 +224,14 @@ def test_links_of_the_readme_lead_somewhere():
 
 
 @pytest.mark.parametrize("variant", ["light", "dark"])
-def test_pictures_are_what_their_script_draws(variant):
+def test_pictures_equal_the_output_of_their_script(variant):
     script = runpy.run_path(str(ROOT / "docs/assets/dataflow.py"))
     drawn = script["draw"](script[variant.upper()])
     assert (ROOT / f"docs/assets/dataflow-{variant}.svg").read_text(encoding="utf-8") == drawn
 
 
 @pytest.mark.slow
-def test_the_site_builds_strictly(tmp_path):
+def test_site_builds_strictly(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     ran = subprocess.run(build, check=False, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The examples of launching: scripts that their shells take, and commands that ours takes."""
+"""The launch examples: scripts parse in their shells, and their commands parse in ours."""
 
 import re
 import shlex
@@ -9,63 +9,65 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.test_docs import refused
+from tests.unit.test_docs import command_error
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def torchrun(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def torchrun(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """(torchrun's own options, our command line) of ``torchrun … -m colonnade …``."""
-    middle = words.index("-m")
-    assert words[0] == "torchrun" and words[middle + 1] == "colonnade"
-    joined = " ".join(words[1:middle]).replace("=", " ").split()
-    return dict(zip(joined[::2], joined[1::2], strict=True)), words[middle + 2 :]
+    middle = argv.index("-m")
+    assert argv[0] == "torchrun" and argv[middle + 1] == "colonnade"
+    joined = " ".join(argv[1:middle]).replace("=", " ").split()
+    return dict(zip(joined[::2], joined[1::2], strict=True)), argv[middle + 2 :]
 
 
-def check(words: list[str], machines: int) -> None:
-    options, ours = torchrun(words)
-    assert refused(ours) is None
+def check(argv: list[str], machines: int) -> None:
+    options, ours = torchrun(argv)
+    assert command_error(ours) is None
     plan = {ours[i]: int(ours[i + 1]) for i, word in enumerate(ours) if re.fullmatch(r"--plan\.(tp|dp|cp|pp)", word)}
     world = 1
     for size in plan.values():
         world *= size
-    assert world == machines * int(options["--nproc-per-node"]), "as many processes as the plan has places for"
+    assert world == machines * int(options["--nproc-per-node"]), (
+        "the number of processes must equal the plan's world size"
+    )
     assert set(options) >= {"--nnodes", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint"}
     from torch.distributed.run import get_args_parser
 
-    get_args_parser().parse_args(words[1:])
+    get_args_parser().parse_args(argv[1:])
 
 
-def test_the_slurm_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run for real, with stand-ins for Slurm's two programs: srun prints what it would start."""
+def test_slurm_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the script with stubs for Slurm's two programs; the stub of srun prints its arguments."""
     script = EXAMPLES / "slurm.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
     for name, body in {"scontrol": 'printf "node7\\nnode8\\n"', "srun": 'printf "%s\\n" "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
-    said = subprocess.run(
+    printed = subprocess.run(
         ["bash", str(script)], env={"PATH": f"{tmp_path}:/usr/bin:/bin"} | slurm, capture_output=True, text=True,
         check=True,
     ).stdout.splitlines()  # fmt: skip
-    words = said[said.index("torchrun") :]
+    argv = printed[printed.index("torchrun") :]
     monkeypatch.chdir(tmp_path)
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
-    check(words, int(directives["nodes"]))
-    options, _ = torchrun(words)
+    check(argv, int(directives["nodes"]))
+    options, _ = torchrun(argv)
     assert options["--rdzv-endpoint"] == "node7:29500"
     assert options["--nproc-per-node"] == directives["gpus-per-node"]
 
 
-def test_the_kubernetes_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     spec: dict[str, Any] = job["spec"]
     pod: dict[str, Any] = spec["template"]["spec"]
     (container,) = pod["containers"]
-    words = [part for word in container["command"] + container["args"] for part in word.split("=", 1)]
+    argv = [part for word in container["command"] + container["args"] for part in word.split("=", 1)]
     monkeypatch.chdir(tmp_path)
-    check(words, spec["completions"])
-    options, _ = torchrun(words)
+    check(argv, spec["completions"])
+    options, _ = torchrun(argv)
     name = job["metadata"]["name"]
     assert options["--rdzv-endpoint"] == f"{name}-0.{pod['subdomain']}:29500"
     assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["selector"] == {"job-name": name}

@@ -1,4 +1,4 @@
-"""The benchmarks of experts, in small on a CPU: they run to the end, conclude what they should, keep what they had."""
+"""Expert benchmarks at toy sizes on a CPU: they run, draw the right conclusions and keep partial results."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from tests.worlds import run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
-def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmarks_skip_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["it"])
@@ -29,28 +29,28 @@ def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkey
         assert "skipped: needs" in capsys.readouterr().out
 
 
-def test_expert_parallel(tmp_path: Path) -> None:
-    """Every way of both layouts, the peer, auto and the turns; and what is hidden is what the formula says."""
+def test_expert_parallel_benchmark(tmp_path: Path) -> None:
+    """Covers every option of both layouts, the peer, auto and turns; hidden time follows the formula."""
     task = expert_parallel.Task(("qwen3",), ("zipf",), (1, 4), True, 24, True, True, 1, tmp_path, "it", 600.0)
     rows = run(2, expert_parallel.work, 2, task, "cpu")[0]
     ours = expert_parallel.of(rows, who="colonnade")
-    ways = [(row["plan"], row["pass"], row["r"], row["p"]) for row in ours]
+    options = [(row["plan"], row["pass"], row["r"], row["p"]) for row in ours]
     whole = [(r, p) for r, p in ((0, 1), (1, 1), (1, 4))]
     cut = [*whole, (2, 1), (2, 4)]
-    wanted = [("ep=2 sh=1", what, *way) for what in expert_parallel.PASSES for way in whole]
-    assert ways == wanted + [("ep=1 sh=2", what, *way) for what in expert_parallel.PASSES for way in cut]
+    expected = [("ep=2 sh=1", what, *option) for what in expert_parallel.PASSES for option in whole]
+    assert options == expected + [("ep=1 sh=2", what, *option) for what in expert_parallel.PASSES for option in cut]
     for row in ours:
         if row["r"]:
             assert row["hidden"] == pytest.approx(
                 1 - (row["ms"] - row["compute_ms"]) / row["exchange_ms"], rel=2e-2, abs=2e-2
             )
-        assert ("cut_ms" in row) == (row["p"] > 1), "what parts cost by themselves"
+        assert ("cut_ms" in row) == (row["p"] > 1), "rows with several parts report the cost of splitting"
     assert len(expert_parallel.of(rows, who="all_to_all_single + grouped_mm")) == 2
     picked = expert_parallel.of(rows, who="auto")
     assert [row["over_best"] >= -1e-3 for row in picked] == [True, True]
     assert len(expert_parallel.of(rows, who="taking turns")) == 2
-    kept = (tmp_path / "it_2.partial.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in kept] == rows, "a run that ends early keeps what it measured"
+    partial = (tmp_path / "it_2.partial.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in partial] == rows, "a run that ends early keeps its rows"
     assert len(expert_parallel.headlines([row | {"load": "uniform"} for row in rows])) == 6
     printed = list(expert_parallel.table(rows))
     assert len(printed) == 4 + 2 * 2 + 2 * 3 + 2 + 4, "a title, a line for each degree, the peer, auto and the turns"
@@ -59,7 +59,7 @@ def test_expert_parallel(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_moe_study(tmp_path: Path) -> None:
+def test_moe_study_benchmark(tmp_path: Path) -> None:
     corpus = small(tmp_path / "corpus")
     out = tmp_path / "out"
     moe_study.main(["--toy", "--corpus", str(corpus), "--steps", "6", "--seeds", "0", "1", "--out", str(out)])
@@ -72,12 +72,12 @@ def test_moe_study(tmp_path: Path) -> None:
     dense, experts, *_ = record["rows"]
     assert dense["mflop_per_token"] == experts["mflop_per_token"] and dense["parameters"] < experts["parameters"]
     assert all(row["experts"] == 2 * 4 and 0 <= row["entropy"] <= 1 for row in record["rows"][4:])
-    assert record["rows"][-1]["busiest_over_mean"] < 1.1, "experts that choose have even loads"
+    assert record["rows"][-1]["busiest_over_mean"] < 1.1, "expert-choice routing has even loads"
     assert "held-out loss of the experts minus the dense model's" in record["notes"]
     assert not list(out.glob("*.partial.jsonl")) and (out / "moe_study_toy.png").stat().st_size > 10_000
 
 
-def test_who_wins_and_who_is_dead() -> None:
+def test_verdict_and_count_of_dead_experts() -> None:
     def row(model: str, balance: str, seed: int, loss: float) -> dict:
         return {"model": model, "balance": balance, "seed": seed, "validation_loss": loss}
 
@@ -90,8 +90,8 @@ def test_who_wins_and_who_is_dead() -> None:
     assert moe_study.dead(moe_study.Run("none", 0, [], loads)) == (1, 4)
 
 
-def test_a_peer_that_fails_has_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And the rest goes on; so does one that computes something else. After its time the run begins no further row."""
+def test_a_failing_peer_gets_a_row_with_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A failing or wrong peer gets a row with its error; after its deadline the run starts no further row."""
 
     def broken(*_: object) -> moe_layer.Run:
         def run(x_TD: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ def test_a_peer_that_fails_has_a_row_that_says_why(monkeypatch: pytest.MonkeyPat
     assert len(rows) == len((tmp_path / "it.partial.jsonl").read_text().splitlines()) == 5
 
 
-class Answered:
-    """A candidate that was compiled, or why not."""
+class FakeCompilation:
+    """The result of compiling a candidate: None, or the reason of its failure."""
 
     def __init__(self, why: str | None) -> None:
         self.why = why
@@ -128,12 +128,12 @@ class Answered:
         return self.why
 
 
-class Pretended:
-    """A layer and a clock in one: of ours, tiles of 256 columns are fastest; torch's product beats them back only;
-    tiles of 256 rows compute something else.
+class FakeLayerAndClock:
+    """A layer and a clock in one. Of our tiles, BN=256 is the fastest; torch's product wins only in the backward pass;
+    tiles of BM=256 give wrong results.
     """
 
-    back, laid_by_another = True, False
+    back = True
 
     def run(self, kernel: str) -> list[torch.Tensor]:
         self.kernel, self.how = kernel, tiles.OVERRIDES[kernel]
@@ -146,59 +146,65 @@ class Pretended:
         return {256: 2.0, 128: 3.0}.get(self.how.BN, 4.0)
 
 
-def test_each_product_goes_to_who_is_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_product_uses_the_fastest_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shape, active = tiles.LayerShape(8, 512, 256), 2
     monkeypatch.setattr(tiles, "OVERRIDES", {})
-    pretended = Pretended()
+    fake = FakeLayerAndClock()
     jobs = []
 
-    def submit(kernel: str, how: tiles.GroupedTiles, _: object) -> Answered:
+    def submit(kernel: str, how: tiles.GroupedTiles, _: object) -> FakeCompilation:
         jobs.append((kernel, how))
-        return Answered("does not fit" if how.BN == 256 and kernel == "down" else None)
+        return FakeCompilation("does not fit" if how.BN == 256 and kernel == "down" else None)
 
-    tuner = tune_experts.Tuner(shape, active, pretended, submit, math.inf, layer=lambda _: pretended)  # type: ignore[arg-type]
+    tuner = tune_experts.Tuner(shape, active, fake, submit, math.inf, layer=lambda _: fake)  # type: ignore[arg-type]
     tuner.run(lambda: None)
     record = json.loads(tune_experts.TABLE.read_text())
-    found = {"measured_on": "a chip", "shapes": [tuner.record()]}
-    text = tuning_table.written(tuning_table.merged(record, [found]))
+    measured = {"measured_on": "a GPU", "shapes": [tuner.record()]}
+    text = tuning_table.written(tuning_table.merged(record, [measured]))
     table = json.loads(text)
-    assert table["kernels"].keys() == record["kernels"].keys() and table["measured_on"].endswith("a chip")
+    assert table["kernels"].keys() == record["kernels"].keys() and table["measured_on"].endswith("a GPU")
     again = {**tuner.record(), "kernels": {}}
     twice = tuning_table.merged(table, [{"measured_on": "none", "shapes": [again]}])
     assert [s for s in twice["shapes"] if s["E"] == 8 and s["D"] == 256] == [again], (
         "a shape's new rows replace its old"
     )
-    (mine,) = [s for s in table["shapes"] if (s["E"], s["F"], s["D"]) == shape]
-    rows = tiles.parse_rows(mine["kernels"])
-    assert {kernel: [how.library for _, how in found] for kernel, found in rows.items()} == {
+    (written_shape,) = [s for s in table["shapes"] if (s["E"], s["F"], s["D"]) == shape]
+    rows = tiles.parse_rows(written_shape["kernels"])
+    assert {kernel: [how.library for _, how in entries] for kernel, entries in rows.items()} == {
         kernel: [False] * 6 if kernel in ("gated_up", "down") else [True] * 2 for kernel in rows
     }
-    assert [how.BM == 256 for found in rows.values() for _, how in found].count(True) == 0, "they were wrong"
-    assert rows["down"][-1][1].BN == 128 and rows["hidden_dgrad"][-1][1].BN == 256, "what did not compile was left"
+    assert [how.BM == 256 for entries in rows.values() for _, how in entries].count(True) == 0, (
+        "BM=256 gives wrong results"
+    )
+    assert rows["down"][-1][1].BN == 128 and rows["hidden_dgrad"][-1][1].BN == 256, (
+        "tiles that do not compile are skipped"
+    )
     means = [T * active / shape.E for T in tune_experts.TOKENS]
-    for mean, here in zip(means, rows["down"], strict=True):
-        assert next(it for it in rows["down"] if it[0] is None or mean <= it[0]) is here, (
-            "each number of tokens its own"
+    for mean, row in zip(means, rows["down"], strict=True):
+        assert next(it for it in rows["down"] if it[0] is None or mean <= it[0]) is row, (
+            "each number of tokens has its own row"
         )
-    late = tune_experts.Tuner(shape, active, pretended, submit, -math.inf, layer=lambda _: pretended)  # type: ignore[arg-type]
+    late = tune_experts.Tuner(shape, active, fake, submit, -math.inf, layer=lambda _: fake)  # type: ignore[arg-type]
     late.run(lambda: None)
     assert late.record()["kernels"]["down"][-1]["tiles"] == tiles.select_tiles("down", 2**20, shape, 2)._asdict()
 
 
-def test_the_nearest_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_the_nearest_measured_layer_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, other = (tiles.GroupedTiles(16, 16, 16, 4, stages) for stages in (1, 2, 3))
     measured = {
         tiles.LayerShape(8, 14336, 4096): {"down": [(None, one)]},
         tiles.LayerShape(128, 768, 2048): {"down": [(None, two)]},
     }
     monkeypatch.setattr(tiles, "table", lambda: ({"down": [], "up": [(4, one), (None, other)]}, measured))
-    asked = tiles.table_rows.__wrapped__
-    assert asked("down", tiles.LayerShape(64, 8192, 4096)) == [(None, one)]
-    assert asked("down", tiles.LayerShape(8, 1408, 2048)) == [(None, two)]
-    assert asked("up", tiles.LayerShape(8, 1408, 2048))[-1] == (None, other), "what is measured nowhere is reckoned"
+    table_rows = tiles.table_rows.__wrapped__
+    assert table_rows("down", tiles.LayerShape(64, 8192, 4096)) == [(None, one)]
+    assert table_rows("down", tiles.LayerShape(8, 1408, 2048)) == [(None, two)]
+    assert table_rows("up", tiles.LayerShape(8, 1408, 2048))[-1] == (None, other), (
+        "without measurements the default rows are used"
+    )
 
 
-def test_a_profile_says_what_each_kernel_took(
+def test_profile_reports_the_time_of_each_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [
@@ -212,10 +218,10 @@ def test_a_profile_says_what_each_kernel_took(
         "copy",
     ]
     kernels = [(name, 10.0 * i, 8.0) for i, name in enumerate(names)]
-    found = layer_profile.lines(kernels, 4e9, 1e15)
-    rates = [float(line.split()[-5]) if "TFLOP/s" in line else None for line in found[:-1]]
-    assert rates == [1000.0, 500.0, 500.0, 1000.0, 1000.0, 500.0, 500.0, None], "of one product or two"
-    assert found[-1].split() == ["78.0", "us", "in", "all,", "8", "kernels,", "14.0", "us", "between", "them"]
+    lines = layer_profile.lines(kernels, 4e9, 1e15)
+    rates = [float(line.split()[-5]) if "TFLOP/s" in line else None for line in lines[:-1]]
+    assert rates == [1000.0, 500.0, 500.0, 1000.0, 1000.0, 500.0, 500.0, None], "kernels of one product or of two"
+    assert lines[-1].split() == ["78.0", "us", "in", "all,", "8", "kernels,", "14.0", "us", "between", "them"]
     ready = [("few_up", 2.0, 20.0), ("few_down", 3.0, 30.0), ("copy", 40.0, 5.0), ("early", 41.0, 1.0)]
     taken = [("few_up", 2.0, 20.0), ("few_down", 22.0, 11.0), ("copy", 40.0, 5.0), ("early", 45.0, 0.0)]
     assert layer_profile.after_each_other(ready[::-1]) == taken
@@ -226,8 +232,10 @@ def test_a_profile_says_what_each_kernel_took(
     assert "qwen3, 1 tokens, zipf, forward+backward:" in printed and printed.count(" us in all") == 2
 
 
-def test_a_layers_time_is_shared_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """By what each kernel is for; a product that the router runs alone too is the router's."""
+def test_the_time_of_a_layer_is_divided_into_groups(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels are grouped by purpose; a product that also runs in the router alone counts as the router's."""
     names = {
         "router": ["nvjet_small", "_top_experts", "_histogram", "aminmax", "Memset"],
         "dispatch": [

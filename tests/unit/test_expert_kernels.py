@@ -1,6 +1,6 @@
-"""The contract of the experts' kernels: every row of the table computes what the reference does, and its gradients.
+"""The contract of the expert kernels: every registered kernel equals the reference, with gradients.
 
-Kernels in Triton are held to the same cases by tests/interpreted.py.
+tests/interpreted.py runs the same cases on the Triton kernels.
 """
 
 import itertools
@@ -40,7 +40,9 @@ def error(got: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("gated", "biased"), list(itertools.product([True, False], repeat=2)))
-def test_experts(row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
+def test_experts_equal_the_reference(
+    row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool
+) -> None:
     activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
     case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
@@ -51,7 +53,7 @@ def test_experts(row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("T", [1, 40])
-def test_however_the_weights_lie_in_memory(row: Kernel, dtype: torch.dtype, T: int) -> None:
+def test_any_memory_layout_of_the_weights(row: Kernel, dtype: torch.dtype, T: int) -> None:
     case = Case(T, 2, 4, 16, 24, across=True, biased=True)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(routed_experts(row.run), case, dtype).items():
@@ -60,7 +62,7 @@ def test_however_the_weights_lie_in_memory(row: Kernel, dtype: torch.dtype, T: i
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation(row: Kernel, dtype: torch.dtype, activation: str) -> None:
+def test_every_activation_equals_the_reference(row: Kernel, dtype: torch.dtype, activation: str) -> None:
     case = Case(20, 2, 4, 12, 14, activation=activation)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(routed_experts(row.run), case, dtype).items():
@@ -70,14 +72,14 @@ def test_every_activation(row: Kernel, dtype: torch.dtype, activation: str) -> N
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 2, 5, 24, 32), (2, 2, 9, 16, 24), (7, 1, 20, 8, 16)], ids=str)
 @pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, False), (True, True)])
-def test_experts_without_a_gradient_in_bfloat16(
+def test_bfloat16_inference_picks_a_path_by_load(
     shape: tuple, load: str, gated: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a batched product, a grouped one and the loop, each where it is for; with a gradient always by the loop."""
-    case, ran = Case(*shape, load=load, gated=gated, biased=biased, across=shape[0] == 7), []
+    """A batched product, a grouped one or the loop runs, by the load; with gradients always the loop."""
+    case, calls = Case(*shape, load=load, gated=gated, biased=biased, across=shape[0] == 7), []
     parts = (loop, "padded_batch", "batched"), (grouped_mm, "product", "grouped"), (loop, "routed", "loop")
-    for module, name, said in parts:
-        monkeypatch.setattr(module, name, _noted(getattr(module, name), ran, said))
+    for module, name, label in parts:
+        monkeypatch.setattr(module, name, _recorded(getattr(module, name), calls, label))
     leaves = case.leaves(torch.bfloat16, "cpu")
     with torch.no_grad():
         got = routed_experts(loop.routed_bf16)(case, *leaves)
@@ -85,21 +87,21 @@ def test_experts_without_a_gradient_in_bfloat16(
     assert float((got.double() - exact).norm()) <= 1.5e-2 * float(exact.norm())
     _, ends_E = permute.sort(case.ids(), case.E, case.rows())
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    together = 2 * sum(n > 0 for n in sizes) > len(sizes) and max(sizes) * len(sizes) <= 4 * sum(sizes)
-    plain = not biased and case.D % 8 == 0 and case.F % 8 == 0
-    wanted = "batched" if together and max(sizes) <= 128 else "grouped" if plain else "loop"
-    assert not case.T or load == "bounded" or set(ran) == {wanted} or not sum(sizes)
-    ran.clear()
+    batched = 2 * sum(n > 0 for n in sizes) > len(sizes) and max(sizes) * len(sizes) <= 4 * sum(sizes)
+    groupable = not biased and case.D % 8 == 0 and case.F % 8 == 0
+    expected = "batched" if batched and max(sizes) <= 128 else "grouped" if groupable else "loop"
+    assert not case.T or load == "bounded" or set(calls) == {expected} or not sum(sizes)
+    calls.clear()
     routed_experts(loop.routed_bf16)(case, *leaves)
-    assert set(ran) == {"loop"}
+    assert set(calls) == {"loop"}
 
 
-def _noted(run: Callable[..., Tensor], ran: list[str], name: str) -> Callable[..., Tensor]:
-    def noted(*args: Any, **how: Any) -> Tensor:
-        ran.append(name)
-        return run(*args, **how)
+def _recorded(run: Callable[..., Tensor], calls: list[str], name: str) -> Callable[..., Tensor]:
+    def recorded(*args: Any, **options: Any) -> Tensor:
+        calls.append(name)
+        return run(*args, **options)
 
-    return noted
+    return recorded
 
 
 DROPOUT = [
@@ -113,7 +115,7 @@ DROPOUT = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True), (True, True)])
-def test_experts_with_dropout(
+def test_experts_with_dropout_equal_the_reference(
     row: Kernel, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool
 ) -> None:
     activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
@@ -123,8 +125,8 @@ def test_experts_with_dropout(
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
 
 
-def test_what_is_dropped_is_a_unit_of_a_choice() -> None:
-    """The reference against the formula, element by element; and each rate is met."""
+def test_dropout_acts_on_hidden_units_of_each_choice() -> None:
+    """The reference equals the formula element by element, and the rate is met."""
     case, rate = Case(300, 2, 3, 4, 50), 0.3
     x_TD, routing_TA, up_EFD, down_EFD, gate_EFD, *_ = case.leaves(torch.float64, "cpu")
     assert x_TD is not None
@@ -133,27 +135,27 @@ def test_what_is_dropped_is_a_unit_of_a_choice() -> None:
     assert down_EFD is not None
     assert gate_EFD is not None
     ids_TA = case.ids()
-    kept = torch.zeros(300, 2, 50, dtype=torch.bool)
+    keep_mask = torch.zeros(300, 2, 50, dtype=torch.bool)
     for j in range(2):
         row_T = lowbias32(row_hash(torch.tensor(77), torch.arange(300) + 5) ^ column_hash(CHOICES, torch.tensor([j])))
         column_F = column_hash(HIDDEN, torch.arange(3, 53))
-        kept[:, j] = lowbias32(row_T[:, None] ^ column_F).double() >= (rate - 0.5) * 2**32
+        keep_mask[:, j] = lowbias32(row_T[:, None] ^ column_F).double() >= (rate - 0.5) * 2**32
     y_TD = torch.zeros_like(x_TD)
     for t, j in itertools.product(range(300), range(2)):
         e = ids_TA[t, j]
-        h_F = torch.nn.functional.silu(gate_EFD[e] @ x_TD[t]) * (up_EFD[e] @ x_TD[t]) * kept[t, j] / (1 - rate)
+        h_F = torch.nn.functional.silu(gate_EFD[e] @ x_TD[t]) * (up_EFD[e] @ x_TD[t]) * keep_mask[t, j] / (1 - rate)
         y_TD[t] += (routing_TA[t, j] * (h_F @ down_EFD[e])).detach()
     got = experts_with_dropout(reference.experts, rate)(case, x_TD, routing_TA, up_EFD, down_EFD, gate_EFD)
     assert_same(got, y_TD)
-    assert kept.double().mean().item() == pytest.approx(1 - rate, abs=0.01)
+    assert keep_mask.double().mean().item() == pytest.approx(1 - rate, abs=0.01)
     for name in ("triton", "fused"):
         with pytest.raises(ConfigError, match=f"no kernel '{name}' for dropout_experts"):
             choose("dropout_experts", "cpu", torch.float32, name)
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_an_expert_takes_its_own_of_many_tokens(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the loop does with more choices than it gathers at once."""
+def test_loop_gathers_per_expert_for_many_tokens(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's path for more choices than it gathers at once."""
     case = Case(30, 2, 6, 12, 14, load=load, biased=True)
     monkeypatch.setattr(loop, "GATHER_ONCE_MAX_ROWS", 0)
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
@@ -164,7 +166,7 @@ def test_an_expert_takes_its_own_of_many_tokens(load: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T", [1, 2, 40])
 @pytest.mark.parametrize("biased", [True, False])
-def test_few_rows_in_the_types_that_decode(dtype: torch.dtype, T: int, biased: bool) -> None:
+def test_few_tokens_in_the_dtypes_of_decoding(dtype: torch.dtype, T: int, biased: bool) -> None:
     case = Case(T, 2, 12, 64, 96, biased=biased)
     exact = gradients(routed_experts(reference.routed), case, torch.float64, values=dtype)
     for name, got in gradients(routed_experts(loop.routed), case, dtype).items():
@@ -173,8 +175,8 @@ def test_few_rows_in_the_types_that_decode(dtype: torch.dtype, T: int, biased: b
         )
 
 
-def test_an_idle_expert_is_not_read() -> None:
-    """Decoding one token of many experts: the weights of those it did not choose may be anything."""
+def test_weights_of_unused_experts_are_not_read() -> None:
+    """In decoding one token, weights of experts that it did not choose are never read (they may be NaN)."""
     case = Case(1, 2, 8, 16, 12)
     x, routing, up, down, gate, *rest = (None if w is None else w.detach() for w in case.leaves(torch.float32, "cpu"))
     assert x is not None
@@ -189,21 +191,23 @@ def test_an_idle_expert_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "active", "experts", "width", "hidden", "are"),
+    ("tokens", "active", "experts", "width", "hidden", "expected"),
     [
         (1, 8, 128, 2048, 768, True), (4, 8, 128, 2048, 768, True), (8, 8, 128, 2048, 768, False),
         (2, 8, 64, 2048, 1408, True), (4, 8, 64, 2048, 1408, False), (1, 2, 8, 4096, 14336, True),
         (2, 2, 8, 4096, 14336, False), (0, 2, 8, 64, 64, True), (65, 1, 4, 16, 16, False),
     ],
 )  # fmt: skip
-def test_tokens_are_few(tokens: int, active: int, experts: int, width: int, hidden: int, *, are: bool) -> None:
-    """Where tokens are expected to have large experts in common, sorting pays, or costs nothing."""
+def test_sorting_is_skipped_for_few_tokens(
+    tokens: int, active: int, experts: int, width: int, hidden: int, *, expected: bool
+) -> None:
+    """Sorting is used where tokens are expected to share large experts."""
     stack = torch.empty(experts, hidden, width, dtype=torch.bfloat16, device="meta")
-    assert sorting_costs_more(tokens, active, experts, Weights(stack, stack, stack)) == are
+    assert sorting_costs_more(tokens, active, experts, Weights(stack, stack, stack)) == expected
 
 
-def test_of_a_few_experts_here_few_are_read_twice() -> None:
-    """Of 8 ranks one has an eighth of what 8 tokens have in common."""
+def test_fewer_local_experts_skip_sorting_for_more_tokens() -> None:
+    """A rank with an eighth of the experts has an eighth of the repeated reads."""
     stack = torch.empty(128, 768, 2048, dtype=torch.bfloat16, device="meta")
     assert not sorting_costs_more(8, 8, 128, Weights(stack, stack, stack))
     assert sorting_costs_more(8, 8, 128, Weights(stack[:16], stack[:16], stack[:16]))

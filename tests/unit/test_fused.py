@@ -1,4 +1,4 @@
-"""Steps through fused products: what the modules by themselves compute, on any layout."""
+"""Decode steps through fused blocks compute the same as the separate modules, on any layout."""
 
 import functools
 import json
@@ -33,68 +33,68 @@ GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [50, 7], [9, *range(20, 60)]]
 
 
-def texts(*, on: bool, **changes: Any) -> list[Any]:
-    """What the engine says, and the cache that it leaves behind."""
+def run_engine(*, on: bool, **changes: Any) -> list[Any]:
+    """The engine's output, and the contents of its cache afterwards."""
     model = tiny.model(**changes)
     for block in model.blocks:
         block.fused = on
     engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3, fixed_steps=True))
-    said = engine.generate(PROMPTS, GREEDY)
-    return [said, *engine.cache.k, *engine.cache.v]
+    outputs = engine.generate(PROMPTS, GREEDY)
+    return [outputs, *engine.cache.k, *engine.cache.v]
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {"attention_step": 0, "ffn_step": 0}
-    real = {part: getattr(fused_block, part) for part in taken}
+def test_fused_blocks_give_the_same_output_and_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"attention_step": 0, "ffn_step": 0}
+    real = {part: getattr(fused_block, part) for part in calls}
 
-    def counted(part: str, *args: Any, **how: Any) -> torch.Tensor:
-        taken[part] += 1
-        return real[part](*args, **how)
+    def counted(part: str, *args: Any, **options: Any) -> torch.Tensor:
+        calls[part] += 1
+        return real[part](*args, **options)
 
-    for part in taken:
+    for part in calls:
         monkeypatch.setattr(fused_block, part, functools.partial(counted, part))
-    plain, ours = (texts(on=on, **SHAPES[name]) for on in (False, True))
+    plain, ours = (run_engine(on=on, **SHAPES[name]) for on in (False, True))
     assert plain[0] == ours[0]
     assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain[1:], ours[1:], strict=True))
-    # Layers' norms, norms after, and clipped heads are in no fused line.
-    assert (taken["attention_step"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
-    assert (taken["ffn_step"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
+    # LayerNorm, post-norm and clipped qkv have no fused path.
+    assert (calls["attention_step"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
+    assert (calls["ffn_step"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_weights(kind: str) -> None:
+def test_fused_blocks_with_quantised_weights(kind: str) -> None:
     model = tiny.model(width=64, ffn_width=96)
     for layer in quantisable_modules(model).values():
         layer.quantise(layer.weight.detach(), kind, 32, lambda x: x)
-    said = []
+    outputs = []
     for on in (False, True):
         for block in model.blocks:
             block.fused = on
         engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3))
-        said.append(engine.generate(PROMPTS, GREEDY))
-    assert said[0] == said[1]
+        outputs.append(engine.generate(PROMPTS, GREEDY))
+    assert outputs[0] == outputs[1]
 
 
-def ranks_say() -> list[Any]:
-    said = []
+def outputs_of_ranks() -> list[Any]:
+    outputs = []
     with DistributedContext.build(Plan(tp=2), "cpu") as context:
         for on in (False, True):
             model = tiny.model(context.axes.serving())
             for block in model.blocks:
                 block.fused = on
             engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3))
-            said.append(engine.generate(PROMPTS, GREEDY))
-    return said
+            outputs.append(engine.generate(PROMPTS, GREEDY))
+    return outputs
 
 
 @pytest.mark.xdist_group("worlds")
-def test_ranks_that_share_a_model_say_the_same() -> None:
-    for plain, ours in run(2, ranks_say):
+def test_fused_blocks_with_tensor_parallelism() -> None:
+    for plain, ours in run(2, outputs_of_ranks):
         assert plain == ours
 
 
-def test_what_wants_a_gradient_goes_through_the_modules() -> None:
+def test_fusing_requires_no_grad_rows_and_a_paged_cache() -> None:
     model = tiny.model()
     block, x = model.blocks[0], torch.randn(2, 24, dtype=torch.float64)
     cache = KVCache(model.config, pages=2, page_tokens=4, dtype=torch.float64)
@@ -108,14 +108,14 @@ def test_what_wants_a_gradient_goes_through_the_modules() -> None:
         )
         packed = Packed.of([2])
         assert not fused_block.can_fuse_ffn(block, x, packed) and not fused_block.can_fuse_attention(block, x, packed)
-    fused_block.enable(model)  # a CPU has none of the kernels, and stays as it is
+    fused_block.enable(model)  # a CPU has none of the kernels, so nothing changes
     assert not block.fused and block.ffn.up.kernels == "auto"
 
 
-def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
+def test_tile_candidates_are_valid_and_survive_writing() -> None:
     for cell in skinny_gemm.CELLS:
         assert skinny_gemm.candidates(cell)
-        assert all(how.BK & (how.BK - 1) == 0 for how in skinny_gemm.candidates(cell))
+        assert all(candidate.BK & (candidate.BK - 1) == 0 for candidate in skinny_gemm.candidates(cell))
     tiles = skinny_gemm.candidates(skinny_gemm.CELLS[0])[0]
     rows = [{"kind": "plain", "tiles": tiles._asdict()}, {"kind": "int4", "tiles": None}]
     record = json.loads(skinny_gemm.written("none", rows))
@@ -123,23 +123,29 @@ def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
     assert skinny_gemm_tiles.SkinnyTiles(**record["rows"][0]["tiles"]) == tiles
 
 
-def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
+def test_tuning_tensor_cores_keeps_other_rows_of_the_table() -> None:
     table = skinny_gemm_tiles.table()
-    kept, ways = skinny_gemm.to_measure(skinny_gemm.CELLS, units=True)
-    assert kept == [row for row in table if row["kind"] == "plain"]
-    for cell, hows in ways.items():
+    remaining, cases = skinny_gemm.to_measure(skinny_gemm.CELLS, units=True)
+    assert remaining == [row for row in table if row["kind"] == "plain"]
+    for cell, candidates in cases.items():
         F, D, _ = skinny_gemm.SHAPES[cell.name]
         now = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, F, D, gated=cell.gated)
-        assert cell.kind != "plain" and any(how.tensor_cores for how in hows) and len(set(hows)) == len(hows)
-        assert now is None or now in hows
-    # Each shape that the table had is measured, and more rows.
-    had = {(row["kind"], row["gated"], row["rows"]) for row in table if row["kind"] != "float8"}
-    assert had - {(row["kind"], row["gated"], row["rows"]) for row in kept} <= {(c.kind, c.gated, c.rows) for c in ways}
-    assert {c.rows for c in ways} == {1, 2, 4, 8, 16}
-    assert not any(how.tensor_cores for how in skinny_gemm.in_registers(skinny_gemm.CELLS[-1]))
+        assert (
+            cell.kind != "plain"
+            and any(candidate.tensor_cores for candidate in candidates)
+            and len(set(candidates)) == len(candidates)
+        )
+        assert now is None or now in candidates
+    # Every case of the table is measured, and further row counts.
+    measured_before = {(row["kind"], row["gated"], row["rows"]) for row in table if row["kind"] != "float8"}
+    assert measured_before - {(row["kind"], row["gated"], row["rows"]) for row in remaining} <= {
+        (c.kind, c.gated, c.rows) for c in cases
+    }
+    assert {c.rows for c in cases} == {1, 2, 4, 8, 16}
+    assert not any(candidate.tensor_cores for candidate in skinny_gemm.in_registers(skinny_gemm.CELLS[-1]))
 
 
-def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:
+def test_table_tiles_of_unmeasured_shapes() -> None:
     for kind, gated in (("plain", False), ("plain", True), ("int8", False), ("float8", True), ("int4", False)):
         for rows in (1, 2, 3, 4):
             tiles = skinny_gemm_tiles.table_tiles(kind, rows, 12288, 4096, gated=gated)

