@@ -14,7 +14,7 @@ from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import Quantised, quantise
 from colonnade.kernels.linear.reference import Gate, RmsNorm
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
-from tests.interpreted_fused import draw, as_float64
+from tests.interpreted_fused import as_float64, draw
 from tests.units import codes, tolerance
 
 KINDS = [("int8", 64), ("float8", 64), ("int4", 32), ("int4", 64), ("int4", 128)]
