@@ -1,4 +1,4 @@
-"""A Triton kernel compiled for Hopper, which takes no GPU."""
+"""Compiles Triton kernels for Hopper without a GPU and inspects the result."""
 
 import re
 import subprocess
@@ -7,30 +7,30 @@ from pathlib import Path
 from typing import Any
 
 SHARED_BYTES, SPILLED_BYTES = 227 * 1024, 128
-"""What blocks of threads may take of a multiprocessor; a few registers, in a loop's prologue, are no harm."""
+"""Limits for a thread block; spilling a few registers in a loop's prologue is harmless."""
 
 
 def compiled(
     function: Any, types: dict[str, Any], constants: dict[str, Any], whole: Iterable[str] = (), *, warps: int,
     stages: int = 3, **options: Any,
 ) -> Any:  # fmt: skip
-    """``function`` with arguments of these types, those of ``whole`` and pointers multiples of 16.
+    """Compile ``function`` for argument ``types``; pointers and arguments in ``whole`` are multiples of 16.
 
-    A NamedTuple has its members' types; in ``whole`` they are called "argument.member".
+    A NamedTuple argument has a tuple of member types; in ``whole`` a member is called "argument.member".
 
-    ``constants`` may be a launch's own, with what it tells of registers among them.
+    ``constants`` may be a launch's own keywords, including ``maxnreg``.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    found = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
-    leaves = [leaf for i, (name, kind) in enumerate(found.items()) for leaf in _leaves(kind, (i,), name)]
+    signature = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
+    leaves = [leaf for i, (name, kind) in enumerate(signature.items()) for leaf in _leaves(kind, (i,), name)]
     values = {path: constants.get(name) for path, name, kind in leaves if kind == "constexpr"}
     whole = set(whole)
     aligned = [path for path, name, kind in leaves if kind.startswith("*") or {name, name.split(".")[0]} & whole]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
-    source = ASTSource(function, found, values, attributes)
+    source = ASTSource(function, signature, values, attributes)
     options |= {"num_warps": warps, "num_stages": stages}
     options |= {"maxnreg": constants["maxnreg"]} if "maxnreg" in constants else {}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -47,7 +47,7 @@ def _leaves(kind: Any, path: tuple[int, ...], name: str) -> Iterable[tuple[tuple
 
 
 def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, str]:
-    """Types of the arguments of a product of a few rows in bfloat16, but of the number of rows."""
+    """Argument types of a skinny GEMM in bfloat16, except the number of rows."""
     types = dict.fromkeys(("x_ptr", "gain_ptr", "w_bias_ptr", "u_bias_ptr", "residual_ptr", "y_ptr"), "*bf16") | {
         "eps": "fp32"
     }
@@ -56,17 +56,17 @@ def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, s
 
 
 def spilled(built: Any, folder: Path) -> int:
-    """Bytes that a thread puts into memory for want of registers."""
+    """Bytes of registers that each thread spills to memory."""
     return _used(built, "STACK", folder)
 
 
 def registers(built: Any, folder: Path) -> int:
-    """Of a thread."""
+    """Registers per thread."""
     return _used(built, "REG", folder)
 
 
 def disassembled(built: Any, folder: Path) -> list[str]:
-    """Instructions, and labels of places."""
+    """SASS instructions and labels."""
     from triton.backends import nvidia
 
     image = folder / "kernel.cubin"
@@ -77,22 +77,22 @@ def disassembled(built: Any, folder: Path) -> list[str]:
 
 
 def loop(lines: list[str], what: str, *, inner: bool = False) -> list[str]:
-    """The instructions of the longest loop in which ``what`` is found, or of the shortest."""
-    places = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_")}
-    found: list[str] = []
+    """Instructions of the longest loop that contains ``what``, or with ``inner`` of the shortest."""
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_")}
+    best: list[str] = []
     for i, line in enumerate(lines):
         to = re.search(r"BRA.*`\((\.L_\w+)\)", line)
-        if to and places.get(to[1], i) < i:
-            body = [line for line in lines[places[to[1]] : i + 1] if not line.startswith(".L_")]
-            better = not found or (len(body) < len(found) if inner else len(body) > len(found))
+        if to and labels.get(to[1], i) < i:
+            body = [line for line in lines[labels[to[1]] : i + 1] if not line.startswith(".L_")]
+            better = not best or (len(body) < len(best) if inner else len(body) > len(best))
             if better and any(what in line for line in body):
-                found = body
-    assert found, f"no loop with {what}"
-    return found
+                best = body
+    assert best, f"no loop with {what}"
+    return best
 
 
 def _used(built: Any, what: str, folder: Path) -> int:
-    """One number of the assembler's account."""
+    """One number of cuobjdump's resource usage."""
     from triton.backends import nvidia
 
     image = folder / "kernel.cubin"

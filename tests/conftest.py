@@ -1,9 +1,9 @@
-"""What every test may rely on: one thread a process, no network, repeatable examples, no GPU tests without a GPU."""
+"""Common test setup: one thread per process, no network, fixed examples, GPU tests skipped without a GPU."""
 
 import os
 from pathlib import Path
 
-# Before torch is imported, here and in every child process: several workers share the cores, one thread each.
+# Set before torch is imported, here and in child processes: workers share the cores, one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,8 +14,8 @@ import hypothesis
 import pytest
 import torch
 
-# Shared machines make slow examples; the same examples on every run make a failure everybody's.
-# pytest --hypothesis-profile=explore looks for new ones.
+# No deadline, because shared machines are slow; the same examples on every run, so that failures reproduce.
+# pytest --hypothesis-profile=explore searches for new examples.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("ci")
@@ -30,13 +30,14 @@ SLOWEST = (
     "parity/test_hosts.py", "parity/test_verify_moe.py", "parity/test_train_checkpoint.py", "unit/test_dropout.py",
     "unit/test_benchmarks.py", "parity/test_smollm2.py", "unit/test_float8.py", "unit/test_hf_hub.py",
 )  # fmt: skip
-"""Files of more than about ten seconds, the longest first. A worker takes file after file (--dist loadfile): one of
-these among the last would leave the others without work."""
+"""Files that take more than about ten seconds, longest first.
+
+With --dist loadfile each worker takes one file at a time; a long file started last would leave the others idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {TESTS / name: i for i, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    order = {TESTS / name: i for i, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -1,4 +1,4 @@
-"""A small corpus for tests of whole runs, and the bytes of what such runs save."""
+"""A small corpus for tests of whole training runs, and reading of their checkpoints."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ TEXT = "we the people of this union hold that a column stands in a row and bears
 
 
 def small(folder: Path, text: str = TEXT) -> Path:
-    """120 documents of 5 to 44 words of ``text``, a vocabulary of 300, a fifth held out; returns ``folder``."""
+    """Build 120 documents of 5 to 44 words, a vocabulary of 300, a fifth for validation; returns ``folder``."""
     words = text.split()
     texts = [(str(i), " ".join(words[(i * j) % len(words)] for j in range(5 + i % 40))) for i in range(120)]
     build(texts, folder, vocab_size=300, validation_share=0.2)
@@ -16,7 +16,7 @@ def small(folder: Path, text: str = TEXT) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
-    """Every file of weights and moments of a checkpoint, byte for byte."""
-    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    assert found
-    return found
+    """The bytes of every file of weights and moments of a checkpoint."""
+    files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert files
+    return files

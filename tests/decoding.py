@@ -1,4 +1,4 @@
-"""Cases of decoding over pages: tensors, a plan, the kernels' state and the exact one; interpreted, or on a GPU."""
+"""Paged-decoding test cases: inputs, plan, the kernels' result and the exact one; interpreted or on a GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -15,22 +15,22 @@ from colonnade.kernels.softmax_state import State
 from tests.guarded import guarded
 
 KERNELS: list[Kernels] = ["auto"]
-"""Which kernel reads requests of few rows; a test of one that does not take its case is skipped."""
+"""The kernel for requests of few rows; tests of cases that it does not support are skipped."""
 
 
 def scaled(x_PpKH: Tensor, scale_K: Tensor | None) -> Tensor:
-    """A cache in numbers that can be reckoned with."""
+    """The cache's values, dequantised if it has scales."""
     return x_PpKH if scale_K is None else x_PpKH.double() * scale_K.double()[:, None]
 
 
 def guarded_table(table: PageTable) -> PageTable:
-    """What a kernel looks up of a table, in guarded memory."""
+    """A copy of the table whose tensors are in guarded memory."""
     pages_RP, cu_queries, lengths_R = map(guarded, (table.pages_RP, table.cu_queries, table.lengths_R))
     return replace(table, pages_RP=pages_RP, cu_queries=cu_queries, lengths_R=lengths_R)
 
 
 def guarded_plan(ready: DevicePlan) -> DevicePlan:
-    """A plan, and that of groups, in guarded memory."""
+    """A copy of the plan, and of its groups' plan, in guarded memory."""
     shared = ready.shared
     if shared is not None:
         shared = replace(shared, ready=guarded_plan(shared.ready), members=guarded(shared.members))
@@ -39,7 +39,7 @@ def guarded_plan(ready: DevicePlan) -> DevicePlan:
 
 @dataclass
 class Made:
-    """A case as tensors."""
+    """The tensors and plan of a case."""
 
     q: Tensor
     k: Tensor
@@ -52,10 +52,10 @@ class Made:
     scales: tuple[Tensor, Tensor] | None
 
     def run(self) -> State:
-        """The kernels' state; memory is NaN before, and on a CPU nobody's beside what is read."""
+        """The kernels' result; outputs start as NaN, and on a CPU inputs are in guarded memory."""
         q, k, v = map(guarded, (self.q, self.k, self.v))
         table, ready = guarded_table(self.table), guarded_plan(self.ready)
-        # torch then fills what it hands out uninitialised.
+        # Makes torch fill uninitialised memory with NaN.
         torch.use_deterministic_algorithms(True)
         try:
             return triton_decode.attend(q, k, v, table, ready, scales_K=self.scales, **self.options)
@@ -63,14 +63,14 @@ class Made:
             torch.use_deterministic_algorithms(False)
 
     def exact(self) -> State:
-        """The reference's, in float64."""
+        """The reference's result in float64."""
         scales = self.scales or (None, None)
         k, v = (scaled(x, scale).double() for x, scale in zip((self.k, self.v), scales, strict=True))
         return reference_state(self.q.double(), k, v, self.table, self.layout.shape.window, **self.options)
 
 
 def by_itself(made: Made, t: int, ahead: int = 0) -> State:
-    """The state of query t of the only request of ``made``, as if it were the only query, by a plan made ``ahead``."""
+    """The result for query t of the only request of ``made`` as the only query, with a plan made ``ahead``."""
     (new,), (length,) = made.table.host_lengths
     length += t + 1 - new
 
@@ -85,10 +85,10 @@ def by_itself(made: Made, t: int, ahead: int = 0) -> State:
 
 
 def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> Made:
-    """Each finite number of a format as a key and as a value: four requests of one key, a head for each of its numbers.
+    """Each finite value of a format as a key and as a value: four requests of one key, one head per element.
 
-    A row of values is the output, to the bit where queries are 0; here they are 64 at a head's number, which is an
-    eighth of its log-sum-exp.
+    With zero queries the output is the row of values, bitwise. Here query n is 64 at element n, so that head n's
+    log-sum-exp is 8 times that element.
     """
     made = Case([1] * 4, [1] * 4, K=1, group=64, H=64, page=16, dtype=dtype, cache=cache).made(device)
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(cache)
@@ -101,7 +101,7 @@ def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> M
 
 
 def far_apart(case: "Case", device: str = "cpu") -> Made:
-    """``case`` of four heads in one group, whose queries are beyond float16 on both sides, or 0: each head is right."""
+    """Check ``case``, four heads in one group, with queries above and below float16's range and zero."""
     made = case.made(device)
     for n, times in enumerate((1.0, 0.0, 2.0**-100, 2.0**18)):
         made.q[:, n] *= times
@@ -113,7 +113,7 @@ def far_apart(case: "Case", device: str = "cpu") -> Made:
 
 
 def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=None, sinks_N=None) -> State:
-    """:func:`reference.paged` with its log-sum-exp."""
+    """:func:`reference.paged` that also returns the log-sum-exp."""
     ends, (_, lengths) = table.cu_queries.tolist(), table.host_lengths
     parts = []
     for r, length in enumerate(lengths):
@@ -126,7 +126,7 @@ def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=Non
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of these lengths, the last ``queries`` of which are new."""
+    """Requests of ``lengths`` tokens, of which the last ``queries`` are new."""
 
     lengths: list[int]
     queries: list[int]
@@ -142,12 +142,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None
     many: bool = False
-    """Whether the kernel for many rows reads it."""
+    """Whether to use the kernel for many rows."""
     prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()
-    """Requests that share their first so many keys, whole pages: those of the first."""
+    """(members, keys): requests that share their first keys, whole pages, with the first member."""
 
     def made(self, device: str = "cpu", *, ahead: int = 0, capacity: bool = False, prepared: bool = True) -> Made:
-        """Tensors and a plan; pages lie anywhere, and what no request holds is NaN where the type has it."""
+        """Tensors and a plan; pages are shuffled, and unused cache entries are NaN where the dtype has it."""
         needed = [-(-n // self.page) for n in self.lengths]
         N, P = self.K * self.group, sum(needed) + 2
         order = torch.randperm(P, generator=torch.Generator().manual_seed(P)).int()
@@ -155,7 +155,7 @@ class Case:
         q = torch.empty(sum(self.queries), N, self.H)
         pools = torch.full((2, P, self.page, self.K, self.H), torch.nan)
         for r in range(len(needed)):
-            # Drawn by itself, so that its numbers are the same among others.
+            # A generator per request, so that its values do not depend on the batch.
             draw = torch.Generator().manual_seed(self.lengths[r] + 1000 * self.queries[r])
             start, new, length = sum(self.queries[:r]), self.queries[r], self.lengths[r]
             q[start : start + new] = torch.randn(new, N, self.H, generator=draw)
@@ -168,7 +168,7 @@ class Case:
         for members, keys in self.prefixes:
             pages[list(members), : keys // self.page] = pages[members[0], : keys // self.page].clone()
         if self.cache is not None:
-            # Larger than 1 apart, so that a kernel that forgets one is wrong.
+            # Well away from 1, so that ignoring a scale shows.
             scales = tuple(torch.linspace(low, 2 * low, self.K, device=device) for low in (0.02, 0.03))
             k, v = (
                 (x.nan_to_num() / scale.cpu()[:, None]).clamp(-127, 127).to(self.cache)
@@ -196,12 +196,12 @@ class Case:
                 layout = KernelLayout.of(q, k, longest, **how, kernels=KERNELS[0])
             except LookupError as why:
                 pytest.skip(str(why))
-        # Prices at which everything that can be is cut: at the true ones cases as small as these are not. Fixed cuts
-        # are made in any case, and then chunks are read in runs.
+        # Costs at which everything that can be split is split; with the true ones cases this small would not be. Fixed
+        # splits always apply, and then chunks are read in runs.
         cheap = Costs(tile=1000, start=8000 if self.chunk else 10, merge=0, part=0)
         if layout.shared is not None:
             few = KernelCosts(layout.shape, layout.workers, cheap)
-            # Cheaper still, so that whoever can be is in a group.
+            # Cheaper still, so that every request that can join a group does.
             many = KernelCosts(layout.shared.shape, layout.shared.workers, Costs(tile=2, start=1, merge=0, part=0))
             plan = cascade.plan(pages.tolist(), self.lengths, self.queries, self.page, few, many, ahead=ahead)
         else:
@@ -209,9 +209,9 @@ class Case:
                 self.lengths, self.queries, layout.shape, layout.workers, cheap,
                 chunk=layout.chunk, runs=layout.runs, ahead=ahead,
             )  # fmt: skip
-        room, shared_room = None, None
+        size, shared_size = None, None
         if capacity:
-            room = layout.capacity(len(needed) + 1, longest, max(self.lengths) + ahead)
-            shared_room = layout.shared_capacity(len(needed) + 1, longest) if layout.shared else None
-        ready = layout.prepare(plan, device, room, shared_room)
+            size = layout.capacity(len(needed) + 1, longest, max(self.lengths) + ahead)
+            shared_size = layout.shared_capacity(len(needed) + 1, longest) if layout.shared else None
+        ready = layout.prepare(plan, device, size, shared_size)
         return Made(q, k, v, table, layout, plan, ready, options, scales)

@@ -1,4 +1,4 @@
-"""Cases for the kernels of experts, shared by the contract on a CPU, Triton's interpreter and a GPU."""
+"""Test cases for expert kernels, shared by tests on a CPU, in Triton's interpreter and on a GPU."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NAMES = ("y", "x", "routing", *Weights._fields)
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and its load."""
+    """One MoE layer and how its tokens are distributed over experts."""
 
     T: int
     A: int
@@ -33,10 +33,10 @@ class Case:
     biased: bool = False
     activation: str = "silu"
     across: bool = False
-    """W_down lies in memory column by column."""
+    """Whether W_down is stored column-major."""
 
     def ids(self) -> Tensor:
-        """(T, A): distinct experts of each token but in "one"; E is none."""
+        """(T, A): each token's experts, distinct except with load "one"; E means none."""
         draw = torch.Generator().manual_seed(self.T)
         scores_TE = torch.rand(self.T, self.E, generator=draw)
         if self.load == "skewed":
@@ -49,7 +49,7 @@ class Case:
         return torch.full_like(ids_TA, self.E) if self.load == "all dropped" else ids_TA
 
     def rows(self) -> int | None:
-        """How many choices there are at most; more than there are, in "bounded"."""
+        """An upper bound on the number of choices, if known; not tight with load "bounded"."""
         return int((self.ids() < self.E).sum()) + 1 if self.load == "bounded" else None
 
     def leaves(self, dtype: torch.dtype, device: str) -> list[Tensor | None]:
@@ -58,7 +58,7 @@ class Case:
 
         def leaf(*shape: int, scale: float = 1.0, wanted: bool = True, kind: torch.dtype = dtype) -> Tensor | None:
             drawn = torch.randn(*shape, generator=draw, dtype=torch.float64) * scale
-            # Rounded to the type at hand before anybody computes with it, also the exact one.
+            # Rounded to the tested dtype first, for the exact computation too.
             return drawn.to(kind).to(device).requires_grad_() if wanted else None
 
         T, A, E, D, F = self.T, self.A, self.E, self.D, self.F
@@ -104,13 +104,13 @@ def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[...,
 
 
 def experts_of_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Experts of rows that are sorted already, between the reference gather and combine."""
+    """An experts implementation on sorted rows, between the reference gather and combine."""
 
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
         x_RD = permute.gather(x, order_R, case.A)
         y_RD = run(x_RD, ends_E, Weights(*stacks), case.activation)
-        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
+        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows without an expert must be 0"
         return permute.combine(y_RD, order_R, routing)
 
     return of
@@ -126,14 +126,14 @@ def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Calla
             row_TA.flatten()[order_R], hidden_hash(torch.arange(3, 3 + case.F, device=x.device)), rate
         )
         y_RD = run(permute.gather(x, order_R, case.A), ends_E, Weights(*stacks), case.activation, hidden)
-        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
+        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows without an expert must be 0"
         return permute.combine(y_RD, order_R, routing)
 
     return of
 
 
 def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> QuantisedWeights:
-    """Each expert's matrices as a dense layer's, those of W_down outputs first."""
+    """Quantise each expert's matrices like dense layers, W_down with outputs first."""
 
     def stack(w_ENK: Tensor) -> Quantised:
         made = [quantise(w, kind, group) for w in w_ENK]
@@ -145,7 +145,7 @@ def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> QuantisedWeights:
 
 
 def written_out(weights: QuantisedWeights, dtype: torch.dtype) -> Weights:
-    """What they stand for."""
+    """The dequantised weights."""
 
     def stack(w: Quantised) -> Tensor:
         return torch.stack([dequantise(w.matrix(e), dtype) for e in range(len(w.values))])
@@ -158,7 +158,7 @@ def written_out(weights: QuantisedWeights, dtype: torch.dtype) -> Weights:
 def gradients(
     run: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: str = "cpu", values: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """y and every gradient, of inputs that ``values`` can hold (else ``dtype``)."""
+    """y and every gradient, with inputs rounded to ``values`` (default ``dtype``)."""
     leaves = case.leaves(values or dtype, device)
     leaves = [None if w is None else w.detach().to(torch.promote_types(dtype, w.dtype)) for w in leaves]
     leaves = [None if w is None else w.requires_grad_() for w in leaves]

@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the ``gguf`` package from a Hugging Face model as llama.cpp's converter does it."""
+"""GGUF files for tests, written with the ``gguf`` package as llama.cpp's converter does."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ NAMES = {
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
-    """llama.cpp's turn of query and key rows: row j of a head's first half goes beside row j of its second half."""
+    """llama.cpp's permutation of query and key rows: interleaves the two halves of each head."""
     rows = weight.shape[0] // heads
     order = [head * rows + half * rows // 2 + j for head in range(heads) for j in range(rows // 2) for half in (0, 1)]
     return weight[torch.tensor(order)]
@@ -108,7 +108,7 @@ def write_gguf(
 
 
 def converted(name: str, tensor: Tensor, config: Any, architecture: str) -> tuple[str, Tensor]:
-    """llama.cpp's name and value of one of their tensors."""
+    """llama.cpp's name and value of one Hugging Face tensor."""
     stem, _, kind = name.rpartition(".")
     block, rest = "", stem
     for prefix in ("model.layers.", "transformer.h."):
@@ -125,13 +125,13 @@ def converted(name: str, tensor: Tensor, config: Any, architecture: str) -> tupl
 
 
 def dequantised(path: Path, name: str) -> np.ndarray:
-    """One tensor of a file, by the gguf package's own reader."""
+    """One dequantised tensor of a file, read by the gguf package."""
     tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
 def quantisable(kind: str, vocab_size: int = 51) -> Any:
-    """A reference model whose rows are whole blocks of 32."""
+    """A transformers model whose rows are multiples of 32, the quantisation block."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.AutoConfig.for_model(
         kind,

@@ -1,5 +1,6 @@
-"""Tensors beside pages of memory that nobody may touch: an interpreted kernel that reads or writes one number too many
-ends its process, as ``compute-sanitizer`` would end one on a GPU. Linux; elsewhere tensors as they are.
+"""Tensors next to inaccessible guard pages, so that an out-of-bounds access ends the process.
+
+For interpreted kernels, like ``compute-sanitizer`` on a GPU. Linux only; elsewhere tensors are returned unchanged.
 """
 
 import ctypes
@@ -12,13 +13,13 @@ import weakref
 import torch
 from torch import Tensor
 
-ANONYMOUS, READ_WRITE, NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if sys.platform == "linux" else 0, 3, 0
+ANONYMOUS, READ_WRITE, NO_ACCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if sys.platform == "linux" else 0, 3, 0
 _sides = itertools.cycle((True, False))
 
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    """The system's calls, with the types of their arguments."""
+    """libc with argument types of its memory calls."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -28,16 +29,16 @@ def _libc() -> ctypes.CDLL:
 
 
 def guarded(x: Tensor) -> Tensor:
-    """A copy of a tensor of a CPU that ends, or by turns begins, at such a page; one with gaps as it is."""
+    """A copy of a CPU tensor that alternately ends or begins at a guard page; non-contiguous ones unchanged."""
     size = x.numel() * x.element_size()
     if sys.platform != "linux" or x.is_cuda or not size or not x.is_contiguous():
         return x
     libc, page = _libc(), mmap.PAGESIZE
     room = -(-size // page) * page
     base = libc.mmap(None, room + 2 * page, READ_WRITE, ANONYMOUS, -1, 0)
-    assert base != ctypes.c_void_p(-1).value, f"no memory of {room + 2 * page} bytes: errno {ctypes.get_errno()}"
+    assert base != ctypes.c_void_p(-1).value, f"cannot map {room + 2 * page} bytes: errno {ctypes.get_errno()}"
     for wall in (base, base + page + room):
-        assert libc.mprotect(wall, page, NOTHING) == 0, f"errno {ctypes.get_errno()}"
+        assert libc.mprotect(wall, page, NO_ACCESS) == 0, f"errno {ctypes.get_errno()}"
     held = (ctypes.c_char * size).from_address(base + page + (room - size if next(_sides) else 0))
     weakref.finalize(held, libc.munmap, base, room + 2 * page)
     made = torch.frombuffer(held, dtype=torch.uint8).view(x.dtype).view(x.shape)
@@ -45,7 +46,7 @@ def guarded(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Read one number past a tensor's end, or before its beginning: for the test that this ends the process."""
+    """Read one element past a tensor's end or before its start, for the test that this ends the process."""
     end, begin = (guarded(torch.arange(10, dtype=torch.int32)) for _ in range(2))
     assert end.tolist() == begin.tolist() == list(range(10))
     print("guarded", flush=True)

@@ -1,4 +1,4 @@
-"""What the tests of foreign weights share, without importing transformers (workers import this too)."""
+"""Helpers for tests of Hugging Face weights; does not import transformers, because workers import this."""
 
 from pathlib import Path
 
@@ -23,14 +23,14 @@ def documents(vocab_size: int) -> list[Tensor]:
 
 
 def stream_of(texts: list[Tensor], *, causal: bool = True) -> tuple[Stream, Packed, Tensor]:
-    """The same laid end to end, with next-token targets."""
+    """The documents concatenated into a stream, with next-token targets."""
     positions = torch.cat([torch.arange(len(text)) for text in texts])
     targets = torch.cat([torch.cat((text[1:], torch.tensor([IGNORE]))) for text in texts])
     return Stream(torch.cat(texts), positions), Packed.of([len(text) for text in texts], causal=causal), targets
 
 
 def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Our model of a Hugging Face folder."""
+    """Load a Hugging Face folder as our model."""
     files = HFFolder(folder)
     model = Transformer(files.config, axes, dtype=dtype)
     files.load_weights(model)
@@ -48,7 +48,7 @@ def relay(folder: Path, plan: Plan, out: Path) -> Tensor:
 
 
 def fail_to_write(folder: Path, plan: Plan, out: Path) -> str:
-    """In a worker: save where nothing can be saved; the message that this rank gets."""
+    """In a worker: save to a path that cannot be written; returns this rank's error message."""
     from colonnade.errors import CheckpointError
 
     with DistributedContext.build(plan, "cpu") as context:
@@ -60,8 +60,9 @@ def fail_to_write(folder: Path, plan: Plan, out: Path) -> str:
 
 
 def pass_on(folder: Path, plan: Plan, out: Path) -> tuple[dict[str, int], Tensor]:
-    """In a worker: load ``folder`` under ``plan`` and save it again as ``out``; how much of each stack of experts this
-    rank has, and the logits.
+    """In a worker: load ``folder`` under ``plan`` and save it again as ``out``.
+
+    Returns this rank's share of each expert stack and the logits.
     """
     with DistributedContext.build(plan, "cpu") as context:
         model = load(folder, context.axes)

@@ -1,4 +1,4 @@
-"""Random configs: any model that some family can express."""
+"""Random configs of all model families."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling, 
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    """Any decoder of any family, causal or not; BERTs have tests of their own."""
+    """Any decoder of any family, causal or not; BERT has its own tests."""
     family = draw(st.sampled_from([name for name in FAMILIES if "bert" not in name]))
     layers, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     heads = kv_heads if family == "gpt2" else kv_heads * draw(st.integers(1, 3))

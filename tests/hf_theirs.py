@@ -1,4 +1,4 @@
-"""transformers' side of the comparison; imports it, which workers should not.
+"""transformers' side of the comparison; imports transformers, which workers should not.
 
 transformers computes RMSNorm, softmax and the loss in float32 whatever the model's type, so equality is to 1e-6.
 """
@@ -33,20 +33,20 @@ def random_model(kind: str, settings: dict[str, Any], seed: int) -> Any:
 
 
 def their_logits(model: Any, texts: list[Tensor]) -> Tensor:
-    """logits_TV of each document by itself."""
+    """logits_TV of the documents, each run alone."""
     with torch.no_grad():
         return torch.cat([model(input_ids=text[None]).logits[0] for text in texts])
 
 
 def gradients_by_name(model: Any) -> dict[str, Tensor]:
-    """Each parameter's gradient, under its own name."""
+    """Each parameter's gradient by name."""
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def same_as_transformers(
     ours: Transformer, theirs: Any, gradients: Callable[[Any], dict[str, Tensor]] = gradients_by_name
 ) -> None:
-    """Logits, loss and every gradient; ``gradients`` gives theirs under the names that their files have."""
+    """Compare logits, loss and every gradient; ``gradients`` maps their checkpoint names to gradients."""
     texts = documents(ours.config.vocab_size)
     stream, attend, targets = stream_of(texts, causal=ours.config.causal)
     assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), TOLERANCE, "logits")
@@ -60,7 +60,7 @@ def same_as_transformers(
 
 
 def same_gradients(ours: Transformer, theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> int:
-    """Every gradient of ours, as a file would hold it, is theirs of that name; how many these are."""
+    """Compare our gradients, in checkpoint format, with theirs by name; returns the number compared."""
     names = [name for name, _ in ours.named_parameters()]
     forms, compared = map_parameters(names, FAMILIES[ours.config.family].table, "the gradients"), 0
     for name, parameter in ours.named_parameters():

@@ -1,7 +1,7 @@
-"""Kernels written in Triton, run by its interpreter on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted``.
+"""Triton kernels run by the interpreter on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted``.
 
-Whether a kernel is interpreted is decided when it is imported, so these checks have a process of their own, which
-tests/unit/test_triton.py starts. The interpreter has no bfloat16; that is left to tests/gpu.
+Triton decides at import whether to interpret, so these checks run in their own process, started by
+tests/unit/test_triton.py. The interpreter does not support bfloat16, which tests/gpu covers.
 """
 
 import itertools
@@ -26,7 +26,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def check_elements() -> int:
-    """The same bits as the reference, forward and backward, also of a column's slice of another tensor."""
+    """Bitwise equal to the reference, forward and backward, also for a column slice."""
     count = 0
     key, wide = torch.tensor(-(2**62) + 99), draw(7, 700, seed=0)
     for x, rate, start, dtype in itertools.product(
@@ -49,21 +49,21 @@ def check_elements() -> int:
 
 
 def check_attention() -> int:
-    """Values and gradients of o, q, k and v by norm, relative where it is above 1, against float64."""
+    """Outputs and gradients close to float64 by norm (relative above 1)."""
     count = 0
     sequences = {"ragged": [70, 0, 1], "equal": [40, 40], "one": [1], "none": []}
     sees = [(True, None), (True, 7), (False, None), (False, 7)]
     heads = [(6, 2, 20), (4, 4, 8), (2, 1, 130)]  # query heads, key/value heads, width
     for i, (name, (causal, window)) in enumerate(itertools.product(sequences, sees)):
         (N, K, H), dtype = heads[i % 3], (torch.float32, torch.float16)[i // 2 % 2]
-        if name == "one":  # its queries and keys have no gradient but rounding
+        if name == "one":  # with one key, gradients of q and k are rounding only
             dtype = torch.float32
         lengths = sequences[name]
         T, equal = sum(lengths), name == "equal"
         cu = torch.tensor([0, *lengths, *([] if equal else [0, 0])]).cumsum(0).int()
         index_T = torch.arange(T).flip(0) * 3 + 100
         pairs = AttentionDropout(torch.tensor(-987654321987), index_T, index_T, 0.3, head=5)
-        # As attention has them: a view of all projections at once, so that no two heads are neighbours in memory.
+        # As in attention: views of the joint projection, so that heads are not contiguous.
         qkv = draw(T, K, N // K + 2, H, seed=i, dtype=dtype)
         do = draw(T, N, H, seed=99, dtype=torch.float64)
         results = []
@@ -83,7 +83,7 @@ def check_attention() -> int:
 
 
 def check_attention_bits() -> int:
-    """The same bits each time, and where nothing can be dropped torch's own attention."""
+    """Deterministic; equals SDPA where nothing can be dropped."""
     q, k, v = (draw(50, 2, 16, seed=seed).requires_grad_() for seed in (0, 1, 2))
     cu, index_T = torch.tensor([0, 50]).int(), torch.arange(50)
     found = []
@@ -101,7 +101,7 @@ def check_attention_bits() -> int:
 
 
 def check_operators() -> int:
-    """What torch.compile relies on: schemas, shapes without data, gradients registered where autograd looks."""
+    """Custom operators for torch.compile: schemas, fake tensors, autograd registration."""
     q, k, v = (draw(8, n, 16, seed=n).requires_grad_() for n in (2, 1, 1))
     row, column = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     arguments = (q, k, v, row, column, torch.tensor([0, 8]).int(), 8, True, 0, 0.25)
@@ -110,7 +110,7 @@ def check_operators() -> int:
 
 
 def check_adamw() -> int:
-    """The moments' bits; weights to an ulp or two, for torch's CPU does not round every root well."""
+    """Moments bitwise; weights to an ulp or two, because torch's CPU sqrt is not always correctly rounded."""
     count = 0
     for gradient, copy in ((torch.float32, None), (torch.float32, torch.float16), (torch.float16, torch.float16)):
         weights = drawn(gradient, copy)
@@ -124,7 +124,7 @@ def check_adamw() -> int:
             torch.equal(x, y) for x, y in zip(kept, [x for w in weights for x in w[1:] if x is not None], strict=True)
         )
         count += 2
-    # Nothing but the weights: neighbours in one buffer, which begin anywhere, stay as they are.
+    # Only the weights change: unaligned neighbours in the same buffer do not.
     flat = torch.arange(4 * 700.0)
     parts = flat.view(4, 700)[:, 1:601]
     adamw = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}

@@ -1,4 +1,4 @@
-"""Kernels for many rows and for shared prefixes, run by Triton's interpreter on a CPU; as ``tests.interpreted_decode``.
+"""Attention kernels for many rows and shared prefixes, run by Triton's interpreter on a CPU.
 
 ``TRITON_INTERPRET=1 python -m tests.interpreted_cascade``.
 """
@@ -23,7 +23,7 @@ EVERYTHING = {"cap": 1.5, "slopes": True, "sinks": True}
 
 
 def check_many_rows() -> int:
-    """Chunks of prompts with and without what came before, fewer keys than queries; cut and whole, all features."""
+    """Prompt chunks with and without earlier tokens, fewer keys than queries; split and unsplit, all features."""
     batches = (([100, 70], [40, 70]), ([90, 3, 20, 0], [30, 2, 30, 0]), ([67], [67]))
     cases = (({}, 64), ({"window": 30}, 16), ({"window": 9, **EVERYTHING}, 4), (EVERYTHING, 16), ({"cap": 2.0}, 128))
     for i, (more, page) in enumerate(cases):
@@ -49,7 +49,7 @@ def cascaded(case: Case, **options: bool | int) -> Made:
 
 
 def check_shared_prefixes() -> int:
-    """Two groups, one in the middle of the other, and who is alone; against float64 and against the plain executor."""
+    """Two interleaved groups and ungrouped requests equal float64 and the reference executor."""
     count = 0
     for i, more in enumerate((EVERYTHING, {"window": 50})):
         OVERRIDE[:] = [HOW[i % 2]]
@@ -69,7 +69,7 @@ def check_shared_prefixes() -> int:
 
 
 def check_tiles_by_the_copy_engine() -> int:
-    """Pages of whole tiles in 16 bits, of chunks and of groups; windows, all features, a page that is not there."""
+    """TMA loads: 16-bit pages of whole tiles, chunks and groups, windows, all features, an invalid page."""
     OVERRIDE[:] = [HOW[1]]
     chunks = Case([100, 70, 0], [40, 70, 0], K=2, group=2, H=32, page=32, many=True, dtype=torch.float16)
     groups = replace(SHARED, dtype=torch.float16, page=32, prefixes=(((0, 3, 5), 64),))
@@ -82,7 +82,7 @@ def check_tiles_by_the_copy_engine() -> int:
         assert all(triton_decode.tma_descriptor(made.q, x, HOW[1].tile) for x in (made.k, made.v))
         same(case, 6e-4)
     for page in (10**6, -7):
-        # Of 100 keys the second 32 are not there; the first query of 40 stands behind them.
+        # Of 100 keys the second 32 are missing; the first of the 40 queries comes after them.
         made = replace(chunks, lengths=[100], queries=[36]).made()
         made.table.pages_RP[0, 1] = page
         keys, values = (x[made.table.pages_RP[0, [0, 2, 3]].long()].flatten(0, 1)[:68] for x in (made.k, made.v))
@@ -95,7 +95,7 @@ def check_tiles_by_the_copy_engine() -> int:
 
 
 def check_graph_arrays() -> int:
-    """Groups of another step in the place of these, also none at all; lengths that have grown since the plan."""
+    """Plans updated in place: other groups, no groups, and lengths that have grown since planning."""
     OVERRIDE[:] = [HOW[1]]
     made = cascaded(SHARED, capacity=True, ahead=20)
     exact = made.exact().o
@@ -112,7 +112,7 @@ def check_graph_arrays() -> int:
 
 
 def check_mixed_batches() -> int:
-    """What the table's row makes of decodes, a shared prefix and chunks of prompts in one step; nobody need share."""
+    """The registered kernel on mixed decodes, a shared prefix and prompt chunks; also without sharing."""
     OVERRIDE[:] = [HOW[1]]
     case = Case(
         [200, 200, 200, 90, 0, 200], [1, 1, 1, 80, 0, 1], K=1, group=8, H=16, page=16,
@@ -132,12 +132,12 @@ def check_mixed_batches() -> int:
         assert many.layout.prefill and (few.shared is not None) == share
     decode_tiles.table()["costs"] |= costs
     fixed = KernelLayout.of(made.q, made.k, 1, chunk=64, shares=True)
-    assert fixed.shared is None, "in batch-invariant mode nobody shares"
+    assert fixed.shared is None, "batch-invariant mode must not share prefixes"
     return 2
 
 
 def check_long_prompts_apart() -> int:
-    """Whole prompts from so many tokens on by SDPA, all else by ours, whatever their order; not under a window."""
+    """Long whole prompts go to SDPA, the rest to our kernels, in any order; not with a window."""
     OVERRIDE[:] = [Tiles(32, 4, 2, 1, 4, 16)]
     dispatch.LONG_PROMPT, dispatch.PAD_TO = 40, 16
     batches = (
@@ -154,14 +154,14 @@ def check_long_prompts_apart() -> int:
 
 
 def check_bad_pages() -> int:
-    """Of a prompt and of a shared prefix: keys that are not there, for all who share them."""
+    """Invalid pages of a prompt and of a shared prefix count as missing keys for every sharer."""
     OVERRIDE[:] = [HOW[0]]
     made = Case([100], [70], K=1, group=2, H=16, page=16, many=True).made()
     made.table.pages_RP[0, 1] = 10**6
     o = made.run().o
     keys, values = (x[made.table.pages_RP[0, [0, 2, 3, 4, 5, 6]].long()].flatten(0, 1)[:84] for x in (made.k, made.v))
     exact = reference.attend(*(x.double() for x in (made.q, keys, values))).o
-    # The first query stands among those keys, and saw one more before they went.
+    # The first query's own position is among those keys; it saw one more before they were removed.
     assert (o.double() - exact)[1:].norm() < 1e-5 * exact.norm()
     apart, made = replace(SHARED, prefixes=()).made(), SHARED.made()
     made.table.pages_RP[:, 1] = -7

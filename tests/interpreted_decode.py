@@ -1,6 +1,6 @@
-"""Flash-Decoding in Triton, run by its interpreter on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted_decode``.
+"""Flash-Decoding run by Triton's interpreter on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted_decode``.
 
-Tiles and splits are small, so that there are many of them, and their number of pieces is not a multiple of anything.
+Tiles and splits are small, so that there are many, and piece counts are irregular.
 """
 
 import math
@@ -18,14 +18,14 @@ from tests.rounding import rows_alike
 HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
 
 
-CUT: list[bool] = []
-"""Of each case, whether any line was."""
+SPLIT: list[bool] = []
+"""For each case, whether any line was split."""
 
 
 def same(case: Case, tolerance: float = 1e-5) -> None:
-    """Values and log-sum-exp against float64, by norm; what nobody writes is NaN."""
+    """Compare output and log-sum-exp with float64 by norm; unwritten elements are NaN."""
     made = case.made()
-    CUT.append(made.ready.capacity.slots > 0)
+    SPLIT.append(made.ready.capacity.slots > 0)
     state, exact = made.run(), made.exact()
     for what, got, right in zip(("o", "lse"), state, exact, strict=True):
         assert got.shape == right.shape
@@ -36,7 +36,7 @@ def same(case: Case, tolerance: float = 1e-5) -> None:
 
 
 def check_shapes() -> int:
-    """Groups, widths, pages, queries; each way to cut."""
+    """Groups, widths, pages, queries, with each tiling."""
     count = 0
     lengths = ([70, 3, 0, 100], [1, 1, 0, 1])
     for i, (group, width) in enumerate(((1, 64), (5, 80), (7, 20), (12, 128), (71, 16))):
@@ -57,7 +57,7 @@ def check_shapes() -> int:
 
 
 def check_features() -> int:
-    """Window, cap, slopes, sinks, and all at once, of cut and of whole lines; more queries than keys."""
+    """Window, cap, slopes, sinks, alone and combined, split and unsplit; more queries than keys."""
     count = 0
     for i, (window, cap, slopes, sinks) in enumerate(
         [(7, None, False, False), (None, 2.0, False, False), (None, None, True, False), (None, None, False, True),
@@ -71,7 +71,7 @@ def check_features() -> int:
 
 
 def check_types() -> int:
-    """float16, and caches of 8 bits with scales for queries of float32, which widen them number by number."""
+    """float16; 8-bit caches with float32 queries, which convert element by element."""
     OVERRIDE[:] = [HOW[0]]
     same(Case([90, 40], [1, 2], K=2, group=4, H=32, page=16, dtype=torch.float16), 6e-4)
     for cache in (torch.float8_e4m3fn, torch.int8):
@@ -84,7 +84,7 @@ def kind(made: Made) -> str | None:
 
 
 def check_eight_bits() -> int:
-    """Caches of 8 bits read as halves: groups, queries, widths, pages, windows, all features; and which cannot be."""
+    """8-bit caches read as float16: all shapes and features, and the cases that are not supported."""
     count = 0
     cases = (
         Case([90, 0, 40], [1, 0, 2], K=2, group=5, H=64, page=16),
@@ -115,7 +115,7 @@ def check_eight_bits() -> int:
 
 
 def check_every_code() -> int:
-    """Values come out to the bit, keys to float32's: subnormal numbers and the largest ones too."""
+    """Every code, subnormal and largest included: values bitwise, keys to float32 precision."""
     OVERRIDE[:] = [HOW[0]]
     for dtype in (torch.float16, torch.bfloat16):
         for cache, name in triton_kv8.KINDS.items():
@@ -128,7 +128,7 @@ def check_every_code() -> int:
 
 
 def check_queries_far_apart() -> int:
-    """Of one block: beyond float16 on both sides, and nothing at all; small weights that count together."""
+    """Queries of one block above and below float16's range and zero; small weights that add up."""
     OVERRIDE[:] = [HOW[0]]
     case = Case([60, 40], [1, 2], K=1, group=4, H=64, page=16, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
     made = far_apart(case)
@@ -136,7 +136,7 @@ def check_queries_far_apart() -> int:
     made.scales = (torch.tensor([2.0**-40]), made.scales[1])
     o, exact = made.run().o, made.exact().o
     assert (o.double() - exact).norm() < 4e-3 * exact.norm()
-    # One key of score 30 ln 2 and many of 0: a weight of 2^-30 of the first is nothing in float16.
+    # One key of score 30 ln 2 and many of 0: a weight of 2^-30 underflows in float16.
     made = replace(case, lengths=[2000], queries=[1], cache=torch.int8, page=256).made()
     pages = made.table.pages_RP[0].long()
     made.scales = (torch.ones(1), torch.ones(1))
@@ -151,7 +151,7 @@ def check_queries_far_apart() -> int:
 
 @rows_alike()
 def check_fixed_cuts() -> int:
-    """The same bits alone and among others, whatever else, however many queries they have."""
+    """A request's bits do not depend on the batch or on other requests' query counts."""
     OVERRIDE[:] = [HOW[0]]
     alone = Case([100], [1], K=2, group=3, H=16, page=16, chunk=32)
     o, lse = alone.made().run()
@@ -168,7 +168,7 @@ def check_fixed_cuts() -> int:
 
 
 def check_runs_of_chunks() -> int:
-    """Lengths around the cuts; groups, queries, features and types; blocks of more rows, whose chunks are single."""
+    """Lengths around chunk boundaries; groups, queries, features, dtypes; larger blocks with single chunks."""
     around = [0, 1, 511, 512, 513, 1025]
     cases = [
         (HOW[2]._replace(tile=64, workers=1), Case(around, [1] * 6, K=1, group=2, H=16, page=16, chunk=512), 1e-5),
@@ -187,7 +187,7 @@ def check_runs_of_chunks() -> int:
     for how, case, near in cases:
         OVERRIDE[:] = [how._replace(workers=1)]
         same(case, near)
-        # A plan made ahead has chunks that nothing has reached yet, also at the end of a run.
+        # A plan made ahead has chunks that are still empty, also at the end of a run.
         made = case.made(ahead=70, capacity=True)
         assert made.layout.runs == (case.group <= 16)
         runs += len(made.plan.items) < len(made.plan.pieces)
@@ -202,12 +202,12 @@ def check_runs_of_chunks() -> int:
 
 @rows_alike()
 def check_bits_on_both_sides_of_few_chunks() -> int:
-    """A row's sum is laid out by how many chunks it sees: in its block, in runs, in a plan made ahead, among others."""
+    """Summation order depends only on a row's chunk count: alone, in runs, planned ahead, in a batch."""
     how, few = {"K": 1, "group": 2, "H": 40, "page": 16, "chunk": 16}, triton_merge.FEW_CHUNKS
     OVERRIDE[:] = [HOW[0]]
     count = 0
     for length in (17, 16 * few + 1):
-        # 8 queries a block: some see a chunk more than others.
+        # With 8 queries per block, some see one chunk more than others.
         made = Case([length], [12], **how).made()
         whole = made.run()
         for workers, ahead in ((1, 0), (8, 20)):
@@ -226,7 +226,7 @@ def check_bits_on_both_sides_of_few_chunks() -> int:
 
 
 def check_graph_arrays() -> int:
-    """One capacity, several steps: a plan for later lengths, fewer requests, and nothing at all."""
+    """One capacity for several steps: plans for later lengths, fewer requests, and none."""
     OVERRIDE[:] = [HOW[1]]
     for lengths, queries, ahead in (
         ([40, 90, 0], [1, 1, 1], 0),
@@ -238,7 +238,7 @@ def check_graph_arrays() -> int:
         state, exact = made.run(), made.exact()
         assert (state.o.double() - exact.o).norm() < 1e-5 * exact.o.norm().clamp(min=1)
         assert torch.equal(state.lse.isfinite(), exact.lse.isfinite())
-    # A plan for longer requests: pieces that nothing has reached, and lines of which only the first piece has keys.
+    # A plan for longer requests: empty pieces, and lines in which only the first piece has keys.
     for workers in (1, 2):
         OVERRIDE[:] = [HOW[1]._replace(workers=workers)]
         case = Case([300, 90, 200], [1, 1, 1], K=2, group=3, H=16, page=16)
@@ -252,7 +252,7 @@ def check_graph_arrays() -> int:
 
 
 def check_bad_pages() -> int:
-    """Pages that are not in the cache, or beyond the table, are as if their keys were not there."""
+    """Keys of pages outside the cache or the table are ignored."""
     OVERRIDE[:] = [HOW[0]]
     made = Case([100, 60], [1, 1], K=1, group=2, H=16, page=16).made()
     table = made.table
@@ -268,7 +268,7 @@ def check_bad_pages() -> int:
 
 
 def check_plans() -> int:
-    """The kernels and the plain executor, on the same plans; and the row of the table, which makes its own."""
+    """Kernels and reference executor agree on the same plans; so does the registered kernel with its own plan."""
     count = 0
     for how, group in zip(HOW, (2, 17, 3), strict=True):
         OVERRIDE[:] = [how]
@@ -289,7 +289,7 @@ def check_plans() -> int:
 
 
 def check_strides() -> int:
-    """Queries that are a slice of all projections, caches whose heads lie apart."""
+    """Queries that are a slice of the joint projection; caches with strided heads."""
     OVERRIDE[:] = [HOW[0]]
     made = Case([70, 20], [1, 2], K=2, group=2, H=16, page=16).made()
     exact = made.exact().o
@@ -310,4 +310,4 @@ if __name__ == "__main__":
     )  # fmt: skip
     for check in checks:
         print(f"{check.__name__}: {check()} cases", flush=True)
-    assert sum(CUT) > 0.7 * len(CUT), CUT
+    assert sum(SPLIT) > 0.7 * len(SPLIT), SPLIT

@@ -1,8 +1,7 @@
-"""The experts' kernels in Triton, run by its interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_experts``.
+"""Expert kernels run by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_experts``.
 
-Tiles are small, so that experts have several and none; in turn one program a tile, a few that stay, and weights and
-rows fetched through tensor descriptors; tokens gathered meanwhile or laid out before; each product by torch's grouped
-one in turn.
+Tiles are small, so that experts have several or none. The checks alternate between one program per tile and
+persistent programs, pointers and tensor descriptors, fused and prior gathering, and torch's grouped GEMM per product.
 """
 
 import itertools
@@ -33,7 +32,7 @@ ACTIVATIONS = list(reference.ACTIVATIONS)
 
 
 def same(run, case: Case, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> None:
-    """Values and gradients against float64, by norm, relative where it is above 1."""
+    """Compare values and gradients with float64 by norm (relative above 1)."""
     exact = gradients(routed_experts(reference.routed), case, torch.float64, values=dtype)
     for name, got in gradients(run, case, dtype).items():
         error = float((got.double() - exact[name]).norm() / exact[name].norm().clamp(min=1))
@@ -41,13 +40,14 @@ def same(run, case: Case, dtype: torch.dtype = torch.float32, tolerance: float =
 
 
 def cut(how: GroupedTiles) -> None:
-    """Let every kernel be cut up like this."""
+    """Use this tiling for every kernel."""
     tiles.OVERRIDES.update(dict.fromkeys(get_args(Kernel), how))
 
 
 def check_experts() -> int:
-    """Tokens to tokens, each load and each shape once or more, each way to cut with either of two shapes; the rows of
-    choices looked for, and known to all who move rows.
+    """Whole MoE layers: every load and shape, every tiling with two shapes.
+
+    Rows of choices are both searched and given.
     """
     count, searched = 0, triton_permute.SEARCH_ROWS
     for i, load in enumerate(LOADS):
@@ -60,10 +60,10 @@ def check_experts() -> int:
         )
         count += 1
     triton_permute.SEARCH_ROWS = searched
-    for load in ("even", "some dropped"):  # one token: each row is a tile
+    for load in ("even", "some dropped"):  # one token: each row is its own tile
         same(routed_experts(triton_experts.routed), Case(1, 3, 5, 16, 24, load, biased=load == "even"))
         count += 1
-    one = torch.tensor([[2, 5, 0]])  # of whose choices one was dropped
+    one = torch.tensor([[2, 5, 0]])  # one of whose choices was dropped
     x, routing, *stacks = Case(1, 3, 5, 16, 24).leaves(torch.float32, "cpu")
     weights = reference.Weights(*stacks)  # type: ignore[arg-type]
     found = [
@@ -79,7 +79,7 @@ def check_experts() -> int:
 
 
 def check_mixtures() -> int:
-    """Each product by torch's grouped one while ours do the rest, and all; biases and odd widths leave them to ours."""
+    """torch's grouped GEMM for each product, and for all; not used with biases or odd widths."""
     mixtures = [{kernel} for kernel in get_args(Kernel)] + [set(get_args(Kernel))]
     for i, by_library in enumerate(mixtures):
         cut(HOW[i % 5])
@@ -96,8 +96,9 @@ def check_mixtures() -> int:
 
 
 def check_few() -> int:
-    """Choices as they come: without an expert, of one expert, with biases, rows that are no multiple of anything, and
-    of several steps; the second of each token an expert that another rank has.
+    """The few-token kernel: no expert, one expert, biases, odd widths, several steps.
+
+    Also with each token's second expert on another rank.
     """
     triton_few_tokens.UP_TILES.update(BN=8, BK=64)
     triton_few_tokens.DOWN_TILES.update(BF=32)
@@ -121,7 +122,7 @@ def check_few() -> int:
 
 
 def check_later() -> int:
-    """Sums for weights after everything else, over several calls: also of no rows at all, and where nobody asks."""
+    """Deferred weight gradients over several calls: also without rows, and when not requested."""
     for i, load in enumerate(LOADS[1::2]):
         cut(HOW[i + 1])
         same(
@@ -146,7 +147,7 @@ def check_later() -> int:
     )
     later = DeferredWgrad(reference.Weights(*stacks))
     total = triton_experts.routed_deferred(x, order_R, ends_E, routing, later, "silu").sum()
-    torch.autograd.grad(total, [x], retain_graph=True)  # rows first, as a pipeline without bubbles asks
+    torch.autograd.grad(total, [x], retain_graph=True)  # input gradients first, as in a zero-bubble pipeline
     assert all(map(torch.equal, torch.autograd.grad(total, leaves), whole))
     with torch.no_grad():
         later = DeferredWgrad(reference.Weights(*stacks))
@@ -156,7 +157,7 @@ def check_later() -> int:
 
 
 def check_bits() -> int:
-    """The same bits each time, and unlike tiles give like results."""
+    """Deterministic, and different tilings agree closely."""
     case = Case(*SHAPES[0], load="skewed")
     found = []
     for how in (HOW[0], HOW[0], HOW[1]):
@@ -168,27 +169,27 @@ def check_bits() -> int:
 
 
 def check_sort() -> int:
-    """Exactly the reference's order and ends, counted by blocks and by those that come before."""
+    """Order and ends equal the reference's with both counting kernels."""
     count, few, programs = 0, triton_sort.SMALL, triton_sort.PROGRAMS
     draw = torch.Generator().manual_seed(0)
     for T, A, E, none in itertools.product((0, 1, 150), (1, 3), (1, 5, 64, 200), (False, True)):
         if T == 150 and E == 200 and A == 3:
             continue
         ids = torch.randint(E + none, (T, A), generator=draw)
-        # Counted by programs of one block each, and of several.
+        # Counted by programs of one block each and of several.
         ways = (None, few, programs), (T * A // 2, 0, programs), (None, 0, 3)
         for rows, triton_sort.SMALL, triton_sort.PROGRAMS in ways:
             for got, exact in zip(triton_sort.sort(ids, E, rows), permute.sort(ids, E, rows), strict=True):
                 assert torch.equal(got, exact), (T, A, E, none, rows)
         count += 1
     triton_sort.SMALL, triton_sort.PROGRAMS = few, programs
-    ids = torch.randint(7, (700, 2), generator=draw)  # more than one step of comparisons
+    ids = torch.randint(7, (700, 2), generator=draw)  # needs more than one comparison step
     assert all(map(torch.equal, triton_sort.sort(ids, 6), permute.sort(ids, 6)))
     return count + 1
 
 
 def check_counts() -> int:
-    """Exactly the reference's, of more choices than a program has, of none, and of those that are nobody's."""
+    """Counts equal the reference's: more choices than one program takes, none, and dropped ones."""
     draw = torch.Generator().manual_seed(0)
     cases = (0, 1, 4), (1, 1, 1), (300, 4, 5), (17, 3, 64), (40, 40, 40), (9, 2, 600)
     for T, A, E in cases:
@@ -199,7 +200,7 @@ def check_counts() -> int:
 
 
 def check_choice() -> int:
-    """The reference's numbers and gradients, and distinct experts whatever the scores are."""
+    """Values and gradients equal the reference's; experts are distinct for any scores."""
     count = 0
     for (T, E, A), normalise in itertools.product(CHOICES, (False, True)):
         for name, scores in hard_scores(T, E).items():
@@ -214,7 +215,7 @@ def check_choice() -> int:
                 scale=1 + 1.5 * normalise,
             )
             count += 1
-    logits = torch.randn(5, 12)  # what is compared is a slice, and not what counts
+    logits = torch.randn(5, 12)  # the compared scores are a slice, different from the scores that count
     for got, exact in zip(
         triton_routing.top_experts(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
         routing.top_experts(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
@@ -225,8 +226,9 @@ def check_choice() -> int:
 
 
 def check_moves() -> int:
-    """Gather and combine, and the gradients of both; also of rows that are slices, and fewer than the choices; the row
-    of a choice looked for, and known.
+    """Gather and combine with gradients; also sliced rows and fewer rows than choices.
+
+    Rows of choices are both searched and given.
     """
     count = 0
     draw = torch.Generator().manual_seed(0)
@@ -251,7 +253,7 @@ def check_moves() -> int:
 
 
 def check_operators() -> int:
-    """What torch.compile relies on: schemas, shapes without data, gradients registered where autograd looks."""
+    """Custom operators for torch.compile: schemas, fake tensors, autograd registration."""
     cut(HOW[0])
     case = Case(4, 2, 3, 16, 16, biased=True)
     x, routing, *stacks = case.leaves(torch.float32, "cpu")
@@ -273,7 +275,7 @@ def check_operators() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    # Of rows after an expert's, which nobody has written: a tile that is fetched whole multiplies them, and keeps none.
+    # Unwritten rows after an expert's: whole tiles load and multiply them but must discard the results.
     warnings.filterwarnings("ignore", "(invalid value|overflow|divide by zero) encountered in matmul")
     checks = check_experts, check_few, check_later, check_mixtures, check_bits, check_sort, check_moves
     for check in (*checks, check_counts, check_choice, check_operators):

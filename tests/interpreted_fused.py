@@ -1,7 +1,7 @@
-"""Products of a few rows with what stands around them, and heads on their way into a cache, by Triton's interpreter.
+"""Skinny GEMMs with fused prologue and epilogue, and RoPE with KV-cache write, by Triton's interpreter.
 
 ``TRITON_INTERPRET=1 python -m tests.interpreted_fused``; see interpreted.py. Tiles are small, so that inputs and
-outputs end within one, blocks are more than programs, and inputs are more than one step or exactly one.
+outputs end within a tile, there are more blocks than programs, and inputs take one step or several.
 """
 
 import itertools
@@ -27,7 +27,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=DRAW)
 
 
-def exactly(x: Tensor | None) -> Tensor | None:
+def as_float64(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.double()
 
 
@@ -46,11 +46,11 @@ def case(
         gate=Gate(weights[1], biases[1], act) if "g" in parts else None, residual_TF=more,
     )  # fmt: skip
     wanted = reference.fused_linear(
-        x.double(), exact[0], exactly(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
-        gate=Gate(exact[1], exactly(biases[1]), act) if "g" in parts else None, residual_TF=exactly(more),
+        x.double(), exact[0], as_float64(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
+        gate=Gate(exact[1], as_float64(biases[1]), act) if "g" in parts else None, residual_TF=as_float64(more),
     )  # fmt: skip
     error = float((got.double() - wanted).norm() / wanted.norm())
-    # Nibbles are summed beside 2048 times x.
+    # Nibbles are summed with an offset of 2048 times x.
     tolerance = 1e-3 if dtype == torch.float16 else 3e-4 if kind == "int4" else 1e-6
     assert got.dtype == dtype and error < tolerance, (kind, shape, rows, tiles, parts, error)
 
@@ -61,7 +61,7 @@ def check_products() -> int:
     ways = ["", "n", "r", "ng", "gb", "nbr", "ngbr"]
     for i, (kind, shape) in enumerate(itertools.product(("plain", "int8", "float8", "int4"), shapes)):
         for j, parts in enumerate(ways[i % 2 :: 2]):
-            BK = (16, 128, 32)[(i + j) % 3]  # many steps, one, and some
+            BK = (16, 128, 32)[(i + j) % 3]  # many steps, one, and a few
             dtype = torch.float16 if (i + j) % 4 == 3 else torch.float32
             case(kind, shape, 1 + (i + j) % 4, SkinnyTiles(4, BK, 1, 2, (i + j) % 2), parts=parts, dtype=dtype)
             count += 1
@@ -69,7 +69,7 @@ def check_products() -> int:
 
 
 def check_bits() -> int:
-    """The same bits each time, whatever the number of programs."""
+    """Deterministic for any number of programs."""
     w, x = draw(50, 90), draw(2, 90)
     for weight in (w, quantise(w, "int4", 32)):
         one, two, all_at_once = (
@@ -79,8 +79,8 @@ def check_bits() -> int:
     return 2
 
 
-def check_rows_of_the_table() -> int:
-    """Any number of rows; none; more dimensions; a table that says that the library is faster."""
+def check_registered_kernels() -> int:
+    """Any number of rows, none, more dimensions; a table that prefers torch's GEMM."""
     count = 0
     w = draw(24, 70) / 70**0.5
     for weight in (w, quantise(w, "int4", 32)):
@@ -93,12 +93,12 @@ def check_rows_of_the_table() -> int:
                 got = skinny_gemm.fused_linear(x, weight, b, **parts)
                 doubled = {
                     "norm": RmsNorm(norm.weight_D.double(), 1e-6), "residual_TF": more.double(),
-                    "gate": Gate(exact, exactly(gate.bias_F), "silu"),
+                    "gate": Gate(exact, as_float64(gate.bias_F), "silu"),
                 }  # fmt: skip
-                wanted = reference.fused_linear(x.double(), exact, exactly(b), **{k: doubled[k] for k in parts})
+                wanted = reference.fused_linear(x.double(), exact, as_float64(b), **{k: doubled[k] for k in parts})
                 assert got.shape == wanted.shape and (got - wanted).norm() <= 1e-4 * wanted.norm(), (rows, parts)
                 count += 1
-        for rows in (1, 9):  # what is added to may be written over
+        for rows in (1, 9):  # the residual may be overwritten
             x, more = draw(rows, 70), draw(rows, 24)
             wanted = reference.fused_linear(x.double(), exact, residual_TF=more.double())
             assert (
@@ -113,8 +113,8 @@ def check_rows_of_the_table() -> int:
     return count + 3
 
 
-def check_heads() -> int:
-    """Groups of one and of several, heads of odd widths, pools that are not contiguous, with and without norms."""
+def check_rope_and_kv_write() -> int:
+    """Groups of one and several heads, odd widths, non-contiguous pools, with and without norms."""
     count = 0
     for (group, K, H), turned, normed, pool in itertools.product(
         ((1, 3, 8), (4, 2, 6), (5, 1, 20)), (True, False), (True, False), (torch.float32, torch.float16)
@@ -135,7 +135,7 @@ def check_heads() -> int:
         assert torch.allclose(q, wanted, atol=1e-5)
         assert torch.allclose(pools[0], k, **near) and torch.equal(pools[1], v)
         count += 1
-    # A slot outside of the pool, and no token at all.
+    # A slot outside the pool, and no tokens.
     k, v = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
     triton_cache_write.rope_and_kv_write(draw(2, 24), k, v, torch.tensor([-1, 8]))
     assert not k.any() and not v.any()
@@ -148,7 +148,7 @@ def check_heads() -> int:
 
 
 def check_greedy() -> int:
-    """Ties, infinities, NaN, odd sizes, more than a block, rows that are not neighbours."""
+    """Ties, infinities, NaN, odd sizes, several blocks, strided rows."""
     count = 0
     for R, V in ((3, 7), (1, triton_sampling.MAX_BLOCK + 5), (2, 1), (0, 9)):
         logits = draw(R, 2 * V)[:, :V]
@@ -161,10 +161,10 @@ def check_greedy() -> int:
     return count + 1
 
 
-def check_tell() -> int:
+def check_write_next_tokens() -> int:
     for T, R in ((1, 1), (300, 7), (5, 300), (0, 3)):
         last = torch.randint(0, 50_000, (R,))
-        last[R // 2] = -7  # none, whose request ends
+        last[R // 2] = -7  # none: the request has ended
         ids = torch.where(torch.rand(T) < 0.6, -1 - torch.randint(0, R, (T,)), torch.randint(0, 50_000, (T,)))
         ours, theirs = ids.clone(), ids.clone()
         triton_sampling.write_next_tokens_(ours, last)
@@ -186,6 +186,14 @@ def check_rotation() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    checks = check_products, check_bits, check_rows_of_the_table, check_heads, check_greedy, check_tell, check_rotation
+    checks = (
+        check_products,
+        check_bits,
+        check_registered_kernels,
+        check_rope_and_kv_write,
+        check_greedy,
+        check_write_next_tokens,
+        check_rotation,
+    )
     for check in checks:
         print(f"{check.__name__}: {check()} cases", flush=True)

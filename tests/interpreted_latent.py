@@ -1,4 +1,4 @@
-"""Latent attention's kernel, run by Triton's interpreter on a CPU; as ``tests.interpreted_decode``.
+"""The latent attention kernel, run by Triton's interpreter on a CPU.
 
 ``TRITON_INTERPRET=1 python -m tests.interpreted_latent``.
 """
@@ -23,7 +23,7 @@ HOW = [Tiles(16, 4, 2, 1, 2, 32), Tiles(32, 4, 2, 2, 4, 32)]
 
 
 def same(case: LatentCase, tolerance: float = 1e-5) -> None:
-    """Values and log-sum-exp against float64; what nobody writes is NaN."""
+    """Compare output and log-sum-exp with float64; unwritten elements are NaN."""
     made = case.made()
     for got, right in zip(made.run(), made.exact(), strict=True):
         seen = right.isfinite()
@@ -32,7 +32,7 @@ def same(case: LatentCase, tolerance: float = 1e-5) -> None:
 
 
 def check_shapes() -> int:
-    """Ranks and rotary widths, heads, pages, queries, windows; requests of nothing, and more queries than keys."""
+    """Ranks, rotary widths, heads, pages, queries, windows; empty requests and more queries than keys."""
     cases = (
         LatentCase([70, 0, 33], [1, 0, 1], N=8, rank=32, rope=16, page=16),
         LatentCase([70, 3], [2, 5], N=5, rank=20, rope=6, page=4, window=9),
@@ -47,7 +47,7 @@ def check_shapes() -> int:
 
 
 def check_eight_bits() -> int:
-    """The same shapes from a cache in int8 and float8, with scales of their own; and through the table's row."""
+    """The same shapes with int8 and float8 caches; also through the registered kernel."""
     cases = (
         LatentCase([70, 0, 33], [1, 0, 1], N=8, rank=32, rope=16, page=16, cache="int8"),
         LatentCase([70, 3], [2, 5], N=5, rank=20, rope=6, page=4, window=9, cache="float8"),
@@ -69,9 +69,10 @@ def check_eight_bits() -> int:
     return len(cases) + 4
 
 
-def check_store() -> int:
-    """The bits of plain torch, and no others than the slots' are touched. In float8 of numbers that need no rounding,
-    which the interpreter, unlike a GPU (tests/gpu/test_cascade_gpu.py), does in a way of its own.
+def check_cache_write() -> int:
+    """Cache writes equal plain torch bitwise and touch only the given slots.
+
+    Float8 inputs need no rounding, which the interpreter does differently from a GPU (tests/gpu/test_cascade_gpu.py).
     """
     draw = torch.Generator().manual_seed(0)
     count = 0
@@ -90,7 +91,7 @@ def check_store() -> int:
             pool = torch.full((3, 16, 1, rank + rope), 99, dtype=torch.uint8).view(cache_write.DTYPES[kind])
             scales = torch.full((3, 16, 2), 7.0)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the interpreter's numpy minds what is not finite
+                warnings.simplefilter("ignore")  # numpy warns of non-finite values
                 run(x.to(dtype)[:, : rank + rope], slots, rank, pool, scales)
             pools.append((pool.view(torch.uint8).flatten(0, 2), scales.flatten(0, 1)))
         (ours, our_scales), (theirs, their_scales) = pools
@@ -98,14 +99,14 @@ def check_store() -> int:
         assert torch.equal(finite, our_scales.isfinite()) and (~finite).sum() == 2
         assert torch.equal(our_scales[finite], their_scales[finite])
         for part, columns in enumerate((slice(rank), slice(rank, None))):
-            there = finite[:, part]
-            assert torch.equal(ours[there, columns], theirs[there, columns]), (kind, dtype)
+            used = finite[:, part]
+            assert torch.equal(ours[used, columns], theirs[used, columns]), (kind, dtype)
         count += 1
     return count
 
 
 def check_bad_pages() -> int:
-    """Not read, as if their keys were not there."""
+    """Keys of invalid pages are ignored."""
     OVERRIDE[:] = [HOW[0]]
     made = LatentCase([40], [1], N=3, rank=16, rope=8, page=16).made()
     made.table.pages_RP[0, 0] = 10**6
@@ -117,8 +118,8 @@ def check_bad_pages() -> int:
     return 1
 
 
-def check_the_row_of_the_table() -> int:
-    """Latents go to this kernel, by what the cache is; and fixed cuts give the same bits in any company."""
+def check_registered_kernel() -> int:
+    """The registry selects this kernel for latent caches; fixed splits are batch-invariant."""
     OVERRIDE[:] = [HOW[0]]
     case = LatentCase([50, 20], [1, 3], N=4, rank=16, rope=8, page=16)
     made = case.made()
@@ -134,5 +135,5 @@ def check_the_row_of_the_table() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_shapes, check_eight_bits, check_store, check_bad_pages, check_the_row_of_the_table):
+    for check in (check_shapes, check_eight_bits, check_cache_write, check_bad_pages, check_registered_kernel):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,7 +1,6 @@
-"""Products with quantised weights, also experts', and products and norms of fixed tiles, by Triton's
-interpreter (see interpreted.py).
+"""Quantised GEMMs, dense and of experts, and batch-invariant kernels, by Triton's interpreter (see interpreted.py).
 
-Tiles are small, so that inputs and outputs end within one, and inputs are cut into several splits.
+Tiles are small, so that inputs and outputs end within a tile, and inputs are split.
 """
 
 import itertools
@@ -42,7 +41,7 @@ def case(kind: str, rows: int, outputs: int, inputs: int, group: int, splits: in
     exact = quantised.quantised_linear(x.double(), weight)
     got = skinny_gemm.split_k(x, weight, HOW[kind], splits)
     error = float((got.double() - exact).norm() / exact.norm())
-    # Tensor cores take weights rounded to the type of x.
+    # Tensor cores take weights rounded to the dtype of x.
     tolerance = 1e-3 if dtype == torch.float16 else 1e-6
     assert got.dtype == dtype and error < tolerance, (kind, rows, outputs, error)
 
@@ -67,8 +66,8 @@ def check_more_rows() -> int:
     return count
 
 
-def check_the_row_of_the_table() -> int:
-    """Any number of rows, a bias, more dimensions; none at all."""
+def check_registered_kernel() -> int:
+    """Any number of rows, a bias, more dimensions, and no rows."""
     weight, bias = quantise(torch.randn(24, 70), "int4", 32), torch.randn(24)
     for shape in ((70,), (1, 70), (3, 70), (2, 5, 70), (65, 70), (0, 70)):
         x = torch.randn(shape)
@@ -78,7 +77,7 @@ def check_the_row_of_the_table() -> int:
     return 6
 
 
-def check_written_out() -> int:
+def check_dequantise() -> int:
     count = 0
     for (outputs, inputs), kind in itertools.product(SHAPES, ("int8", "int4", "float8")):
         weight = quantise(torch.randn(outputs, inputs), kind, 32)
@@ -90,7 +89,7 @@ def check_written_out() -> int:
 
 
 def check_experts() -> int:
-    """Every load, form and number of bits against float64 on the same weights; tiles end within experts and widths."""
+    """Every load, form and bit width equals float64 on the same weights; experts and widths end within tiles."""
     count = 0
     ways = [(16, 32, 16), (16, 32, 32), (32, 16, 32)]
     loads = itertools.product(LOADS, (("int8", 32), ("int4", 32), ("float8", 32)))
@@ -109,7 +108,7 @@ def check_experts() -> int:
 
 def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: ExpertTiles | None) -> None:
     x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(dtype, "cpu"))
-    wide = torch.cat((x, torch.full_like(x, float("nan"))), 1)[:, : case.D]  # rows that are slices
+    wide = torch.cat((x, torch.full_like(x, float("nan"))), 1)[:, : case.D]  # sliced rows
     kept = in_fewer_bits(Weights(*stacks), kind, group)
     order_R, ends_E = permute.sort(case.ids(), case.E, case.rows())
     plain = written_out(kept, torch.float64)
@@ -122,7 +121,7 @@ def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: Exp
 
 @rows_alike()
 def check_fixed_products() -> int:
-    """Right, and a row's bits the same alone and among others."""
+    """Close to float64, and a row's bits do not depend on the batch."""
     weight, bias = torch.randn(40, 150), torch.randn(40)
     for rows, dtype, biased in ((1, torch.float32, True), (70, torch.float32, False), (3, torch.float16, True)):
         x = torch.randn(rows, 2, 150).to(dtype)[:, 0]
@@ -139,7 +138,7 @@ def check_fixed_products() -> int:
 
 @rows_alike()
 def check_fixed_attention() -> int:
-    """A prompt's queries in one pass, or cut anywhere and beside others: the same bits."""
+    """A prompt's bits are the same in one pass, in chunks, and in a batch."""
     draw = torch.Generator().manual_seed(0)
     k, v = (torch.randn(40, 16, 2, 16, generator=draw) for _ in range(2))
     q, pages = torch.randn(70, 6, 16, generator=draw), torch.arange(40, dtype=torch.int32).view(2, 20)
@@ -158,10 +157,10 @@ def check_fixed_attention() -> int:
     whole = run(q, [70], [70], 0)
     assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
     assert torch.equal(run(torch.cat((q[:1], q[:3])), [1, 3], [1, 200], 0)[:1], whole[:1])
-    with mock.patch.object(batch_invariant, "CHUNK", 32):  # cut, and so merged
+    with mock.patch.object(batch_invariant, "CHUNK", 32):  # small chunks, so that several are merged
         whole = run(q, [70], [70], 0)
         assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
-    # A block of several queries, of which each sees its first key in another chunk than the one before.
+    # A block of queries whose first keys are in different chunks.
     with (
         mock.patch.object(batch_invariant, "CHUNK", 16),
         mock.patch.object(decode_tiles, "OVERRIDE", [decode_tiles.Tiles(16, 4, 2, 2, 16, 16)]),
@@ -188,8 +187,8 @@ if __name__ == "__main__":
     for check in (
         check_one_row,
         check_more_rows,
-        check_the_row_of_the_table,
-        check_written_out,
+        check_registered_kernel,
+        check_dequantise,
         check_experts,
         check_fixed_products,
         check_fixed_attention,

@@ -1,6 +1,6 @@
-"""What Triton does between ranks, interpreted on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted_ranks``.
+"""Inter-rank Triton kernels, interpreted on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted_ranks``.
 
-Processes that share memory stand for GPUs that read each other's. Blocks are of 16 numbers, so that there are many.
+Processes with shared memory stand in for GPUs with peer access. Blocks have 16 elements, so that there are many.
 """
 
 import multiprocessing as mp
@@ -21,7 +21,7 @@ from colonnade.parallel.symmetric_memory import SmallAllReduce
 SLOT_BYTES, BLOCKS = 1024, 16
 SIZES = ((50,), (9, 20), (7,), (4, 48), (1, 1))
 CALLS = 2**31 - 8
-"""Before the first call: the number of calls wraps around soon."""
+"""Initial call counter, close to where it wraps around."""
 
 
 def message(call: int, rank: int) -> Tensor:
@@ -30,7 +30,7 @@ def message(call: int, rank: int) -> Tensor:
 
 
 def exchange(rank: int, ranks: int, folder: str) -> None:
-    """Sums and gathers of many sizes and types, one after another, on one of the ranks."""
+    """On one rank: sums and gathers of many sizes and dtypes in sequence."""
     flags_bytes = 4 * BLOCKS * ranks
     size = 2 * SLOT_BYTES + flags_bytes
     held_by = [torch.from_file(f"{folder}/{r}", shared=True, size=size, dtype=torch.uint8) for r in range(ranks)]
@@ -46,7 +46,7 @@ def exchange(rank: int, ranks: int, folder: str) -> None:
         total = torch.zeros_like(x, dtype=torch.float32)
         for _, part in parts:
             total += part.float()
-        assert torch.equal(axis.fan_in(x), total.to(x.dtype)), (call, "the sum in the order of ranks, to the bit")
+        assert torch.equal(axis.fan_in(x), total.to(x.dtype)), (call, "the sum must be bitwise that in rank order")
         if x.nbytes % 4 == 0:
             whole = torch.stack([part for _, part in parts])
             assert torch.equal(axis.all_gather_(x), whole), call
@@ -57,12 +57,12 @@ def exchange(rank: int, ranks: int, folder: str) -> None:
     assert not small.can_sum(torch.zeros(3, dtype=torch.float64))
     assert not small.can_gather(torch.zeros(3, dtype=torch.float16))
     assert not small.can_gather(torch.zeros(3, dtype=torch.float16)[1:])
-    assert len(set(calls.tolist())) == 1, "every block counts all calls"
+    assert len(set(calls.tolist())) == 1, "every block must count all calls"
     Path(folder, f"{rank}.done").touch()
 
 
 def check_exchange() -> int:
-    """On three ranks."""
+    """Sums and gathers on three ranks."""
     ranks = 3
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(ranks):
@@ -79,7 +79,7 @@ def check_exchange() -> int:
 
 
 def check_merge() -> int:
-    """Ranks that hold nothing, nobody holding anything, odd sizes."""
+    """Merging with empty ranks, with all ranks empty, and with odd sizes."""
     count = 0
     for ranks, T, N, H in ((2, 3, 4, 16), (3, 1, 1, 5), (4, 0, 2, 8), (5, 7, 3, 80)):
         draw = torch.Generator().manual_seed(ranks)
@@ -101,8 +101,8 @@ def check_merge() -> int:
     return count
 
 
-def check_held() -> int:
-    """The kernel's state of what a rank holds is plain torch's, that of nothing too."""
+def check_local_state() -> int:
+    """A rank's partial state equals plain torch's, also without keys."""
     OVERRIDE[:] = [Tiles(16, 4, 2, 2, 2, 32)]
     lengths, page = [37, 0, 5, 16], 4
     draw = torch.Generator().manual_seed(0)
@@ -132,5 +132,5 @@ def check_held() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_exchange, check_merge, check_held):
+    for check in (check_exchange, check_merge, check_local_state):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,7 +1,7 @@
-"""Products on the matrix units, by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_units``.
+"""Tensor-core skinny GEMMs, by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_units``.
 
-See interpreted.py. Where the assembler would make numbers of two halves at once the interpreter makes them one by one;
-that both do the same is shown by tests/unit/test_skinny_gemm_tensor_core.py.
+See interpreted.py. The interpreter decodes values one by one where the inline assembly decodes two at once;
+tests/unit/test_skinny_gemm_tensor_core.py shows that both give the same values.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import Quantised, quantise
 from colonnade.kernels.linear.reference import Gate, RmsNorm
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
-from tests.interpreted_fused import draw, exactly
+from tests.interpreted_fused import as_float64, draw
 from tests.units import codes, tolerance
 
 KINDS = [("int8", 64), ("float8", 64), ("int4", 32), ("int4", 64), ("int4", 128)]
@@ -34,17 +34,17 @@ def case(
         gate=Gate(weights[1], biases[1], "silu") if "g" in parts else None, residual_TF=more,
     )  # fmt: skip
     wanted = reference.fused_linear(
-        x.double(), weights[0], exactly(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
-        gate=Gate(weights[1], exactly(biases[1]), "silu") if "g" in parts else None, residual_TF=exactly(more),
+        x.double(), weights[0], as_float64(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
+        gate=Gate(weights[1], as_float64(biases[1]), "silu") if "g" in parts else None, residual_TF=as_float64(more),
     )  # fmt: skip
     error = float((got.double() - wanted).norm() / wanted.norm())
-    # The interpreter cuts what does not fit into bfloat16 off, where a GPU rounds.
-    room = 4 if dtype == torch.bfloat16 else 1
-    assert got.dtype == dtype and error < room * tolerance(dtype), (how, shape, rows, tiles, parts, dtype, error)
+    # The interpreter truncates to bfloat16, where a GPU rounds.
+    factor = 4 if dtype == torch.bfloat16 else 1
+    assert got.dtype == dtype and error < factor * tolerance(dtype), (how, shape, rows, tiles, parts, dtype, error)
 
 
 def check_products() -> int:
-    """Few and many rows, all inputs at once and in steps, a last step that is not full, outputs that end in a block."""
+    """Few and many rows, one step or several, a partial last step, outputs that end within a block."""
     count = 0
     ways = ["", "n", "r", "ng", "gb", "nbr", "ngbr"]
     for i, (how, dtype, rows) in enumerate(itertools.product(KINDS, DTYPES, (1, 3, 16))):
@@ -57,7 +57,7 @@ def check_products() -> int:
 
 
 def check_bits() -> int:
-    """The same bits each time, whatever the number of programs and the other rows."""
+    """Deterministic, for any number of programs and any other rows."""
     x = draw(7, 192).half()
     for kind in ("int8", "float8", "int4"):
         weight = quantise(draw(50, 192), kind, 32)
@@ -69,8 +69,8 @@ def check_bits() -> int:
     return 3
 
 
-def check_what_is_not_for_them() -> int:
-    """float32, rows of an odd number of bytes and more than sixteen rows go to other kernels, whatever the table."""
+def check_unsupported_cases() -> int:
+    """float32, unaligned rows and more than sixteen rows use other kernels, whatever the table says."""
     count = 0
     skinny_gemm_tiles.OVERRIDE.append(SkinnyTiles(16, 32, 2, 2, tensor_cores=True))
     for (kind, inputs), rows, dtype in itertools.product(
@@ -78,22 +78,22 @@ def check_what_is_not_for_them() -> int:
     ):
         x, weight = draw(rows, inputs).to(dtype), quantise(draw(20, inputs), kind, 32)  # type: ignore[arg-type]
         got, wanted = skinny_gemm.fused_linear(x, weight), reference.fused_linear(x.double(), weight)
-        room = 2e-3 if dtype == torch.float16 else 1e-4  # the library's widen weights to float16
-        assert got.dtype == dtype and (got - wanted).norm() < room * wanted.norm(), (kind, inputs, rows, dtype)
+        factor = 2e-3 if dtype == torch.float16 else 1e-4  # torch's GEMM dequantises to float16
+        assert got.dtype == dtype and (got - wanted).norm() < factor * wanted.norm(), (kind, inputs, rows, dtype)
         count += 1
     skinny_gemm_tiles.OVERRIDE.clear()
     return count
 
 
 def check_every_code() -> int:
-    """Each number that a format has, one at a time."""
+    """Every code of each format, one at a time."""
     count = 0
     for dtype, weight in itertools.product(DTYPES, codes("cpu")):
         x, exact = torch.eye(weight.inputs, dtype=dtype), one_by_one(weight)
         tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, tensor_cores=True)
         got = torch.cat([skinny_gemm.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
         if weight.kind == "float8" and dtype == torch.bfloat16:
-            # 2^−120 of these is below bfloat16's normal numbers, which the interpreter reads wrongly; see tests/gpu.
+            # Scaled by 2^−120 these are bfloat16 subnormals, which the interpreter misreads; see tests/gpu.
             exact, got = (torch.where(exact.abs() < 2**-6, 0, x) for x in (exact, got))
         assert torch.allclose(got.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-3), (weight.kind, dtype)
         count += 1
@@ -106,5 +106,5 @@ def one_by_one(weight: Quantised) -> Tensor:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_products, check_bits, check_what_is_not_for_them, check_every_code):
+    for check in (check_products, check_bits, check_unsupported_cases, check_every_code):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,12 +1,12 @@
-"""Triton's interpreter, made quicker, and a process that runs modules of interpreted kernels in it one after another.
+"""A faster Triton interpreter, and a process that runs modules of interpreted kernels in it one by one.
 
-    TRITON_INTERPRET=1 python -m tests.interpreter            names of modules come in, a line of JSON goes out for each
+    TRITON_INTERPRET=1 python -m tests.interpreter            reads module names, writes a line of JSON for each
 
 At each launch, and at each call of a function inside a kernel, the interpreter searches triton.language for its
-builtins; for each value it builds a table of all types. Together that was 40% of the time of our kernels, which call
-many small functions. Here both are done once. What a kernel computes is the same.
+builtins; for each value it builds a table of all types. Together that took 40% of the time of our kernels, which call
+many small functions. Here both are done once; results are unchanged.
 
-Each module runs in a child of its own, forked when torch and Triton have been imported.
+Each module runs in its own child process, forked after torch and Triton have been imported.
 """
 
 import functools
@@ -22,8 +22,8 @@ from typing import Any
 MODULES = ("torch._dynamo", "colonnade.kernels.registry")
 
 
-def quicken() -> None:
-    """Let the interpreter remember what it looks up; needs Triton imported under TRITON_INTERPRET=1."""
+def cache_lookups() -> None:
+    """Cache the interpreter's lookups; needs Triton imported under TRITON_INTERPRET=1."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -33,7 +33,7 @@ def quicken() -> None:
     }
 
     def patch_language(_: Any) -> Any:
-        """For one launch, whatever its kernel calls: Triton's own functions use tl.core."""
+        """Patch all language modules once per launch; Triton's own functions use tl.core."""
         scope = interpreter._LangPatchScope()
         for package, names in found.items():
             for name in names:
@@ -44,13 +44,13 @@ def quicken() -> None:
         return scope
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        """A function inside a kernel, whose launch has patched the language."""
+        """Call a function inside a kernel; the launch has already patched the language."""
         return self.rewrite()(*args, **options)
 
     number = functools.cache(interpreter._get_np_dtype)
 
     def numpy_type(kind: Any) -> Any:
-        """Of one number of ``kind``; blocks and pointers cannot be remembered themselves."""
+        """The numpy dtype of a scalar ``kind``; block and pointer types are not hashable."""
         return number(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_language, numpy_type
@@ -79,7 +79,7 @@ def run(module: str) -> tuple[int, str]:
 
 
 def main() -> None:
-    """Modules by name, a line each, until there are no more."""
+    """Run the modules named on stdin, one per line."""
     import faulthandler
     import importlib
 
@@ -89,7 +89,7 @@ def main() -> None:
     faulthandler.enable()
     for module in MODULES:
         importlib.import_module(module)
-    quicken()
+    cache_lookups()
     for line in sys.stdin:
         print(json.dumps(run(line.strip())), flush=True)
 

@@ -1,4 +1,4 @@
-"""Cases of decoding over pages of latents: tensors, a plan, the kernel's state and the exact one."""
+"""Test cases of paged latent attention: inputs, plan, the kernel's result and the exact one."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from tests.guarded import guarded
 
 @dataclass
 class LatentMade:
-    """A case as tensors."""
+    """The tensors and plan of a case."""
 
     q: Tensor
     k: Tensor
@@ -27,7 +27,7 @@ class LatentMade:
     scales: Tensor | None = None
 
     def run(self) -> State:
-        """The kernel's state; memory is NaN before, and on a CPU nobody's beside what is read."""
+        """The kernel's result; outputs start as NaN, and on a CPU inputs are in guarded memory."""
         q, k, scales = guarded(self.q), guarded(self.k), None if self.scales is None else guarded(self.scales)
         table, ready = guarded_table(self.table), guarded_plan(self.ready)
         torch.use_deterministic_algorithms(True)
@@ -37,7 +37,7 @@ class LatentMade:
             torch.use_deterministic_algorithms(False)
 
     def exact(self) -> State:
-        """The reference's, in float64."""
+        """The reference's result in float64."""
         k = self.k.double()
         if self.scales is not None:
             k = cache_write.dequantise_latents(self.k, self.scales, self.rank, torch.float64)
@@ -46,7 +46,7 @@ class LatentMade:
 
 @dataclass(frozen=True)
 class LatentCase:
-    """Requests of these lengths, the last ``queries`` of which are new."""
+    """Requests of ``lengths`` tokens, of which the last ``queries`` are new."""
 
     lengths: list[int]
     queries: list[int]
@@ -60,7 +60,7 @@ class LatentCase:
     cache: cache_write.LatentKind | None = None
 
     def made(self, device: str = "cpu") -> LatentMade:
-        """Tensors and a plan with many cuts."""
+        """Tensors and a plan with many splits."""
         H = self.rank + self.rope
         case = Case(self.lengths, self.queries, K=1, group=self.N, H=H, page=self.page, dtype=self.dtype)
         raw = case.made(device, prepared=False)

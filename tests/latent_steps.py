@@ -6,7 +6,7 @@ from colonnade.model import KVCache, Paged
 
 
 def step(cache: KVCache, pages: list[list[int]], spans: list[tuple[int, int]]) -> tuple[torch.Tensor, Paged]:
-    """Positions and attend of new tokens start … stop − 1 of each request."""
+    """Positions and attend for new tokens start … stop − 1 of each request."""
     table, size = torch.tensor(pages, dtype=torch.int32), cache.page_tokens
     at = [torch.arange(start, stop) for start, stop in spans]
     slots = torch.cat([table[r, t // size] * size + t % size for r, t in enumerate(at)]).long()

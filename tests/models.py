@@ -1,4 +1,4 @@
-"""Tiny models with odd sizes, and ragged data for them: what parity tests are made of."""
+"""Tiny models with odd sizes and ragged data, for parity tests."""
 
 from collections.abc import Iterable
 
@@ -51,7 +51,7 @@ CONFIGS: dict[str, ModelConfig] = {
         rope_scaling=RopeScaling(kind="yarn", factor=8, original_context=8, mscale=0.7, mscale_all_dim=0.9), **_TINY,
     ),
 }  # fmt: skip
-"""12 key/value heads divide over tp of 1, 2, 3 and 4; 26 hidden units and the vocabularies do not."""
+"""12 key/value heads divide by tp 1, 2, 3 and 4; 26 hidden units and the vocabularies do not."""
 
 _BERT = _GPT2 | {"family": "bert", "activation": "gelu", "norm_eps": 1e-12, "causal": False, "segments": 2}
 _POST = {"norm_order": "post", "embed_norm": True}
@@ -70,17 +70,17 @@ BERTS: dict[str, ModelConfig] = {
     "post_spans": ModelConfig(vocab_size=67, heads=12, head_width=2, top="spans", **_TINY, **(_BERT | _POST)),
     "post_encoder": ModelConfig(vocab_size=67, heads=12, head_width=2, top="encoder", **_TINY, **(_BERT | _POST)),
 }  # fmt: skip
-"""Encoders of both orders of norms, with each top."""
+"""Pre- and post-norm encoders with each output head."""
 
 THREE_KV_HEADS = ModelConfig(vocab_size=101, heads=6, kv_heads=3, head_width=4, **_TINY)
-"""The odd one, for tp=3."""
+"""A model for tp=3."""
 
 LENGTHS = [7, 1, 13, 4]
 """Ragged documents."""
 
 
 def build(config: ModelConfig, axes: Axes = SOLO_AXES, *, seed: int = 0, dtype: torch.dtype = torch.float64):
-    """An initialised model; norms and biases are moved off 1 and 0, where a wrong gradient could hide."""
+    """An initialised model; norms and biases differ from 1 and 0, where wrong gradients could hide."""
     model = initialise(Transformer(config, axes, dtype=dtype), seed)
     shapes, layout = model.global_shapes(), layout_of(model)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def build(config: ModelConfig, axes: Axes = SOLO_AXES, *, seed: int = 0, dtype: 
 
 
 def ragged(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> tuple[Stream, Packed, torch.Tensor]:
-    """A stream of documents, its attend, and targets of which some are ignored."""
+    """A stream of documents, its attend, and targets, some ignored."""
     generator = torch.Generator().manual_seed(seed)
     T = sum(lengths)
     tokens = torch.randint(config.vocab_size, (T,), generator=generator)
@@ -107,7 +107,7 @@ def ragged(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> 
 
 
 def pairs(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> tuple[Stream, Packed, torch.Tensor]:
-    """A stream of two segments a document, its attend in both directions, and targets of which most are ignored."""
+    """A stream of documents with two segments, bidirectional attend, and targets, most ignored."""
     stream, _, targets = ragged(config, lengths, seed)
     segments = torch.cat([(torch.arange(n) >= n // 2).long() for n in lengths])
     targets[torch.rand(len(targets), generator=torch.Generator().manual_seed(seed)) < 0.6] = IGNORE
@@ -115,7 +115,7 @@ def pairs(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> t
 
 
 def pairwise(names: Iterable[str]) -> list[tuple[str, int, bool]]:
-    """(name, tp, sequence_parallel), so that each name meets each value and each two values meet over several names."""
+    """(name, tp, sequence_parallel): each name with each value, and all pairs of values over several names."""
     found = []
     for i, name in enumerate(names):
         sequence = (i % 2 == 1, i % 2 == 0, i // 2 % 2 == 1)
@@ -135,4 +135,4 @@ MOES: dict[str, ModelConfig] = {
         moe=MoeConfig(active=2, capacity=0.75, priority=True, balance="importance", **_EXPERTS),
     ),
 }  # fmt: skip
-"""Six experts of twelve hidden units: they divide over 2, 3 and 4 (sh) ranks."""
+"""Six experts of twelve hidden units, which divide over 2, 3 and 4 (sh) ranks."""

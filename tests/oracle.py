@@ -1,6 +1,6 @@
-"""A second implementation of training in plain PyTorch, to which the library is compared: model, losses, clip, AdamW.
+"""An independent implementation of training in plain PyTorch, for comparison: model, losses, clipping, AdamW.
 
-Layouts of the library can agree with one another and all be wrong in the same way; this file shares no code with it.
+The library's layouts could agree and all be wrong in the same way, so this file shares no code with it.
 It reads the fields of a config and of batches, computes attention one sequence and one head at a time and every expert
 on every token, and leaves all derivatives to autograd. Only the rotary angles are in float32, as in published models.
 Latent attention, noise and dropout are not covered.
@@ -24,16 +24,16 @@ class Oracle:
         self.config, self.train = config, train
         self.w = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
         self.biases = {name: b.clone() for name, b in buffers.items()}
-        """The experts' balancing biases, which no gradient moves."""
+        """The experts' balancing biases, which have no gradient."""
         self.m = {name: torch.zeros_like(w) for name, w in self.w.items()}
         self.v = {name: torch.zeros_like(w) for name, w in self.w.items()}
         self.loads: dict[int, Tensor] = {}
-        """Choices by expert since they were cleared, by layer."""
+        """Choices per expert since the last reset, by layer."""
 
     # -- training --------------------------------------------------------------------------------------------------
 
     def step(self, number: int, passes: list[list[Any]]) -> tuple[float, float]:
-        """(mean loss, gradient norm) of step ``number``; the batches of a pass are balanced over experts together."""
+        """(mean loss, gradient norm) of step ``number``; expert balance is computed per pass."""
         train, (valid, pairs) = self.train, _counts(passes)
         tokens = sum(len(batch.tokens_T) for batches in passes for batch in batches)
         self.loads.clear()
@@ -58,7 +58,7 @@ class Oracle:
         return (masked / valid + order / pairs).item()
 
     def rate(self, number: int) -> float:
-        """Linear warm-up from 0 to lr in ``warmup`` + 1 steps, then down to min_lr at the last step."""
+        """Linear warm-up from 0 to lr in ``warmup`` + 1 steps, then decay to min_lr at the last step."""
         t = self.train
         if number < t.warmup:
             return t.lr * (number + 1) / (t.warmup + 1)
@@ -68,7 +68,7 @@ class Oracle:
 
     @torch.no_grad()
     def adamw(self, number: int, grads: list[Tensor]) -> None:
-        """Loshchilov 2017, algorithm 2, with the rate in front of the decay; vectors do not decay."""
+        """Loshchilov 2017, algorithm 2, with decay multiplied by the rate; vectors do not decay."""
         t, lr = self.train, self.rate(number)
         for (name, w), g in zip(self.w.items(), grads, strict=True):
             m, v = self.m[name], self.v[name]

@@ -1,4 +1,4 @@
-"""One step's loss and gradients with and without plan.tp_overlap, for its tests on CPUs and on GPUs."""
+"""One step's loss and gradients with and without plan.tp_overlap, for tests on CPUs and GPUs."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -22,9 +22,9 @@ from colonnade.train.train_step import forward_backward
 from harness.training_jobs import filled, random_batch
 
 GPT2 = preset("gpt2").replace(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
-"""Pre-norm, biases, one product at the entry of the feed-forward part."""
+"""Pre-norm, biases, one GEMM into the feed-forward layer."""
 LLAMA = ModelConfig(vocab_size=208, layers=2, width=64, heads=8, kv_heads=4, ffn_width=96, context=16)
-"""Gated: two products of the same rows."""
+"""Gated: two GEMMs with the same input."""
 
 
 def gradients(
@@ -38,9 +38,9 @@ def gradients(
     recomputed: bool = False,
     size: tuple[int, int] = (16, 4),
 ) -> Mapping[str, Tensor]:
-    """And the loss, of random weights; biases are not 0, where adding one on each rank could hide.
+    """Gradients and loss with random weights; biases are not 0, so that adding one on every rank shows.
 
-    ``graphed`` takes them from the second replay, after other samples; ``compiled`` names a backend; ``size`` is
+    ``graphed`` takes results from the second replay, after other samples; ``compiled`` names a backend; ``size`` is
     (tokens of a sequence, sequences).
     """
     model = filled(
@@ -57,21 +57,21 @@ def gradients(
     for block in model.blocks if compiled else ():
         block.compile(backend=compiled)
 
-    def run(*given: Any) -> Tensor:
-        return forward_backward(model, *given)
+    def run(*args: Any) -> Tensor:
+        return forward_backward(model, *args)
 
     step = GraphedForwardBackward(run, model.parameters(), context.device) if graphed else run
     loss = torch.zeros(())
     for batch in [batches[0], batches[0], batches[1], batches[0]] if graphed else batches[:1]:
         model.zero_grad(set_to_none=True)
         loss = step(batch, torch.tensor(size[0] * size[1], device=context.device), StepContext(0.1))
-    # Which rank has which token differs, so only the sums of what each rank adds are the same.
+    # Ranks hold different tokens, so only sums over ranks are comparable.
     optimizer_step.sum_partial_grads(dict(model.named_parameters()), layout_of(model), context.axes.tp)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss}
 
 
 def laid(device: str) -> AbstractContextManager[DistributedContext]:
-    """All processes of the world as tensor ranks."""
+    """A context in which all processes are tensor-parallel ranks."""
     plan = Plan(tp=torch.distributed.get_world_size(), sequence_parallel=True, tp_overlap=True)
     return DistributedContext.build(plan, device)

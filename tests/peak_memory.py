@@ -1,4 +1,4 @@
-"""The peak memory of short training runs and their estimates; run as a program, for it resets its own peak."""
+"""Peak memory of short training runs and their estimates; a program, because it resets its process's peak."""
 
 import gc
 import json
@@ -17,9 +17,9 @@ def resident(row: str) -> int:
 
 
 def measured(run: RunConfig) -> int:
-    """What the process grew by at most while ``run`` took its steps and saved after each [bytes]."""
+    """Peak growth of the process in bytes while ``run`` takes its steps and saves after each."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # resets the peak
     before = resident("VmRSS")
     with DistributedContext.build(run.plan, run.device) as context, Session(run, context) as session:
         for _ in range(run.train.steps):

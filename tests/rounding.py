@@ -1,4 +1,4 @@
-"""How Triton's interpreter rounds."""
+"""Row-independent rounding for Triton's interpreter."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +10,19 @@ import numpy as np
 
 @contextmanager
 def rows_alike() -> Iterator[None]:
-    """A row's products are rounded alike wherever it stands in a tile, as by a GPU's matrix units.
+    """Make a row's products independent of its position in a tile, as on a GPU's tensor cores.
 
-    The interpreter asks numpy, and numpy BLAS, which on some processors takes the last rows of a matrix by other
-    instructions than the first. So each row is multiplied by itself.
+    The interpreter uses numpy and so BLAS, which on some processors computes a matrix's last rows with other
+    instructions than the first. So each row is multiplied separately.
     """
     product = np.matmul
 
-    def matmul(a: np.ndarray, b: np.ndarray, **how: Any) -> np.ndarray:
-        return np.concatenate([product(row, b, **how) for row in a[:, None]]) if a.ndim == 2 else product(a, b, **how)
+    def matmul(a: np.ndarray, b: np.ndarray, **options: Any) -> np.ndarray:
+        return (
+            np.concatenate([product(row, b, **options) for row in a[:, None]])
+            if a.ndim == 2
+            else product(a, b, **options)
+        )
 
     with mock.patch.object(np, "matmul", matmul):
         yield

@@ -1,4 +1,4 @@
-"""Routers of all kinds with odd sizes, and tokens for them."""
+"""Routers of every kind with odd sizes, and tokens for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "topology": {"nodes": 3, "away": 0.14},
     "topology_no_way_out": {"nodes": 2, "away": 0.0},
 }
-"""A router each; the name up to the underscore is the registry's, but of expert_choice."""
+"""Router configs; the name up to the underscore is the registry's, except for expert_choice."""
 
 
 def kind_of(name: str) -> str:
@@ -55,7 +55,7 @@ def config_of(moe: MoeConfig) -> ModelConfig:
 
 
 def router_of(moe: MoeConfig, axes: Axes = SOLO_AXES) -> Router:
-    """A router in float64 with the same weights under any axes, far from the small ones of a first step."""
+    """A float64 router with the same weights under any axes, larger than at initialisation."""
     router = Router(config_of(moe), moe, axes, device=torch.device("cpu"), dtype=torch.float64)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def router_of(moe: MoeConfig, axes: Axes = SOLO_AXES) -> Router:
 
 
 def tokens(T: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TokenGroups]:
-    """x_TD, the tokens' ids, their numbers, which are not 0 … T − 1, and the sequence of each."""
+    """x_TD, token ids, token indices (not 0 … T − 1), and the sequence of each token."""
     generator = torch.Generator().manual_seed(3)
     x_TD = torch.randn(T, WIDTH, generator=generator, dtype=torch.float64)
     tokens_T = torch.randint(VOCAB, (T,), generator=generator)
@@ -77,7 +77,7 @@ def tokens(T: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, T
 
 
 def noise_for(moe: MoeConfig, index_T: torch.Tensor) -> BlockDropout | None:
-    """What a step of training gives the router: nothing unless it draws."""
+    """The router's noise in a training step; None unless it is stochastic."""
     return Dropout.of(11, 4, 1, index_T, DropoutRates()).at(0) if uses_noise(moe) else None
 
 
@@ -96,7 +96,7 @@ CHOICES = [
 
 
 def hard_scores(T: int, E: int) -> dict[str, torch.Tensor]:
-    """Positive and negative ones, equal ones, and such as are no numbers."""
+    """Scores of both signs, ties, infinities and NaN."""
     draw = torch.Generator().manual_seed(T + E)
     normal = torch.randn(T, E, generator=draw)
     lost = torch.rand(T, E, generator=draw) < 0.5
@@ -115,11 +115,12 @@ def hard_scores(T: int, E: int) -> dict[str, torch.Tensor]:
 
 
 def same_choice(run: Callable[..., Any], reference: Callable[..., Any], scores_TE: torch.Tensor, A: int, **how) -> None:
-    """An implementation of "top_experts" against another: the same experts, distinct, the lower index of equal scores;
-    weights and gradients are the other's.
+    """Compare two implementations of "top_experts": same distinct experts, the lower index on ties.
+
+    Weights and gradients agree too.
     """
     T, E = scores_TE.shape
-    counted_TE = scores_TE.sigmoid().detach().requires_grad_()  # another function than what is compared
+    counted_TE = scores_TE.sigmoid().detach().requires_grad_()  # different from the scores that are compared
     ids_TA, weights_TA = run(scores_TE, counted_TE, A, **how)
     again_TE = counted_TE.detach().requires_grad_()
     exact_ids_TA, exact_TA = reference(scores_TE, again_TE, A, **how)

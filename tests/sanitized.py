@@ -1,9 +1,9 @@
-"""Kernels of attention over pages, each in small, for compute-sanitizer to watch (tests/gpu/test_sanitizer_gpu.py):
+"""Small runs of every paged-attention kernel under compute-sanitizer (tests/gpu/test_sanitizer_gpu.py):
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitized
 
-Without torch's cache each tensor is an allocation of its own, so that what lies beyond its end is nobody's. With
-``cpu`` behind it, and ``TRITON_INTERPRET=1`` before, it shows that it runs.
+Without torch's caching allocator each tensor is its own allocation, so that out-of-bounds accesses are detected.
+With the argument ``cpu`` and ``TRITON_INTERPRET=1`` it checks that the program itself works.
 """
 
 import sys
@@ -38,18 +38,18 @@ CASES: list[tuple[str, Case | LatentCase, Tiles]] = [
 ]  # fmt: skip
 
 
-IN_CUDA = ("decodes", "several queries", "fixed cuts", "many fixed cuts", "8 bits")
-"""Cases that the kernel in CUDA C++ takes too."""
+CUDA_CASES = ("decodes", "several queries", "fixed cuts", "many fixed cuts", "8 bits")
+"""Cases that the CUDA C++ kernel supports too."""
 
 
 def same(made: Made | LatentMade, what: str) -> None:
-    """As float64, by norm."""
+    """Compare with float64 by norm."""
     got, exact = made.run().o.double(), made.exact().o
     assert float((got - exact).norm() / exact.norm()) < 1e-3, what
 
 
 def main(device: str) -> None:
-    """All of them; also pages that are nowhere, and what is written."""
+    """Run all cases, invalid pages and cache writes."""
     for what, case, tiles in CASES:
         OVERRIDE[:] = [tiles]
         same(case.made(device), what)
@@ -61,7 +61,7 @@ def main(device: str) -> None:
         and nvrtc.unavailable_reason() is None
     ):
         KERNELS[:] = ["cuda"]
-        for what in IN_CUDA:
+        for what in CUDA_CASES:
             same(next(case for name, case, _ in CASES if name == what).made(device), what)
             print(f"{what}, in CUDA C++", flush=True)
         same(Case([900, 0, 333], [1, 1, 1], K=2, group=8, H=64, page=16, sinks=True, **HALF).made(device), "cut lines")

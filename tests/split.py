@@ -1,4 +1,4 @@
-"""Attention over a cache that ranks share, against attention to all keys at once: on any device, in any precision."""
+"""Attention over a cache split between ranks compared with attention over all keys; any device and dtype."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ STEPS = {
     "alone": [(63, 1)],
     "prompts": [(0, 1), (0, 40)],
 }
-"""(positions before, new tokens) of each request: with and without keys, whole pages and parts of them."""
+"""(cached tokens, new tokens) of each request: with and without cached keys, full and partial pages."""
 
 
 Shape = tuple[int, int, int | None]
-"""(width of a head, tokens of a page, window)."""
+"""(head width, page tokens, window)."""
 
 
 def errors(
     cp: int, device: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Shape]
 ) -> dict[torch.dtype, dict[str, float]]:
-    """On each rank: of each step the error by norm, relative to the exact output's."""
-    found: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
+    """On each rank: the relative error by norm of each step."""
+    results: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
     with DistributedContext.build(Plan(cp=cp), device) as context:
         axes = with_small_allreduce(context.axes.serving(), context.device)
         for dtype, (H, page, window), (step, requests) in itertools.product(dtypes, shapes, STEPS.items()):
@@ -41,8 +41,8 @@ def errors(
                 window=window,
             )  # fmt: skip
             error = _error(config, axes, requests, page, dtype, context.device)
-            found[dtype][f"{step}, {H} wide, pages of {page}, window {window}"] = error
-    return found
+            results[dtype][f"{step}, {H} wide, pages of {page}, window {window}"] = error
+    return results
 
 
 def _error(
@@ -54,21 +54,21 @@ def _error(
     local = -(-len(order) // axes.cp.size) + 1
     cache = KVCache(config, axes, pages=local, page_tokens=page, dtype=dtype, device=on)
     for pool in (*cache.k, *cache.v):
-        pool.fill_(torch.nan)  # what nobody wrote is not to be read
-    held = CacheShard(axes.cp, cache, frozenset({config.window}))
-    slices, given, exact = [], [], []
+        pool.fill_(torch.nan)  # unwritten entries must not be read
+    shard = CacheShard(axes.cp, cache, frozenset({config.window}))
+    slices, new_qkv, exact = [], [], []
     for (start, new), count in zip(requests, counts, strict=True):
         pages, order = order[:count], order[count:]
         q, k, v = (_drawn(draw, start + new, n, config.head_width).to(dtype) for n in (config.heads, 2, 2))
         old = Slice(0, (0,) * start, tuple(pages), None)
-        slots = torch.tensor(held.slots(old), dtype=torch.int64, device=on)
+        slots = torch.tensor(shard.slots(old), dtype=torch.int64, device=on)
         for pool, x in ((cache.k[0], k), (cache.v[0], v)):
             pool.flatten(0, 1)[slots] = x[:start].to(on)
         slices.append(Slice(start, (0,) * new, tuple(pages), None))
-        given.append([x[start:] for x in (q, k, v)])
+        new_qkv.append([x[start:] for x in (q, k, v)])
         exact.append(reference.attend(q[start:].double(), k.double(), v.double(), window=config.window).o)
-    _, attend, _ = build_inputs(held, Work(tuple(slices)))
-    new_tokens = [torch.cat(parts).to(on) for parts in zip(*given, strict=True)]
+    _, attend, _ = build_inputs(shard, Work(tuple(slices)))
+    new_tokens = [torch.cat(parts).to(on) for parts in zip(*new_qkv, strict=True)]
     got, right = attend.at(0, config.window)(*new_tokens).double().cpu(), torch.cat(exact)
     return float((got - right).norm() / right.norm())
 

@@ -1,4 +1,4 @@
-"""Small tokenizers for tests: one learnt in a moment, and one of each kind of decoder that models come with."""
+"""Small tokenizers for tests: one trained quickly, and one of each kind of decoder."""
 
 import functools
 
@@ -31,7 +31,7 @@ def sentencepiece() -> Tokenizer:
 
 @functools.cache
 def metaspace() -> Tokenizer:
-    """T5's kind: unigrams that carry their leading space."""
+    """T5's kind: unigrams that include their leading space."""
     pieces = ["<pad>", "</s>", "▁", "▁a", "b", "▁hello", "é", "▁▁", "東"]
     core = tokenizers.Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -42,7 +42,7 @@ def metaspace() -> Tokenizer:
 
 @functools.cache
 def wordpiece() -> Tokenizer:
-    """BERT's kind: "##" continues a word, and spaces before punctuation are taken back."""
+    """BERT's kind: "##" continues a word, and spaces before punctuation are removed."""
     pieces = ["[UNK]", "[CLS]", "[SEP]", "do", "##ing", "##s", "n", "'", "t", ".", ",", "it", "東", "!"]
     core = tokenizers.Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
     core.decoder = decoders.WordPiece()

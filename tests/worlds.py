@@ -1,9 +1,9 @@
-"""Small worlds of gloo processes that stay alive between tests, because importing torch costs more than most checks.
+"""Pools of gloo processes that are reused between tests, because importing torch costs more than most checks.
 
     results = run(4, check, argument, …)        # check(*arguments) in 4 processes; the list of results by rank
 
-``check`` must be a function at a module's top level; inside it a process group of that size stands ready, so
-``Ground.build(plan)`` only lays the mesh. The first rank that fails, fails the test with its own traceback.
+``check`` must be a function at a module's top level; inside it a process group of that size is initialised, so
+``DistributedContext.build(plan)`` only builds the mesh. The first rank that fails fails the test with its traceback.
 """
 
 import atexit
@@ -29,11 +29,11 @@ class WorkerFailure(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def _live(pipe: Connection, rank: int, last_words: str) -> None:
+def _worker(pipe: Connection, rank: int, crash_log: str) -> None:
     torch.set_num_threads(1)
-    faulthandler.enable(Path(last_words).open("w"))  # noqa: SIM115 - as long as the process
+    faulthandler.enable(Path(crash_log).open("w"))  # noqa: SIM115 - open for the life of the process
     os.environ["COLUMNS"] = "120"
-    gc.freeze()  # what is imported stays, so that to collect the rest costs nothing
+    gc.freeze()  # imported modules stay alive; this makes later collections cheap
     while True:
         try:
             world, store, check, args = pipe.recv()
@@ -48,24 +48,23 @@ def _live(pipe: Connection, rank: int, last_words: str) -> None:
                 timeout=datetime.timedelta(seconds=LIMIT_S),
             )
             result, failure = check(*args), None
-            dist.barrier()  # nobody leaves while another still connects to him
+            dist.barrier()  # no rank may leave while another is still connecting to it
         except BaseException:
             result, failure = None, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # models under FSDP are cycles that hold groups, whose threads would poll on
+        gc.collect()  # FSDP models are reference cycles that keep process groups, and their polling threads, alive
         pipe.send((result, failure))
 
 
 class _Pool:
-    """As many workers as the largest world asked for; rank r of any world is worker r."""
+    """As many workers as the largest world so far; rank r of any world is worker r."""
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")
-        # The fork server imports torch once, and what is otherwise imported when it is first used; its children start
-        # in milliseconds.
+        # The fork server imports torch and lazily imported modules once; its children start in milliseconds.
         context.set_forkserver_preload(
             [
                 "torch.distributed.pipelining", "torch.distributed.fsdp", "colonnade.checkpoint.dcp_storage",
@@ -79,19 +78,19 @@ class _Pool:
         while len(self.workers) < world:
             ours, theirs = self.context.Pipe()
             rank = len(self.workers)
-            process = self.context.Process(target=_live, args=(theirs, rank, self._words(rank)), daemon=True)
+            process = self.context.Process(target=_worker, args=(theirs, rank, self._crash_log(rank)), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
 
-    def _words(self, rank: int) -> str:
+    def _crash_log(self, rank: int) -> str:
         return f"{self.folder.name}/{rank}"
 
-    def _death(self, rank: int) -> str:
-        """How a process ended, and where, if it could say so."""
+    def _describe_exit(self, rank: int) -> str:
+        """How a process ended, with its faulthandler output."""
         process, _ = self.workers[rank]
         process.join(5)
-        where = Path(self._words(rank)).read_text(encoding="utf-8", errors="replace")
+        where = Path(self._crash_log(rank)).read_text(encoding="utf-8", errors="replace")
         return f"the process died with exit code {process.exitcode}\n{where}"
 
     def close(self) -> None:
@@ -104,34 +103,34 @@ class _Pool:
     def run(self, world: int, check: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         self.grow(world)
         with tempfile.TemporaryDirectory() as folder:
-            crew = [pipe for _, pipe in self.workers[:world]]
-            for pipe in crew:
+            pipes = [pipe for _, pipe in self.workers[:world]]
+            for pipe in pipes:
                 pipe.send((world, f"{folder}/store", check, args))
             results: dict[Connection, Any] = {}
             while len(results) < world:
-                ready = wait([pipe for pipe in crew if pipe not in results], timeout=LIMIT_S)
+                ready = wait([pipe for pipe in pipes if pipe not in results], timeout=LIMIT_S)
                 if not ready:
                     self.close()
-                    raise WorkerFailure(f"ranks {[r for r, p in enumerate(crew) if p not in results]} hang")
+                    raise WorkerFailure(f"ranks {[r for r, p in enumerate(pipes) if p not in results]} hang")
                 for pipe in ready:
                     assert isinstance(pipe, Connection)
                     try:
                         result, failure = pipe.recv()
                     except EOFError:
-                        result, failure = None, self._death(crew.index(pipe))
+                        result, failure = None, self._describe_exit(pipes.index(pipe))
                     if failure:
-                        rank = crew.index(pipe)
+                        rank = pipes.index(pipe)
                         self.close()  # its peers may be waiting for it
                         raise WorkerFailure(f"rank {rank} of {world}:\n{failure}")
                     results[pipe] = result
-            return [results[pipe] for pipe in crew]
+            return [results[pipe] for pipe in pipes]
 
 
 _pool = _Pool()
 
 
 def run(world: int, check: Callable[..., Any], *args: Any) -> list[Any]:
-    """``check(*args)`` in ``world`` processes of one gloo group; the results by rank."""
+    """Run ``check(*args)`` in ``world`` processes of one gloo group; returns the results by rank."""
     return _pool.run(world, check, args)
 
 

@@ -1,4 +1,4 @@
-"""Implementations that run on a GPU, as the parameters (row, dtype) of a test."""
+"""Registered GPU kernels as test parameters (row, dtype)."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from colonnade.kernels.registry import KERNELS
 
 
 def rows(operation: str) -> list[Any]:
-    """All of ``operation`` but the reference, in every type."""
+    """Every kernel of ``operation`` except the reference, in every dtype."""
     return [
         pytest.param(row, dtype, id=f"{row.name}-{str(dtype).removeprefix('torch.')}")
         for row in KERNELS

@@ -1,4 +1,4 @@
-"""AdamW in one pass on a GPU: the reference's bits, torch's numbers, and no wait for the device."""
+"""Fused AdamW on a GPU: bitwise equal to the reference, close to torch, without device synchronisation."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ TRAIN = TrainConfig(steps=9, warmup=0, lr=1e-2, min_lr=1e-3, weight_decay=0.3, c
 
 @pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("copy", [None, torch.bfloat16, torch.float16], ids=str)
-def test_the_kernel_has_the_bits_of_its_reference(gradient: torch.dtype, copy: torch.dtype | None) -> None:
-    """Of many weights, whole blocks and parts; a skipped step moves nothing, though its gradients are infinite."""
+def test_kernel_equals_reference_bitwise(gradient: torch.dtype, copy: torch.dtype | None) -> None:
+    """Many weights, full and partial blocks; a skipped step changes nothing, even with infinite gradients."""
     weights = drawn(gradient, copy, "cuda", (*SIZES, (3000, 1001), (70000,)))
     run = choose("adamw", "cuda", torch.float32)
     assert run is not adamw.adamw
@@ -34,7 +34,7 @@ def test_the_kernel_has_the_bits_of_its_reference(gradient: torch.dtype, copy: t
         assert torch.equal(got, was)
 
 
-def test_unaligned_neighbours_stay() -> None:
+def test_unaligned_slices_leave_neighbours_unchanged() -> None:
     flat = torch.arange(4 * 70_000.0, device="cuda")
     before, one = flat.clone(), torch.ones(1, device="cuda")
     parts = flat.view(4, 70_000)[:, 1:60_002]
@@ -45,7 +45,7 @@ def test_unaligned_neighbours_stay() -> None:
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_it_moves_as_torchs_fused_adamw_and_waits_for_nothing(single: bool) -> None:
+def test_matches_torch_fused_adamw_without_synchronising(single: bool) -> None:
     held_by, norms = [], []
     for fused in (False, True):
         model = initialise(Transformer(MODEL, device="cuda"), 0)

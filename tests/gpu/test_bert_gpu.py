@@ -1,4 +1,4 @@
-"""An encoder on a GPU: both orders of norms equal the CPU, and training steps do not wait for the device."""
+"""A BERT encoder on a GPU: pre- and post-norm equal the CPU; training steps do not synchronise."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from colonnade.model import Hidden, Packed, Stream, Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.session import Session
 
-# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+# torch.compile, which the loss uses on a GPU, emits warnings of its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "."]
@@ -35,7 +35,7 @@ def test_hidden_states_equal_the_cpu(name: str, lengths: list[int], dtype: torch
     assert (got - expected).norm() <= tolerance * expected.norm()
 
 
-def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
+def test_steps_do_not_synchronise(tmp_path: Path) -> None:
     texts = [(str(i), " ".join(WORDS[(i * j + j) % 10] for j in range(8 + 7 * i % 90))) for i in range(200)]
     build(texts, tmp_path / "corpus", wordpiece=True, vocab_size=300, validation_share=0.2)
     vocab_size = Corpus(tmp_path / "corpus").manifest.vocab_size

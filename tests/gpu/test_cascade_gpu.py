@@ -1,4 +1,4 @@
-"""Chunks of prompts, shared prefixes, latents on a GPU: equal to float64, the same bits each time.
+"""Chunked prefill, shared prefixes and latent attention on a GPU: close to float64, deterministic.
 
 pytest -q tests/gpu/test_cascade_gpu.py        # about six minutes, most of it compiling
 """
@@ -26,12 +26,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 CHUNKS = {"lengths": [1500, 700, 70, 40, 0, 3], "queries": [600, 700, 65, 90, 0, 2]}
-"""With what came before and without, fewer keys than queries, nothing at all."""
+"""Chunks with and without earlier tokens, fewer keys than queries, and an empty request."""
 EVERYTHING = {"cap": 3.0, "slopes": True, "sinks": True}
 
 
 def same(made: Any, tolerance: float) -> None:
-    """Values and log-sum-exp by norm; memory is NaN before, so that what nobody wrote shows."""
+    """Compare output and log-sum-exp by norm; memory starts as NaN, so that unwritten elements show."""
     for what, got, right in zip(("o", "lse"), made.run(), made.exact(), strict=True):
         seen = right.isfinite()
         assert torch.equal(got.isfinite(), seen), what
@@ -39,7 +39,7 @@ def same(made: Any, tolerance: float) -> None:
         assert error < tolerance, (what, error)
 
 
-# -- chunks of prompts -------------------------------------------------------------------------------------------------
+# -- chunked prefill ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
@@ -66,7 +66,7 @@ def test_chunks_with_features(window: int | None, more: dict) -> None:
 
 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
-def test_chunks_over_caches_of_8_bits(cache: torch.dtype) -> None:
+def test_chunks_with_8_bit_cache(cache: torch.dtype) -> None:
     case = Case(**CHUNKS, K=2, group=8, H=128, page=16, dtype=torch.bfloat16, many=True, cache=cache)
     same(case.made("cuda"), 4e-3)
 
@@ -77,13 +77,13 @@ def test_long_chunks(queries: int) -> None:
         [queries + 1000, queries], [queries, queries], K=1, group=2, H=128, page=256, dtype=torch.bfloat16, many=True
     )
     made = case.made("cuda")
-    # Scores of the reference would not fit: against SDPA, which rounds no better.
+    # The reference's score matrix would not fit in memory; compare with SDPA, which rounds no better.
     theirs = sdpa.paged(made.q.float(), *(x.nan_to_num().float() for x in (made.k, made.v)), made.table)
     assert (made.run().o.float() - theirs).norm() < 4e-3 * theirs.norm()
 
 
 @pytest.mark.parametrize("window", [None, 200])
-def test_a_step_of_chunks_and_decodes(window: int | None) -> None:
+def test_mixed_step_of_chunks_and_decodes(window: int | None) -> None:
     case = Case(
         [5000, 5000, 900, 5000, 0, 64], [1, 3, 600, 1, 0, 64], K=2, group=4, H=128, page=16, dtype=torch.bfloat16,
         window=window, prefixes=(((0, 1, 3), 4800),),
@@ -119,7 +119,7 @@ def test_shared_prefixes_with_features(page: int, more: dict) -> None:
     same(replace(SHARED, page=page, dtype=torch.float16, H=64, **more).made("cuda"), 6e-4)
 
 
-def test_many_requests_of_one_prefix() -> None:
+def test_many_requests_with_one_prefix() -> None:
     B = 200
     case = Case(
         [4096 + 1 + i for i in range(B)], [1] * B, K=1, group=8, H=128, page=16, dtype=torch.bfloat16,
@@ -144,7 +144,7 @@ def test_bad_pages_of_a_shared_prefix_are_not_read() -> None:
     torch.cuda.synchronize()
 
 
-def test_a_graph_takes_the_next_steps_groups() -> None:
+def test_cuda_graph_reads_updated_groups() -> None:
     made = SHARED.made("cuda", capacity=True)
     attend(made.q, made.k, made.v, made.table, made.ready)
     torch.cuda.synchronize()
@@ -154,13 +154,13 @@ def test_a_graph_takes_the_next_steps_groups() -> None:
     pages, lengths, k, v = made.table.pages_RP, made.table.lengths_R, made.k, made.v
     for prefixes in (((0, 3, 5), 8192), ((2, 4), 4096)), (((0, 4), 2048),), ():
         other = replace(SHARED, prefixes=prefixes).made("cuda", capacity=True)
-        for ours, theirs in (
+        for buffer, new in (
             (pages, other.table.pages_RP),
             (lengths, other.table.lengths_R),
             (k, other.k),
             (v, other.v),
         ):
-            ours.copy_(theirs)
+            buffer.copy_(new)
         made.ready.update(other.plan)
         o.fill_(torch.nan)
         graph.replay()
@@ -171,7 +171,7 @@ def test_a_graph_takes_the_next_steps_groups() -> None:
 # -- latents -----------------------------------------------------------------------------------------------------------
 
 V2 = {"rank": 512, "rope": 64}
-"""DeepSeek-V2's and V3's."""
+"""Sizes of DeepSeek-V2 and V3."""
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16, 128])
@@ -193,7 +193,7 @@ def test_latents_in_float32() -> None:
     same(LatentCase([300], [1], N=4, rank=64, rope=16, page=16).made("cuda"), 1e-5)
 
 
-def test_latents_with_fixed_cuts_are_the_same_bits_in_any_company() -> None:
+def test_latents_with_fixed_splits_are_batch_invariant() -> None:
     how = {"N": 16, "page": 16, "dtype": torch.bfloat16, "chunk": 512, **V2}
     alone = LatentCase([3000], [1], **how).made("cuda").run()
     for others in (1, 7, 63):
@@ -205,8 +205,8 @@ def test_latents_with_fixed_cuts_are_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize("cache", ["int8", "float8"])
 @pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_latents_of_eight_bits(cache: cache_write.LatentKind, heads: int, dtype: torch.dtype) -> None:
-    """Against float64 of the same 8 bits; a weight is rounded once more, with its token's scale."""
+def test_latents_from_8_bit_cache(cache: cache_write.LatentKind, heads: int, dtype: torch.dtype) -> None:
+    """Compared with float64 on the same 8-bit values; weights are rounded once more, with their token's scale."""
     for page in (16, 64):
         case = LatentCase([3000, 1, 0, 65, 8000], [1, 1, 0, 3, 1], N=heads, page=page, dtype=dtype, cache=cache, **V2)
         made = case.made("cuda")
@@ -217,7 +217,7 @@ def test_latents_of_eight_bits(cache: cache_write.LatentKind, heads: int, dtype:
 @pytest.mark.parametrize("cache", ["int8", "float8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (20, 6)])
-def test_latents_are_stored_with_the_bits_of_plain_torch(
+def test_latent_cache_write_equals_reference_bitwise(
     cache: cache_write.LatentKind, dtype: torch.dtype, rank: int, rope: int
 ) -> None:
     draw = torch.Generator("cuda").manual_seed(0)
@@ -238,10 +238,10 @@ def test_latents_are_stored_with_the_bits_of_plain_torch(
 
 
 @pytest.mark.parametrize("cache", ["stored", "int8", "float8"])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: CacheFormat, recorded: bool) -> None:
+@pytest.mark.parametrize("graphed", [False, True])
+def test_latent_model_generates_same_tokens_as_cpu(cache: CacheFormat, graphed: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    said = []
+    outputs = []
     for device in ("cpu", "cuda"):
         model = tiny.model(dtype=torch.float32, **LATENT)
         if device == "cuda":
@@ -249,16 +249,16 @@ def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: CacheFormat, recor
             other.load_state_dict(model.state_dict())
             model = other.requires_grad_(False)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, token_budget=7, cache=cache)
-        fixed = recorded and device == "cuda"
+        fixed = graphed and device == "cuda"
         engine = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
-        said.append([c.token_ids for c in engine.generate([[1, 2, 3], list(range(20)), [9]], params)])
-    assert said[0] == said[1]
+        outputs.append([c.token_ids for c in engine.generate([[1, 2, 3], list(range(20)), [9]], params)])
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_long_prompts_apart(dtype: torch.dtype, window: int | None) -> None:
-    """A step with and without whole prompts that SDPA takes; decodes before, between and behind them."""
+def test_long_prompts_go_to_sdpa(dtype: torch.dtype, window: int | None) -> None:
+    """Steps with and without whole prompts that SDPA handles; decodes before, between and after them."""
     for lengths, new in (
         ([5000, 900, 4500], [1, 1, 4500]),
         ([4097, 900, 4352, 700], [4097, 1, 4352, 700]),

@@ -1,4 +1,4 @@
-"""Fine-tuning on a GPU: a recorded step is the step, nothing waits for the device, skipped steps keep the schedule."""
+"""Fine-tuning on a GPU: CUDA graphs equal eager steps, no synchronisation, skipped steps keep the schedule."""
 
 from pathlib import Path
 
@@ -38,15 +38,15 @@ def losses(run: RunConfig) -> list[float]:
     return [row["loss"] for row in read_rows(run.folder) if "loss" in row]
 
 
-def test_a_recorded_step_is_the_step(tmp_path: Path) -> None:
-    plain, recorded = (losses(config(tmp_path / str(on), cuda_graph=on)) for on in (False, True))
+def test_graphed_step_matches_eager_step(tmp_path: Path) -> None:
+    plain, graphed = (losses(config(tmp_path / str(on), cuda_graph=on)) for on in (False, True))
     assert len(plain) == 8
-    # A recording has micro-batches of one shape, whose products may run by other kernels.
-    assert recorded == pytest.approx(plain, abs=2e-2)
+    # A graph's micro-batches have one padded shape, for which other GEMM kernels may be chosen.
+    assert graphed == pytest.approx(plain, abs=2e-2)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_skipped_steps_do_not_wait_and_keep_the_schedule(fused: bool, tmp_path: Path) -> None:
+def test_skipped_steps_do_not_synchronise_or_advance_schedule(fused: bool, tmp_path: Path) -> None:
     run = config(tmp_path, dtype="float16", loss_scale=2.0**40, fused_adamw=fused, steps=40)
     with (
         DistributedContext.build(run.plan, run.device) as context,

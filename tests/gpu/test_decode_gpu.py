@@ -1,4 +1,4 @@
-"""Flash-Decoding on a GPU: equals float64 for every width, page, group and type; the same bits; nothing is waited for.
+"""Flash-Decoding on a GPU: close to float64 for every width, page, group and dtype; deterministic.
 
 pytest -q tests/gpu/test_decode_gpu.py        # about four minutes, most of it compiling
 """
@@ -21,13 +21,13 @@ from tests.decoding import KERNELS, Case, Made, by_itself, every_code, far_apart
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-"""Rounding the output alone costs 1.7e-3 in bfloat16. The log-sum-exp is float32 of products of rounded numbers."""
+"""Rounding the output alone costs 1.7e-3 in bfloat16. The log-sum-exp is float32, computed from rounded inputs."""
 LENGTHS = [1, 4000, 300, 17, 1025, 0]
 
 
 @pytest.fixture(params=["triton", "cuda"], autouse=True)
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test is of both kernels; what the one in CUDA C++ does not take is skipped."""
+    """Run every test with both kernels; cases that the CUDA C++ kernel does not support are skipped."""
     KERNELS[:] = [request.param]
     yield request.param
     KERNELS[:] = ["auto"]
@@ -61,7 +61,7 @@ def test_every_group(group: int) -> None:
 
 @pytest.mark.parametrize(("K", "group", "width"), [(8, 1, 128), (3, 5, 64), (1, 16, 256)])
 def test_many_short_requests(K: int, group: int, width: int) -> None:
-    """A worker has dozens of pieces, some of them of no keys; what is not finite in one is no other's."""
+    """Each worker has dozens of pieces, some without keys; non-finite values stay within their request."""
     lengths = [(37 * i) % 150 for i in range(300)]
     made = Case(lengths, [1] * 300, K=K, group=group, H=width, page=16, dtype=torch.bfloat16, sinks=True).made("cuda")
     same(made, 4e-3)
@@ -92,15 +92,15 @@ def test_features(window: int | None, more: dict, queries: int) -> None:
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page", [16, 128])
-def test_caches_of_8_bits(cache: torch.dtype, dtype: torch.dtype, page: int) -> None:
-    """Against the numbers that the cache holds: what a cache of 8 bits loses is not the kernel's."""
+def test_8_bit_caches(cache: torch.dtype, dtype: torch.dtype, page: int) -> None:
+    """Compared with float64 on the stored 8-bit values: quantisation error is not the kernel's."""
     case = Case(LENGTHS, [1] * 6, K=2, group=8, H=128, page=page, dtype=dtype, cache=cache)
     same(case.made("cuda"), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize(("group", "K", "width", "queries"), [(1, 3, 64, 1), (5, 2, 80, 3), (32, 1, 256, 2)])
-def test_shapes_of_caches_of_8_bits(cache: torch.dtype, group: int, K: int, width: int, queries: int) -> None:
+def test_8_bit_cache_shapes(cache: torch.dtype, group: int, K: int, width: int, queries: int) -> None:
     case = Case([4000, 64, 300, 90], [queries, 1, 0, queries], K=K, group=group, H=width, page=16, window=1500)
     case = replace(case, dtype=torch.bfloat16, cache=cache, sinks=True)
     same(case.made("cuda"), 4e-3)
@@ -109,15 +109,15 @@ def test_shapes_of_caches_of_8_bits(cache: torch.dtype, group: int, K: int, widt
 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_of_8_bits(cache: torch.dtype, dtype: torch.dtype) -> None:
+def test_every_8_bit_code(cache: torch.dtype, dtype: torch.dtype) -> None:
     made = every_code(cache, dtype, "cuda")
     assert torch.allclose(made.run().lse.double(), made.exact().lse, rtol=1e-6, atol=1e-5)
     made.q.zero_()
     assert torch.equal(made.run().o.double(), made.exact().o)
 
 
-def test_queries_far_apart_over_a_cache_of_8_bits() -> None:
-    """Heads of one group beyond float16 on both sides; one that is not finite is so by itself."""
+def test_query_magnitudes_beyond_float16_with_8_bit_cache() -> None:
+    """Heads of one group above and below float16's range; a non-finite head does not affect the others."""
     case = Case([4000, 300], [1, 2], K=1, group=4, H=128, page=16, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
     made = far_apart(case, "cuda")
     exact = made.exact()
@@ -128,7 +128,7 @@ def test_queries_far_apart_over_a_cache_of_8_bits() -> None:
         assert (got[:, :3].double() - exact.o[:, :3]).norm() < 4e-3 * exact.o[:, :3].norm()
 
 
-def test_the_same_bits_each_time() -> None:
+def test_runs_are_deterministic() -> None:
     made = Case([20_000, 3, 700], [1, 1, 2], K=2, group=8, H=128, page=16, dtype=torch.bfloat16).made("cuda")
     assert made.plan.slots > 100
     first = made.run()
@@ -136,7 +136,7 @@ def test_the_same_bits_each_time() -> None:
         assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
 
 
-def test_fixed_cuts_give_the_same_bits_in_any_company() -> None:
+def test_fixed_splits_are_batch_invariant() -> None:
     how = {"K": 2, "group": 4, "H": 128, "page": 16, "dtype": torch.bfloat16, "chunk": 512}
     alone = Case([3000], [1], **how).made("cuda").run()
     for others in (1, 7, 63, 255):
@@ -152,8 +152,8 @@ def test_fixed_cuts_give_the_same_bits_in_any_company() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3000])
-def test_fixed_cuts_give_the_same_bits_to_a_query_alone_and_within_a_chunk(window: int | None) -> None:
-    """Under a window queries of one block see their first key in different chunks."""
+def test_fixed_splits_give_a_query_the_same_bits_alone_and_in_a_chunk(window: int | None) -> None:
+    """With a window, queries of one block have their first key in different chunks."""
     case = Case([9000], [40], K=2, group=4, H=128, page=16, dtype=torch.bfloat16, chunk=128, window=window)
     made = case.made("cuda")
     whole = made.run().o
@@ -166,14 +166,14 @@ def test_fixed_cuts_give_the_same_bits_to_a_query_alone_and_within_a_chunk(windo
 @pytest.mark.parametrize("group", [1, 8, 17])
 @pytest.mark.parametrize("ahead", [0, 600])
 def test_runs_of_chunks(width: int, group: int, ahead: int) -> None:
-    """Lengths around the cuts; where a plan is made ahead runs end in chunks that nothing has reached."""
+    """Lengths around chunk boundaries; runs of a plan made ahead end in chunks that are still empty."""
     lengths = [0, 1, 511, 512, 513, 1023, 1024, 1025, 70_000, 8200]
     case = Case(lengths, [1] * 8 + [3, 20], K=2, group=group, H=width, page=64, dtype=torch.bfloat16, chunk=512)
     same(case.made("cuda", ahead=ahead), 4e-3)
 
 
-def test_a_graph_takes_the_next_steps_plan() -> None:
-    """Captured once; lengths grow, and the plan is written over in its place."""
+def test_cuda_graph_reads_updated_plan() -> None:
+    """Captured once; lengths change, and the plan is overwritten in place."""
     made = Case([500, 5000, 0], [1, 1, 1], K=2, group=4, H=128, page=64, dtype=torch.bfloat16).made(
         "cuda", capacity=True
     )
@@ -187,7 +187,7 @@ def test_a_graph_takes_the_next_steps_plan() -> None:
         plan = made.layout.plan(step, [1, 1, 1])
         flat.copy_(torch.tensor(plan.flat(made.ready.capacity), dtype=torch.int32))
         lengths.copy_(torch.tensor(step, dtype=torch.int32))
-        made.table.__dict__.pop("host", None)
+        made.table.__dict__.pop("host_lengths", None)
         o.fill_(torch.nan)
         graph.replay()
         exact = made.exact()
@@ -206,8 +206,8 @@ def test_bad_pages_are_not_read() -> None:
     torch.cuda.synchronize()
 
 
-def test_a_cache_of_more_than_two_billion_numbers() -> None:
-    """Pages at its end: 64-bit places."""
+def test_cache_of_more_than_two_billion_elements() -> None:
+    """Uses pages at the end of the cache, which need 64-bit offsets."""
     P, page, K, H = 2**31 // (256 * 8 * 128) + 64, 256, 8, 128
     k = torch.zeros(P, page, K, H, dtype=torch.float8_e4m3fn, device="cuda")
     small = Case([700, 300], [1, 1], K=K, group=2, H=H, page=page, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
@@ -221,8 +221,8 @@ def test_a_cache_of_more_than_two_billion_numbers() -> None:
 
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 4, 1], [300, 1, 1]], ids=str)
-def test_the_row_of_the_table(queries: list[int], kernels: str) -> None:
-    """Asked for by name; a long prompt is of many rows."""
+def test_registered_kernel_equals_sdpa(queries: list[int], kernels: str) -> None:
+    """The kernel is chosen by name; a long prompt goes to the kernel for many rows."""
     made = Case([5000, 40, 900], queries, K=2, group=4, H=128, page=16, dtype=torch.bfloat16).made("cuda")
     made.k, made.v = made.k.nan_to_num(), made.v.nan_to_num()
     run = choose("paged_attention", "cuda", torch.bfloat16, kernels)
@@ -235,26 +235,26 @@ def test_the_row_of_the_table(queries: list[int], kernels: str) -> None:
         assert (theirs.double() - exact).norm() < 4e-3 * exact.norm()
 
 
-def test_random_cells() -> None:
-    """A hundred of what the speed is measured at, small: lengths ragged, heads and pages any."""
+def test_random_shapes() -> None:
+    """A hundred random shapes like those of the benchmarks, but small; ragged lengths."""
     draw = torch.Generator().manual_seed(0)
 
-    def one(of: list) -> int:
-        return of[int(torch.randint(len(of), (), generator=draw))]
+    def pick(values: list) -> int:
+        return values[int(torch.randint(len(values), (), generator=draw))]
 
     for _ in range(100):
-        batch = one([1, 2, 3, 9, 40])
-        lengths = [int(torch.randint(1, one([5, 300, 9000]) + 1, (), generator=draw)) for _ in range(batch)]
+        batch = pick([1, 2, 3, 9, 40])
+        lengths = [int(torch.randint(1, pick([5, 300, 9000]) + 1, (), generator=draw)) for _ in range(batch)]
         case = Case(
-            lengths, [1] * batch, K=one([1, 2, 4, 8]), group=one([1, 2, 4, 5, 7, 8, 16]), H=one([64, 128, 256]),
-            page=one([16, 32, 64, 128, 256]), dtype=torch.bfloat16,
+            lengths, [1] * batch, K=pick([1, 2, 4, 8]), group=pick([1, 2, 4, 5, 7, 8, 16]), H=pick([64, 128, 256]),
+            page=pick([16, 32, 64, 128, 256]), dtype=torch.bfloat16,
         )  # fmt: skip
         same(case.made("cuda"), 4e-3)
 
 
-def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+def test_every_tuning_candidate(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     if kernels == "cuda":
-        pytest.skip("its warps and stages follow from the shared memory")
+        pytest.skip("the CUDA kernel derives warps and stages from shared memory")
     from colonnade.kernels.attention import decode_tiles
     from decoding import tune
 
@@ -263,11 +263,11 @@ def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch, kernels: st
         same(Case(LENGTHS, [1] * 6, K=2, group=8, H=width, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
 
 
-def test_what_the_cuda_kernel_takes(kernels: str) -> None:
-    """Where it can run it is chosen, so that no test above is skipped for nothing."""
-    here = torch.cuda.get_device_capability() == cuda_decode.ARCH and cuda_decode.nvrtc.unavailable() is None
+def test_shapes_the_cuda_kernel_supports(kernels: str) -> None:
+    """The CUDA kernel supports these shapes, so the tests above are not skipped needlessly."""
+    here = torch.cuda.get_device_capability() == cuda_decode.ARCH and cuda_decode.nvrtc.unavailable_reason() is None
     if kernels == "triton" or not here:
-        pytest.skip("not of this kernel, or none can be compiled here")
+        pytest.skip("for the CUDA kernel only, or it cannot be compiled here")
     for width, group, cache in itertools.product(
         (64, 80, 96, 112, 128, 192), (1, 5, 8), (torch.float16, torch.int8, torch.float8_e4m3fn)
     ):
@@ -281,14 +281,14 @@ def test_what_the_cuda_kernel_takes(kernels: str) -> None:
 
 @pytest.mark.parametrize("width", [64, 128, 192, 256])
 @pytest.mark.parametrize("lines", [100, 140, 300, 600, 1100])
-def test_every_number_of_teams(width: int, lines: int) -> None:
-    """As lines become more than multiprocessors, blocks are cut into teams, down to two or three warps."""
+def test_every_team_count(width: int, lines: int) -> None:
+    """With more lines than multiprocessors, blocks are split into teams, down to two or three warps."""
     lengths = [(31 * i) % 200 for i in range(lines - 1)] + [3000]
     same(Case(lengths, [1] * lines, K=1, group=5, H=width, page=16, dtype=torch.float16).made("cuda"), 6e-4)
 
 
-def test_a_thousand_launches_leak_nothing() -> None:
-    """Of random lengths, cut and whole, one after another without waiting."""
+def test_a_thousand_launches_leak_no_memory() -> None:
+    """Random lengths, split and unsplit, launched back to back."""
     draw = torch.Generator().manual_seed(1)
     before = 0
     for i in range(200):
@@ -306,34 +306,34 @@ def test_a_thousand_launches_leak_nothing() -> None:
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 
-def test_beside_streams_that_fill_the_gpu() -> None:
-    """Blocks that wait for each other's states are resident together, or not at all: nothing hangs."""
-    mades = [
+def test_concurrent_streams_that_fill_the_gpu() -> None:
+    """Blocks that wait for each other's states are co-resident, so nothing deadlocks."""
+    cases = [
         Case([40_000, n], [1, 1], K=2, group=8, H=128, page=16, dtype=torch.bfloat16).made("cuda") for n in (9, 77)
     ]
-    alone = [made.run().o for made in mades]
+    alone = [made.run().o for made in cases]
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0)]
     torch.cuda.synchronize()
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     for _ in range(50):
         with torch.cuda.stream(streams[2]):
             for _ in range(3):
                 torch.mm(x, x)
-        for made, stream in zip(mades, streams, strict=False):
+        for made, stream in zip(cases, streams, strict=False):
             with torch.cuda.stream(stream):
-                found += [attend(made.q, made.k, made.v, made.table, made.ready).o for _ in range(4)]
+                outputs += [attend(made.q, made.k, made.v, made.table, made.ready).o for _ in range(4)]
     torch.cuda.synchronize()
-    assert len(found) == 400
-    for i, o in enumerate(found):
+    assert len(outputs) == 400
+    for i, o in enumerate(outputs):
         assert torch.equal(o, alone[i // 4 % 2])
 
 
-def test_a_graph_that_nothing_ran_before() -> None:
-    """Its slots are emptied by the graph itself; they stay usable outside of it."""
+def test_capture_without_warm_up() -> None:
+    """The graph itself resets its slots; they stay usable outside it."""
     made = Case([20_000, 0, 300], [1, 1, 1], K=2, group=8, H=64, page=16, dtype=torch.bfloat16).made("cuda")
     exact = made.run().o
-    made.ready = replace(made.ready)  # nothing of the run before
+    made.ready = replace(made.ready)  # drops buffers cached by the run above
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

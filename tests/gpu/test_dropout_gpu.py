@@ -1,4 +1,4 @@
-"""Dropout on a GPU: the CPU's masks, bit for bit; attention against float64, by relative norm; one compiled graph."""
+"""Dropout on a GPU: the CPU's masks bit for bit; attention close to float64; one compiled graph."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 KEY = torch.tensor(-(2**62) + 12345)
 
 
-def test_our_kernels_are_chosen() -> None:
+def test_triton_kernels_are_the_default() -> None:
     for operation in ("dropout", "dropout_attention"):
         for dtype in TOLERANCE:
             assert choose(operation, "cuda", dtype) is choose(operation, "cuda", dtype, "triton")
@@ -28,7 +28,9 @@ def test_our_kernels_are_chosen() -> None:
 @pytest.mark.parametrize("kernel", ["triton", "recompute"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("T", "D"), [(1000, 1536), (3, 5), (0, 8)])
-def test_elements_are_those_of_the_cpu(kernel: str, dtype: torch.dtype, compiled: bool, T: int, D: int) -> None:
+def test_elementwise_dropout_equals_cpu_bitwise(
+    kernel: str, dtype: torch.dtype, compiled: bool, T: int, D: int
+) -> None:
     torch._dynamo.reset()
     x, g = torch.randn(2, T, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     index_T = torch.arange(T) * 7 + 2**32 - 50
@@ -59,7 +61,7 @@ CASES = [
     (torch.float32, EQUAL, False, None, 6, 128),
     (torch.bfloat16, EQUAL, True, None, 6, 256),
 ]
-"""Each value with each dtype once or so; a case compiles three kernels, which takes seconds."""
+"""About one case per value and dtype, because each compiles three kernels, which takes seconds."""
 
 
 @pytest.mark.parametrize(("dtype", "lengths", "causal", "window", "kv", "H"), CASES, ids=str)
@@ -82,21 +84,21 @@ def test_attention(dtype: torch.dtype, lengths: list[int], causal: bool, window:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_attention_has_the_same_bits_each_time(dtype: torch.dtype) -> None:
+def test_attention_is_deterministic(dtype: torch.dtype) -> None:
     index_T = torch.arange(900, device="cuda")
     pairs = AttentionDropout(KEY.cuda(), index_T, index_T, 0.2)
     q, k, v = (torch.randn(900, n, 64, device="cuda").to(dtype).requires_grad_() for n in (8, 2, 2))
     cu = torch.tensor([0, 500, 900], device="cuda").int()
-    run, found = choose("dropout_attention", "cuda", dtype), []
+    run, runs = choose("dropout_attention", "cuda", dtype), []
     for _ in range(3):
         o = run(q, k, v, cu, longest=500, equal=False, dropout=pairs)
-        found.append((o, *torch.autograd.grad(o.float().pow(2).sum(), (q, k, v))))
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+        runs.append((o, *torch.autograd.grad(o.float().pow(2).sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(other, runs[0], strict=True))
 
 
 @pytest.mark.parametrize("lengths", [[64, 64], [100, 28]], ids=str)
 def test_blocks_share_one_graph(lengths: list[int]) -> None:
-    """Also of ragged sequences: the kernel is an operator of torch's, whose lengths stay on the device."""
+    """Also with ragged sequences: the kernel is a torch operator whose lengths stay on the device."""
     config = ModelConfig(vocab_size=67, layers=10, width=64, heads=4, kv_heads=2, ffn_width=96, context=128)
     losses = []
     for compiled in (False, True):

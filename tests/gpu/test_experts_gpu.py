@@ -1,4 +1,4 @@
-"""Experts on a GPU: every row of the table equals float64 by relative norm; the same bits each time; no waiting."""
+"""Expert kernels on a GPU: every registered kernel is close to float64, deterministic, without synchronisation."""
 
 from typing import get_args
 
@@ -19,7 +19,7 @@ from tests.experts import LOADS, Case, experts_with_dropout, gradients, routed_e
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""The hidden units are rounded between the products, as well as what comes out."""
+"""Both the hidden units and the output are rounded."""
 CASES = [
     Case(200, 2, 8, 256, 384),
     Case(333, 8, 64, 128, 96, load="skewed"),
@@ -43,22 +43,22 @@ ROWS = [
 ]
 
 
-OF = {"routed_experts": routed_experts, "dropout_experts": experts_with_dropout}
+WRAPPERS = {"routed_experts": routed_experts, "dropout_experts": experts_with_dropout}
 
 
-def run_of(row: chosen.Kernel):
-    return OF[row.operation](row.run)
+def wrapped(row: chosen.Kernel):
+    return WRAPPERS[row.operation](row.run)
 
 
-def close(row: chosen.Kernel, case: Case, dtype: torch.dtype) -> None:
+def assert_close(row: chosen.Kernel, case: Case, dtype: torch.dtype) -> None:
     exact_run = reference.routed if row.operation == "routed_experts" else reference.experts
-    exact = gradients(OF[row.operation](exact_run), case, torch.float64, "cuda", values=dtype)
-    for name, got in gradients(run_of(row), case, dtype, "cuda").items():
+    exact = gradients(WRAPPERS[row.operation](exact_run), case, torch.float64, "cuda", values=dtype)
+    for name, got in gradients(wrapped(row), case, dtype, "cuda").items():
         error = float((got.double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-3))
         assert error < TOLERANCE[dtype] * (1 if name == "y" else 2), (name, error)
 
 
-def test_our_kernels_are_chosen() -> None:
+def test_triton_kernels_are_the_default() -> None:
     for operation in ("routed_experts", "sort_by_expert", "gather_rows", "combine_rows"):
         assert choose(operation, "cuda", torch.bfloat16) is choose(operation, "cuda", torch.bfloat16, "triton")
 
@@ -66,40 +66,40 @@ def test_our_kernels_are_chosen() -> None:
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.T}x{case.A}of{case.E}-{case.load}")
 def test_experts(row: chosen.Kernel, dtype: torch.dtype, case: Case) -> None:
-    close(row, case, dtype)
+    assert_close(row, case, dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str) -> None:
     for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
-        close(row, Case(100, 2, 8, 64, 128, activation=activation), torch.bfloat16)
+        assert_close(row, Case(100, 2, 8, 64, 128, activation=activation), torch.bfloat16)
 
 
-WAYS = [
+TILE_OPTIONS = [
     {"programs_per_sm": 1}, {"programs_per_sm": 2, "GROUP": 1}, {"descriptors": True}, {"gather_first": True},
     {"library": True},    {"descriptors": True, "gather_first": True}, {"interleaved": True},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", WAYS, ids=str)
-def test_every_way_to_cut(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", TILE_OPTIONS, ids=str)
+def test_every_tile_option(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in get_args(Kernel):
-        monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3)._replace(**how))
+        monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3)._replace(**options))
     for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
-        close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
+        assert_close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernel", get_args(Kernel))
-def test_each_product_by_torchs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_product_with_torch_grouped_mm(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OVERRIDES, kernel, GroupedTiles(64, 64, 64, 4, 3, library=True))
     for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         for load in ("skewed", "some dropped", "all dropped"):
-            close(row, Case(700, 4, 32, 256, 320, load=load, gated=kernel != "up"), torch.bfloat16)
+            assert_close(row, Case(700, 4, 32, 256, 320, load=load, gated=kernel != "up"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_sort_is_the_references(load: str) -> None:
-    """Of many choices, of few, which are counted otherwise, and of none."""
+def test_sort_equals_reference(load: str) -> None:
+    """Many choices, few (which use another counting kernel), and none."""
     for T, A, E in ((5000, 8, 128), (256, 8, 128), (17, 3, 512), (1, 8, 64), (0, 2, 8)):
         case = Case(T, A, E, 1, 1, load=load)
         ids_TA = case.ids().cuda()
@@ -109,8 +109,8 @@ def test_sort_is_the_references(load: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rows_there_and_back(dtype: torch.dtype) -> None:
-    """Gather and combine with unit weights give A times each token, and the gradients are the references'."""
+def test_gather_and_combine(dtype: torch.dtype) -> None:
+    """Gather then combine with unit weights gives A times each token; gradients equal the reference's."""
     T, A, D = 700, 4, 1100
     order_R, _ = permute.sort(Case(T, A, 16, 1, 1).ids().cuda(), 16)
     x, y = torch.randn(T, D, device="cuda").to(dtype), torch.randn(T * A, D, device="cuda").to(dtype)
@@ -127,15 +127,15 @@ def test_rows_there_and_back(dtype: torch.dtype) -> None:
         assert float((ours - exact).float().norm() / exact.float().norm()) < TOLERANCE[dtype]
 
 
-def test_the_same_bits_each_time() -> None:
+def test_runs_are_deterministic() -> None:
     for row in (row for row in KERNELS if row.operation == "routed_experts" and row.name == "triton"):
         case = Case(3000, 8, 64, 256, 192, load="skewed")
-        first, second = (gradients(run_of(row), case, torch.bfloat16, "cuda") for _ in range(2))
+        first, second = (gradients(wrapped(row), case, torch.bfloat16, "cuda") for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    """A layer is captured in a graph and replayed with other choices, whose loads the host never sees."""
+def test_captured_layer_replays_with_other_choices() -> None:
+    """A captured layer is replayed with other choices, whose expert loads the host never reads."""
     T, E, A, D, F = 300, 16, 4, 128, 192
     draw = torch.Generator("cuda").manual_seed(0)
     stacks = [torch.randn(E, F, D, device="cuda", generator=draw).bfloat16() / 16 for _ in range(3)]
@@ -194,23 +194,23 @@ def test_one_compiled_graph(backward: bool) -> None:
     ],
     ids=lambda case: f"{case.T}x{case.A}of{case.E}-{case.load}",
 )  # fmt: skip
-def test_a_few_choices_as_they_come(case: Case, dtype: torch.dtype) -> None:
-    """And those of experts that another rank has, which are none here."""
-    x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(dtype, "cuda"))
+def test_few_token_experts_equal_reference(case: Case, dtype: torch.dtype) -> None:
+    """Also with choices of experts on other ranks, which are ignored here."""
+    x, routing, *stacks = (None if t is None else t.detach() for t in case.leaves(dtype, "cuda"))
     weights, ids = Weights(*stacks), case.ids().cuda()
     run, double = choose("few_token_experts", "cuda", dtype), weights.map(torch.Tensor.double)
-    for there in (ids, torch.where(torch.arange(case.A, device="cuda") % 2 == 1, case.E, ids)):
-        got = run(x, there, routing, weights, case.activation)
-        exact = reference.routed_unsorted(x.double(), there, routing.double(), double, case.activation)
+    for some_ids in (ids, torch.where(torch.arange(case.A, device="cuda") % 2 == 1, case.E, ids)):
+        got = run(x, some_ids, routing, weights, case.activation)
+        exact = reference.routed_unsorted(x.double(), some_ids, routing.double(), double, case.activation)
         assert got.shape == exact.shape and got.dtype == dtype
         assert float((got.double() - exact).norm()) <= TOLERANCE[dtype] * float(exact.norm())
-        assert torch.equal(run(x, there, routing, weights, case.activation), got)
+        assert torch.equal(run(x, some_ids, routing, weights, case.activation), got)
 
 
-def test_a_few_choices_in_a_graph() -> None:
-    """The second launch stands ready while the first runs, in a graph too; other tokens then go elsewhere."""
+def test_few_token_experts_in_cuda_graph() -> None:
+    """The second kernel is launched early (PDL), in a graph too; replays route tokens to other experts."""
     case = Case(2, 8, 64, 1024, 512, biased=True)
-    x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(torch.bfloat16, "cuda"))
+    x, routing, *stacks = (None if t is None else t.detach() for t in case.leaves(torch.bfloat16, "cuda"))
     weights, ids, run = Weights(*stacks), case.ids().cuda(), choose("few_token_experts", "cuda", torch.bfloat16)
     run(x, ids, routing, weights, "silu")
     graph = torch.cuda.CUDAGraph()
@@ -224,8 +224,8 @@ def test_a_few_choices_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("T", [1, 3, 40])
-def test_a_layer_says_the_same_with_and_without_a_gradient(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one, choices of few tokens find their experts by themselves."""
+def test_layer_output_is_the_same_with_and_without_gradients(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, few tokens use the kernel that does not sort."""
     moe = MoeConfig(experts=16, active=4, ffn_width=96)
     config = ModelConfig(
         vocab_size=64, layers=1, width=128, heads=4, ffn_width=96, context=64, activation="silu", gated=True, moe=moe
@@ -237,11 +237,11 @@ def test_a_layer_says_the_same_with_and_without_a_gradient(T: int, monkeypatch: 
     x_TD, calls = torch.randn(T, 128, device="cuda").bfloat16(), []
     key = "few_token_experts", "cuda", torch.bfloat16, "auto"
     run = chosen.LOOKUP[key]
-    monkeypatch.setitem(chosen.LOOKUP, key, lambda *given: calls.append(given) or run(*given))
+    monkeypatch.setitem(chosen.LOOKUP, key, lambda *args: calls.append(args) or run(*args))
     routed = LayerRouting(torch.zeros(T, dtype=torch.int64, device="cuda"), None, None)
-    said = layer(x_TD, T, routed)[0]
+    expected = layer(x_TD, T, routed)[0]
     assert not calls
     with torch.no_grad():
         got = layer(x_TD, T, routed)[0]
     assert len(calls) == (T * 4 <= 64)
-    assert float((said - got).float().norm()) <= 8e-3 * float(said.float().norm())
+    assert float((expected - got).float().norm()) <= 8e-3 * float(expected.float().norm())

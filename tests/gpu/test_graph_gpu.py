@@ -1,4 +1,4 @@
-"""A step as a CUDA graph has the bits of the step launched piece by piece: in training, clipped, resumed, validated."""
+"""A training step as a CUDA graph is bitwise equal to the eager step: clipped, resumed, validated."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ from colonnade.train import Trainer
 from colonnade.train.cuda_graph import GraphedForwardBackward
 from colonnade.train.session import Session
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
 
-# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+# torch.compile, which the loss uses on a GPU, emits warnings of its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
@@ -37,8 +37,8 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
 
 
-def ended(run: RunConfig) -> dict[str, bytes]:
-    """The last checkpoint's tensors."""
+def train_to_end(run: RunConfig) -> dict[str, bytes]:
+    """Train; return the last checkpoint's tensors as bytes."""
     Trainer(run).fit()
     return {path.name: path.read_bytes() for path in sorted((run.folder / f"step-{STEPS}").glob("*.safetensors"))}
 
@@ -58,29 +58,29 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_has_the_bits_of_the_step_in_pieces(config: RunConfig, case: str) -> None:
-    pieces = config.replace(name="pieces", train=config.train.replace(**CASES[case]))
-    graphed = config.replace(name="graphed", train=pieces.train.replace(cuda_graph=True))
-    assert ended(graphed) == ended(pieces)
+def test_graphed_run_equals_eager_run_bitwise(config: RunConfig, case: str) -> None:
+    eager = config.replace(name="eager", train=config.train.replace(**CASES[case]))
+    graphed = config.replace(name="graphed", train=eager.train.replace(cuda_graph=True))
+    assert train_to_end(graphed) == train_to_end(eager)
 
 
-def test_it_resumes_bit_for_bit_into_and_out_of_a_graph(config: RunConfig) -> None:
+def test_resume_with_and_without_graph_is_bitwise_exact(config: RunConfig) -> None:
     t = config.train.replace(save_every=4, dropout=0.1, cuda_graph=True)
-    whole = ended(config.replace(name="whole", train=t))
+    whole = train_to_end(config.replace(name="whole", train=t))
     for graphed in (True, False):
         again = config.replace(name=f"again-{graphed}", train=t.replace(cuda_graph=graphed))
         shutil.copytree(config.runs / "whole" / "step-4", again.folder / "step-4")
-        assert ended(again) == whole
+        assert train_to_end(again) == whole
 
 
-def test_ragged_documents_have_recordings_of_their_own(config: RunConfig) -> None:
+def test_ragged_documents_have_graphs_of_their_own(config: RunConfig) -> None:
     data = config.data.replace(separate_documents=True)
-    pieces = config.replace(name="pieces", data=data)
+    eager = config.replace(name="eager", data=data)
     graphed = config.replace(name="graphed", data=data, train=config.train.replace(cuda_graph=True))
-    assert ended(graphed) == ended(pieces)
+    assert train_to_end(graphed) == train_to_end(eager)
 
 
-def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) -> None:
+def test_replay_does_not_synchronise_and_reports_memory(config: RunConfig) -> None:
     config = config.replace(
         train=config.train.replace(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20)
     )
@@ -95,15 +95,15 @@ def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) ->
         finally:
             torch.cuda.set_sync_debug_mode("default")
         losses = [float(outcome.loss_sum) for outcome in outcomes]
-        assert len(set(losses)) == len(losses), "each step's loss is its own, read after all of them"
+        assert len(set(losses)) == len(losses), "each step must return its own loss tensor"
         assert losses[-1] < losses[0]
         assert outcomes[-1].memory_bytes >= 0.9 * outcomes[1].memory_bytes
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_record_their_collectives(config: RunConfig, sequence_parallel: bool) -> None:
+def test_tensor_parallel_collectives_are_captured(config: RunConfig, sequence_parallel: bool) -> None:
     plan = Plan(tp=2, sequence_parallel=sequence_parallel)
-    pieces = config.replace(name="pieces", plan=plan)
+    eager = config.replace(name="eager", plan=plan)
     graphed = config.replace(name="graphed", plan=plan, train=config.train.replace(cuda_graph=True))
-    assert ended(graphed) == ended(pieces)
+    assert train_to_end(graphed) == train_to_end(eager)

@@ -1,4 +1,4 @@
-"""``serve.batch_invariant`` on a GPU: products, norms and whole requests have the same bits in any company.
+"""``serve.batch_invariant`` on a GPU: GEMMs, norms and whole requests are bitwise independent of the batch.
 
 pytest -q tests/gpu/test_invariant_gpu.py        # about two minutes, half of it compiling
 """
@@ -24,7 +24,7 @@ from tests.serve import tiny
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}
-"""By norm; float32 sums 4,096 products one after another, which costs 1.15e-6."""
+"""Relative norm; float32 sums 4,096 products sequentially, which costs 1.15e-6."""
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -56,7 +56,7 @@ def test_norms(dtype: torch.dtype, width: int, biased: bool) -> None:
 @pytest.mark.parametrize("chunks", [1, FEW_CHUNKS, 100])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_attention(chunks: int, group: int) -> None:
-    """Queries on both sides of a cut, and of where sums are laid out otherwise: in a block, alone, among others."""
+    """Queries on both sides of a chunk boundary and of the change of summation: within a block, alone, in a batch."""
     how = {"K": 2, "group": group, "H": 128, "page": 64, "dtype": torch.float16, "chunk": CHUNK}
     made = Case([chunks * CHUNK + 9], [20], **how).made("cuda")
     whole = made.run().o
@@ -78,27 +78,30 @@ def test_attention(chunks: int, group: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "window"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("recorded", [False, True])
-def test_requests(name: str, dtype: torch.dtype, recorded: bool) -> None:
-    """As on a CPU; with graphs too, whose steps are padded to other sizes each time, and beside steps as they come."""
-    it = cpu.model(name, dtype).to("cuda")
-    alone = cpu.bits(it, fixed_steps=recorded)
-    assert cpu.same(cpu.bits(it, cpu.company(6), at=0, fixed_steps=recorded), alone)
-    assert cpu.same(cpu.bits(it, cpu.company(6), at=6, token_budget=7, fixed_steps=recorded), alone)
-    assert cpu.same(cpu.bits(it, cpu.company(6, seed=1), at=5, after=3, prefix_cache=False, fixed_steps=False), alone)
-    assert cpu.same(cpu.bits(it, cpu.company(6, seed=3), at=4, pages=14, max_requests=5), alone)  # recorded, unasked
-    drawn = cpu.bits(it, params=cpu.DRAWN, fixed_steps=False)
-    assert cpu.same(cpu.bits(it, cpu.company(6), at=3, params=cpu.DRAWN, fixed_steps=recorded), drawn)
+@pytest.mark.parametrize("graphed", [False, True])
+def test_requests(name: str, dtype: torch.dtype, graphed: bool) -> None:
+    """As on a CPU; with CUDA graphs, whose steps are padded to varying sizes, and mixed with eager steps."""
+    model = cpu.model(name, dtype).to("cuda")
+    alone = cpu.bits(model, fixed_steps=graphed)
+    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=0, fixed_steps=graphed), alone)
+    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=6, token_budget=7, fixed_steps=graphed), alone)
+    assert cpu.same(
+        cpu.bits(model, cpu.other_requests(6, seed=1), at=5, after=3, prefix_cache=False, fixed_steps=False), alone
+    )
+    # CUDA graphs are the default.
+    assert cpu.same(cpu.bits(model, cpu.other_requests(6, seed=3), at=4, pages=14, max_requests=5), alone)
+    drawn = cpu.bits(model, params=cpu.SAMPLED, fixed_steps=False)
+    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=3, params=cpu.SAMPLED, fixed_steps=graphed), drawn)
 
 
-def test_among_255_others() -> None:
-    it = cpu.model("llama", torch.bfloat16).to("cuda")
-    alone = cpu.bits(it, fixed_steps=False)
+def test_request_in_a_batch_of_256() -> None:
+    model = cpu.model("llama", torch.bfloat16).to("cuda")
+    alone = cpu.bits(model, fixed_steps=False)
     for at in (0, 100, 255):
-        assert cpu.same(cpu.bits(it, cpu.company(255, seed=at), at=at, fixed_steps=False), alone)
+        assert cpu.same(cpu.bits(model, cpu.other_requests(255, seed=at), at=at, fixed_steps=False), alone)
 
 
 @pytest.mark.parametrize(("name", "what"), [("experts", "experts"), ("latent", "latent attention")])
-def test_what_has_no_kernels_is_refused(name: str, what: str) -> None:
+def test_unsupported_models_are_refused(name: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"no kernels for {what} on a GPU"):
         Engine(cpu.model(name).to("cuda"), tiny.tokenizer(), ServeConfig(batch_invariant=True))

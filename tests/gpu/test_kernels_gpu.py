@@ -1,4 +1,4 @@
-"""The contract on a GPU: every row that runs there equals the float64 reference, by relative norm."""
+"""Attention kernels on a GPU: every registered one is close to the float64 reference, by relative norm."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""On GPUs: a sharded run is built of its shards alone, and one that is too large to begin says so.
+"""Sharded start on GPUs: no rank builds the whole model; running out of memory at start is explained.
 
 pytest -q tests/gpu/test_meta_start_gpu.py        # two GPUs, about a minute
 """
@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def _peak(run: RunConfig) -> float:
-    """The most that was in use while a session began, in whole models; then it takes a step."""
+    """Peak memory while a session starts, in units of the full model; also takes one step."""
     with DistributedContext.build(run.plan, "cuda") as context:
         torch.cuda.reset_peak_memory_stats()
         with Session(run, context) as session:
@@ -44,12 +44,12 @@ def _peak(run: RunConfig) -> float:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and this machine has {GPUS}")
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(cp=2)], ids=str)
-def test_no_rank_holds_the_whole_model(config: RunConfig, plan: Plan) -> None:
-    """Half of the weights and of each moment is 1.5 of it; the whole and half the moments, as it was, 2."""
+def test_no_rank_allocates_the_whole_model(config: RunConfig, plan: Plan) -> None:
+    """Half of the weights and of both moments is 1.5 models; a full copy of the weights would make it 2."""
     assert 1.4 < launch(_peak, (config.replace(plan=plan),), plan) < 1.7
 
 
-def test_a_run_that_is_too_large_to_begin(config: RunConfig) -> None:
+def test_out_of_memory_at_start_is_explained(config: RunConfig) -> None:
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(8 * MODEL.parameters / total)

@@ -1,4 +1,4 @@
-"""Float8 against its reference, and that no precision or memory option makes a step wait for the device."""
+"""Float8 equals its reference; no precision or memory option makes a step synchronise with the device."""
 
 import pytest
 import torch
@@ -16,24 +16,24 @@ from colonnade.train.session import Session
 from colonnade.train.train_step import forward
 from tests.gpu.test_train_gpu import config  # noqa: F401  (a fixture)
 
-# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+# torch.compile, which the loss uses on a GPU, emits warnings of its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="no float8 matrix units"
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="no float8 tensor cores"
 )
 
 
-def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
 
 
 @hopper
 @pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("T", [1, 33, 512, 4096])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_float8_linear_is_its_reference(row_wise: bool, T: int, compiled: bool, monkeypatch) -> None:
-    """The same float8 operands, so only the sums differ: relative norms as for bfloat16 kernels."""
+def test_float8_linear_equals_reference(row_wise: bool, T: int, compiled: bool, monkeypatch) -> None:
+    """The same float8 operands, so only summation order differs; tolerances as for bfloat16 kernels."""
     generator = torch.Generator("cuda").manual_seed(0)
     x, w, dy = (
         torch.randn(shape, device="cuda", generator=generator).bfloat16()
@@ -48,8 +48,8 @@ def test_float8_linear_is_its_reference(row_wise: bool, T: int, compiled: bool, 
         y = linear(*leaves, row_wise=row_wise)
         y.backward(dy)
         results.append((y.detach(), *(leaf.grad for leaf in leaves)))
-    for got, wanted in zip(*results, strict=True):
-        assert error(got, wanted) < 4e-3
+    for got, expected in zip(*results, strict=True):
+        assert error(got, expected) < 4e-3
     for got, exact in zip(results[0], (x @ w.T, dy @ w, dy.T @ x), strict=True):
         assert error(got, exact) < 0.1
 
@@ -68,8 +68,8 @@ OPTIONS = {
 
 @hopper
 @pytest.mark.parametrize("name", OPTIONS)
-def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:  # noqa: F811
-    # Equal sequences: under a compiler new lengths make new graphs, and making them is not what is tested.
+def test_steps_do_not_synchronise(config: RunConfig, name: str) -> None:  # noqa: F811
+    # Equal lengths when compiled, because new lengths would trigger recompilation, which is not tested here.
     data, t = (
         config.data.replace(separate_documents="compile" not in OPTIONS[name]),
         config.train.replace(**OPTIONS[name]),
@@ -89,42 +89,45 @@ def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:
             log.report()
 
 
-def test_offloaded_moments_are_the_same_bits() -> None:
-    """Several buckets of unlike sizes, so that all staging buffers are used more than once; a skipped step between."""
+def test_offloaded_optimizer_equals_resident_bitwise() -> None:
+    """Several buckets of unequal sizes, so that every staging buffer is reused; one step is skipped."""
     shapes = [(300, 70), (5,), (64, 64), (1000, 33), (0, 3), (7, 7), (900, 50)]
     generator = torch.Generator("cuda").manual_seed(0)
     start = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes]
     grads = [[torch.randn(shape, device="cuda", generator=generator) for shape in shapes] for _ in range(6)]
     t = TrainConfig(dtype="float16", loss_scale=4.0)
-    found = []
+    runs = []
     for make in (AdamW, lambda w, t: OffloadedAdamW(w, t, bucket_bytes=1 << 15)):
         weights = {str(i): w.clone() for i, w in enumerate(start)}
         optimizer, scaler = make(weights, t), LossScaler(t, torch.device("cuda"))
         for number, step in enumerate(grads):
             for w, grad in zip(weights.values(), step, strict=True):
                 w.grad = grad * scaler.scale
-            scaler.seen(torch.tensor(torch.inf if number == 2 else 1.0, device="cuda"))
+            scaler.update(torch.tensor(torch.inf if number == 2 else 1.0, device="cuda"))
             skip = torch.tensor(float(number == 2), device="cuda")
-            optimizer.step(1e-2, skip, scaler.used)
-        found.append((weights, optimizer.state, optimizer.steps))
-    (weights, state, steps), (others, moved, counted) = found
-    assert steps == counted == 5
-    assert all(moment.device.type == "cpu" and (moment.is_pinned() or not moment.numel()) for moment in moved.values())
+            optimizer.step(1e-2, skip, scaler.used_scale)
+        runs.append((weights, optimizer.state, optimizer.steps))
+    (weights, state, steps), (offloaded_weights, offloaded_state, offloaded_steps) = runs
+    assert steps == offloaded_steps == 5
+    assert all(
+        moment.device.type == "cpu" and (moment.is_pinned() or not moment.numel())
+        for moment in offloaded_state.values()
+    )
     for name, w in weights.items():
-        assert torch.equal(w, others[name])
+        assert torch.equal(w, offloaded_weights[name])
     for key, moment in state.items():
-        assert torch.equal(moment.cpu(), moved[key]), key
+        assert torch.equal(moment.cpu(), offloaded_state[key]), key
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F811
-    """What the blocks of the real model keep is what was chosen, within what is shared by all of them."""
+def test_activation_budget_is_respected(config: RunConfig, compiled: bool) -> None:  # noqa: F811
+    """The blocks' saved activations stay within the budget, plus what all blocks share."""
     t = config.train.replace(recompute="budget", activation_bytes=1_500_000, compile=compiled)
     config = config.replace(model=config.model.replace(layers=6), train=t)
     with DistributedContext.build(config.plan, config.device) as context:
         session = Session(config, context)
         assert session.recompute_summary is not None and "full" in session.recompute_summary
         batch = session.feed.samples.at(0)[0].to("cuda")
-        kept = saved_for_backward_bytes(session.model, lambda: forward(session.model, batch))
+        saved = saved_for_backward_bytes(session.model, lambda: forward(session.model, batch))
         weight = config.model.vocab_size * config.model.width * 4
-        assert kept < 1_500_000 + 2 * weight
+        assert saved < 1_500_000 + 2 * weight

@@ -1,4 +1,4 @@
-"""Products with quantised weights on a GPU: equal float64 at any number of rows, the same bits each time, and a model.
+"""Weight-only quantised GEMMs on a GPU: close to float64 at any number of rows, deterministic; whole models.
 
 pytest -q tests/gpu/test_quantised_gpu.py        # about four minutes, most of it compiling
 """
@@ -15,7 +15,7 @@ from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.linear import reference as quantised
+from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import skinny_gemm
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.parallel.distributed_context import DistributedContext
@@ -40,45 +40,45 @@ def test_any_number_of_rows(kind: str, group: int, shape: tuple[int, int], dtype
     bias = torch.randn(shape[0], generator=draw, device="cuda").to(dtype)
     for rows in (0, 1, 2, 7, 16, 33, 64, 65, 300):
         x = torch.randn(rows, shape[1], generator=draw, device="cuda").to(dtype)
-        exact = quantised.quantised_linear(x.double(), weight, bias.double())
+        exact = linear_reference.quantised_linear(x.double(), weight, bias.double())
         got = skinny_gemm.linear(x, weight, bias)
         assert got.shape == exact.shape and got.dtype == dtype
         tolerance = TOLERANCE[dtype]
         if kind == "float8" and dtype == torch.bfloat16 and rows > 64 and shape[0] % 16 == shape[1] % 16 == 0:
-            tolerance = 4e-2  # x is in float8 too
+            tolerance = 4e-2  # x is quantised to float8 too
         error = float((got.double() - exact).norm() / exact.norm().clamp(min=1e-9))
         assert error < tolerance, (rows, error)
         assert torch.equal(got, skinny_gemm.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
-def test_every_number_of_splits(kind: str, group: int) -> None:
+def test_every_split_count(kind: str, group: int) -> None:
     weight = quantise(torch.randn(96, 5000, device="cuda"), kind, group)
     for rows in (1, 5):
         x = torch.randn(rows, 5000, device="cuda", dtype=torch.bfloat16)
-        exact = quantised.quantised_linear(x.double(), weight)
+        exact = linear_reference.quantised_linear(x.double(), weight)
         for splits in (1, 2, 3, 9):
             got = skinny_gemm.split_k(x, weight, splits=splits)
             assert (got.double() - exact).norm() < 4e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_model_says_what_it_says_on_a_cpu(weights: str, recorded: bool, tmp_path) -> None:
+@pytest.mark.parametrize("graphed", [False, True])
+def test_model_generates_same_tokens_as_cpu(weights: str, graphed: bool, tmp_path) -> None:
     write_hf(tiny.model(dtype=torch.float32), tmp_path / "m")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    said = []
+    outputs = []
     for device in ("cpu", "cuda"):
         model = api.load(tmp_path / "m", dtype="float32", device=device, weights=weights, weight_group=32)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, weights=weights)
-        fixed = recorded and device == "cuda"
+        fixed = graphed and device == "cuda"
         engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
-        said.append(engine.generate([[1, 2, 3], [50, 7], [9]], params))
-    assert said[0] == said[1]
+        outputs.append(engine.generate([[1, 2, 3], [50, 7], [9]], params))
+    assert outputs[0] == outputs[1]
 
 
-def test_no_more_memory_than_the_bits_take(tmp_path) -> None:
-    """While it is read too: one matrix at a time is there as it was stored."""
+def test_memory_is_that_of_the_quantised_weights(tmp_path) -> None:
+    """Also while loading: only one matrix at a time is on the device as stored."""
     shape = tiny.config(layers=8, width=1024, ffn_width=4096, heads=8, kv_heads=8, head_width=128, init_std=0.02)
     from colonnade.model import Transformer, initialise
     from colonnade.model.weight_only_quant import weight_bytes
@@ -88,10 +88,10 @@ def test_no_more_memory_than_the_bits_take(tmp_path) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = api.load(tmp_path / "m", dtype="bfloat16", device="cuda", weights="int4")
-    taken = torch.cuda.memory_allocated() - before
-    assert taken < 1.05 * weight_bytes(model.transformer) + 2**20
-    # In float32, in groups, and with what rounding makes of it: a dozen copies of the largest matrix.
-    assert torch.cuda.max_memory_allocated() - before < taken + 12 * 4 * 4096 * 1024
+    allocated = torch.cuda.memory_allocated() - before
+    assert allocated < 1.05 * weight_bytes(model.transformer) + 2**20
+    # Quantising takes float32 copies and temporaries: up to a dozen times the largest matrix.
+    assert torch.cuda.max_memory_allocated() - before < allocated + 12 * 4 * 4096 * 1024
 
 
 LAYERS = [
@@ -99,7 +99,7 @@ LAYERS = [
     Case(1, 8, 64, 256, 320), Case(33, 4, 64, 200, 100), Case(5000, 2, 8, 128, 256), Case(0, 2, 8, 64, 64),
     Case(17, 2, 4, 72, 40, biased=True, gated=False, activation="gelu_tanh"),
 ]  # fmt: skip
-"""Few rows an expert, some sixty, many; widths that fit the tiles and some that do not."""
+"""Few rows per expert, about sixty, many; widths that are multiples of the tiles and some that are not."""
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
@@ -107,31 +107,31 @@ LAYERS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_experts(kind: str, group: int, case: Case, dtype: torch.dtype) -> None:
     x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(dtype, "cuda"))
-    kept = in_fewer_bits(Weights(*stacks), kind, group)
+    packed = in_fewer_bits(Weights(*stacks), kind, group)
     order_R, ends_E = permute.sort(case.ids().cuda(), case.E, case.rows())
-    plain = written_out(kept, torch.float64)
+    plain = written_out(packed, torch.float64)
     exact = reference.routed(x.double(), order_R, ends_E, routing.double(), plain, case.activation)
-    got = experts_gpu.routed(x, order_R, ends_E, routing, kept, case.activation)
-    # The hidden units are rounded too, and with int4 the weights, to the type of x.
+    got = experts_gpu.routed(x, order_R, ends_E, routing, packed, case.activation)
+    # The hidden units, and with int4 the weights, are rounded to the dtype of x too.
     assert got.dtype == dtype and (got.double() - exact).norm() <= 1.5 * TOLERANCE[dtype] * exact.norm()
-    assert torch.equal(got, experts_gpu.routed(x, order_R, ends_E, routing, kept, case.activation))
+    assert torch.equal(got, experts_gpu.routed(x, order_R, ends_E, routing, packed, case.activation))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
-@pytest.mark.parametrize("how", ["plain", "recorded", "waiting"])
-def test_a_mixture_says_what_it_says_on_a_cpu(weights: str, how: str, tmp_path) -> None:
-    """Steps that are recorded wait for no load; of experts in host memory those of two layers are on the device."""
+@pytest.mark.parametrize("how", ["plain", "graphs", "offloaded"])
+def test_moe_generates_same_tokens_as_cpu(weights: str, how: str, tmp_path) -> None:
+    """Captured steps do not read expert loads; with offloading, experts of two layers are on the device."""
     moe = MoeConfig(experts=8, active=2, ffn_width=40, shared_width=12, shared_gate=True)
     whole = tiny.model(dtype=torch.float32, layers=4, moe=moe)
     api.save(api.Model(whole, None, DistributedContext.solo(torch.device("cpu")), "m"), tmp_path / "m")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    said = []
+    outputs = []
     for device in ("cpu", "cuda"):
-        experts = ExpertsConfig(resident=2) if how == "waiting" and device == "cuda" else ExpertsConfig()
-        on = {"dtype": "float32", "device": device, "weights": weights, "weight_group": 32}
-        model = api.load(tmp_path / "m", **on, experts=experts)
+        experts = ExpertsConfig(resident=2) if how == "offloaded" and device == "cuda" else ExpertsConfig()
+        options = {"dtype": "float32", "device": device, "weights": weights, "weight_group": 32}
+        model = api.load(tmp_path / "m", **options, experts=experts)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, weights=weights)
-        fixed = how == "recorded" and device == "cuda"
+        fixed = how == "graphs" and device == "cuda"
         engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
-        said.append([c.token_ids for c in engine.generate([[1, 2, 3], [50, 7], [9]], params)])
-    assert said[0] == said[1]
+        outputs.append([c.token_ids for c in engine.generate([[1, 2, 3], [50, 7], [9]], params)])
+    assert outputs[0] == outputs[1]

@@ -1,4 +1,4 @@
-"""Serving over two GPUs: small messages, a cache split between them, graphs that hold both.
+"""Serving on two GPUs: small all-reduces, a KV cache split between ranks, and CUDA graphs of both.
 
 pytest -q tests/gpu/test_ranks_gpu.py        # two GPUs, about three minutes, most of it starting processes
 """
@@ -30,13 +30,13 @@ pytestmark = [
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
-def exchange(world: int) -> int:
-    """Sums and gathers of every size and type, some late on one rank, launched and replayed; how many were compared."""
+def compare_collectives(world: int) -> int:
+    """Sums and gathers of every size and dtype, some delayed on one rank, eager and replayed; counts comparisons."""
     compared = 0
     with DistributedContext.build(Plan(tp=world), "cuda") as context:
         plain = context.axes.tp
         small = make_small_allreduce(plain, context.device, (MAX_BYTES, MAX_BYTES))
-        assert small is not None, "the GPUs of one machine reach each other"
+        assert small is not None, "the GPUs of one machine have peer access"
 
         def summed(x: torch.Tensor) -> torch.Tensor:
             total = torch.zeros_like(x, dtype=torch.float32)
@@ -54,7 +54,7 @@ def exchange(world: int) -> int:
                 torch.cuda._sleep(2_000_000)
             got = small.sum(x)
             assert torch.equal(got, summed(x)), (n, dtype)
-            assert torch.equal(plain.all_gather_(got), got.expand(world, -1)), "the same bits on every rank"
+            assert torch.equal(plain.all_gather_(got), got.expand(world, -1)), "the bits differ between ranks"
             if x.nbytes % 4 == 0:
                 assert torch.equal(small.gather(x), plain.all_gather_(x).flatten())
             compared += 1
@@ -67,7 +67,9 @@ def exchange(world: int) -> int:
             small.gather(y)
         torch.cuda.current_stream().wait_stream(side)
         with capture() as graph:
-            outs = [small.sum(x) if i % 3 else small.gather(y) for i in range(7)]  # odd: slots change with each replay
+            outs = [
+                small.sum(x) if i % 3 else small.gather(y) for i in range(7)
+            ]  # an odd count, so that the slots alternate between replays
         for i in range(50):
             x.normal_()
             y.normal_()
@@ -76,27 +78,27 @@ def exchange(world: int) -> int:
             graph.replay()
             right = [summed(x) if i % 3 else plain.all_gather_(y).flatten(0, 1) for i in range(7)]
             assert all(torch.equal(a, b) for a, b in zip(outs, right, strict=True)), i
-            if i % 10 == 0:  # launched by itself between replays
+            if i % 10 == 0:  # an eager call between replays
                 assert torch.equal(small.sum(x), right[1])
             compared += 1
     return compared
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_small_messages_are_the_same_bits_everywhere(world: int) -> None:
+def test_small_allreduce_is_bitwise_equal_on_all_ranks(world: int) -> None:
     if world > GPUS:
         pytest.skip(f"needs {world} GPUs, and this machine has {GPUS}")
-    assert launch(exchange, (world,), Plan(tp=world)) > 50
+    assert launch(compare_collectives, (world,), Plan(tp=world)) > 50
 
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
 
 
-def test_a_split_cache_is_attention_to_all_keys() -> None:
+def test_split_cache_equals_attention_over_all_keys() -> None:
     shapes = [(64, 16, None), (128, 64, None), (64, 16, 30), (320, 16, None)]
-    for dtype, found in launch(errors, (2, "cuda", list(TOLERANCE), shapes), Plan(cp=2)).items():
-        assert len(found) == 16
-        assert max(found.values()) < TOLERANCE[dtype], (dtype, found)
+    for dtype, norms in launch(errors, (2, "cuda", list(TOLERANCE), shapes), Plan(cp=2)).items():
+        assert len(norms) == 16
+        assert max(norms.values()) < TOLERANCE[dtype], (dtype, norms)
 
 
 PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
@@ -105,8 +107,8 @@ GREEDY = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in 
 MOE = {"moe": MoeConfig(experts=4, active=2, ffn_width=8, shared_width=3, shared_gate=True)}
 
 
-def says(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
-    """Twice by steps as they come, waiting for each; three times ahead, by recorded ones."""
+def generated_tokens(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
+    """Generated tokens: twice with eager steps, then three times with CUDA graphs and run_ahead."""
     with DistributedContext.build(plan, "cuda") as context:
         axes = with_small_allreduce(context.axes.serving(), context.device)
         assert (axes.tp if plan.tp > 1 else axes.cp).small_collectives is not None
@@ -135,15 +137,15 @@ def says(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
     ],
     ids=str,
 )
-def test_two_gpus_say_what_a_cpu_says(plan: Plan, changes: dict) -> None:
-    """With graphs that hold sums, gathers and states, replayed while requests come, go and are preempted."""
+def test_two_gpus_generate_same_tokens_as_cpu(plan: Plan, changes: dict) -> None:
+    """CUDA graphs contain sums, gathers and state merges; requests arrive, finish and are preempted meanwhile."""
     model = tiny.model(dtype=torch.float32, **changes)
     expected = [c.token_ids for c in Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS, GREEDY)]
-    assert launch(says, (plan, changes), plan) == [expected] * 5
+    assert launch(generated_tokens, (plan, changes), plan) == [expected] * 5
 
 
-def test_what_is_not_recorded_says_so() -> None:
-    """A layer with a window, over a cache that is split; not asked for it is left out."""
+def test_unsupported_capture_is_refused() -> None:
+    """Sliding-window layers over a split cache: explicit fixed_steps is refused, the default leaves it off."""
     axes = Axes(cp=Axis("cp", 2), model=Axis("model", 2), cp_replicated=True)
     model = tiny.model(axes, dtype=torch.float32, window=7).to("cuda")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Ring attention on a GPU: the fast chunks against float64 attention, folded as four ranks would fold them."""
+"""Ring attention on a GPU: chunks merged as on four ranks equal float64 attention."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from colonnade.model.ring_attention import zigzag_shards
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-"""Relative norm against float64: rounding the inputs of the backward twice, and the output once."""
+"""Relative norm against float64; backward inputs are rounded twice, the output once."""
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("kv", [8, 2])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [[512, 512], [700, 1, 0, 323]], ids=["equal", "ragged"])
-def test_folded_chunks_equal_attention(dtype: torch.dtype, kv: int, causal: bool, lengths: list[int]) -> None:
+def test_merged_chunks_equal_attention(dtype: torch.dtype, kv: int, causal: bool, lengths: list[int]) -> None:
     ranks, N, H, T = 4, 8, 64, sum(lengths)
     draw = torch.Generator("cuda").manual_seed(0)
     q, k, v, do = (torch.randn(T, n, H, generator=draw, device="cuda").to(dtype) for n in (N, kv, kv, N))
@@ -27,12 +27,12 @@ def test_folded_chunks_equal_attention(dtype: torch.dtype, kv: int, causal: bool
     want = reference.packed(*exact, packed.cu_seqlens, longest=packed.longest, equal=packed.equal, causal=causal)
     want.backward(do.double())
     assert all(x.grad is not None for x in exact)
-    held = zigzag_shards(packed, T, ranks)
+    shards = zigzag_shards(packed, T, ranks)
     o, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v))
-    for me, mine in enumerate(held):
+    for me, mine in enumerate(shards):
         at = mine.both.index_T
         calls = []
-        for rank, theirs in enumerate(held):
+        for rank, theirs in enumerate(shards):
             there = theirs.both.index_T
             if not causal or rank == me:
                 calls.append((at, there, mine.both, theirs.both, causal))

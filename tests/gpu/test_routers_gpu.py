@@ -1,4 +1,4 @@
-"""Every router on a GPU chooses, weighs, drops and loses as on a CPU, in float64; its kernels do as the plain ones."""
+"""Routers on a GPU: choices, weights, drops and losses equal the CPU's in float64; kernels equal their references."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from tests.worlds import assert_same
 pytestmark = pytest.mark.gpu
 
 
-def _on(name: str, device: str) -> dict[str, torch.Tensor]:
+def _route_on(name: str, device: str) -> dict[str, torch.Tensor]:
     moe = moe_of(name, capacity=1.0, priority=True)
     x_TD, tokens_T, index_T, units = tokens()
     noise, router = noise_for(moe, index_T.to(device)), router_of(moe).to(device)
@@ -48,13 +48,13 @@ def _on(name: str, device: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_gpu_routes_as_a_cpu(name: str) -> None:
-    found, reference = _on(name, "cuda"), _on(name, "cpu")
+def test_gpu_routing_equals_cpu(name: str) -> None:
+    got, reference = _route_on(name, "cuda"), _route_on(name, "cpu")
     for what in reference:
-        assert_same(found[what].double(), reference[what].double(), what=what)
+        assert_same(got[what].double(), reference[what].double(), what=what)
 
 
-def test_our_kernels_are_chosen() -> None:
+def test_fast_kernels_are_the_default() -> None:
     assert choose("router_scores", "cuda", torch.bfloat16) is choose(
         "router_scores", "cuda", torch.bfloat16, "tensor_core"
     )
@@ -68,7 +68,7 @@ def test_our_kernels_are_chosen() -> None:
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_scores(row: Kernel, dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
-    """In float32 but for the order of the sum; gradients but for their own rounding to 16 bits."""
+    """Float32 results up to summation order; gradients up to rounding to 16 bits."""
     draw = torch.Generator("cuda").manual_seed(0)
     leaves = [torch.randn(n, device="cuda", generator=draw).to(dtype) for n in ((T, D), (E, D), (E,))][: 2 + biased]
     g_TE, results = torch.randn(T, E, device="cuda", generator=draw), []
@@ -86,7 +86,7 @@ def test_scores(row: Kernel, dtype: torch.dtype, T: int, E: int, D: int, biased:
 @pytest.mark.parametrize(("T", "E", "A"), [*CHOICES, (16384, 128, 8), (16384, 8, 2), (777, 64, 6), (5, 4096, 3)])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_choice(row: Kernel, dtype: torch.dtype, T: int, E: int, A: int, normalise: bool) -> None:
-    """In 16 bits, of numbers that these hold; the plain division rounds more often than ours."""
+    """16-bit dtypes only with exactly representable scores; the reference's division rounds more often."""
     for name, scores_TE in hard_scores(T, E).items():
         if dtype == torch.float32 or (name in ("normal", "ties", "zeros of both signs") and not normalise):
             same_choice(row.run, routing.top_experts, scores_TE.to(dtype).cuda(), A, normalise=normalise, scale=1.7)
@@ -105,8 +105,8 @@ def test_count(row: Kernel, dtype: torch.dtype, T: int, E: int, A: int) -> None:
 @pytest.mark.parametrize(
     ("T", "A", "E"), [(16384, 8, 128), (16384, 8, 64), (16384, 2, 8), (9999, 7, 60), (5000, 3, 300)]
 )
-def test_choices_there_and_back(T: int, A: int, E: int) -> None:
-    """Sorted to the last bit as the reference does, some of none; gathered whole, and as many rows as there are."""
+def test_sort_and_gather(T: int, A: int, E: int) -> None:
+    """Sorting and gathering equal the reference exactly, with dropped choices and with the exact row count."""
     draw = torch.Generator().manual_seed(0)
     ids_TA = torch.rand(T, E + 1, generator=draw).argsort(1)[:, :A].cuda()
     x_TD = torch.randn(T, 200, generator=draw).bfloat16().cuda()
@@ -119,17 +119,17 @@ def test_choices_there_and_back(T: int, A: int, E: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_seen(bad: float) -> None:
+def test_non_finite_scores_are_detected(bad: float) -> None:
     scores_TE = torch.randn(16384, 128, device="cuda")
     assert bool(_all_finite(scores_TE))
     scores_TE[9000, 77] = bad
     assert not bool(_all_finite(scores_TE))
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_router_in_one_compiled_graph(backward: bool) -> None:
-    """Of 16 bits, by our kernels."""
+def test_router_compiles_to_one_graph(backward: bool) -> None:
+    """With bfloat16, which uses the fast kernels."""
     router = router_of(moe_of("softmax")).bfloat16().cuda()
     x_TD, tokens_T, index_T, _ = (t.cuda() if isinstance(t, torch.Tensor) else t for t in tokens())
 

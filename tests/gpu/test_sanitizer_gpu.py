@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing in the kernels of attention over pages.
+"""compute-sanitizer reports no errors in the paged-attention kernels.
 
 pytest -q -m long tests/gpu/test_sanitizer_gpu.py        # a few minutes, most of it compiling
 """
@@ -25,7 +25,7 @@ PROGRAM = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer",
 def test_kernels_are_clean(tool: str) -> None:
     assert PROGRAM is not None
     path = os.pathsep.join([str(ROOT), *sys.path])
-    # cuda-bindings asks the driver for functions that it may not have, which is no error of ours.
+    # cuda-bindings queries driver functions that may not exist, which is harmless.
     more = ["--report-api-errors", "no"] if tool == "memcheck" else []
     ran = subprocess.run(
         [PROGRAM, "--tool", tool, *more, "--error-exitcode", "9", sys.executable, "-m", "tests.sanitized"],

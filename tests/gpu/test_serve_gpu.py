@@ -1,4 +1,4 @@
-"""The engine on a GPU says what it says on a CPU."""
+"""The engine on a GPU generates the same tokens as on a CPU."""
 
 import pytest
 import torch
@@ -18,94 +18,94 @@ PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on
 LIMITS = ServeConfig(pages=12, page_tokens=4, token_budget=9, max_requests=3)
 
 
-def test_greedy_text_is_the_cpus():
+def test_greedy_text_equals_cpu():
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     on_gpu = Engine(tiny.model().to("cuda"), tiny.tokenizer(), LIMITS)
     assert on_gpu.generate(PROMPTS, greedy) == Engine(tiny.model(), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
     assert on_gpu.stats.preemptions > 0
     on_gpu.scheduler.audit()
-    assert not on_gpu.config.fixed_steps, "no kernel of ours takes float64"
+    assert not on_gpu.config.fixed_steps, "no Triton kernel supports float64"
 
 
-def test_nobody_need_ask_for_what_is_faster(monkeypatch: pytest.MonkeyPatch):
-    """Without any flag decodes are recorded, and prompts, with what comes beside them, are read by ``dispatch``."""
+def test_cuda_graphs_and_dispatch_are_the_default(monkeypatch: pytest.MonkeyPatch):
+    """By default decodes use CUDA graphs, and steps with prompts go through ``dispatch``."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     from colonnade.kernels.attention import dispatch
 
     seen = []
 
-    def watched(*tensors, **how):
+    def recorder(*tensors, **options):
         seen.append(tensors[3].host_lengths[0])
-        return dispatch.paged(*tensors, **how)
+        return dispatch.paged(*tensors, **options)
 
     assert choose("paged_attention", "cuda", torch.float32) is dispatch.paged
-    monkeypatch.setitem(LOOKUP, ("paged_attention", "cuda", torch.float32, "auto"), watched)
+    monkeypatch.setitem(LOOKUP, ("paged_attention", "cuda", torch.float32, "auto"), recorder)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    said = []
+    outputs = []
     for device in ("cpu", "cuda"):
         engine = Engine(tiny.model(dtype=torch.float32).to(device), tiny.tokenizer())
         tokens: list[list[int]] = [[] for _ in PROMPTS]
-        for i, prompt in enumerate(PROMPTS):  # each comes while those before it decode
+        for i, prompt in enumerate(PROMPTS):  # each arrives while earlier ones decode
             engine.add(prompt, greedy, request_id=str(i))
             for output in [*engine.step(), *engine.step()]:
                 tokens[int(output.id)].append(output.token)
         while engine.busy:
             for output in engine.step():
                 tokens[int(output.id)].append(output.token)
-        said.append(tokens)
+        outputs.append(tokens)
         assert engine.config.fixed_steps is engine.config.run_ahead is (device == "cuda")
         assert (engine._runner.graphs is not None) is (device == "cuda")
-    assert said[0] == said[1]
+    assert outputs[0] == outputs[1]
     assert all(size._graphs for size in engine._runner.graphs._batches.values())
     assert sorted(engine._runner.graphs._batches) == [1, 2, 3, 4]
-    assert any(1 in new for new in seen), "prompts came beside decodes"
-    assert all(max(new) > 1 for new in seen), "steps that only decode were recorded"
+    assert any(1 in new for new in seen), "no step mixed prompts and decodes"
+    assert all(max(new) > 1 for new in seen), "a decode-only step did not use a CUDA graph"
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_seed_repeats_in_any_batch(dtype, fixed: bool):
     limits = LIMITS.replace(fixed_steps=fixed)
-    wild = SamplingParams(temperature=1.2, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.2, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
     model = tiny.model(dtype=dtype).to("cuda")
-    alone = Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], wild)
-    crowd = Engine(model, tiny.tokenizer(), limits).generate([*PROMPTS[1:], PROMPTS[0]], wild)
+    alone = Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], sampling)
+    batched = Engine(model, tiny.tokenizer(), limits).generate([*PROMPTS[1:], PROMPTS[0]], sampling)
     if dtype == torch.float32:  # in bf16 the logits themselves depend on the batch's shape
-        assert crowd[-1] == alone[0]
-    assert Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], wild) == alone
+        assert batched[-1] == alone[0]
+    assert Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], sampling) == alone
 
 
-def test_a_seed_draws_on_a_gpu_what_it_draws_on_a_cpu():
-    """The noise is a hash of seed, place and token, not a device's generator."""
+def test_seeded_sampling_equals_cpu():
+    """The noise is a hash of seed, position and token, not from a device's generator."""
     logits_RV = torch.randn(8, 50_257, generator=torch.Generator().manual_seed(0)) * 3
-    asked = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.99, "temperature": 2.0}]
-    asked += [{"temperature": 0}, {"top_k": 5, "top_p": 0.5}, {"temperature": 1.7}]
+    requests = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.99, "temperature": 2.0}]
+    requests += [{"temperature": 0}, {"top_k": 5, "top_p": 0.5}, {"temperature": 1.7}]
     for index in range(20):
-        draws = [SampleArgs.of(SamplingParams(**params), seed, index) for seed, params in enumerate(asked)]
+        draws = [SampleArgs.of(SamplingParams(**params), seed, index) for seed, params in enumerate(requests)]
         assert sample(logits_RV.cuda(), draws).tolist() == sample(logits_RV, draws).tolist()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_recorded_steps_say_what_a_cpu_says(ahead: bool):
-    """One graph for each size of batch, replayed while requests come, go and are preempted."""
+def test_cuda_graphs_generate_same_tokens_as_cpu(ahead: bool):
+    """One graph per batch size, replayed while requests arrive, finish and are preempted."""
     greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 3, 30, 7)]
     limits = LIMITS.replace(pages=24, max_requests=4, fixed_steps=True, run_ahead=ahead)
-    recorded = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
+    graphed = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
     for _ in range(3):
-        assert recorded.generate(PROMPTS, greedy) == expected
-    recorded.scheduler.audit()
+        assert graphed.generate(PROMPTS, greedy) == expected
+    graphed.scheduler.audit()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pytest.MonkeyPatch):
-    """Requests that begin alike, at prices at which that pays, then others that do not: two recordings of one size."""
+def test_cuda_graphs_read_a_shared_prefix_once(ahead: bool, monkeypatch: pytest.MonkeyPatch):
+    """Requests with a shared prefix, at costs that make sharing pay, then others without: two graphs of one size."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     from colonnade.kernels.attention import decode_tiles
 
     free = {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "row_ns": 0, "bytes_a_ns": 1, "flops_a_ns": 1e9}
     monkeypatch.setitem(decode_tiles.table(), "costs", decode_tiles.table()["costs"] | free)
-    # One worker a multiprocessor is too many for a toy: a prefix of a few tiles must be work.
+    # With one worker per multiprocessor, a prefix of a few tiles would not be worth sharing.
     monkeypatch.setattr("colonnade.kernels.attention.decode_plan.multiprocessors", lambda _: 2)
     monkeypatch.setattr(decode_tiles, "OVERRIDE", [decode_tiles.Tiles(16, 4, 2, 1, 16, 64)])
     prefix = [(3 * i + 1) % 60 for i in range(80)]
@@ -115,16 +115,16 @@ def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pyte
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(prompts, greedy)
     model = tiny.model(dtype=torch.float32).to("cuda")
     for share, kinds in ((True, {False, True}), (False, {False})):
-        recorded = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=True, shared_reading=share))
+        graphed = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=True, shared_reading=share))
         for _ in range(3):
-            assert recorded.generate(prompts, greedy) == expected
-        assert {kind for size in recorded._runner.graphs._batches.values() for kind in size._graphs} == kinds
-        assert (recorded.stats.shared_keys > 0) is share
-        assert recorded.stats.spared_keys >= recorded.stats.shared_keys
+            assert graphed.generate(prompts, greedy) == expected
+        assert {kind for size in graphed._runner.graphs._batches.values() for kind in size._graphs} == kinds
+        assert (graphed.stats.shared_keys > 0) is share
+        assert graphed.stats.spared_keys >= graphed.stats.shared_keys
 
 
-def test_recorded_steps_of_latent_attention():
-    """Its cache is one vector a token, which its own kernel reads."""
+def test_cuda_graphs_of_latent_attention():
+    """The latent cache has one vector per token and a kernel of its own."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     latent = {"kv_heads": 6, "latent": LatentConfig(kv_rank=16, rope_width=2, v_width=3)}
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -137,8 +137,8 @@ def test_recorded_steps_of_latent_attention():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nobody_waits_for_a_nucleus():
-    """Rows with top-p and without top-k, whose tokens may be any number: nothing is asked of the device."""
+def test_top_p_sampling_does_not_synchronise():
+    """Top-p without top-k, where any number of tokens may qualify, does not synchronise."""
     logits_RV = torch.randn(6, 50_257, device="cuda")
     draws = [SampleArgs.of(SamplingParams(top_p=0.95), seed, 0) for seed in range(6)]
     sample(logits_RV, draws)
@@ -151,28 +151,28 @@ def test_nobody_waits_for_a_nucleus():
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_cache_in_float8_says_what_it_says_on_a_cpu(fixed: bool):
-    """Keys and values rounded alike, and read from pages as steps come, or by recorded ones."""
+def test_float8_cache_generates_same_tokens_as_cpu(fixed: bool):
+    """Keys and values are rounded alike, with eager steps and with CUDA graphs."""
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     limits = ServeConfig(pages=24, page_tokens=4, token_budget=9, max_requests=4, cache="float8")
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(PROMPTS, greedy)
     model = tiny.model(dtype=torch.float32).to("cuda")
-    found = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed)).generate(PROMPTS, greedy)
-    assert [done.token_ids for done in found] == [done.token_ids for done in expected]
+    got = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed)).generate(PROMPTS, greedy)
+    assert [done.token_ids for done in got] == [done.token_ids for done in expected]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize(
     "how", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_p": 0.9, "min_p": 0.01}, {"seed": 1, "top_k": 9}], ids=str
 )
-def test_a_step_of_decoding_waits_for_nothing(how: dict):
-    """But for the tokens of the step before, when its own work is handed over; plans are made anew on the way."""
+def test_decode_step_does_not_synchronise(how: dict):
+    """Except for the previous step's tokens, after this step is launched; plans are rebuilt meanwhile."""
     limits = ServeConfig(pages=200, page_tokens=4, max_requests=4, token_budget=64, fixed_steps=True, run_ahead=True)
     engine = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
     params = SamplingParams(**({"temperature": 1.0} | how), max_tokens=70, ignore_eos=True)
     for prompt in PROMPTS:
         engine.add(prompt, params)
-    for _ in range(6):  # prompts, then what is recorded
+    for _ in range(6):  # the prompts, then capture
         engine.step()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -183,15 +183,15 @@ def test_a_step_of_decoding_waits_for_nothing(how: dict):
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_smollm2_writes_the_same_on_a_gpu_and_on_a_cpu(fixed: bool):
+def test_smollm2_generates_same_tokens_as_cpu(fixed: bool):
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):\n"]
-    said = []
+    outputs = []
     for device in ("cpu", "cuda"):
         try:
             model = colonnade.load("smollm2", device=device, dtype="float32")
         except CheckpointError as why:
             pytest.skip(f"SmolLM2 is not installed (make install): {why}")
         limits = ServeConfig(max_requests=4, fixed_steps=fixed and device == "cuda")
-        said.append([done.token_ids for done in colonnade.Engine(model, limits).generate(prompts, greedy)])
-    assert said[0] == said[1]
+        outputs.append([done.token_ids for done in colonnade.Engine(model, limits).generate(prompts, greedy)])
+    assert outputs[0] == outputs[1]

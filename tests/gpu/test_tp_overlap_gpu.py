@@ -1,4 +1,4 @@
-"""plan.tp_overlap by copy engines: loss and gradients of sequence parallelism, launched, compiled and as a graph."""
+"""plan.tp_overlap with copy engines: loss and gradients under sequence parallelism, eager, compiled and graphed."""
 
 import json
 import os
@@ -19,29 +19,29 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and this machine has {GPUS}"),
 ]
-WAYS = {"launched": {}, "compiled": {"compiled": "inductor"}, "a graph": {"graphed": True}}
+MODES = {"eager": {}, "compiled": {"compiled": "inductor"}, "a graph": {"graphed": True}}
 
 
 def errors(world: int) -> dict[str, float]:
-    """The largest relative error by norm of each way, in float32."""
+    """The largest relative error of each mode, in float32."""
     worst = {}
     with DistributedContext.build(Plan(dp=world), "cuda"), laid("cuda") as context:
-        mover = context.axes.row_transfer
-        assert isinstance(mover, CopyEngineTransfer)
+        transfer = context.axes.row_transfer
+        assert isinstance(transfer, CopyEngineTransfer)
         for name, config in (("GPT-2", GPT2), ("Llama", LLAMA)):
             exact = gradients(context, config, torch.float32, None)
-            for way, asked in WAYS.items():
-                found = gradients(context, config, torch.float32, mover, **asked)
-                gaps = {name: float((found[name] - x).norm() / x.norm()) for name, x in exact.items()}
-                where = max(gaps, key=gaps.__getitem__)
-                worst[f"{name}, {way}, {where}"] = gaps[where]
+            for mode, options in MODES.items():
+                got = gradients(context, config, torch.float32, transfer, **options)
+                differences = {name: float((got[name] - x).norm() / x.norm()) for name, x in exact.items()}
+                where = max(differences, key=differences.__getitem__)
+                worst[f"{name}, {mode}, {where}"] = differences[where]
                 if context.rank == 0:
                     print(json.dumps(worst), file=sys.stderr, flush=True)
     return worst
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_copies_beside_products_change_no_numbers(world: int) -> None:
+def test_overlap_does_not_change_gradients(world: int) -> None:
     if world > GPUS:
         pytest.skip(f"needs {world} GPUs, and this machine has {GPUS}")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -1,4 +1,4 @@
-"""Training on a GPU: nothing waits for the device between two lines of metrics, and a resume is the same run."""
+"""Training on a GPU: no synchronisation between log lines, and resuming is bitwise exact."""
 
 import os
 import shutil
@@ -18,9 +18,9 @@ from colonnade.train.run_lifecycle import StopSignal
 from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
 
-# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+# torch.compile, which the loss uses on a GPU, emits warnings of its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
@@ -54,14 +54,12 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
 
 
-# In float32 ragged sequences run one after another, and their lengths must be known; float32 is not for speed.
+# Float32 attention loops over ragged sequences, so it needs their lengths on the host: equal ones only.
 @pytest.mark.parametrize(
     ("dtype", "separate_documents", "experts"),
     [("float32", False, "none"), ("bfloat16", True, "none"), *(("bfloat16", False, name) for name in MOES)],
 )
-def test_steps_do_not_wait_for_the_device(
-    config: RunConfig, dtype: str, separate_documents: bool, experts: str
-) -> None:
+def test_steps_do_not_synchronise(config: RunConfig, dtype: str, separate_documents: bool, experts: str) -> None:
     config = config.replace(model=MODEL.replace(moe=MOES[experts]))
     data, t = config.data.replace(separate_documents=separate_documents), config.train.replace(dtype=dtype)
     config = config.replace(data=data, train=t)
@@ -81,7 +79,7 @@ def test_steps_do_not_wait_for_the_device(
 
 
 @pytest.mark.parametrize("experts", ["none", "dropless", "capacity"])
-def test_a_deterministic_run_resumes_bit_for_bit(config: RunConfig, experts: str) -> None:
+def test_deterministic_run_resumes_bitwise(config: RunConfig, experts: str) -> None:
     config = config.replace(model=MODEL.replace(moe=MOES[experts]), train=config.train.replace(deterministic=True))
     Trainer(config).fit()
     again = config.replace(name="again")
@@ -92,8 +90,8 @@ def test_a_deterministic_run_resumes_bit_for_bit(config: RunConfig, experts: str
 
 
 @pytest.mark.parametrize("experts", ["none", "dropless"])
-def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """bfloat16 with float32 masters, fused AdamW, a dense model compiled: it learns, and says so in its first line."""
+def test_gpu_defaults(config: RunConfig, experts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Defaults: bfloat16 with float32 masters, fused AdamW, dense models compiled; the first log line names them."""
     dense = experts == "none"
     t = TrainConfig(steps=30, batch=8, warmup=2, lr=3e-3, min_lr=3e-4, save_every=0, eval_every=0, log_every=1)
     config = config.replace(model=MODEL.replace(moe=MOES[experts]), train=t)
@@ -109,7 +107,7 @@ def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.C
     assert summary.loss is not None and summary.loss < 3
 
 
-def test_deterministic_goes_back(config: RunConfig) -> None:
+def test_deterministic_disables_fast_defaults(config: RunConfig) -> None:
     with DistributedContext.build(config.plan, config.device) as context:
         session = Session(config.replace(train=TrainConfig(deterministic=True)), context)
         assert {p.dtype for p in session.model.parameters()} == {torch.float32}
@@ -118,8 +116,8 @@ def test_deterministic_goes_back(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"recompute": "full"}], ids=str)
-def test_the_memory_estimate_of_a_gpu(config: RunConfig, settings: dict) -> None:
-    """Within a quarter of what the allocator gave out at most."""
+def test_memory_estimate_matches_peak(config: RunConfig, settings: dict) -> None:
+    """Within a quarter of the allocator's peak."""
     model = ModelConfig(vocab_size=4096, layers=6, width=1024, heads=16, kv_heads=16, ffn_width=4096, context=1024)
     t = TrainConfig(steps=3, batch=8, micro_batch=8, warmup=1, save_every=0, eval_every=0, **settings)
     data = config.data.replace(sequence=512, separate_documents=False)
@@ -132,8 +130,8 @@ def test_the_memory_estimate_of_a_gpu(config: RunConfig, settings: dict) -> None
     assert sum(estimate(config, "cuda").device.values()) == pytest.approx(peak, rel=0.25)
 
 
-def test_too_large_a_run_is_refused_by_what_is_free(config: RunConfig) -> None:
-    """Before anything is allocated on the device: nothing more is in use than was before."""
+def test_run_larger_than_free_memory_is_refused(config: RunConfig) -> None:
+    """Refused before anything is allocated on the device."""
     huge = MODEL.replace(width=16384, heads=128, kv_heads=128, head_width=128, ffn_width=65536, layers=64)
     before = torch.cuda.memory_allocated()
     with pytest.raises(CapacityError, match=r"of a GPU's memory, and .* is free; nothing was allocated"):
@@ -143,4 +141,4 @@ def test_too_large_a_run_is_refused_by_what_is_free(config: RunConfig) -> None:
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
         Session(config.replace(model=huge), context)
-    assert torch.cuda.memory_allocated() <= before  # other tests leave garbage that may be collected meanwhile
+    assert torch.cuda.memory_allocated() <= before  # less if garbage of other tests is collected meanwhile

@@ -1,4 +1,4 @@
-"""The layer behind Tutel's names on a GPU: equal to the CPU's, and under autocast."""
+"""The Tutel-compatible layer on a GPU: equal to the CPU, and usable under autocast."""
 
 import pytest
 import torch
@@ -17,17 +17,17 @@ def _layer(**options: object) -> moe.moe_layer:
 @pytest.mark.parametrize("factor", [1.0, 0.0, -1.0])
 def test_equals_the_cpu(factor: float) -> None:
     x = torch.randn(40, 16, dtype=torch.float64)
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         layer = _layer(capacity_factor=factor).double().to(device)
         y = layer(x.to(device))
         (y.square().sum() + layer.l_aux).backward()
-        found.append([y.detach().cpu(), *(p.grad.cpu() for p in layer.parameters())])
-    for ours, reference in zip(found[1], found[0], strict=True):
+        results.append([y.detach().cpu(), *(p.grad.cpu() for p in layer.parameters())])
+    for ours, reference in zip(results[1], results[0], strict=True):
         assert_same(ours, reference)
 
 
-def test_autocast_and_the_session() -> None:
+def test_autocast_and_session() -> None:
     env = system.init_data_model_parallel(backend="nccl")
     assert env.local_device.type == "cuda"
     assert system.get_local_session().is_cuda

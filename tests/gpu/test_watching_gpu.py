@@ -1,4 +1,4 @@
-"""On a GPU: a profile is read from kernels, and memory that runs out for real is accounted for."""
+"""On a GPU: profiles are built from kernel events, and out-of-memory errors are broken down."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from colonnade.train.trackers import read_rows
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+# torch.compile, which the loss uses on a GPU, emits warnings of its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
 
 
-def test_a_profile_is_read_from_kernels(config: RunConfig) -> None:
+def test_profile_is_built_from_kernel_events(config: RunConfig) -> None:
     Trainer(config).fit()
     (row,) = [row for row in read_rows(config.folder) if "compute_s" in row]
     assert row["step"] == 6
@@ -52,8 +52,8 @@ def test_a_profile_is_read_from_kernels(config: RunConfig) -> None:
         assert row[f"{kind}_s"] > 0, kind
     assert row["matmul_s"] > row["optimizer_s"]
     assert row["communication_exposed_s"] == 0
-    told = ("compute", "communication_exposed", "data_exposed", "idle")
-    assert sum(row[f"{kind}_s"] for kind in told) == pytest.approx(row["step_s"])
+    parts = ("compute", "communication_exposed", "data_exposed", "idle")
+    assert sum(row[f"{kind}_s"] for kind in parts) == pytest.approx(row["step_s"])
     with gzip.open(config.folder / "profile" / "rank-0.json.gz", "rt") as file:
         assert any(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
     peaks = [row["memory_peak_bytes"] for row in read_rows(config.folder) if "loss" in row]
@@ -61,8 +61,8 @@ def test_a_profile_is_read_from_kernels(config: RunConfig) -> None:
     assert min(peaks) > (4 + 8 + 2) * n and max(peaks) < 40e9
 
 
-def test_memory_that_runs_out_is_accounted_for(config: RunConfig) -> None:
-    """A share of the device as small as the weights, their moments and a little more."""
+def test_out_of_memory_error_gives_a_breakdown(config: RunConfig) -> None:
+    """The memory limit fits the weights, their moments and a little more."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(0.9 * GIB / total)
@@ -71,21 +71,21 @@ def test_memory_that_runs_out_is_accounted_for(config: RunConfig) -> None:
             Trainer(config).fit()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    said = str(caught.value)
-    assert said.startswith("out of memory on cuda:0 in step 1, which requested")
+    message = str(caught.value)
+    assert message.startswith("out of memory on cuda:0 in step 1, which requested")
     n = config.model.parameters
-    assert row(said, "master weights") == pytest.approx(4 * n, rel=0.01)
-    assert row(said, "weights to compute with") == pytest.approx(2 * n, rel=0.01)
-    assert row(said, "moments") == pytest.approx(8 * n, rel=0.01)
-    known = sum(row(said, name) for name in ("master weights", "weights to compute with", "moments"))
-    assert 0 < row(said, "activations and the rest") < 0.95 * GIB - known
-    assert "--train.micro_batch 16" in said or "--train.recompute full" in said
+    assert row_bytes(message, "master weights") == pytest.approx(4 * n, rel=0.01)
+    assert row_bytes(message, "weights to compute with") == pytest.approx(2 * n, rel=0.01)
+    assert row_bytes(message, "moments") == pytest.approx(8 * n, rel=0.01)
+    known = sum(row_bytes(message, name) for name in ("master weights", "weights to compute with", "moments"))
+    assert 0 < row_bytes(message, "activations and the rest") < 0.95 * GIB - known
+    assert "--train.micro_batch 16" in message or "--train.recompute full" in message
 
 
 GIB = 1 << 30
 
 
-def row(said: str, name: str) -> float:
-    found = re.search(rf"^  {name} +([\d.]+) (\w+)", said, re.MULTILINE)
-    assert found, said
+def row_bytes(message: str, name: str) -> float:
+    found = re.search(rf"^  {name} +([\d.]+) (\w+)", message, re.MULTILINE)
+    assert found, message
     return float(found[1]) * UNITS[found[2].lower()]

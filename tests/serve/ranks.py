@@ -1,4 +1,4 @@
-"""An engine over several ranks, and what it is to say: for tests of every layout that serves."""
+"""Engines over several ranks and their expected tokens, for tests of every serving layout."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SYSTEM = [(7 * i) % 300 for i in range(10)]
 PROMPTS = [[*SYSTEM, 5], [3], [*SYSTEM, 9, 2, 4], list(range(40, 57)), [8, 1]]
-"""Two of them begin alike; some are shorter than the ranks' pages."""
+"""Two share a prefix; some are shorter than the ranks' pages."""
 COUNT = 9
 LIMITS = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3)
 
 
 def serve(plan: dict[str, int], limits: ServeConfig, changes: dict[str, Any]) -> tuple[list[Any], int, int, int]:
-    """(tokens, preemptions, tokens found in the cache, pages of this rank's cache)."""
+    """(tokens, preemptions, prefix-cache hits in tokens, pages of this rank's cache)."""
     with DistributedContext.build(Plan(**plan)) as context:
         engine = Engine(tiny.model(context.axes.serving(), **changes), tiny.tokenizer(), limits)
         if context.rank:
@@ -47,7 +47,7 @@ def serve(plan: dict[str, int], limits: ServeConfig, changes: dict[str, Any]) ->
 
 
 def expected(changes: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Of the prompts, greedy by the reference forward; of the last one, drawn by an engine of one process."""
+    """Expected tokens: greedy by the reference forward pass; the last prompt sampled by a one-process engine."""
     model = tiny.model(**changes)
     wild = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=COUNT, ignore_eos=True)
     drawn = Engine(model, tiny.tokenizer(), LIMITS).generate([PROMPTS[0]], wild)[0].token_ids

@@ -1,4 +1,4 @@
-"""Real servers for tests: ``python -m tests.serve.serving '{"chat": true}'`` and a context manager around it."""
+"""Server processes for tests: ``python -m tests.serve.serving JSON`` and context managers around it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ColonnadeError, Interrupted
 from tests.serve import tiny
 
-if TYPE_CHECKING:  # an engine's process imports this module too, and needs neither a client nor a server
+if TYPE_CHECKING:  # engine processes import this module too, and need neither client nor server
     import openai
 
 
@@ -43,7 +43,7 @@ class Running:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def engine_pids(self) -> list[int]:
-        """The processes in the engine's session (its leader is the child of the server that leads one)."""
+        """Processes of the engine's session, whose leader is a child of the server."""
         rows = subprocess.run(["ps", "-eo", "pid=,ppid=,sid=,stat="], capture_output=True, text=True, check=True).stdout
         table = [row.split() for row in rows.splitlines()]
         leaders = {pid for pid, ppid, sid, _ in table if int(ppid) == self.process.pid and pid == sid}
@@ -59,9 +59,9 @@ class Running:
 
 @contextmanager
 def start(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
-    """A server that is starting, without its address; killed at the end if it still runs."""
-    asked = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, "log": False, **config}})
-    command = [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", asked]
+    """A server that is still starting, without a URL; killed at the end if it still runs."""
+    options = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, "log": False, **config}})
+    command = [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", options]
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         process = subprocess.Popen(
             command,
@@ -84,7 +84,7 @@ def start(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None
 
 @contextmanager
 def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
-    """A tiny model behind a real socket, listening."""
+    """A tiny model served on a real socket."""
     with start(load, plan, **config) as running:
         assert running.process.stdout is not None
         assert running.process.stdout.readline() == "loading tiny\n"
@@ -96,15 +96,15 @@ def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = Non
 
 
 def main() -> None:
-    """What ``colonnade serve`` does, for a tiny model: errors are one line and a code."""
+    """Run ``colonnade serve`` for a tiny model: errors are one line and an exit code."""
     from colonnade.serve.server import serve
 
-    asked = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     try:
         serve(
-            partial(tiny.load, **asked["load"]),
-            Plan(**asked["plan"]),
-            ServeConfig(**asked["config"]),
+            partial(tiny.load, **options["load"]),
+            Plan(**options["plan"]),
+            ServeConfig(**options["config"]),
             name="tiny",
             device="cpu",
         )

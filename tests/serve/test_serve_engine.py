@@ -1,4 +1,4 @@
-"""The engine's text is the model's text, however the work was cut up, interleaved, preempted or cancelled."""
+"""The engine generates the model's tokens under chunking, interleaving, preemption and cancellation."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ prompts = st.lists(st.integers(0, 300), min_size=1, max_size=24)
 def test_greedy_is_the_argmax_of_one_long_forward(
     model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, run_ahead, fixed_steps
 ):
-    """Any order of arrival, chunk size, page size; pools so small that requests are preempted; some are cancelled."""
+    """Any arrival order, chunk and page size; pools small enough to preempt; some requests are cancelled."""
     needed = max(-(-(len(prompt) + count - 1) // page_tokens) for prompt, count, _ in arrivals)
     it = engine(
         model,
@@ -82,7 +82,7 @@ def test_greedy_is_the_argmax_of_one_long_forward(
     audit(it)
 
 
-def test_a_small_pool_preempts_and_the_text_stays(model):
+def test_preemption_does_not_change_text(model):
     prompts = [[7 * i + j for j in range(8)] for i in range(4)]
     roomy, tight = engine(model), engine(model, pages=8)
     whole = roomy.generate(prompts, GREEDY)
@@ -93,8 +93,8 @@ def test_a_small_pool_preempts_and_the_text_stays(model):
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_running_ahead_says_the_same(model, temperature: float):
-    """Stop strings and end tokens are seen a step late; a bad request in the batch ends alone."""
+def test_run_ahead_does_not_change_text(model, temperature: float):
+    """Stop strings and end tokens are noticed one step late; a failing request does not affect the batch."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=count, seed=count, stop=stop, top_p=p)
         for count, stop, p in ((1, (), 1.0), (30, ("e", "o"), 1.0), (9, (), 0.9), (30, ("the",), 1.0), (2, (), 0.5))
@@ -106,9 +106,9 @@ def test_running_ahead_says_the_same(model, temperature: float):
     audit(ahead)
 
 
-def test_a_known_beginning_is_not_computed_again(model):
-    """The same system prompt, a conversation that goes on, and both from pages that nobody holds any more."""
-    system = list(range(40, 62))  # five pages of 4, and a half
+def test_cached_prefix_is_not_recomputed(model):
+    """A shared system prompt and a continued conversation, both also from pages that no request holds."""
+    system = list(range(40, 62))  # five and a half pages of 4
     it, plain = engine(model), engine(model, prefix_cache=False)
     for prompts in ([[*system, 1]], [[*system, 2, 3], [*system, 4]], [[*system, 1, 5, 6]], [[9, *system]]):
         answers = it.generate(prompts, GREEDY)
@@ -117,7 +117,7 @@ def test_a_known_beginning_is_not_computed_again(model):
     assert it.stats.prefix_hits == 3 * 20 and plain.stats.prefix_hits == 0
     (answer,) = it.generate([[*system, 1]], GREEDY)
     it.generate([[*system, 1, *answer.token_ids, 7]], GREEDY)
-    assert it.stats.prefix_hits == 3 * 20 + 20 + 32  # 34 tokens of the conversation ran, 32 of them in full pages
+    assert it.stats.prefix_hits == 3 * 20 + 20 + 32  # of 34 conversation tokens, 32 are in full pages
     audit(it)
 
 
@@ -136,12 +136,12 @@ def test_a_seed_repeats_in_any_batch(dtype):
     assert other_seed.token_ids != alone.token_ids
 
 
-def test_without_a_seed_every_answer_differs(model):
+def test_without_a_seed_samples_differ(model):
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     assert len({c.token_ids for c in engine(model).generate(["fox"] * 4, params)}) == 4
 
 
-def test_streams_interleave_and_add_up(model):
+def test_streams_interleave_and_equal_generate(model):
     it = engine(model)
     whole = engine(model).generate(["The quick", "My fellow"], GREEDY)
     pieces = zip(it.stream("The quick", GREEDY), it.stream("My fellow", GREEDY), strict=True)
@@ -152,7 +152,7 @@ def test_streams_interleave_and_add_up(model):
     audit(it)
 
 
-def test_leaving_a_stream_cancels_it(model):
+def test_closing_a_stream_cancels_its_request(model):
     it = engine(model)
     stream = it.stream("The quick", GREEDY)
     next(stream)
@@ -169,7 +169,7 @@ def test_one_bad_prompt_cancels_its_batch(model):
     audit(it)
 
 
-def test_a_stop_string_spans_tokens_and_is_never_shown(model):
+def test_stop_string_across_tokens_is_not_emitted(model):
     text = engine(model).generate(["The quick"], GREEDY)[0].text
     for start in range(1, len(text) - 5):
         stop = text[start : start + 4]
@@ -181,14 +181,14 @@ def test_a_stop_string_spans_tokens_and_is_never_shown(model):
         audit(it)
 
 
-def test_what_might_have_become_a_stop_string_is_shown_at_the_end(model):
+def test_partial_stop_string_is_emitted_at_the_end(model):
     text = engine(model).generate(["The quick"], GREEDY)[0].text
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[text[-3:] + "never"])
     outputs = list(engine(model).stream("The quick", params))
     assert "".join(o.text for o in outputs) == text and outputs[-1].finish_reason == "length"
 
 
-def test_end_tokens_stop_and_are_counted_but_not_shown(model):
+def test_end_tokens_stop_and_count_but_are_not_emitted(model):
     tokens = engine(model).generate(["The quick"], GREEDY)[0].token_ids
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[tokens[5]])
     first = tokens.index(tokens[5])
@@ -197,9 +197,9 @@ def test_end_tokens_stop_and_are_counted_but_not_shown(model):
     assert done.text == tiny.tokenizer().decode(tokens[:first])
 
 
-def test_the_tokenizers_own_end_token_stops():
+def test_tokenizer_end_token_stops():
     model = tiny.model()
-    with torch.no_grad():  # an output projection in favour of token 0 after a few others
+    with torch.no_grad():  # makes the model generate token 0 after a few others
         model.get_parameter("unembed.weight")[0] += 0.35
     reference = tiny.greedy(model, [5, 6, 7], 40)
     assert 0 in reference
@@ -209,7 +209,7 @@ def test_the_tokenizers_own_end_token_stops():
     assert list(on.token_ids) == reference and on.finish_reason == "length"
 
 
-def test_without_max_tokens_it_goes_to_the_end_of_the_context_or_of_the_cache(model):
+def test_default_max_tokens_is_the_rest_of_context_or_cache(model):
     on = SamplingParams(temperature=0, ignore_eos=True)
     assert len(engine(model).generate([[1] * 10], on)[0].token_ids) == 128 - 10
     assert len(engine(model, pages=5).generate([[1] * 10], on)[0].token_ids) == 20 + 1 - 10
@@ -224,7 +224,7 @@ def test_without_max_tokens_it_goes_to_the_end_of_the_context_or_of_the_cache(mo
         ([1] * 120, {"max_tokens": 9}, r"120 tokens and max_tokens 9 make 129: .* context of 128; ask for at most 8"),
     ],
 )
-def test_refusals_say_why(model, prompt, params, message):
+def test_refusals_give_the_reason(model, prompt, params, message):
     it = engine(model)
     with pytest.raises(RequestError, match=message) as refusal:
         it.add(prompt, SamplingParams(**params))
@@ -251,7 +251,7 @@ def test_refusals_say_why(model, prompt, params, message):
         (lambda it: it.add("a", SamplingParams(stop_token_ids=[-1])), "^token -1 of stop_token_ids is not in the"),
     ],
 )
-def test_what_is_no_prompt_is_refused_and_not_taken_to_pieces(model, ask, message):
+def test_invalid_prompts_are_refused(model, ask, message):
     it = engine(model)
     with pytest.raises(RequestError, match=message) as refusal:
         ask(it)
@@ -259,15 +259,15 @@ def test_what_is_no_prompt_is_refused_and_not_taken_to_pieces(model, ask, messag
     audit(it)
 
 
-def test_ids_may_come_as_tensors(model):
+def test_token_ids_may_be_tensors(model):
     it = engine(model)
     ids = torch.tensor([5, 6, 7])
     assert it.generate([ids, tuple(ids)], GREEDY) == 2 * it.generate([[5, 6, 7]], GREEDY)
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_nobodys_outputs_are_lost_however_the_engine_is_driven(model, run_ahead: bool):
-    """Requests of add, a stream and generate side by side; each way of running the engine runs all of them."""
+def test_no_outputs_are_lost_by_mixing_step_stream_and_generate(model, run_ahead: bool):
+    """add, stream and generate side by side; driving the engine through any of them advances all requests."""
     it = engine(model, run_ahead=run_ahead)
     (whole,) = engine(model).generate(["The quick"], GREEDY)
     first, dropped = it.add("The quick", GREEDY), it.add("The quick", GREEDY)
@@ -275,13 +275,13 @@ def test_nobodys_outputs_are_lost_however_the_engine_is_driven(model, run_ahead:
     outputs = [next(stream), next(stream)]
     assert it.generate(["My fellow", "The quick"], GREEDY)[1] == whole
     it.cancel(dropped)
-    assert it.busy, "what it gained has not been given yet"
+    assert it.busy, "buffered outputs must keep the engine busy"
     late = it.add("The quick", GREEDY)
     gained = {first: [], late: []}
     while it.busy:
         for output in it.step():
             gained[output.id].append(output)
-    outputs += stream  # which the steps above brought to its end
+    outputs += stream  # already finished by the steps above
     for pieces in (outputs, *gained.values()):
         assert tuple(piece.token for piece in pieces) == whole.token_ids
         assert "".join(piece.text for piece in pieces) == whole.text and pieces[-1].finish_reason == "length"
@@ -290,7 +290,7 @@ def test_nobodys_outputs_are_lost_however_the_engine_is_driven(model, run_ahead:
     audit(it)
 
 
-def test_a_stream_that_its_reader_cancels_ends(model):
+def test_cancelled_stream_ends(model):
     it = engine(model)
     tokens = []
     for output in it.stream("The quick", GREEDY):
@@ -314,13 +314,13 @@ def test_capacity_errors_give_the_numbers_and_the_remedy(model):
         engine(model, pages=1 << 50)
 
 
-def test_the_cache_is_no_larger_than_can_be_used(model):
+def test_cache_is_no_larger_than_usable(model):
     it = Engine(model, tiny.tokenizer(), ServeConfig(max_requests=2, page_tokens=16))
     assert it.cache.pages == 2 * 128 // 16
     assert Engine(model, tiny.tokenizer(), ServeConfig(cache_bytes=1536 * 5, page_tokens=4)).cache.pages == 5
 
 
-def test_the_queue_is_bounded_but_a_list_of_prompts_waits_its_turn(model):
+def test_queue_is_bounded_for_add_but_not_for_generate(model):
     it = engine(model, max_waiting=2)
     for _ in range(2):
         it.add("fox", GREEDY)
@@ -331,7 +331,7 @@ def test_the_queue_is_bounded_but_a_list_of_prompts_waits_its_turn(model):
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_logits_that_are_not_finite_end_the_request_and_not_the_engine(run_ahead: bool):
+def test_non_finite_logits_fail_only_their_request(run_ahead: bool):
     model = tiny.model()
     with torch.no_grad():
         model.get_parameter("embed.tokens.weight")[9] = torch.nan

@@ -1,4 +1,4 @@
-"""A real server process behind a real socket, asked through the openai client."""
+"""A real server process on a real socket, queried with the openai client."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from colonnade.serve.api import replies
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")  # one process of xdist starts it, once
+pytestmark = pytest.mark.xdist_group("server")  # all in one xdist worker, which starts the server once
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
@@ -41,7 +41,7 @@ def metric(running: Running, name: str) -> float:
 
 
 def settle(running: Running) -> None:
-    """Wait until the engine has nothing left to do; pages that never come back fail the test."""
+    """Wait until the engine is idle; leaked pages fail the test."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     limit_s = time.monotonic() + 20
     while left := {name: value for name in names if (value := metric(running, name))}:
@@ -49,10 +49,10 @@ def settle(running: Running) -> None:
         time.sleep(0.02)
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- responses ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_completion_is_the_engines(client: openai.OpenAI):
+def test_completion_equals_engine(client: openai.OpenAI):
     answer = client.completions.create(model="tiny", prompt="The quick", max_tokens=9, **GREEDY)
     engine = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), ServeConfig())
     expected = engine.generate(["The quick"], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))[0]
@@ -63,7 +63,7 @@ def test_a_completion_is_the_engines(client: openai.OpenAI):
     assert answer.model == "tiny" and answer.object == "text_completion" and answer.id.startswith("cmpl-")
 
 
-def test_sixteen_tokens_unless_told(client: openai.OpenAI):
+def test_default_is_sixteen_tokens(client: openai.OpenAI):
     answer = client.completions.create(model="tiny", prompt="The quick", **GREEDY)
     assert answer.usage is not None and answer.usage.completion_tokens == 16
 
@@ -78,7 +78,7 @@ def test_lists_of_prompts_and_of_tokens(client: openai.OpenAI):
             assert choice.text == alone.choices[0].text
 
 
-def test_a_chat_goes_through_the_template(client: openai.OpenAI):
+def test_chat_uses_the_template(client: openai.OpenAI):
     messages: list = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=7, **GREEDY)
     rendered = "<|system|>Be brief.\n<|user|>Hello\n<|assistant|>"
@@ -93,7 +93,7 @@ def test_a_chat_goes_through_the_template(client: openai.OpenAI):
     assert client.chat.completions.create(model="tiny", messages=again, max_tokens=3, **GREEDY).usage
 
 
-def test_streams_add_up_to_the_whole(client: openai.OpenAI):
+def test_stream_chunks_join_to_the_completion(client: openai.OpenAI):
     asked = {"model": "tiny", "prompt": "The quick", "max_tokens": 12, **GREEDY}
     whole = client.completions.create(**asked)
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -141,12 +141,12 @@ def test_stop_strings_end_the_text(client: openai.OpenAI):
 
 
 def test_a_seed_repeats_and_another_does_not(client: openai.OpenAI):
-    def say(seed: int) -> str:
+    def complete(seed: int) -> str:
         asked = {"model": "tiny", "prompt": "dog", "max_tokens": 20, "seed": seed, "temperature": 1.2}
         return client.completions.create(**asked, extra_body={"ignore_eos": True, "top_k": 100}).choices[0].text
 
     with ThreadPoolExecutor(6) as pool:
-        texts = list(pool.map(say, [1, 2, 1, 2, 1, 2]))
+        texts = list(pool.map(complete, [1, 2, 1, 2, 1, 2]))
     assert texts[0] == texts[2] == texts[4] != texts[1] == texts[3] == texts[5]
 
 
@@ -170,13 +170,13 @@ def test_models_and_health(running: Running, client: openai.OpenAI):
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
 
 
-def test_no_page_that_loads_scripts_from_elsewhere(running: Running):
-    """FastAPI's pages at /docs and /redoc take theirs from a CDN."""
+def test_no_pages_with_external_scripts(running: Running):
+    """FastAPI's /docs and /redoc load scripts from a CDN, so they are disabled."""
     assert "/v1/completions" in httpx.get(f"{running.url}/openapi.json").json()["paths"]
     assert [httpx.get(f"{running.url}/{page}").status_code for page in ("docs", "redoc")] == [404, 404]
 
 
-def test_answers_have_the_shapes_that_the_description_says(running: Running):
+def test_responses_match_the_openapi_schema(running: Running):
     calm = {"temperature": 0, "ignore_eos": True}
     prompt, talk = {"prompt": "The quick", **calm}, {"messages": [{"role": "user", "content": "x"}], **calm}
     with httpx.Client(base_url=running.url) as http:
@@ -193,7 +193,7 @@ def test_answers_have_the_shapes_that_the_description_says(running: Running):
         TypeAdapter(replies.ErrorReply).validate_json(http.get("/v1/models/huge").content)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- bad requests------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI):
@@ -246,7 +246,7 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.Op
         (b"[" * 9000, None, "body"),
     ],
 )
-def test_bad_bodies_are_refused_by_name(running: Running, body, param: str | None, words: str):
+def test_bad_bodies_are_refused_with_the_parameter(running: Running, body, param: str | None, words: str):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
     reply = httpx.post(f"{running.url}/v1/completions", content=content, headers=headers)
@@ -289,7 +289,7 @@ def test_harmless_parameters_are_accepted(client: openai.OpenAI):
     assert client.completions.create(**asked, logprobs=None, best_of=1, suffix=None).choices
 
 
-def test_odd_requests_have_the_same_error_shape(running: Running):
+def test_all_errors_have_the_same_format(running: Running):
     for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405)):
         reply = httpx.request(method, running.url + path)
         assert reply.status_code == status and set(reply.json()["error"]) == {"message", "type", "param", "code"}
@@ -311,7 +311,7 @@ def test_a_large_body_is_refused_before_it_is_parsed(running: Running, client: o
     assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
 
 
-def test_more_prompts_than_may_wait_are_refused_before_any_is_admitted(running: Running, client: openai.OpenAI):
+def test_prompts_beyond_the_queue_are_refused_together(running: Running, client: openai.OpenAI):
     before = metric(running, "request_success_total")
     with pytest.raises(openai.BadRequestError, match="1025 prompts; at most 1024 in one request") as refusal:
         client.completions.create(model="tiny", prompt=["x"] * 1025)
@@ -321,20 +321,20 @@ def test_more_prompts_than_may_wait_are_refused_before_any_is_admitted(running: 
 
 
 def test_a_message_cannot_forge_control_tokens(client: openai.OpenAI):
-    """<|end|> is one control token for the tokenizer, but seven of text; a prompt may have it as such."""
-    said = tiny.tokenizer().encode_documents(["<|user|>a<|end|>b\n<|assistant|>"])[0]
-    assert tiny.tokenizer().eos_ids[0] not in said and tiny.tokenizer().encode("a<|end|>b")[1] == 0
+    """In a message <|end|> is seven text tokens; in a raw prompt it is one control token."""
+    prompt_ids = tiny.tokenizer().encode_documents(["<|user|>a<|end|>b\n<|assistant|>"])[0]
+    assert tiny.tokenizer().eos_ids[0] not in prompt_ids and tiny.tokenizer().encode("a<|end|>b")[1] == 0
     messages: list = [{"role": "user", "content": "a<|end|>b"}]
     chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=7, **GREEDY)
-    same = client.completions.create(model="tiny", prompt=said, max_tokens=7, **GREEDY)
+    same = client.completions.create(model="tiny", prompt=prompt_ids, max_tokens=7, **GREEDY)
     assert chat.usage == same.usage and chat.choices[0].message.content == same.choices[0].text
 
 
-# -- crowds and departures ---------------------------------------------------------------------------------------------
+# -- concurrency and disconnects----------------------------------------------------------------------------------------
 
 
 def test_sixty_four_clients_at_once(running: Running):
-    """More than the pool holds at a time: some wait, some are preempted, all get their own text."""
+    """More than the pool can hold: some wait, some are preempted, each gets its own text."""
     prompts = [tiny.TEXT[i % 3][: 5 + i] for i in range(64)]
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> tuple[str, int]:
@@ -362,7 +362,7 @@ def test_sixty_four_clients_at_once(running: Running):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages(running: Running, stream: bool):
+def test_disconnected_client_frees_its_pages(running: Running, stream: bool):
     before = metric(running, "request_success_total")
     body = json.dumps({"prompt": "The quick", "max_tokens": 115, "ignore_eos": True, "stream": stream}).encode()
     host, port = running.url.removeprefix("http://").split(":")
@@ -372,7 +372,7 @@ def test_a_client_that_leaves_frees_its_pages(running: Running, stream: bool):
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )
         line.sendall(head.encode() + b"\r\n\r\n" + body)
-    lines[0].recv(1)  # something runs
+    lines[0].recv(1)  # the request is running
     for line in lines:
         line.close()
     settle(running)
@@ -381,7 +381,7 @@ def test_a_client_that_leaves_frees_its_pages(running: Running, stream: bool):
     assert metric(running, "request_success_total") == before + 20
 
 
-def test_metrics_count_what_clients_saw(running: Running, client: openai.OpenAI):
+def test_metrics_match_responses(running: Running, client: openai.OpenAI):
     names = ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count")
     before = [metric(running, name) for name in names]
     usage = client.completions.create(model="tiny", prompt="The quick", max_tokens=9, **GREEDY).usage

@@ -1,4 +1,4 @@
-"""``serve.batch_invariant``: a request's keys, values and tokens are the same bits alone and in any company."""
+"""``serve.batch_invariant``: a request's keys, values and tokens are bitwise independent of the batch."""
 
 import random
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 
 SYSTEM = [7, 8, 9, 10, 11, 12, 13, 14, 15]
-"""A beginning that several share: two pages of four tokens and one more."""
-ASKED = [*SYSTEM, 5, 3, 5, 8, 9, 7, 9, 3]
+"""A shared prefix: two pages of four tokens and one more token."""
+PROMPT = [*SYSTEM, 5, 3, 5, 8, 9, 7, 9, 3]
 GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
-DRAWN = SamplingParams(temperature=1.1, top_p=0.9, seed=11, max_tokens=7, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.1, top_p=0.9, seed=11, max_tokens=7, ignore_eos=True)
 LIMITS = ServeConfig(batch_invariant=True, pages=400, page_tokens=4, max_requests=256, token_budget=300)
 Bits = tuple[list[int], list[Tensor]]
 
@@ -50,14 +50,16 @@ def bits(
     params: SamplingParams = GREEDY,
     **limits: object,
 ) -> Bits:
-    """(tokens, every layer's keys and values) of one request that comes as number ``at`` among the ``others``, when
-    these have run ``after`` steps."""
+    """(tokens, every layer's keys and values) of one request, submitted at position ``at`` among ``others``.
+
+    The requests before it have run for ``after`` steps.
+    """
     engine = Engine(it, tiny.tokenizer(), LIMITS.replace(**limits))
     for prompt, theirs in others[:at]:
         engine.add(prompt, theirs)
     for _ in range(after):
         engine.step()
-    key = engine.add(ASKED, params)
+    key = engine.add(PROMPT, params)
     for prompt, theirs in others[at:]:
         engine.add(prompt, theirs)
     tokens: list[int] = []
@@ -66,7 +68,7 @@ def bits(
         ours = next((r for r in engine.scheduler.running if r.id == key), None)
         pages = list(ours.pages) if ours else []
         tokens += [output.token for output in engine.step() if output.id == key]
-        ran = len(ASKED) + len(tokens) - 1
+        ran = len(PROMPT) + len(tokens) - 1
         if tokens and pages and len(tokens) < 7:
             pools = [pool[pages].flatten(0, 1)[:ran].clone() for pool in (*engine.cache.k, *engine.cache.v)]
     engine.scheduler.audit()
@@ -74,13 +76,13 @@ def bits(
 
 
 def same(ours: Bits, alone: Bits) -> bool:
-    rows = min(len(ours[1][0]), len(alone[1][0]))  # of a step more or less when it was looked at
-    assert rows >= len(ASKED) + 3
+    rows = min(len(ours[1][0]), len(alone[1][0]))  # the two snapshots may be a step apart
+    assert rows >= len(PROMPT) + 3
     return ours[0] == alone[0] and all(torch.equal(a[:rows], b[:rows]) for a, b in zip(ours[1], alone[1], strict=True))
 
 
-def company(number: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
-    """Others of all kinds: short and long, greedy and drawn, some that begin as we do."""
+def other_requests(number: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
+    """Other requests: short and long, greedy and sampled, some with the same prefix."""
     draw = random.Random(seed)
     found = []
     for i in range(number):
@@ -94,31 +96,31 @@ def company(number: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_any_company(name: str) -> None:
-    """Orders of arrival, prompts cut anywhere, prefixes shared or not, pages that run out, steps ahead."""
+def test_request_is_independent_of_the_batch(name: str) -> None:
+    """Arrival order, chunked prompts, prefix cache on and off, preemption, run_ahead."""
     it = model(name)
     alone = bits(it)
-    assert same(bits(it, company(6), at=0), alone)
-    assert same(bits(it, company(6), at=6, token_budget=7), alone)
-    assert same(bits(it, company(6, seed=1), at=5, after=3, prefix_cache=False, run_ahead=True), alone)
-    assert same(bits(it, company(6, seed=3), at=4, pages=14, max_requests=5), alone)
-    drawn = bits(it, params=DRAWN)
-    assert same(bits(it, company(6), at=3, token_budget=9, params=DRAWN), drawn)
+    assert same(bits(it, other_requests(6), at=0), alone)
+    assert same(bits(it, other_requests(6), at=6, token_budget=7), alone)
+    assert same(bits(it, other_requests(6, seed=1), at=5, after=3, prefix_cache=False, run_ahead=True), alone)
+    assert same(bits(it, other_requests(6, seed=3), at=4, pages=14, max_requests=5), alone)
+    drawn = bits(it, params=SAMPLED)
+    assert same(bits(it, other_requests(6), at=3, token_budget=9, params=SAMPLED), drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_in_any_precision(dtype: torch.dtype) -> None:
+def test_other_precisions(dtype: torch.dtype) -> None:
     it = model("llama", dtype)
-    assert same(bits(it, company(6), at=3, token_budget=9), bits(it))
+    assert same(bits(it, other_requests(6), at=3, token_budget=9), bits(it))
 
 
 @pytest.mark.parametrize("at", [100, *(pytest.param(at, marks=pytest.mark.long) for at in (0, 255))])
-def test_among_255_others(at: int) -> None:
+def test_request_in_a_batch_of_256(at: int) -> None:
     it = model("llama")
-    assert same(bits(it, company(255, seed=at), at=at), bits(it))
+    assert same(bits(it, other_requests(255, seed=at), at=at), bits(it))
 
 
-def test_where_it_cannot_be_it_is_refused() -> None:
+def test_unsupported_configurations_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"is for one rank, and this model is on tp=2: .*use --plan.tp 1"):
         Engine(tiny.model(Axes(tp=Axis("tp", 2))), tiny.tokenizer(), LIMITS)
     with pytest.raises(ConfigError, match=r"is for one rank, and this model is on cp=2: .*use --plan.cp 1"):

@@ -1,4 +1,4 @@
-"""How servers start, drain, stop and die: clear errors for clients, one line for people, no process left behind."""
+"""Server start, drain, stop and crash: clear client errors, one line on the terminal, no leftover processes."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("server")
 
 
 def gone(pids: list[int]) -> bool:
-    """True once none of ``pids`` is alive; waits a little for the last of them."""
+    """Wait for all ``pids`` to exit; False after 20 s."""
     limit_s = time.monotonic() + 20
     while alive := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and _state(pid) != "Z"]:
         if time.monotonic() > limit_s:
@@ -41,7 +41,7 @@ def _state(pid: int) -> str:
 
 
 def long_stream(running: Running, tokens: int = 100) -> openai.Stream:
-    """A stream that has begun."""
+    """A stream whose first chunk has arrived."""
     asked = {"model": "tiny", "prompt": "The quick", "max_tokens": tokens, "temperature": 0}
     stream = running.client.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True)
     next(stream)
@@ -49,17 +49,17 @@ def long_stream(running: Running, tokens: int = 100) -> openai.Stream:
 
 
 def until_requests(at: Running, **counts: int) -> None:
-    """Wait until so many requests run or wait."""
+    """Wait until these numbers of requests are running or waiting."""
     lines = [f'num_requests_{state}{{model_name="tiny"}} {count}.0' for state, count in counts.items()]
     with httpx.Client() as http:
         while not all(line in http.get(f"{at.url}/metrics").text for line in lines):
             time.sleep(0.02)
 
 
-def test_a_slow_model_a_full_queue_and_a_gentle_end():
-    """One server, slowed down to 0.15 s a step, that runs one request and lets one wait."""
+def test_slow_model_full_queue_and_graceful_stop():
+    """A server slowed down to 0.15 s per step, with one running and one waiting request at most."""
     with server({"chat": False, "poison": 300, "slow_s": 0.15}, max_requests=1, max_waiting=1, drain_s=20) as running:
-        assert list(running.folder.iterdir()), "the line to the engine lies here"
+        assert list(running.folder.iterdir()), "the engine's socket must be in the temporary folder"
         client, pids = running.client, running.engine_pids()
         with pytest.raises(
             openai.BadRequestError, match="no chat template; send a prompt to /v1/completions"
@@ -77,9 +77,9 @@ def test_a_slow_model_a_full_queue_and_a_gentle_end():
             start_s = time.monotonic()
             for _ in range(5):
                 assert http.get(f"{running.url}/health").status_code == 200
-            assert time.monotonic() - start_s < 5 * 0.15, "the event loop waits for the model"
-            list(itertools.islice(as_completed(others), 3))  # one waits, and there is no room for the others
-            stream.close()  # its place is free for the one that waits
+            assert time.monotonic() - start_s < 5 * 0.15, "the event loop was blocked by the model"
+            list(itertools.islice(as_completed(others), 3))  # one waits; the others find the queue full
+            stream.close()  # frees the slot for the waiting request
             replies = [other.result() for other in others]
         assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429]
         refused = next(reply for reply in replies if reply.status_code == 429)
@@ -87,13 +87,13 @@ def test_a_slow_model_a_full_queue_and_a_gentle_end():
 
         stream = long_stream(running, 30)
         running.process.send_signal(signal.SIGTERM)
-        with httpx.Client() as http:  # who comes during the drain is told, on a new connection too
+        with httpx.Client() as http:  # new connections during the drain get an error
             while http.get(f"{running.url}/health").json() != {"status": "stopping"}:
                 time.sleep(0.01)
             assert http.get(f"{running.url}/health").status_code == 503
         late = _ask(running.url)
         assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
-        chunks = list(stream)  # the drain lets it finish
+        chunks = list(stream)  # the drain lets the stream finish
         assert chunks[-1].choices[0].finish_reason == "length"
         assert running.stop(0) == (0, "stopping: 1 request has 20 s to finish; Ctrl-C again ends now\n", "")
         assert gone(pids) and not list(running.folder.iterdir())
@@ -104,7 +104,7 @@ def _ask(url: str, **more: object) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
-def test_who_cannot_finish_in_time_is_told():
+def test_requests_cut_off_by_shutdown_get_an_error():
     with server({"slow_s": 0.1}, drain_s=0) as running, ThreadPoolExecutor(1) as pool:
         stream, pids = long_stream(running), running.engine_pids()
         whole: Future[httpx.Response] = pool.submit(_ask, running.url, max_tokens=100)
@@ -119,8 +119,8 @@ def test_who_cannot_finish_in_time_is_told():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_a_second_signal_ends_it_at_once(number: signal.Signals):
-    """The drain would last an hour, and each step a minute."""
+def test_second_signal_stops_at_once(number: signal.Signals):
+    """The drain limit is an hour and each step takes a minute."""
     with server({"slow_s": 60, "quick_steps": 3}, drain_s=3600) as running:
         stream, pids = long_stream(running), running.engine_pids()
         running.process.send_signal(number)
@@ -134,8 +134,8 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals):
 
 
 @pytest.mark.parametrize("plan", [{}, {"tp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.long)], ids=str)
-def test_a_killed_engine_is_a_clear_error(plan: dict[str, int]):
-    """Killed in the middle of a stream: the stream says so, others get a 503, the server ends with one line."""
+def test_killed_engine_gives_a_clear_error(plan: dict[str, int]):
+    """Killed mid-stream: the stream reports it, other clients get 503, the server exits with one line."""
     with server({"slow_s": 0.05}, plan) as running, ThreadPoolExecutor(1) as pool:
         expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), ServeConfig()).generate(
             ["The quick"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -156,13 +156,13 @@ def test_a_killed_engine_is_a_clear_error(plan: dict[str, int]):
 
 
 def _ranks(pids: list[int]) -> list[int]:
-    """The processes that hold a model: the supervisor itself, or the children that torch's launcher spawned."""
+    """Processes with a model: the supervisor itself, or the children spawned by torch's launcher."""
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
     children = [pid for pid in pids[1:] if b"spawn_main" in commands[pid]]
     return children or pids[:1]
 
 
-def test_a_killed_server_leaves_no_engine_behind():
+def test_killed_server_leaves_no_engine():
     with server({"slow_s": 0.05}) as running:
         pids = running.engine_pids()
         assert pids
@@ -172,7 +172,7 @@ def test_a_killed_server_leaves_no_engine_behind():
         assert gone(pids)
 
 
-def test_a_port_in_use_is_one_line():
+def test_port_in_use_gives_a_one_line_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with start(port=port) as starting:
@@ -184,7 +184,7 @@ def test_a_port_in_use_is_one_line():
     )
 
 
-def test_an_engine_that_cannot_start_is_one_line():
+def test_engine_that_cannot_start_gives_a_one_line_error():
     with start(cache_bytes=7) as starting:
         code, out, err = starting.stop(0)
         assert not list(starting.folder.iterdir())
@@ -193,16 +193,16 @@ def test_an_engine_that_cannot_start_is_one_line():
 
 
 @pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGINT, 0), (signal.SIGTERM, 0.5)])
-def test_a_signal_while_loading_stops_it(number: signal.Signals, delay_s: float):
+def test_signal_while_loading_stops_the_server(number: signal.Signals, delay_s: float):
     with start() as starting:
         while starting.process.poll() is None and not list(starting.folder.iterdir()):
-            time.sleep(0.001)  # the line to the engine appears when it starts one
+            time.sleep(0.001)  # the socket appears when the engine is started
         time.sleep(delay_s)
         assert starting.stop(number) == (128 + number, "loading tiny\nstopped before tiny was loaded\n", "")
         assert not list(starting.folder.iterdir())
 
 
-def test_a_small_cache_is_advertised_and_the_log_tells_who_asked_what_and_not_what_was_said():
+def test_cache_limit_is_advertised_and_log_omits_prompts():
     with server(log=True, pages=3) as running:
         assert "; the cache limits a request to 48 tokens of the model's 128: raise --serve.pages" in running.greeting
         model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
@@ -226,8 +226,8 @@ def test_a_small_cache_is_advertised_and_the_log_tells_who_asked_what_and_not_wh
     assert re.fullmatch("".join(rf"{when} {line}\n" for line in asked), err), err
 
 
-def test_an_address_of_another_machine_is_one_line():
-    with start(host="192.0.2.1") as starting:  # of documentation (RFC 5737)
+def test_foreign_address_gives_a_one_line_error():
+    with start(host="192.0.2.1") as starting:  # reserved for documentation (RFC 5737)
         code, out, err = starting.stop(0)
     assert code != 0 and out == ""
     assert re.fullmatch(

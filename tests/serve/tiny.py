@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @cache
 def tokenizer(chat: bool = True) -> Tokenizer:
-    """A byte-level BPE of about 300 tokens, with an end token that begins and ends documents."""
+    """A byte-level BPE of about 300 tokens, whose end token separates documents."""
     parts = tokenizers.Tokenizer(tokenizers.models.BPE())
     parts.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     parts.decoder = tokenizers.decoders.ByteLevel()
@@ -49,7 +49,7 @@ def config(**changes: object) -> ModelConfig:
 
 
 def model(axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float64, **changes: object) -> Transformer:
-    """Initialised with a large spread, so that its greedy text is not one token over and over."""
+    """Initialised with a large standard deviation, so that greedy text does not repeat one token."""
     return initialise(Transformer(config(**changes), axes, dtype=dtype), seed=1)
 
 
@@ -71,8 +71,10 @@ def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
 def load(
     context: DistributedContext, chat: bool = True, poison: int | None = None, slow_s: float = 0.0, quick_steps: int = 0
 ) -> tuple[Transformer, Tokenizer]:
-    """What a server's engine processes call. ``poison`` is a token whose embedding is NaN; ``slow_s`` slows each
-    forward pass down, after the first ``quick_steps``."""
+    """Load the model in a server's engine processes.
+
+    The embedding of token ``poison`` is NaN; each forward pass after the first ``quick_steps`` takes ``slow_s`` longer.
+    """
     it = model(context.axes.serving(), dtype=torch.float32)
     if poison is not None:
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Ten tests that show what Colonnade is, in order: from ``merge`` to a server. Read them from the top.
+"""Ten tests that introduce Colonnade, from ``merge`` to a server. Read them from the top.
 
     make pytest ARGS=tests/tour
 
-Each needs only what it shows, so any of them may be run alone.
+They are independent of each other; any of them can be run alone.
 """
 
 import subprocess
@@ -33,12 +33,12 @@ POSITIONS_T = torch.arange(8)
 
 
 def tiny(axes=SOLO_AXES) -> Transformer:
-    """The same weights wherever it is called: the seed and a parameter's name decide them, not the layout."""
+    """The same weights under every layout: they depend only on the seed and the parameter's name."""
     return initialise(Transformer(TINY, axes, dtype=torch.float64), seed=0)
 
 
 def test_1_attention_is_a_fold() -> None:
-    """Attend to parts of the keys alone, in any grouping and order, and merge: it is attention to all of them.
+    """Attend to parts of the keys separately, then merge in any order: the result is attention to all keys.
 
     A state is (output, log of the softmax's denominator); the empty one is the identity."""
     q_TNH = torch.randn(3, 4, 8, dtype=torch.float64)
@@ -52,9 +52,9 @@ def test_1_attention_is_a_fold() -> None:
 
 
 def test_2_a_model_is_a_configuration() -> None:
-    """Sizes and choices are frozen data, checked when they are written down.
+    """Sizes and options are frozen data, checked on construction.
 
-    A mistake is one line that says what is wrong, and the remedy."""
+    A mistake raises a one-line error with the problem and the remedy."""
     assert TINY.parameters == sum(p.numel() for p in tiny().parameters()) == 25_504
     assert TINY.head_width == 8
     with pytest.raises(ConfigError, match=r"^ModelConfig has no key 'layres'; did you mean 'layers'\?$"):
@@ -62,9 +62,9 @@ def test_2_a_model_is_a_configuration() -> None:
 
 
 def test_3_one_line_trains_and_scores() -> None:
-    """A stream of tokens, who attends to whom, and what should come out: that is the whole forward pass.
+    """The forward pass takes a token stream, an attention pattern and a head for the wanted output.
 
-    Sequences of 5 and 3 tokens lie end to end without padding, and the loss is a sum and a count."""
+    Sequences of 5 and 3 tokens are packed without padding; the loss is a sum and a count."""
     model = tiny()
     targets_T = torch.tensor([17, 3, 299, 42, -100, 7, 64, -100])  # -100: nothing to predict
     positions_T = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
@@ -79,16 +79,16 @@ def test_3_one_line_trains_and_scores() -> None:
 
 @torch.no_grad()
 def test_4_the_same_line_reads_a_prompt_and_decodes() -> None:
-    """With another ``attend`` keys and values come from a paged cache; the model does not know.
+    """With another ``attend``, keys and values come from a paged cache; the model is unchanged.
 
-    Seven tokens are read, the eighth follows alone, and its logits are those of one pass over all eight."""
+    Seven tokens are prefilled, the eighth is decoded; its logits equal those of one pass over all eight."""
     model = tiny()
     cache = KVCache(TINY, SOLO_AXES, pages=3, page_tokens=4, dtype=torch.float64)
     pages_RP = torch.tensor([[2, 0]], dtype=torch.int32)  # this request's first tokens are in page 2, the next in 0
     slots_T = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3])
 
     def extend(start: int, stop: int) -> torch.Tensor:
-        """The last token's logits, after the tokens start to stop are read into the cache."""
+        """Process tokens start … stop − 1 into the cache; return the last one's logits."""
         new = torch.tensor([0, stop - start], dtype=torch.int32)
         length = torch.tensor([stop], dtype=torch.int32)
         attend = Paged(cache, pages_RP, slots_T[start:stop], new, length, stop - start, stop)
@@ -102,9 +102,9 @@ def test_4_the_same_line_reads_a_prompt_and_decodes() -> None:
 
 
 def test_5_a_layout_is_data() -> None:
-    """Where each parameter is cut is a table; which ranks there are is a plan.
+    """A table gives the dimension in which each parameter is sharded; a plan gives the ranks.
 
-    A plan that cannot be is refused before any process starts."""
+    An impossible plan is refused before any process starts."""
     layout = layout_of(tiny())
     assert (layout["blocks.0.ffn.up.weight"], layout["blocks.0.ffn.down.weight"]) == (0, 1)  # columns, then rows
     with pytest.raises(PlanError, match="2 key/value heads do not divide over tp=4; use tp of 1 or 2"):
@@ -121,9 +121,9 @@ def _loss_and_gradients(plan: Plan) -> tuple[float, dict]:
 
 @pytest.mark.xdist_group("worlds")
 def test_6_two_processes_compute_what_one_does() -> None:
-    """Tensor parallelism changes where numbers are computed, not which: loss and gradients agree to 1e-10.
+    """Tensor parallelism does not change the results: loss and gradients agree to 1e-10.
 
-    Heads, hidden units (25 and 25 of 50) and the vocabulary are shared out over real processes."""
+    Heads, hidden units (25 of 50 each) and the vocabulary are split over real processes."""
     shares = in_processes(2, _loss_and_gradients, Plan(tp=2))
     loss, gradients = _loss_and_gradients(Plan())
     layout = layout_of(tiny())
@@ -136,7 +136,7 @@ def test_6_two_processes_compute_what_one_does() -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty short documents, a tokenizer learnt from them, and the tokens."""
+    """Forty short documents, a tokenizer trained on them, and the tokens."""
     folder = tmp_path_factory.mktemp("tour") / "corpus"
     documents = [
         (f"note {i}", f"Note {i}: the columns of a colonnade carry what is above them. " * 6) for i in range(40)
@@ -148,7 +148,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_7_text_becomes_tokens(corpus: Path) -> None:
     """A corpus is a folder: a tokenizer, memory-mapped tokens, where each document ends, and checksums.
 
-    Which documents are held out depends on their text alone, and decoding gives the text back."""
+    Whether a document is in the validation split depends on its text alone; decoding restores the text."""
     read = Corpus(corpus, verify=True)
     train, held_out = read.split("train"), read.split("validation")
     assert train.documents + held_out.documents == 40
@@ -157,15 +157,15 @@ def test_7_text_becomes_tokens(corpus: Path) -> None:
 
 
 def settings(corpus: Path, runs: Path, steps: int) -> RunConfig:
-    """A run of a few seconds."""
+    """Config of a run that takes a few seconds."""
     train = TrainConfig(steps=steps, batch=4, lr=1e-2, schedule="constant", warmup=2, eval_every=0)
     return RunConfig(runs=runs, device="cpu", model=TINY, data=DataConfig(path=corpus, sequence=64), train=train)
 
 
 def test_8_training_resumes_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
-    """A run that stops after five steps and goes on for five ends with the very bits of one that took ten.
+    """Five steps, a restart and five more give bitwise the result of ten steps.
 
-    The step, the weights, both moments and one number for the data are the whole state."""
+    The whole state is the step, the weights, both moments and one number for the data."""
     straight = Trainer(settings(corpus, tmp_path / "straight", 10)).fit()
     Trainer(settings(corpus, tmp_path / "stopped", 5)).fit()
     resumed = Trainer(settings(corpus, tmp_path / "stopped", 10)).fit()
@@ -182,9 +182,9 @@ def _save_a_share(folder: Path) -> None:
 
 @pytest.mark.xdist_group("worlds")
 def test_9_one_checkpoint_loads_under_any_layout_and_leaves_as_hugging_face(tmp_path: Path) -> None:
-    """Saved by two processes, loaded by one, written for ``transformers``, loaded again: the same logits.
+    """Saved by two processes, loaded by one, exported for ``transformers``, loaded again: the same logits.
 
-    The folder appears whole or not at all, and nothing in it is ever unpickled."""
+    The folder is written atomically, and nothing in it is ever unpickled."""
     in_processes(2, _save_a_share, tmp_path / "ours")
     ours = colonnade.load(tmp_path / "ours", dtype="float64")
     colonnade.save(ours, tmp_path / "theirs", format="hf")
@@ -197,9 +197,9 @@ def test_9_one_checkpoint_loads_under_any_layout_and_leaves_as_hugging_face(tmp_
 
 @pytest.mark.slow
 def test_10_real_weights_answer_over_http() -> None:
-    """``colonnade serve`` speaks OpenAI's API, so their own client asks SmolLM2 and streams what it says.
+    """``colonnade serve`` implements OpenAI's API: the openai client streams text from SmolLM2.
 
-    The server picks a free port and says where it listens; Ctrl-C ends it."""
+    The server picks a free port and prints its address; Ctrl-C stops it."""
     command = [sys.executable, "-m", "colonnade", "serve", "smollm2", "--serve.port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
