@@ -4,7 +4,7 @@
 
 Forward and backward of the tour model on random sequences of equal length: by ``Transformer`` with axes of size 1,
 ``Packed`` and ``Loss``, and by the plain modules below, which use torch's operators on (batch, sequence) and have no
-axes, ``attend`` or ``head``. Weights are the same, and gradients are compared first. The plain modules' loss is the same
+axes, ``attend`` or ``head``. Weights are equal, and gradients are compared first. The plain modules' loss is the same
 chunked Function without its collectives; a third row uses torch's ``cross_entropy`` over whole logits.
 
 The three alternate; a ratio is the median of the per-round ratios.

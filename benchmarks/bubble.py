@@ -3,7 +3,7 @@
     python benchmarks/bubble.py                  needs 4 GPUs; --worlds 2 with two
     python benchmarks/bubble.py --tiny           toy sizes on a CPU
 
-If no rank ever waited, a step of m micro-batches over p ranks would take m t / p, where t is the time of one micro-batch
+If no rank waited, a step of m micro-batches over p ranks would take m t / p, where t is the time of one micro-batch
 through the whole model on one rank. Ranks wait while the pipeline fills and drains, so a step takes
 
     (m + b) t / p

@@ -189,7 +189,7 @@ def main() -> None:
         for mine, peer in zip(rows[::2], rows[1::2], strict=True)
     ]
     notes = (
-        f"Greedy, prompts of {args.prompt} tokens, {args.new} new tokens per request, {args.threads} threads; medians of "
+        f"Greedy, prompts of {args.prompt} tokens, {args.new} new per request, {args.threads} threads; medians of "
         f"{args.rounds} alternating rounds; {neighbours}."
     )
     report("decode_cpu", rows, notes, headlines=heads)

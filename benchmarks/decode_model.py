@@ -97,7 +97,7 @@ def made(
 def stepper(
     model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int
 ) -> Callable[[int], SampledTokens]:
-    """A function that runs step i of at most ``steps``, starting at ``context`` keys; each step's input is the last's output."""
+    """Runs step i of at most ``steps``, starting at ``context`` keys with fed-back tokens."""
     device = next(model.parameters()).device
     each = -(-(context + steps + 8) // page)
     cache = KVCache(model.config, model.axes, pages=-(-batch * each // model.axes.cp.size) + 1, page_tokens=page,

@@ -3,13 +3,13 @@
     python benchmarks/engine.py                 # one GPU: 256 requests, a Qwen3-0.6B with random weights, bfloat16
     python benchmarks/engine.py --tiny          # a few short requests on a CPU: a smoke test
 
-Prompts and answers have 100 to 1024 tokens each, drawn from one seed; sampling is greedy, end tokens are ignored, and all
+Prompts and answers have 100 to 1024 tokens each, from one seed; sampling is greedy, end tokens are ignored, and all
 requests are submitted at the start: the workload by which small engines publish their speed. Only tokens of answers are
 counted. Both sides get the requests one by one with their own numbers of tokens, are warmed up by requests of the same
 sizes, and capture their CUDA graphs before the clock starts: ours one per batch size, as every engine of ours does on a
 GPU (``serve.fixed_steps``).
 
-``idle`` is the share of time in which the GPU ran no kernel of ours, from a trace of steps 100 to 300, in which requests
+``idle`` is the share of time in which the GPU ran no kernel of ours, from a trace of steps 100 to 300, when requests
 end. ``agree`` is the share of answers that are identical to the last token; in bfloat16 a near-tie can change the text.
 """
 

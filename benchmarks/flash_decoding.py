@@ -36,8 +36,8 @@ from harness.report import ROOT, Headline, folder_of, report
 from harness.rows import Rows
 
 TABLE = """Decode attention on the table of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value
-heads, width 128, float16, one new token for each of B requests of S tokens; and a row of 1 GB. Ours reads scattered pages
-of 256 tokens. Peers read a contiguous cache: SDPA's backends with grouped heads ("heads as rows": with a group's heads
+heads, width 128, float16, one new token for each of B requests of S tokens; and a row of 1 GB. Ours reads scattered
+pages of 256 tokens. Peers read a contiguous cache: SDPA's backends with grouped heads ("heads as rows": with a group's heads
 as the query rows of one head), eager torch, and with --flex flex_attention. FlashInfer, if installed, reads the same
 scattered pages as ours, on CUDA cores and on tensor cores, planned for these lengths alone or ("graph mode") for a CUDA
 graph that also serves other lengths. Plans, ours and FlashInfer's, are made before the timing, though a server makes

