@@ -37,8 +37,8 @@ from harness.rows import Rows
 
 TABLE = """Decode attention on the table of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value
 heads, width 128, float16, one new token for each of B requests of S tokens; and a row of 1 GB. Ours reads scattered
-pages of 256 tokens. Peers read a contiguous cache: SDPA's backends with grouped heads ("heads as rows": with a group's heads
-as the query rows of one head), eager torch, and with --flex flex_attention. FlashInfer, if installed, reads the same
+pages of 256 tokens. Peers read a contiguous cache: SDPA's backends with grouped heads ("heads as rows": a group's heads
+become query rows of one head), eager torch, and with --flex flex_attention. FlashInfer, if installed, reads the same
 scattered pages as ours, on CUDA cores and on tensor cores, planned for these lengths alone or ("graph mode") for a CUDA
 graph that also serves other lengths. Plans, ours and FlashInfer's, are made before the timing, though a server makes
 them in each step. "Fixed cuts" is the batch-invariant mode with fixed splits. Ours is the CUDA C++ kernel; "Triton" is

