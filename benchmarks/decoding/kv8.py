@@ -1,7 +1,7 @@
 """8-bit KV caches against bfloat16, read by the same kernel (benchmarks/flash_decoding.py).
 
-float8 without scales is the format of ``serve.cache float8``; the kernel also supports float8 and int8 with a scale
-per head. ``times_stored`` is the speedup over bfloat16 in keys per second. ``error`` is the relative error from rounding the
+float8 without scales is the format of ``serve.cache float8``; the kernel also supports float8 and int8 with a scale per
+head. ``times_stored`` is the speedup over bfloat16 in keys per second. ``error`` is the relative error of rounding the
 cache to 8 bits, by norm; the kernel's own result on the rounded values is checked.
 """
 

@@ -4,7 +4,8 @@
 lengths; 1 to 128 query heads in groups of 1 to 16 for a key/value head, heads of 64, 128 or 256; pages of 16 to 256
 tokens. ``ahead`` is the best peer's time over ours. Peers read contiguous keys, padded to the longest request; ours
 reads scattered pages, as does FlashInfer if installed, on CUDA cores and on tensor cores. Plans are made before the
-timing, ours and FlashInfer's. ``pinned_us``, with --pinned, is our best time over a dozen fixed tiles instead of the table's.
+timing, ours and FlashInfer's. ``pinned_us``, with --pinned, is our best time over a dozen fixed tiles instead of the
+table's.
 """
 
 import concurrent.futures
