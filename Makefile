@@ -11,10 +11,10 @@ KEY := $(shell cat pyproject.toml assets.txt | cksum | tr -cd '0-9')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SCRIPTS := $(filter-out benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
 
-# Two test workers on two cores must not each start a thread per core; nothing in a test may call home.
+# Two test workers on two cores must not each start a thread per core; no test may use the network.
 QUIET := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-# $(call step,NAME,COMMAND): runs COMMAND and says how long it took.
+# $(call step,NAME,COMMAND): runs COMMAND and prints its duration.
 step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - started )) s"; \
 	else echo "  $(1): failed after $$(( $$(date +%s) - started )) s" >&2; exit 1; fi
 
@@ -25,9 +25,9 @@ help:  ## this list
 	@echo "Colonnade: make TARGET [PYTHON=python3.12] [WORKERS=2] [ARGS=...]"
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 
-install: $(VENV)/.test-$(KEY)  ## everything that the tests, the documentation and the benchmarks use
+install: $(VENV)/.test-$(KEY)  ## all packages for tests, documentation and benchmarks
 
-demo: $(VENV)/.demo-$(KEY)  ## text in, a model trained on two processes, saved, loaded, served and asked
+demo: $(VENV)/.demo-$(KEY)  ## text in, a model trained on two processes, saved, loaded, served and queried
 	@$(BIN)/colonnade demo $(ARGS)
 
 test: lint pytest  ## what continuous integration runs: lint, types, import order, tests
@@ -38,17 +38,17 @@ lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyright), import o
 	$(call step,pyright,$(BIN)/pyright --warnings)
 	$(call step,import order,$(BIN)/lint-imports --no-logo)
 
-pytest: $(VENV)/.test-$(KEY)  ## the tests alone; ARGS="tests/unit -k axis" narrows them
+pytest: $(VENV)/.test-$(KEY)  ## only the tests; ARGS="tests/unit -k axis" narrows them
 	$(call step,pytest,$(QUIET) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS))
 
-format: $(VENV)/.test-$(KEY)  ## write the format and the safe fixes that lint asks for
+format: $(VENV)/.test-$(KEY)  ## format the code and apply safe lint fixes
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
 
 docs: $(VENV)/.docs-$(KEY)  ## the documentation, into site/; a broken link or name fails
 	$(call step,mkdocs,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet)
 	@echo "  open site/index.html"
 
-bench: $(VENV)/.test-$(KEY)  ## every benchmark that this machine can run, then the results tables
+bench: $(VENV)/.test-$(KEY)  ## all benchmarks that this machine can run, then the results tables
 	@for script in $(SCRIPTS); do echo "$$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 	@$(BIN)/python benchmarks/table.py
 
@@ -59,7 +59,7 @@ clean:  ## remove caches and built files; keeps .venv and runs
 distclean: clean  ## clean, and remove .venv
 	@rm -rf $(VENV)
 
-# What is installed for whom. A stamp is touched last, so an interrupted installation starts again.
+# Packages per target. A stamp is touched last, so an interrupted installation starts again.
 $(VENV)/.base-$(KEY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=/path/to/python3.11" >&2; exit 1; }

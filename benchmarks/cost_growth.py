@@ -1,16 +1,16 @@
-"""How the cost of training grows: tokens a second against depth, width, sequence and ranks, as a table and a picture.
+"""Training speed against depth, width, sequence length and ranks, as a table and a plot.
 
     python benchmarks/cost_growth.py             needs 4 GPUs; --worlds 1 2 with two
-    python benchmarks/cost_growth.py --tiny      the same in small, on a CPU
+    python benchmarks/cost_growth.py --tiny      toy sizes on a CPU
 
-From a GPT-2 shape of 24 x 1024 (heads of 64, sequence 1024, 16,384 tokens a step on each rank, bfloat16 compute,
-float32 masters, blocks compiled) one size is changed at a time. Beside each measurement stands what counting
-operations foretells from the first row:
+Starting from a GPT-2 shape of 24 x 1024 (heads of 64, sequence 1024, 16,384 tokens per step and rank, bfloat16 compute,
+float32 masters, blocks compiled), one size is changed at a time. ``foretold_tokens_per_s`` is predicted from the first
+row by counting operations:
 
-    tokens/s = that of the base · FLOPs a token of the base / FLOPs a token      (ModelConfig.flops_per_token)
-    tokens/s = that of one rank · ranks                                          (FSDP, equal work a rank)
+    tokens/s = tokens/s of the base · FLOPs per token of the base / FLOPs per token      (ModelConfig.flops_per_token)
+    tokens/s = tokens/s of one rank · ranks                                              (FSDP, equal work per rank)
 
-What is faster than foretold uses the chip better (wider products), what is slower worse.
+A row that is faster than predicted uses the GPU better (wider GEMMs), a slower one worse.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from harness.report import ROOT, Headline, report
 from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
 
 TOKENS = 16384
-"""Of one rank in a step."""
+"""Tokens per rank and step."""
 INK, QUIET, MEASURED = "#1f2933", "#8a94a0", "#2f6fb3"
 PANELS = {"layers": "blocks", "width": "width", "sequence": "tokens of a sequence", "ranks": "ranks"}
 
 
 def shape(width: int, layers: int, sequence: int, vocab_size: int) -> ModelConfig:
-    """A GPT-2 with heads of 64 (of 8 in small)."""
+    """A GPT-2 with heads of 64 (8 in the tiny sizes)."""
     return preset("gpt2").replace(
         layers=layers, width=width, heads=max(4, width // 64), ffn_width=4 * width, context=sequence,
         vocab_size=vocab_size,
@@ -40,7 +40,7 @@ def shape(width: int, layers: int, sequence: int, vocab_size: int) -> ModelConfi
 
 
 def jobs(tiny: bool, worlds: Sequence[int]) -> list[Job]:
-    """The base, and each size changed; a job's name says which."""
+    """The base, then one job for each changed size, named after it."""
     if tiny:
         base = {"width": 32, "layers": 2, "sequence": 32}
         changes = {"layers": (1, 4), "width": (64,), "sequence": (64,)}
@@ -62,38 +62,38 @@ def jobs(tiny: bool, worlds: Sequence[int]) -> list[Job]:
 
 
 def foretold(made: Sequence[Job], rows: Sequence[Row]) -> list[Row]:
-    """The rows with their sizes, and what counting operations foretells from the first."""
+    """The rows with their sizes and the speed predicted from the first one."""
 
     def cost(job: Job) -> float:
         return job.config.flops_per_token(job.sequence, causal=True)
 
     base = rows[0]["tokens_per_s"]
-    found = []
+    compared = []
     for job, row in zip(made, rows, strict=True):
-        foretells = base * job.plan.world * cost(made[0]) / cost(job)
-        of_it = row["tokens_per_s"] / foretells
-        found.append(
+        predicted = base * job.plan.world * cost(made[0]) / cost(job)
+        ratio = row["tokens_per_s"] / predicted
+        compared.append(
             {"changed": job.name.split()[0], "layers": job.config.layers, "width": job.config.width,
              "sequence": job.sequence, "ranks": job.plan.world, "tokens_per_s": row["tokens_per_s"],
-             "foretold_tokens_per_s": round(foretells), "of_foretold": round(of_it, 3),
+             "foretold_tokens_per_s": round(predicted), "of_foretold": round(ratio, 3),
              "tflops_per_rank_causal": row["tflops_per_rank_causal"], "peak_gib": row["peak_gib"]}
         )  # fmt: skip
-    return found
+    return compared
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A panel for each size, measured beside foretold, into ``path``."""
+    """Plot measured and predicted speed, a panel per size, into ``path``."""
     figure = Figure(figsize=(8, 6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     for panel, (key, label) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         points = sorted((row for row in rows if row["changed"] in ("base", key)), key=lambda row: row[key])
         at = [row[key] for row in points]
-        foretells = [row["foretold_tokens_per_s"] for row in points]
+        predicted = [row["foretold_tokens_per_s"] for row in points]
         measured = [row["tokens_per_s"] for row in points]
-        panel.loglog(at, foretells, color=QUIET, linestyle="--", linewidth=1.2, label="by counting operations")
+        panel.loglog(at, predicted, color=QUIET, linestyle="--", linewidth=1.2, label="predicted by FLOPs")
         panel.loglog(at, measured, color=MEASURED, marker="o", markersize=4, linewidth=1.8, label="measured")
         panel.set_xticks(at, [f"{n:,}" for n in at])
-        panel.set_ylim(min(measured + foretells) / 1.5, max(measured + foretells) * 1.5)  # wide enough for two ticks
+        panel.set_ylim(min(measured + predicted) / 1.5, max(measured + predicted) * 1.5)  # wide enough for two ticks
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.minorticks_off()
         panel.set_xlabel(label, color=INK)
@@ -108,10 +108,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, draw and report."""
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks; 1 2 4, with --tiny 1 2")
-    options.add_argument("--picture", type=Path, help="docs/assets/cost_growth.png; with --tiny beside the results")
+    options.add_argument(
+        "--picture", type=Path, help="default: docs/assets/cost_growth.png; with --tiny beside the results"
+    )
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
     if not enough(args, max(worlds)):

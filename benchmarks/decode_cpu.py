@@ -1,13 +1,13 @@
-"""Decoding speed of SmolLM2-135M on a CPU, beside ``transformers``' generate with the same weights in the same run.
+"""Decoding speed of SmolLM2-135M on a CPU against ``transformers``' generate with the same weights.
 
     python benchmarks/decode_cpu.py
 
 Greedy, prompts of equal length, end tokens ignored. Ours runs through the real engine (pages, scheduler, detokenizer);
-theirs is ``LlamaForCausalLM.generate`` with its key/value cache and no padding. The decode rate is that of the tokens
-after the first (the prompt's pass is ``first_token_ms``). The two take turns; ratios are medians of each round's own.
+theirs is ``LlamaForCausalLM.generate`` with its KV cache and no padding. The decode rate covers the tokens after the
+first; the time to the first token is ``first_token_ms``. The two alternate; ratios are medians of the per-round ratios.
 
-The floor of a step is to read the weights once: ``bandwidth_share`` is the weights' bytes a step over the time, as a
-share of what the same threads read from memory in the same run (the better of a sum and a dot product of 256 MiB).
+A step must at least read the weights once: ``bandwidth_share`` is the weights' bytes over the step time, as a share of
+the read bandwidth of the same threads in the same run (the better of a sum and a dot product of 256 MiB).
 """
 
 import argparse
@@ -37,17 +37,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Took(NamedTuple):
-    """One run of one side."""
+    """Times and tokens of one run of one side."""
 
     first_s: float
-    """Until every request has its first token."""
+    """Time until every request has its first token."""
     rest_s: float
-    """From there to the last token."""
+    """Time from there to the last token."""
     ids: list[list[int]]
 
 
 class Clock(StoppingCriteria):
-    """Never stops; notes when each token was there."""
+    """Stopping criterion that never stops; records the time of each token."""
 
     def __init__(self) -> None:
         self.ticks: list[float] = []
@@ -97,7 +97,7 @@ def theirs(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -
 
 
 def read_bytes_per_s() -> float:
-    """What torch's threads read from memory, at best of ten attempts."""
+    """Read bandwidth of torch's threads, the best of ten attempts."""
     x = torch.ones(1 << 26)
 
     def best(run: Callable[[], object]) -> float:
@@ -112,7 +112,7 @@ def read_bytes_per_s() -> float:
 
 
 def agreement(a: list[list[int]], b: list[list[int]]) -> float:
-    """The share of tokens before the first that differs, over all requests."""
+    """The share of tokens before the first difference, over all requests."""
 
     def same(x: list[int], y: list[int]) -> int:
         return next((i for i in range(len(x)) if x[i] != y[i]), len(x))
@@ -153,12 +153,14 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="types measured")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="dtypes to measure"
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="requests at once")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=128, help="new tokens of a request")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=128, help="new tokens per request")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -167,8 +169,8 @@ def main() -> None:
     for dtype in args.dtypes:
         model = colonnade.load("smollm2", dtype=dtype, device="cpu")
         with tempfile.TemporaryDirectory() as folder:
-            place = colonnade.save(model, Path(folder) / "smollm2", format="hf")
-            peer = LlamaForCausalLM.from_pretrained(place, dtype=DTYPES[dtype], attn_implementation="sdpa")
+            exported = colonnade.save(model, Path(folder) / "smollm2", format="hf")
+            peer = LlamaForCausalLM.from_pretrained(exported, dtype=DTYPES[dtype], attn_implementation="sdpa")
         assert isinstance(peer, LlamaForCausalLM)
         assert peer.generation_config is not None
         peer.generation_config.eos_token_id = None
@@ -187,7 +189,7 @@ def main() -> None:
         for mine, peer in zip(rows[::2], rows[1::2], strict=True)
     ]
     notes = (
-        f"Greedy, prompts of {args.prompt} tokens, {args.new} new tokens a request, {args.threads} threads; medians of "
+        f"Greedy, prompts of {args.prompt} tokens, {args.new} new per request, {args.threads} threads; medians of "
         f"{args.rounds} alternating rounds; {neighbours}."
     )
     report("decode_cpu", rows, notes, headlines=heads)

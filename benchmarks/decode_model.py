@@ -1,27 +1,28 @@
-"""Decoding of whole models on GPUs: tokens a second against the time that reading weights and cache takes.
+"""Decoding speed of whole models on GPUs, against the bound of reading weights and KV cache once.
 
-    python benchmarks/decode_model.py                                  # Llama-2-7B, one token at a time, 512 to 32k
+    python benchmarks/decode_model.py                                  # Llama-2-7B, batch 1, contexts of 512 to 32k
     python benchmarks/decode_model.py --model code-llama-34b --contexts 512 8192 32768 65536
-    python benchmarks/decode_model.py --model mixtral-8x7b --tp 2 --sh 2             # a GPU a rank
+    python benchmarks/decode_model.py --model mixtral-8x7b --tp 2 --sh 2             # one GPU per rank
     python benchmarks/decode_model.py --model llama-3-8b --cp 4 --page 256 --contexts 131072 1048576
-    python benchmarks/decode_model.py --weights int4                   # or int8, float8: weights quantised
-    python benchmarks/decode_model.py --batch-invariant                # what serve.batch_invariant costs
-    python benchmarks/decode_model.py --draw                           # the picture again, from all records; no GPU
-    python benchmarks/decode_model.py --tiny                           # a CPU, to see that it runs
+    python benchmarks/decode_model.py --weights int4                   # quantised weights; or int8, float8
+    python benchmarks/decode_model.py --batch-invariant                # the cost of serve.batch_invariant
+    python benchmarks/decode_model.py --draw                           # redraw the plot from all records; no GPU
+    python benchmarks/decode_model.py --tiny                           # toy sizes on a CPU: a smoke test
 
-``--cp`` splits the cache over ranks: each holds its part of every context and all weights, so that a token takes the
-time of the weights and of 1/cp of the keys. Small sums and gathers between ranks are one kernel each; ``--nccl`` leaves
-them to NCCL, for comparison.
+``--cp`` splits the KV cache over ranks: each rank has 1/cp of every context and all weights, so that a step reads the
+weights and 1/cp of the keys. Small all-reduces and all-gathers are one kernel each; ``--nccl`` uses NCCL instead, for
+comparison.
 
-Weights are random bfloat16 (the time does not depend on them), greedy, through the engine's own steps: tokens told, one
-graph replayed, drawn, and told again without waiting. A step can be no faster than
+Weights are random bfloat16 values (the time does not depend on them), sampling is greedy, and steps are the engine's
+own: input ids are written, a CUDA graph is replayed, and sampled ids are fed back without a host sync. The lower bound
+of a step's time is
 
     (weights that it reads + keys and values of the context) / read bandwidth        measured in the same run
 
-where of a table of embeddings one row is read and of experts those that are chosen; TB/s count these bytes, and
-``of_bound`` is their share of the read bandwidth. ``transformers``' ``generate`` with a static cache, which it compiles
-by itself, stands beside the first context, where the model is a Llama. The plot is the article's, tokens/s by context,
-of all that was recorded.
+where one row of the embedding table is read, and of the experts those that are chosen; TB/s count these bytes, and
+``of_bound`` is their share of the read bandwidth. For Llama models ``transformers``' ``generate`` with a static cache,
+which it compiles by itself, is measured at the first context. The plot shows tokens/s by context for all records, as in
+the Flash-Decoding article.
 """
 
 import argparse
@@ -62,11 +63,11 @@ RECORD = re.compile(r"decode_.*_h200\.json")
 
 
 def read_bytes(model: Transformer, batch: int) -> float:
-    """Bytes of weights that a step of ``batch`` tokens reads on this rank."""
+    """Bytes of weights read by a step of ``batch`` tokens on this rank."""
     config, total = model.config, 0.0
     for name, weight in model.named_parameters():
         share = 1.0
-        if ".experts." in name and config.moe is not None:  # those that nobody chose stay where they are
+        if ".experts." in name and config.moe is not None:  # experts that no token chose are not read
             share = 1 - (1 - config.moe.active / config.moe.experts) ** batch
         if name == "embed.tokens.weight" and not config.tied:
             share = min(1.0, batch / weight.shape[0])
@@ -78,35 +79,35 @@ def read_bytes(model: Transformer, batch: int) -> float:
 def made(
     config: ModelConfig, axes: Axes, device: torch.device, dtype: torch.dtype, weights: str, group: int
 ) -> Transformer:
-    """A model of random weights, one matrix at a time where they are quantised."""
+    """A model with random weights; quantised ones are made one matrix at a time."""
     on: dict[str, Any] = {"device": device, "dtype": dtype}
     if weights == "stored":
         model = Transformer(config, axes, **on).eval().requires_grad_(False)
         for weight in model.parameters():
             weight.normal_(std=0.02)
         return model
-    model, place = build(config, axes, **on, kind=weights, group=group)
+    model, assign = build(config, axes, **on, kind=weights, group=group)
     with torch.no_grad():
         for name, weight in [*model.named_parameters()]:
             value = torch.empty(weight.shape, **on).normal_(std=0.02)
-            place(name, weight, value)
+            assign(name, weight, value)
     return model.eval().requires_grad_(False)
 
 
 def stepper(
     model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int
 ) -> Callable[[int], SampledTokens]:
-    """What runs step i of at most ``steps``, the first of them at ``context`` keys; each takes the last's tokens."""
+    """Runs step i of at most ``steps``, starting at ``context`` keys with fed-back tokens."""
     device = next(model.parameters()).device
     each = -(-(context + steps + 8) // page)
     cache = KVCache(model.config, model.axes, pages=-(-batch * each // model.axes.cp.size) + 1, page_tokens=page,
                     dtype=next(model.parameters()).dtype, device=device)  # fmt: skip
     for pool in (*cache.k, *cache.v):
         pool.normal_()
-    fixed = None
+    graphs = None
     if not invariant or device.type == "cuda":
-        fixed = CudaGraphRunner(model, cache, batch, each * page, share=not invariant, kernels=invariant)
-    run = ModelRunner(model, cache, fixed, share=not invariant, invariant=invariant)
+        graphs = CudaGraphRunner(model, cache, batch, each * page, share=not invariant, kernels=invariant)
+    run = ModelRunner(model, cache, graphs, share=not invariant, invariant=invariant)
     pages = [tuple(range(r * each, (r + 1) * each)) for r in range(batch)]
 
     def work(i: int) -> Work:
@@ -119,18 +120,18 @@ def stepper(
 
 
 def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int) -> float:
-    """Seconds a step at about ``context`` keys, the median over three runs of so many."""
+    """Seconds per step at about ``context`` keys: the median over three runs of ``steps`` steps."""
     device = next(model.parameters()).device
     step, number, taken = stepper(model, batch, context, 4 * steps, invariant, page), 0, []
     for measured in (False, True, True, True):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        began, drawn = time.perf_counter(), None
+        began, sampled = time.perf_counter(), None
         for _ in range(steps):
-            drawn = step(number)
+            sampled = step(number)
             number += 1
-        assert drawn is not None
-        drawn.tolist()
+        assert sampled is not None
+        sampled.tolist()
         if measured:
             taken.append((time.perf_counter() - began) / steps)
     return statistics.median(taken)
@@ -149,18 +150,18 @@ def ours(
     page: int,
     small: bool,
 ) -> list[dict[str, Any]]:
-    """On every rank; a row for each context."""
-    with DistributedContext.build(plan, device) as ground:
+    """Runs on every rank; returns a row per context."""
+    with DistributedContext.build(plan, device) as ctx:
         config = (TINY if name == "tiny" else preset(name)).replace(context=max(contexts) + 8 * steps)
         plan.check(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         check_quantised(config, weights, group, plan.tp)
-        axes = ground.axes.serving()
-        axes = with_small_allreduce(axes, ground.device) if small else axes
-        model = made(config, axes, ground.device, dtype, weights, group)
+        axes = ctx.axes.serving()
+        axes = with_small_allreduce(axes, ctx.device) if small else axes
+        model = made(config, axes, ctx.device, dtype, weights, group)
         invariant = make_batch_invariant(model) if batch_invariant else None
         bandwidth, read = read_bandwidth(device), read_bytes(model, batch)
-        token_bytes = KVCache.bytes_per_page(config, ground.axes, 1, dtype)
+        token_bytes = KVCache.bytes_per_page(config, ctx.axes, 1, dtype)
         rows = []
         for context in contexts:
             step_s = steps_of(model, batch, context, steps, invariant, page)
@@ -184,13 +185,13 @@ def ours(
                     "bandwidth_tb_per_s": round(bandwidth / 1e12, 3),
                 }
             )
-            if ground.rank == 0:
+            if ctx.rank == 0:
                 print(line(rows[-1]), flush=True)
         return rows
 
 
 def theirs(name: str, batch: int, context: int, steps: int, device: str) -> dict[str, Any]:
-    """transformers with a static cache: seconds a token from two lengths of answer."""
+    """transformers with a static cache; the time per token is the difference of two answer lengths."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = TINY if name == "tiny" else preset(name)
@@ -204,7 +205,7 @@ def theirs(name: str, batch: int, context: int, steps: int, device: str) -> dict
         prompt = torch.randint(config.vocab_size, (batch, context))
     taken: dict[int, float] = {}
     for count in (steps, 3 * steps):
-        for _ in range(3):  # the last one counts: compiling takes the first two
+        for _ in range(3):  # only the last one counts: the first two compile
             if device == "cuda":
                 torch.cuda.synchronize()
             began = time.perf_counter()
@@ -252,7 +253,7 @@ def measure(
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    """All rows of this benchmark's records there."""
+    """All rows of this benchmark's records in ``folder``."""
     return [row for record in load(folder) if RECORD.fullmatch(record["file"]) for row in record["rows"]]
 
 
@@ -261,27 +262,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default="llama-2-7b", help="a preset")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
-    parser.add_argument("--ep", type=int, default=1, help="ranks that share a layer's experts among them")
-    parser.add_argument("--sh", type=int, default=1, help="ranks that share each expert's hidden units")
-    parser.add_argument("--nccl", action="store_true", help="small messages too go by NCCL")
-    parser.add_argument("--page", type=int, default=PAGE, help="tokens of a page")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
+    parser.add_argument("--sh", type=int, default=1, help="ranks that split each expert's hidden units")
+    parser.add_argument("--nccl", action="store_true", help="use NCCL for small messages too")
+    parser.add_argument("--page", type=int, default=PAGE, help="tokens per page")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--weights", choices=get_args(WeightFormat), default="stored")
-    parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
-    parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
+    parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs per scale of int4")
+    parser.add_argument("--batch-invariant", action="store_true", help="as with serve.batch_invariant")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--picture", type=Path, help="docs/assets/decode_models.png, or in OUT, where that is said")
-    parser.add_argument("--draw", action="store_true", help="the picture again from what was recorded")
-    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
+    parser.add_argument("--picture", type=Path, help="default: docs/assets/decode_models.png, or in OUT if given")
+    parser.add_argument("--draw", action="store_true", help="redraw the plot from the records")
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; writes no record")
     args = parser.parse_args(argv)
     picture = args.picture or (ROOT / "docs" / "assets" if args.out == RESULTS else args.out) / "decode_models.png"
     if args.draw:
         if not (rows := recorded(args.out)):
             parser.error(
-                f"--draw draws what was recorded, and {args.out} has no record of this benchmark: measure first"
+                f"--draw plots existing records, and {args.out} has no record of this benchmark: measure first"
             )
         draw(rows, picture)
         print(picture)

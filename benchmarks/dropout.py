@@ -1,11 +1,11 @@
-"""What dropout without a generator costs beside torch's own: forward and backward of one layer's worth of it.
+"""Counter-based dropout against torch's own: forward and backward, time and saved bytes.
 
-    python benchmarks/dropout.py                   # this machine's GPU where there is one, otherwise the CPU
+    python benchmarks/dropout.py                   # on the GPU if there is one, else on the CPU
     python benchmarks/dropout.py --device cpu --rounds 30
 
-Elements: x (tokens × width), and an addition, each also compiled, where the two are fused. Bytes kept
-for the backward pass are counted through autograd's own hooks. Attention, on a GPU only: FlashAttention without dropout
-and with its own, and our kernel. All take turns.
+Elementwise: dropout of x (tokens × width) and an addition, eager and compiled (which fuses the two). ``kept_bytes`` are
+the bytes saved for the backward pass, counted by autograd's hooks. Attention, on a GPU only: FlashAttention without
+dropout and with its own, and our kernel. All alternate.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def theirs(x_TD: Tensor, add_TD: Tensor) -> Tensor:
 
 
 def kept_bytes(run: Callable[[], Tensor]) -> int:
-    """What autograd keeps of a forward pass."""
+    """Bytes that autograd saves in a forward pass."""
     kept = 0
 
     def count(x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def kept_bytes(run: Callable[[], Tensor]) -> int:
 
 
 def elements(device: str, dtype: torch.dtype, T: int, D: int) -> dict[str, Callable[[int], Tensor]]:
-    """Forward passes by name, of the round's number."""
+    """Forward passes by name; each takes the round's number."""
     x_TD, add_TD = (torch.randn(T, D, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
     index_T, all_keys = torch.arange(T, device=device), keys(0, 0, 64, device)
     drop = choose("dropout", device, dtype)
@@ -84,7 +84,7 @@ def attention(dtype: torch.dtype, sequences: int, S: int, N: int, H: int) -> dic
     }
 
 
-def both_ways(forward: Callable[[int], Tensor], device: str) -> Callable[[int], None]:
+def forward_backward(forward: Callable[[int], Tensor], device: str) -> Callable[[int], None]:
     def run(i: int) -> None:
         out = forward(i)
         out.backward(torch.ones_like(out))
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="rows of x; 0 takes 2048 on a CPU and 32768 on a GPU")
     parser.add_argument("--width", type=int, default=1024, help="columns of x")
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -111,7 +111,7 @@ def main() -> None:
         forwards |= attention(dtype, 8, 2048, 16, 128)
 
     neighbours = Neighbours()
-    runs = {name: timed(both_ways(forward, args.device)) for name, forward in forwards.items()}
+    runs = {name: timed(forward_backward(forward, args.device)) for name, forward in forwards.items()}
     times = turns(runs, args.rounds, warm_up=5)
     rows = [
         {

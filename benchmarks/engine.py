@@ -1,17 +1,16 @@
-"""Offline throughput of the engine, beside ``transformers``' continuous batching with the same weights in the same run.
+"""Offline throughput of the engine against ``transformers``' continuous batching with the same weights.
 
     python benchmarks/engine.py                 # one GPU: 256 requests, a Qwen3-0.6B with random weights, bfloat16
-    python benchmarks/engine.py --tiny          # a CPU: a few requests of a few tokens, to see that it runs
+    python benchmarks/engine.py --tiny          # a few short requests on a CPU: a smoke test
 
-Prompts and answers of 100 to 1024 tokens each, drawn by one seed, greedy, end tokens ignored, all requests there at the
-start: the load by which small engines publish their speed. Tokens counted are those of the answers. Both get their
-requests one by one with their own numbers of tokens; both are warmed up by a few requests of the same sizes first, and
-both have recorded their graphs before the clock starts: ours one for each size of batch, as any engine of ours does on
-a GPU (``serve.fixed_steps``).
+Prompts and answers have 100 to 1024 tokens each, from one seed; sampling is greedy, end tokens are ignored, and all
+requests are submitted at the start: the workload by which small engines publish their speed. Only tokens of answers are
+counted. Both sides get the requests one by one with their own numbers of tokens, are warmed up by requests of the same
+sizes, and capture their CUDA graphs before the clock starts: ours one per batch size, as every engine of ours does on a
+GPU (``serve.fixed_steps``).
 
-``idle`` is the share of time in which the GPU ran nothing of ours, from a trace of some steps amid the load: its 100th
-to 300th, in which requests end.
-``agree`` is the share of answers that are the same to the last token; in bfloat16 a near-tie sends a text another way.
+``idle`` is the share of time in which the GPU ran no kernel of ours, from a trace of steps 100 to 300, when requests
+end. ``agree`` is the share of answers that are identical to the last token; in bfloat16 a near-tie can change the text.
 """
 
 import argparse
@@ -40,27 +39,27 @@ from harness.rows import line
 
 
 class Load(NamedTuple):
-    """What is asked."""
+    """Prompts, and the number of tokens of each answer."""
 
     prompts: list[list[int]]
     counts: list[int]
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Tokens of all answers."""
         return sum(self.counts)
 
     def first(self, n: int) -> "Load":
-        """Of some requests."""
+        """The first ``n`` requests."""
         return Load(self.prompts[:n], self.counts[:n])
 
     def short(self, most: int) -> "Load":
-        """With answers of at most so many tokens."""
+        """The same prompts with answers of at most ``most`` tokens."""
         return Load(self.prompts, [min(most, count) for count in self.counts])
 
 
 class Took(NamedTuple):
-    """One run of one side."""
+    """Time and answers of one run of one side."""
 
     seconds: float
     answers: list[list[int]]
@@ -74,12 +73,12 @@ def drawn(requests: int, least: int, most: int, vocab_size: int, seed: int = 0) 
 
 
 def every_size(requests: int) -> Load:
-    """Requests of which one ends at each step, so that every size of batch is met."""
+    """Requests of which one ends at each step, so that every batch size occurs."""
     return Load([[1]] * requests, list(range(1, requests + 1)))
 
 
 def peer(tiny: bool) -> Qwen3ForCausalLM:
-    """Random weights in a shape that both sides know."""
+    """A transformers model with random weights, in a shape that both sides support."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}  # fmt: skip
     if tiny:
@@ -95,13 +94,13 @@ def peer(tiny: bool) -> Qwen3ForCausalLM:
 
 
 def words(vocab_size: int) -> Tokenizer:
-    """A tokenizer in which every id is a word: random tokens are text that costs something to write out."""
+    """A tokenizer with a word for every id, so that detokenizing random tokens costs time."""
     model = tokenizers.models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 ")
     return Tokenizer(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
 
 
-def said(who: str, took: Took) -> Took:
-    """Print how long it took, since the other may take minutes more."""
+def announced(who: str, took: Took) -> Took:
+    """Print the time at once, since the other side may take minutes."""
     print(f"{who}: {sum(map(len, took.answers))} tokens in {took.seconds:.1f} s", flush=True)
     return took
 
@@ -110,13 +109,15 @@ def ours(engine: Engine, load: Load) -> Took:
     began = time.perf_counter()
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.counts]
     answers = [list(completion.token_ids) for completion in engine.generate(load.prompts, params)]
-    return said("colonnade", Took(time.perf_counter() - began, answers))
+    return announced("colonnade", Took(time.perf_counter() - began, answers))
 
 
 def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConfig) -> Took:
-    asked = GenerationConfig(do_sample=False, max_new_tokens=max(load.counts), eos_token_id=-1, pad_token_id=0)
+    generation = GenerationConfig(do_sample=False, max_new_tokens=max(load.counts), eos_token_id=-1, pad_token_id=0)
     # Its graphs are captured before the clock starts, as its own generate_batch does.
-    with model.continuous_batching_context_manager(asked, continuous_batching_config=settings, timeout=5) as manager:
+    with model.continuous_batching_context_manager(
+        generation, continuous_batching_config=settings, timeout=5
+    ) as manager:
         began = time.perf_counter()
         ids = [
             manager.add_request(prompt, max_new_tokens=count)
@@ -130,12 +131,13 @@ def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConf
                     raise RuntimeError("transformers' generation thread ended before its work was done")
             elif result.is_finished():
                 found[result.request_id] = list(result.generated_tokens)
-        return said("transformers", Took(time.perf_counter() - began, [found[i] for i in ids]))
+        return announced("transformers", Took(time.perf_counter() - began, [found[i] for i in ids]))
 
 
 def idle(engine: Engine, load: Load, skip: int, steps: int) -> float:
-    """The share of ``steps`` engine steps, after ``skip``, in which the device did nothing; of a GPU its kernels alone
-    are traced, because to trace the host would hold it up.
+    """The share of time in which the device was idle during ``steps`` engine steps, after ``skip``.
+
+    On a GPU only kernels are traced, because tracing the host would slow it down.
     """
     for prompt, count in zip(load.prompts, load.counts, strict=True):
         engine.add(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
@@ -167,7 +169,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
     limits = ServeConfig(
         max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36)
     )  # fmt: skip
-    # Prompts are random: nothing is shared but with the same load's last run, which must not count.
+    # Random prompts share nothing, except with the previous run of the same load, which must not count.
     engine = Engine(mine.transformer, words(vocab_size), limits.replace(prefix_cache=False))
     runs: dict[str, Callable[[int], Took]] = {
         "colonnade": lambda _: ours(engine, load),
@@ -177,7 +179,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
     few = load.first(max(2, requests // 16))
     for what, warm_up in (
         ("colonnade, some requests", lambda: ours(engine, few)),
-        ("colonnade, every size of batch", lambda: ours(engine, every_size(requests))),
+        ("colonnade, every batch size", lambda: ours(engine, every_size(requests))),
         ("transformers, some requests", lambda: theirs(model, few.short(32), ContinuousBatchingConfig())),
     ):
         print(f"warming up: {what}", flush=True)
@@ -212,14 +214,14 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; writes no record")
     parser.add_argument("--requests", type=int)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
     rows, heads = measure(args.tiny, args.requests or (6 if args.tiny else 256), args.rounds)
     if not args.tiny:
-        report("engine_h200", rows, notes=f"{args.rounds} round(s), in turn", headlines=heads, folder=args.out)
+        report("engine_h200", rows, notes=f"{args.rounds} round(s), alternating", headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":

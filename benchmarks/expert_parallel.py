@@ -1,27 +1,28 @@
-"""Expert parallelism on 2 and 4 GPUs: how much of the all-to-all is hidden, and what ``plan.degree auto`` picks.
+"""Expert parallelism on 2 and 4 GPUs: share of the all-to-all hidden, choice of ``plan.degree auto``.
 
     python benchmarks/expert_parallel.py --worlds 4 --out "$OUT"   4 GPUs: 5 minutes, half of it Triton's compiler
     python benchmarks/expert_parallel.py --out "$OUT"              2 and 4 GPUs: 8 minutes of four H200s
     python benchmarks/expert_parallel.py --worlds 2 --quick        one shape, one load: 100 s
-    python benchmarks/expert_parallel.py --tiny                    the same in small over gloo on a CPU
+    python benchmarks/expert_parallel.py --tiny                    toy sizes over gloo on a CPU
 
-One layer of experts in bfloat16, 16,384 tokens a rank, at the widths of Mixtral-8x7B, DeepSeek-V2-Lite and
-Qwen3-30B-A3B, without its router; loads uniform or Zipf's, in which the first rank's experts are the busiest. Layouts:
-ep = W whole experts apart, and ep = W/2 with each expert cut in two; every degree r of each (r = 0 gathers weights, so
-that no token travels) at p = 1, 2, 3, 4 and 6 parts. Of each way, on the slowest rank (medians):
+One MoE layer without its router, in bfloat16, with 16,384 tokens per rank and the widths of Mixtral-8x7B,
+DeepSeek-V2-Lite and Qwen3-30B-A3B. The load is uniform or Zipf-distributed; in the latter the first rank's experts are
+the busiest. Layouts: ep = W with whole experts, and ep = W/2 with each expert split in two; in each, every degree r
+(r = 0 gathers weights instead of exchanging tokens) with p = 1, 2, 3, 4 and 6 overlapped parts. Per configuration,
+medians on the slowest rank:
 
     t(r, p)        the layer
-    t_compute(r)   the layer at p = 1 when no row travels: whatever an exchange would bring is there already. Sorting,
-                   the exchange of counts and the wait for it, gathers of weights and all products are in it
-    t_a2a(r)       the exchanges of rows alone, of the same sizes one after another: 2 forward, 4 with the way back
+    t_compute(r)   the layer at p = 1 without exchanges of rows, whose results are replaced by existing memory. It
+                   includes sorting, the exchange of counts and the wait for it, gathers of weights and all GEMMs
+    t_a2a(r)       the exchanges of rows alone, of the same sizes, one after another: 2 forward, 4 with the backward
     hidden(r, p) = 1 − (t(r, p) − t_compute(r)) / t_a2a(r)
-    t_cut(r, p)    t_compute with the rows in p parts: what cutting costs by itself (``--cut``)
+    t_cut(r, p)    t_compute with the rows in p parts: the cost of splitting alone (``--cut``)
 
-p parts, of sizes 1, 2, 4, 4, 2, 1, can hide all but the first part's way there and the last one's back (50, 75, 83 and
-93% for p of 2, 3, 4 and 6), and no more than the products take. Then ``auto`` looks at this load, and its way is set
-against the best of the table, forward and backward; and two ways of different r take turns, whose mean is set against
-the mean of each by itself. The peer (torch_only.py) is all_to_all_single and grouped_mm, no overlap. Each row is
-on disk as soon as it is there; after ``--minutes`` no further load is begun.
+p parts, of sizes 1, 2, 4, 4, 2, 1, can hide all but the first part's dispatch and the last part's combine (50, 75, 83
+and 93% for p of 2, 3, 4 and 6), and no more than the GEMMs take. Then ``auto`` chooses for this load, and its choice is
+compared with the best configuration, forward and backward. Two configurations of different r alternate, and their mean
+time is compared with the mean of each alone. The peer (torch_only.py) is all_to_all_single and grouped_mm without
+overlap. Each row is written to disk at once; after ``--minutes`` no further load is started.
 """
 
 import datetime
@@ -56,27 +57,27 @@ from moe import torch_only
 from moe_layer import SHAPES, TINY, Shape, choices
 
 TIMEOUT = datetime.timedelta(seconds=90)
-"""A rank that fell out of step ends the run, not the lease; what was measured is on disk."""
+"""Timeout of collectives; rows measured before a hang are on disk."""
 PASSES = ("forward", "forward+backward")
 
 
 class Task(NamedTuple):
-    """What every rank of a world is told."""
+    """Settings for every rank of a world."""
 
     shapes: tuple[str, ...]
     loads: tuple[str, ...]
     overlaps: tuple[int, ...]
     split: bool
-    """Also with experts that are cut in two."""
+    """Whether to measure experts split in two as well."""
     tokens: int
     cut: bool
-    """Also what parts cost when no row travels."""
+    """Whether to measure the cost of parts without exchanges."""
     tiny: bool
     repeats: int
     folder: Path
     name: str
     seconds: float
-    """After which no further load is begun in this world."""
+    """Time after which no further load is started in this world."""
 
 
 class Bench:
@@ -102,7 +103,7 @@ class Bench:
         return torch_only.layer(self.x_tD, self.ids_tA, self.weights_tA, both_egD, self.experts.down)
 
     def ms(self, run: Callable[[], Tensor], what: str, leaves: Sequence[Tensor]) -> float:
-        """Median of ``run`` on the slowest rank, forward alone or with the way back."""
+        """Median of ``run`` on the slowest rank, forward alone or with backward."""
 
         def once() -> None:
             if what == "forward":
@@ -114,14 +115,14 @@ class Bench:
         return timed(once, self.context.device, self.task.repeats)
 
     def compute_ms(self, way: DispatchOptions, what: str) -> float:
-        """As if every exchange of rows were done before it is asked for."""
-        with self._staying():
+        """Time without exchanges of rows."""
+        with self._without_exchanges():
             return self.ms(lambda: self.run(way), what, self.leaves)
 
     def exchange_ms(self, degree: int, what: str) -> float:
-        """The exchanges alone."""
+        """Time of the exchanges of rows alone."""
         sizes: list[tuple[list[int], list[int]]] = []
-        with self._seen(sizes):
+        with self._recorded_sizes(sizes):
             self.ms(lambda: self.run(DispatchOptions(degree)), what, self.leaves)
         calls = sizes[-(2 if what == "forward" else 4) :]
         rows_RD = self._rows(max(sum(send) for _, send in calls)).normal_()
@@ -134,39 +135,39 @@ class Bench:
         return timed(once, self.context.device, self.task.repeats)
 
     def _rows(self, rows: int) -> Tensor:
-        """Random rows that are nobody's view, as what comes by an exchange is not; always the same memory."""
+        """Random rows in the same memory every time; not an autograd view, as the result of an exchange is not."""
         D = self.x_tD.shape[1]
         if self.spare.numel() < rows * D:
             self.spare = torch.randn(rows * D, device=self.context.device).to(self.spare.dtype)
         return self.spare.new_empty(0).set_(self.spare.untyped_storage(), 0, (rows, D))
 
     @contextmanager
-    def _staying(self) -> Iterator[None]:
-        right = collectives.begin_all_to_all
+    def _without_exchanges(self) -> Iterator[None]:
+        original = collectives.begin_all_to_all
 
         def begin(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-            return self._rows(sum(receive)) if x.is_floating_point() else right(x, receive, send, group)
+            return self._rows(sum(receive)) if x.is_floating_point() else original(x, receive, send, group)
 
         collectives.begin_all_to_all = begin
         try:
             yield
         finally:
-            collectives.begin_all_to_all = right
+            collectives.begin_all_to_all = original
 
     @contextmanager
-    def _seen(self, sizes: list[tuple[list[int], list[int]]]) -> Iterator[None]:
-        right = collectives.begin_all_to_all
+    def _recorded_sizes(self, sizes: list[tuple[list[int], list[int]]]) -> Iterator[None]:
+        original = collectives.begin_all_to_all
 
         def begin(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
             if x.is_floating_point():
                 sizes.append((receive, send))
-            return right(x, receive, send, group)
+            return original(x, receive, send, group)
 
         collectives.begin_all_to_all = begin
         try:
             yield
         finally:
-            collectives.begin_all_to_all = right
+            collectives.begin_all_to_all = original
 
 
 def timed(once: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -193,7 +194,7 @@ def timed(once: Callable[[], object], device: torch.device, repeats: int) -> flo
 
 
 def config_of(shape: Shape, tiny: bool) -> ModelConfig:
-    """A model of one block, whose experts are ``shape``'s."""
+    """A model of one block with experts of ``shape``."""
     moe = MoeConfig(experts=shape.E, active=shape.A, ffn_width=shape.F)
     heads = 4 if tiny else shape.D // 128
     return ModelConfig(
@@ -202,35 +203,35 @@ def config_of(shape: Shape, tiny: bool) -> ModelConfig:
 
 
 def plans(world: int, task: Task) -> list[Plan]:
-    """Whole experts apart, then experts in two."""
+    """Whole experts, then experts split in two."""
     made = [Plan(dp=world, ep=world)]
     return [*made, Plan(dp=world, ep=world // 2, sh=2)] if task.split and world > 1 else made
 
 
 def work(world: int, task: Task, device: str) -> list[Row]:
-    """On every rank: all shapes, plans and loads; the rows are rank 0's."""
+    """Runs all shapes, plans and loads on every rank; rank 0 records the rows."""
     rows: list[Row] = []
     began = time.perf_counter()
     with DistributedContext.build(Plan(dp=world), device, TIMEOUT) as context:
-        kept = Rows(f"{task.name}_{world}", task.folder) if context.rank == 0 else None
+        recorder = Rows(f"{task.name}_{world}", task.folder) if context.rank == 0 else None
         for name in task.shapes:
             shape = (TINY if task.tiny else SHAPES)[name]
             for plan in plans(world, task):
-                with DistributedContext.build(plan, device, TIMEOUT) as laid:
+                with DistributedContext.build(plan, device, TIMEOUT) as layout:
                     config = config_of(shape, task.tiny)
                     dtype = torch.float32 if task.tiny else torch.bfloat16
-                    model = filled(Transformer(config, laid.axes, device=laid.device, dtype=dtype))
+                    model = filled(Transformer(config, layout.axes, device=layout.device, dtype=dtype))
                     for load in task.loads:
                         spent_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-                        if world_axis().max_(spent_s) > task.seconds:  # on all ranks alike
-                            if kept is not None:
-                                print(f"{name}, {plan}, {load}: left out, its time is over", flush=True)
+                        if world_axis().max_(spent_s) > task.seconds:  # the same decision on all ranks
+                            if recorder is not None:
+                                print(f"{name}, {plan}, {load}: skipped, its time is over", flush=True)
                             continue
-                        bench = Bench(task, shape, laid, model, load)
+                        bench = Bench(task, shape, layout, model, load)
                         for row in measured(bench, name, shape, plan, load, model):
                             rows.append(row)
-                            if kept is not None:
-                                kept.add(row)
+                            if recorder is not None:
+                                recorder.add(row)
                         del bench
                     del model
                 forget(context.device)
@@ -238,7 +239,7 @@ def work(world: int, task: Task, device: str) -> list[Row]:
 
 
 def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model: Transformer) -> Iterator[Row]:
-    """Ours by every way, the peer, what auto picks, and the cost of changing ways."""
+    """Rows of all our configurations, the peer, the choice of auto, and alternating configurations."""
     task, world = bench.task, plan.world
     head: Row = {"shape": name, "ranks": world, "plan": f"ep={plan.ep} sh={plan.sh}", "load": load}
     degrees = [0] + [r for r in (1, 2) if plan.sh % r == 0]
@@ -276,7 +277,7 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
 
 
 def beside(bench: Bench, what: str) -> Row:
-    """The peer, once it was seen to compute the same; all ranks decide alike whether it does."""
+    """The peer's cells, after a check of its result; all ranks reach the same verdict."""
     who = "all_to_all_single + grouped_mm"
     experts = bench.experts
     assert experts.gate is not None
@@ -291,7 +292,7 @@ def beside(bench: Bench, what: str) -> Row:
 
 
 def picked(bench: Bench, model: Transformer, both: dict[DispatchOptions, float]) -> Row:
-    """What auto does with this load, and how much longer that takes than the best of the table."""
+    """The choice of auto for this load, and how much slower it is than the best configuration."""
     began = time.perf_counter()
     adaptive = MoeAutotuner(model)
     mine_E = load_of(bench.ids_tA, bench.experts.count)
@@ -300,7 +301,7 @@ def picked(bench: Bench, model: Transformer, both: dict[DispatchOptions, float])
         adaptive.update([0], [load_E], 1)
     took_s, way = time.perf_counter() - began, adaptive.spread[0]
     best = min(both, key=lambda it: both[it])
-    # A way that the table does not have (a quick run leaves some out) is measured now.
+    # A quick run leaves some configurations out: measure the chosen one now.
     ms = both.get(way) or bench.ms(lambda: bench.run(way), PASSES[1], bench.leaves)
     return {
         "who": "auto", "r": way.degree, "p": way.overlap, "ms": ms, "best_r": best.degree, "best_p": best.overlap,
@@ -313,12 +314,12 @@ def rounded(row: Row) -> Row:
 
 
 def of(rows: Sequence[Row], **wanted: object) -> list[Row]:
-    """The rows that have these values."""
+    """The rows with these values."""
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
-    """For each world and shape, evenly loaded: the most that was hidden, the layer beside the peer; auto's worst."""
+    """By world and shape at uniform load: the largest hidden share, the layer against the peer; auto's worst case."""
     lines: list[Headline] = []
     for world in sorted({int(row["ranks"] or 0) for row in rows}):
         for name in dict.fromkeys(str(row["shape"]) for row in rows):
@@ -347,7 +348,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each layer, load, pass and degree: milliseconds, and by p the share hidden; then the others."""
+    """A line for each layer, load, pass and degree: milliseconds and hidden share by p; then the other rows."""
     keys = ("ranks", "plan", "shape", "load", "pass")
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
         mine = [row for row in rows if tuple(row[name] for name in keys) == key]
@@ -367,7 +368,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """The hidden share by p: a panel for each pass, a line for each world, shape and load of whole experts."""
+    """Plot the hidden share by p: a panel per pass, a line per world, shape and load of whole experts."""
     figure = Figure(figsize=(9, 4.2), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     for panel, what in zip(figure.subplots(1, 2, sharey=True), PASSES, strict=True):
@@ -394,16 +395,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, report and draw."""
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="ranks; 2 4, with --tiny 2")
     options.add_argument("--shapes", nargs="+", choices=SHAPES, help="which experts; all")
     options.add_argument("--loads", nargs="+", choices=("uniform", "zipf"), help="which loads; both")
-    options.add_argument("--tokens", type=int, default=16384, help="of a rank")
-    options.add_argument("--quick", action="store_true", help="Qwen3's experts, whole, evenly loaded, p of 1 and 4")
-    options.add_argument("--whole", action="store_true", help="no layout that cuts experts in two")
-    options.add_argument("--cut", action="store_true", help="also what parts cost when no row travels")
-    options.add_argument("--minutes", type=float, default=8.5, help="for all worlds, after which no load is begun")
+    options.add_argument("--tokens", type=int, default=16384, help="tokens per rank")
+    options.add_argument("--quick", action="store_true", help="Qwen3's experts, whole, uniform load, p of 1 and 4")
+    options.add_argument("--whole", action="store_true", help="no layout that splits experts in two")
+    options.add_argument("--cut", action="store_true", help="also the cost of parts without exchanges")
+    options.add_argument(
+        "--minutes", type=float, default=8.5, help="time limit for all worlds, after which no load is started"
+    )
     args = options.parse_args(argv)
     few = args.tiny or args.quick
     worlds = args.worlds or ([2] if args.tiny else [2, 4])

@@ -1,22 +1,22 @@
-"""Flash-Decoding on a GPU: the article's table, random cells, and the sizes that the kernels are cut into.
+"""Flash-Decoding on a GPU: the article's table, random shapes, and tuning of the kernels' tiles.
 
-    python benchmarks/flash_decoding.py                    # the table and its plot: two minutes of one H200
-    python benchmarks/flash_decoding.py --flex             # flex_attention too, which compiles for each row
-    python benchmarks/flash_decoding.py --fixed-cuts 512   # the batch-invariant mode too, cut at every 512 keys
-    python benchmarks/flash_decoding.py --sweep 0 300 --pinned 40    # random cells against the best peer; the worst
-                                                           # ten; the first 40 also by a dozen configurations of ours
-    python benchmarks/flash_decoding.py --tune --widths 128    # measures candidates and costs; decode_tiles.json
-    python benchmarks/flash_decoding.py --tune-eight       # and those of caches of 8 bits
-    python benchmarks/flash_decoding.py --shared           # 32 requests that share a prefix of 32,768 keys
-    python benchmarks/flash_decoding.py --chunks           # chunks of prompts of 512 to 8192 tokens
+    python benchmarks/flash_decoding.py                    # the table and its plot: two minutes on one H200
+    python benchmarks/flash_decoding.py --flex             # adds flex_attention, which compiles for each row
+    python benchmarks/flash_decoding.py --fixed-cuts 512   # adds the batch-invariant mode, split at every 512 keys
+    python benchmarks/flash_decoding.py --sweep 0 300 --pinned 40    # random shapes against the best peer; prints the
+                                                           # worst ten; a dozen fixed tiles for the first 40
+    python benchmarks/flash_decoding.py --tune --widths 128    # measures tiles and costs; writes decode_tiles.json
+    python benchmarks/flash_decoding.py --tune-eight       # the same for 8-bit caches
+    python benchmarks/flash_decoding.py --shared           # 32 requests sharing a prefix of 32,768 keys
+    python benchmarks/flash_decoding.py --chunks           # prompt chunks of 512 to 8192 tokens
     python benchmarks/flash_decoding.py --latents          # latent attention as in DeepSeek-V2
-    python benchmarks/flash_decoding.py --eight-bits       # caches of 8 bits beside those of 16
-    python benchmarks/flash_decoding.py --draw             # the plot again, from the record; no GPU
-    python benchmarks/flash_decoding.py --tiny             # toy sizes, on a CPU too: that it runs; so of each above
-                                                           # but those that tune; records go into a temporary folder
+    python benchmarks/flash_decoding.py --eight-bits       # 8-bit caches against bfloat16
+    python benchmarks/flash_decoding.py --draw             # redraws the plot from the record; no GPU
+    python benchmarks/flash_decoding.py --tiny             # toy sizes, also on a CPU: a smoke test of any mode but
+                                                           # tuning; records go into a temporary folder
 
-Each prints a row as soon as it is measured, checks that all compute the same, and writes a record with its own notes.
-FlashInfer stands beside ours where flashinfer-python is installed; its first call compiles its kernels with nvcc.
+Each mode prints a row as soon as it is measured, checks all results, and writes a record with its own notes.
+FlashInfer is measured if flashinfer-python is installed; its first call compiles its kernels with nvcc.
 """
 
 import argparse
@@ -36,28 +36,27 @@ from harness.report import ROOT, Headline, folder_of, report
 from harness.rows import Rows
 
 TABLE = """Decode attention on the table of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value
-heads, width 128, float16, one new token for each of B requests of S tokens; and a row of 1 GB. Ours reads pages of 256
-tokens that lie scattered; peers read a contiguous cache: SDPA's backends with grouped heads and with a group's heads as
-rows of one head, whichever they do better, eager torch, and (with --flex) flex_attention. FlashInfer, where it is
-installed, reads the same scattered pages as ours: by CUDA cores and by tensor cores, planned for these lengths alone or
-("graph mode") as for a graph that other lengths would use too. Plans are made before the timing, ours and FlashInfer's,
-though a server makes them for each step. "Fixed cuts" is the batch-invariant mode. Ours is the kernel in CUDA C++,
-"Triton" the one for other cells and GPUs; "loads alone" is the kernel in CUDA C++ without its arithmetic, the least
-that its time can be on this clock. TB/s count keys and values read once, and of_read sets that against the read
-bandwidth."""
+heads, width 128, float16, one new token for each of B requests of S tokens; and a row of 1 GB. Ours reads scattered
+pages of 256 tokens. Peers read a contiguous cache: SDPA's backends with grouped heads ("heads as rows": a group's heads
+become query rows of one head), eager torch, and with --flex flex_attention. FlashInfer, if installed, reads the same
+scattered pages as ours, on CUDA cores and on tensor cores, planned for these lengths alone or ("graph mode") for a CUDA
+graph that also serves other lengths. Plans, ours and FlashInfer's, are made before the timing, though a server makes
+them in each step. "Fixed cuts" is the batch-invariant mode with fixed splits. Ours is the CUDA C++ kernel; "Triton" is
+the kernel for other shapes and GPUs; "loads alone" is the CUDA C++ kernel without its arithmetic, a lower bound of its
+time. TB/s count keys and values read once; of_read is their share of the read bandwidth."""
 ARTICLE = (
     (256, 256), (128, 512), (64, 1024), (32, 2048), (16, 4096), (8, 8192), (4, 16384), (2, 32768), (1, 65536),
     (1, 131072), (16, 65536),
 )  # fmt: skip
 TINY = ((4, 64), (1, 300))
 A100 = dict(zip(ARTICLE, (63.4, 67.7, 77.7, 58.5, 57, 56.4, 58.2, 60.3, 64.4, 106.6), strict=False))
-"""The article's own times [µs], on another GPU, for the plot."""
+"""The article's times [µs], on an A100, for the plot."""
 MODES = ("sweep", "shared", "chunks", "latents", "eight-bits", "draw", "tune", "tune-eight")
-"""What is measured or done in the place of the table."""
+"""What runs instead of the table."""
 
 
 def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the article's cells."""
+    """Rows of the article's shapes."""
     rows = []
     for B, S in cells:
         cell = Cell((S,) * B, page=16 if args.tiny else 256)
@@ -65,14 +64,14 @@ def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argp
     return rows
 
 
-MANNERS: dict[str, Any] = {
+LINE_STYLES: dict[str, Any] = {
     ", heads as rows": ":", ", graph mode": ":", ", fixed cuts": ":", ", loads alone": (0, (1, 4)), ", Triton": "--",
 }  # fmt: skip
-"""How lines are dashed."""
+"""Line styles by variant of a kernel."""
 
 
 def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The article's plot: time over the length of the context at 65,536 tokens in all, who by who."""
+    """The article's plot: time over the length of the context at 65,536 tokens in all, a line per implementation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -83,12 +82,12 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     colours: dict[str, str] = {}
     for who in dict.fromkeys(row["who"] for row in rows):
         at = [(row["S"], row["us"]) for row in rows if row["who"] == who and row["B"] * row["S"] == whole]
-        # Another manner of the same kernel has its colour.
-        kernel = next((who.removesuffix(end) for end in MANNERS if who.endswith(end)), who)
+        # Variants of a kernel share its colour.
+        kernel = next((who.removesuffix(end) for end in LINE_STYLES if who.endswith(end)), who)
         axes.loglog(
             *zip(*at, strict=True), color=colours.setdefault(kernel, f"C{len(colours)}"), marker="o", markersize=3,
             linewidth=2.4 if who == "colonnade" else 1.1, label=who,
-            linestyle=MANNERS.get(who.removeprefix(kernel), "-"),
+            linestyle=LINE_STYLES.get(who.removeprefix(kernel), "-"),
         )  # fmt: skip
     if whole == 65_536:
         theirs = [(S, us) for (B, S), us in A100.items() if whole == B * S]
@@ -103,28 +102,33 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, draw and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--sweep", nargs=2, type=int, metavar=("SEED", "COUNT"), help="random cells, not the table")
-    what.add_argument("--shared", action="store_true", help="requests that share a prefix, not the table")
-    what.add_argument("--chunks", action="store_true", help="chunks of prompts, not the table")
+    what.add_argument("--sweep", nargs=2, type=int, metavar=("SEED", "COUNT"), help="random shapes, not the table")
+    what.add_argument("--shared", action="store_true", help="requests with a shared prefix, not the table")
+    what.add_argument("--chunks", action="store_true", help="prompt chunks, not the table")
     what.add_argument("--latents", action="store_true", help="latent attention, not the table")
-    what.add_argument("--eight-bits", action="store_true", help="caches of 8 bits, not the table")
-    what.add_argument("--draw", action="store_true", help="the picture again from what was recorded")
+    what.add_argument("--eight-bits", action="store_true", help="8-bit caches, not the table")
+    what.add_argument("--draw", action="store_true", help="redraw the plot from the record")
     what.add_argument("--tune", action="store_true", help="measure tiles and costs, not the table")
-    what.add_argument("--tune-eight", action="store_true", help="measure tiles of caches of 8 bits, not the table")
-    parser.add_argument("--pinned", type=int, default=0, help="cells of a sweep that pinned configurations run, too")
-    parser.add_argument("--seconds", type=float, default=3600, help="after which a sweep begins no further cell")
+    what.add_argument("--tune-eight", action="store_true", help="measure tiles for 8-bit caches, not the table")
+    parser.add_argument("--pinned", type=int, default=0, help="cells of a sweep that fixed tiles run too")
+    parser.add_argument("--seconds", type=float, default=3600, help="time after which a sweep starts no further cell")
     parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="heads to tune for")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="head widths to tune for")
     parser.add_argument("--tiles", type=Path, default=Path(decode_tiles.__file__).with_name("decode_tiles.json"))
-    parser.add_argument("--flex", action="store_true", help="in the table flex_attention too")
-    parser.add_argument("--fixed-cuts", type=int, help="in the table the batch-invariant mode too, so many keys a cut")
-    parser.add_argument("--picture", type=Path, help="docs/assets/flash_decoding.png; with --tiny beside the results")
-    parser.add_argument("--out", type=Path, help="where results go; benchmarks/results, with --tiny a temporary folder")
-    parser.add_argument("--name", default="h200", help="of the machine, in the result's name")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it runs")
+    parser.add_argument("--flex", action="store_true", help="add flex_attention to the table")
+    parser.add_argument(
+        "--fixed-cuts", type=int, help="add the batch-invariant mode to the table, with this many keys per split"
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="default: docs/assets/flash_decoding.png; with --tiny beside the results"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results; default benchmarks/results, with --tiny a temporary one"
+    )
+    parser.add_argument("--name", default="h200", help="machine name in the result's name")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes: a smoke test")
     args = parser.parse_args(argv)
     other = next((f"--{mode}" for mode in MODES if getattr(args, mode.replace("-", "_"))), None)
     if other and (args.flex or args.fixed_cuts):
@@ -159,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def record(args: argparse.Namespace, device: str, read: float, folder: Path, name: str, picture: Path) -> None:
-    """Measure what was asked for, and write it with the notes of that alone."""
+    """Measure the selected mode and write its record."""
     heads = list[Headline]()
     if args.sweep:
         part, notes, rows = "_sweep", sweep.__doc__, Rows(f"flash_decoding_sweep_{name}", folder)
@@ -184,25 +188,25 @@ def record(args: argparse.Namespace, device: str, read: float, folder: Path, nam
         heads = headlines(rows)
         draw_table(rows, picture)
         print(picture)
-    how = f"Read bandwidth in this run: {read / 1e12:.3g} TB/s. That all compute the same is checked."
+    how = f"Read bandwidth in this run: {read / 1e12:.3g} TB/s. All results are checked."
     if device == "cuda":
-        how += " Calls are replayed as graphs, each on keys that are in no cache of the chip; times are medians. "
-        how += "Sizes and costs by which our kernels are cut were " + measured_on()
+        how += " Calls are replayed as CUDA graphs, on keys that are not in the L2 cache; times are medians. "
+        how += "Tile sizes and costs of our kernels were " + measured_on()
     else:
-        how += " On a CPU ours is plain torch and no kernel, and times say nothing but that it ran."
+        how += " On a CPU ours is plain torch and no kernel, and times only show that it ran."
     report(f"flash_decoding{part}_{name}", rows, f"{(notes or '').strip()}\n\n{how}", headlines=heads, folder=folder)
     if isinstance(rows, Rows):
         rows.done()
 
 
 def measured_on() -> str:
-    """Where the table of tiles comes from."""
+    """The origin of the tile table."""
     where = decode_tiles.table()["measured_on"]
-    return "reckoned, not measured." if where == "none" else f"measured on {where}."
+    return "estimated, not measured." if where == "none" else f"measured on {where}."
 
 
 def headlines(rows: Sequence[dict[str, Any]]) -> list[Headline]:
-    """The best peer beside ours, in a few cells."""
+    """Ours against the best peer, for a few shapes."""
     heads = []
     for B, S in ((256, 256), (1, 65_536), (1, 131_072), (16, 65_536)):
         here = [row for row in rows if (row["B"], row["S"]) == (B, S)]

@@ -1,10 +1,10 @@
-"""What FSDP over a single rank costs, against masters that are not sharded: the evidence for decision 0002.
+"""Overhead of FSDP over a single rank against unsharded masters: the evidence for decision 0002.
 
     python benchmarks/masters.py
 
-Two copies of one model take optimizer steps in turn, in one process on one thread; a pair's two times stand in the
-same moment of the machine, so the median of their ratio is little disturbed by what else runs. Times are those of the
-process on the CPU (kernel time included), not of the clock on the wall.
+Two copies of one model take optimizer steps alternately, in one process on one thread. The two times of a pair are
+measured under the same load of the machine, so other processes disturb the median of their ratio little. Times are CPU
+time of the process (user and system), not wall-clock time.
 """
 
 import statistics
@@ -37,8 +37,8 @@ def batch(samples: int, sequence: int) -> Batch:
 
 def trainer(context: DistributedContext, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
     model = initialise(Transformer(MODEL), 0)
-    held = make(model)
-    step = TrainStep(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), context.axes.dp)
+    weights = make(model)
+    step = TrainStep(model, weights, AdamW(weights.local, TrainConfig()), TrainConfig(), context.axes.dp)
 
     def timed(batches: list[Batch]) -> float:
         start = time.process_time()

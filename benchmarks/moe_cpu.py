@@ -1,11 +1,11 @@
-"""Experts on a CPU, beside ``transformers``' in the same run: Mixtral's and OLMoE's layers at a quarter of their width.
+"""Experts on a CPU against ``transformers``: Mixtral's and OLMoE's layers at a quarter of their width.
 
     python benchmarks/moe_cpu.py                # --shapes olmoe --tokens 1 64 --dtypes float32 to pick
 
-All take the same tokens, choices (uniform over the experts) and weights, and give the same numbers, which is checked;
-the router, which is a product of its own, is left out of all. Theirs are the module's own loop (eager) and
-``batched_mm``, which copies the chosen experts' weights for each choice, so that it is left out where the copies pass
-1 GB; and ``grouped_mm``. They take turns; the ratio is the median over the rounds of each pair's own ratio.
+All take the same tokens, choices (uniform over the experts) and weights, and their results are compared. The router is
+not part of the timing. The peers are the module's own loop (eager), ``batched_mm`` and ``grouped_mm``; ``batched_mm``
+copies the chosen experts' weights for each choice and is skipped where the copies exceed 1 GB. All alternate; the ratio
+is the median of the per-round ratios.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from harness.report import Cell, Headline, folder_of, report
 
 
 class Shape(NamedTuple):
-    """A layer: E experts, A of them a token, widths D and F."""
+    """A layer of E experts, A per token, of widths D and F."""
 
     E: int
     A: int
@@ -44,7 +44,7 @@ COPIES_BYTES = 1e9
 
 
 def peer(name: str, shape: Shape, dtype: torch.dtype) -> Any:
-    """Their experts, with random weights."""
+    """transformers' experts with random weights."""
     sizes = {"hidden_size": shape.D, "intermediate_size": shape.F, "num_experts_per_tok": shape.A}
     if name == "mixtral":
         experts = modeling_mixtral.MixtralExperts(MixtralConfig(**sizes, num_local_experts=shape.E))
@@ -57,7 +57,7 @@ def peer(name: str, shape: Shape, dtype: torch.dtype) -> Any:
 
 
 def ours(experts: Any, shape: Shape) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Our kernels on copies of their weights, in our order."""
+    """Our kernels on copies of their weights in our layout."""
     gate_EFD, up_EFD = (w.clone() for w in experts.gate_up_proj.detach().chunk(2, 1))
     down_EFD = experts.down_proj.detach().transpose(1, 2)
     down_EFD = down_EFD.clone() if down_column_major(shape.F * shape.D, down_EFD.dtype) else down_EFD.contiguous()
@@ -134,13 +134,13 @@ def measure(name: str, shape: Shape, dtype: torch.dtype, T: int, rounds: int, *,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which layers")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="which types")
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="tokens of a call")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; a third of them from 1024 tokens on")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
-    parser.add_argument("--backward", action="store_true", help="forward and backward, of the weights too")
-    parser.add_argument("--tiny", action="store_true", help="toy widths, to see that it runs; the record is temporary")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="layers to measure")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes to measure")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="tokens per call")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; a third as many from 1024 tokens on")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
+    parser.add_argument("--backward", action="store_true", help="forward and backward, with gradients of weights")
+    parser.add_argument("--tiny", action="store_true", help="toy widths: a smoke test; the record is temporary")
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -150,17 +150,17 @@ def main() -> None:
             for T in args.tokens:
                 rounds = max(3, args.rounds // 3) if T >= 1024 else args.rounds
                 shape = (TINY if args.tiny else SHAPES)[name]
-                found = measure(name, shape, DTYPES[dtype], T, rounds, backward=args.backward)
+                measured = measure(name, shape, DTYPES[dtype], T, rounds, backward=args.backward)
                 print(
                     name,
                     dtype,
                     T,
-                    {row["who"]: (row["ms"], row["colonnade_speed_over_it"]) for row in found},
+                    {row["who"]: (row["ms"], row["colonnade_speed_over_it"]) for row in measured},
                     flush=True,
                 )
-                rows += found
+                rows += measured
     peers = [row for row in rows if row["who"] in ("transformers eager", "transformers batched_mm")]
-    print("slowest against the better of eager and batched:", min(row["colonnade_speed_over_it"] for row in peers))
+    print("lowest speed over the better of eager and batched:", min(row["colonnade_speed_over_it"] for row in peers))
     if args.no_report:
         return
 

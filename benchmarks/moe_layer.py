@@ -1,29 +1,28 @@
-"""A layer of experts on a GPU in bfloat16: our kernels, torch's grouped product, and ``transformers``, in one run.
+"""A layer of experts on a GPU in bfloat16: our kernels, torch's grouped GEMM, and ``transformers``.
 
-    python benchmarks/moe_layer.py --out "$OUT"                        # the main rows: 5 minutes of one H200
+    python benchmarks/moe_layer.py --out "$OUT"                        # the main rows: 5 minutes on one H200
     python benchmarks/moe_layer.py --shapes qwen3 --tokens 16384 --loads zipf --passes forward
     python benchmarks/moe_layer.py --quick --no-report                 # two shapes, 64 and 16,384 tokens: 80 s
-    python benchmarks/moe_layer.py --profile --shapes mixtral --tokens 1 256 32768     # each kernel of ours: 30 s
+    python benchmarks/moe_layer.py --profile --shapes mixtral --tokens 1 256 32768     # our kernels one by one: 30 s
     python benchmarks/moe_layer.py --shares                            # router, dispatch, combine: 16,384 tokens, 40 s
-    python benchmarks/moe_layer.py --tiny                              # toy sizes, on a CPU too: that it runs
+    python benchmarks/moe_layer.py --tiny                              # toy sizes, also on a CPU: a smoke test
 
-Shapes are Mixtral-8x7B's, DeepSeek-V2-Lite's (with 8 choices) and Qwen3-30B-A3B's. Everybody gets the same tokens,
-choices, routing weights and expert weights and sorts for himself; that all compute the same is checked. Loads are
-uniform, or Zipf's: experts are drawn without replacement with chances 1/1, 1/2, 1/3, …
+Shapes are Mixtral-8x7B's, DeepSeek-V2-Lite's (with 8 choices) and Qwen3-30B-A3B's. All implementations get the same
+tokens, choices, routing weights and expert weights, each does its own sorting, and their results are compared. Loads
+are uniform or Zipf-distributed: experts are drawn without replacement with probabilities 1/1, 1/2, 1/3, …
 
-Operations are those of the rows there are, without padding: 6RDF forward and 12RDF more backward. Their rate is set
-against one dense product of 8192³ random numbers in the same run; at few tokens the bytes of the experts that were
-chosen, read once, against the bandwidth of a copy in the same run. Each timing is a median; before each the level-2
-cache is filled by reading other numbers. Forward passes that do not wait for the device are replayed as graphs, so that
-launches, which a real decoder replays too, do not count; ``waits`` says who does. A peer that fails, or computes
-something else, has a row that says why, and the rest goes on; each row is on disk as soon as it is there; after
-``--minutes`` none begins.
+TFLOP/s count the actual rows without padding: 6RDF forward and 12RDF more backward. ``of_dense`` is the rate over that
+of one dense GEMM of 8192³ random values in the same run; ``of_bandwidth`` compares the bytes of the chosen experts,
+read once, with the bandwidth of a copy in the same run, for few tokens. Each time is a median; before each run the L2
+cache is filled with other data. Forward passes without a host sync are replayed as CUDA graphs, so that launches do not
+count, as in a real decoder; ``waits`` marks those with a sync. A peer that fails, or computes something else, gets a
+row with the reason, and the run continues. Each row is written to disk at once; after ``--minutes`` no row is started.
 
-Rows are of the experts alone; ``router_dispatch_combine`` is the share of all that is no product of experts in the
-layer as a model has it, with its router, by the times of its kernels (``layer_share.py``).
+Rows cover the experts alone. ``router_dispatch_combine`` is the share of everything but the expert GEMMs in a complete
+layer with its router, by the times of its kernels (``layer_share.py``).
 
-Time: some 210 forward rows at 0.4 s, 80 with the way back at 0.8 s, about 100 kernels that Triton compiles at 1.5 s.
-Memory: 30 GiB at the most (Mixtral's widths, 32,768 tokens, with the way back).
+Time: some 210 forward rows at 0.4 s, 80 with backward at 0.8 s, about 100 kernels that Triton compiles at 1.5 s.
+Memory: at most 30 GiB (Mixtral's widths, 32,768 tokens, with backward).
 """
 
 import argparse
@@ -46,11 +45,11 @@ from harness.clock import Clock
 from harness.report import Headline, folder_of, report
 from harness.rows import Row, Rows
 from moe.layer_profile import lines, timeline
-from moe.layer_share import layer_of, measured, told
+from moe.layer_share import layer_of, measured, report_lines
 
 
 class Shape(NamedTuple):
-    """E experts, A of them a token, widths D and F."""
+    """E experts, A per token, widths D and F."""
 
     E: int
     A: int
@@ -65,7 +64,7 @@ SHAPES = {
 }
 TINY = {"mixtral": Shape(4, 2, 64, 96), "deepseek": Shape(8, 4, 64, 48), "qwen3": Shape(16, 4, 64, 32)}
 FAILURES: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
-"""Of a peer: out of memory, of an operator, of an interface that is not there; and Triton's own."""
+"""Exceptions of a peer that give a row without a time: out of memory, missing operators; and Triton's own."""
 if importlib.util.find_spec("triton") is not None:
     from triton.errors import TritonError
 
@@ -75,7 +74,7 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tensor]:
-    """Our weights, and theirs for the first product: gate above up, (E, 2F, D)."""
+    """Our weights, and the peers' stacked weights of the first GEMM: gate above up, (E, 2F, D)."""
     draw = torch.Generator(device).manual_seed(0)
 
     def stack(rows: int, scale: float) -> Tensor:
@@ -90,8 +89,8 @@ def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tens
 def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         kind, dtype = x_TD.device.type, x_TD.dtype
-        if kernels == "auto" and (few := unsorted_kernel(x_TD, ids_TA, weights, shape.E)) is not None:
-            return few(x_TD, ids_TA, weights_TA, weights, "silu")
+        if kernels == "auto" and (unsorted := unsorted_kernel(x_TD, ids_TA, weights, shape.E)) is not None:
+            return unsorted(x_TD, ids_TA, weights_TA, weights, "silu")
         order_R, ends_E = choose("sort_by_expert", kind, dtype)(ids_TA, shape.E)
         if kernels in ("auto", "sorted"):
             return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")
@@ -103,7 +102,7 @@ def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
 
 
 def pipeline(shape: Shape, both_EgD: Tensor, down_EFD: Tensor) -> Run:
-    """What a careful user writes with torch alone."""
+    """Experts as a careful user writes them with torch alone."""
 
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         ids_R, order_R = ids_TA.flatten().sort()
@@ -118,19 +117,19 @@ def pipeline(shape: Shape, both_EgD: Tensor, down_EFD: Tensor) -> Run:
 
 
 def transformers(shape: Shape, both_EgD: Tensor, down_EDF: Tensor, how: str) -> Run | None:
-    """Their experts on the same weights; None where the installed version has none of this form."""
+    """transformers' experts on the same weights; None if the installed version lacks them."""
     try:
         from transformers.models.mixtral.configuration_mixtral import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     except ImportError as why:
-        print(f"transformers {how}: left out, {why}", flush=True)
+        print(f"transformers {how}: skipped, {why}", flush=True)
         return None
     sizes = {"hidden_size": shape.D, "intermediate_size": shape.F}
     config = MixtralConfig(**sizes, num_local_experts=shape.E, num_experts_per_tok=shape.A)
     with torch.device("meta"):
         experts = MixtralExperts(config)
     del experts.gate_up_proj, experts.down_proj
-    experts.gate_up_proj, experts.down_proj = both_EgD, down_EDF  # not parameters: one leaf serves all who use it
+    experts.gate_up_proj, experts.down_proj = both_EgD, down_EDF  # not parameters: all implementations share one leaf
 
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         config._experts_implementation = how
@@ -140,7 +139,7 @@ def transformers(shape: Shape, both_EgD: Tensor, down_EDF: Tensor, how: str) -> 
 
 
 def choices(T: int, shape: Shape, load: str, device: str, rank: int = 0) -> Tensor:
-    """(T, A) distinct experts of each token, of which each rank has others."""
+    """(T, A) distinct experts of each token; every rank draws its own."""
     draw = torch.Generator().manual_seed(T + rank)
     chance_E = torch.ones(shape.E) if load == "uniform" else 1 / torch.arange(1.0, shape.E + 1)
     noise_TE = -torch.empty(T, shape.E).exponential_(generator=draw).log()
@@ -165,7 +164,7 @@ def measure(
     title = f"{name} E={shape.E} A={shape.A} D={shape.D} F={shape.F}"
     for T, load in ((T, load) for T in args.tokens for load in args.loads):
         if time.perf_counter() > args.until:
-            print(f"{name}, {T} tokens, {load}: left out, {args.minutes:g} minutes are over", flush=True)
+            print(f"{name}, {T} tokens, {load}: skipped, {args.minutes:g} minutes are over", flush=True)
             continue
         draw = torch.Generator().manual_seed(T)
         x_TD = torch.randn(T, shape.D, generator=draw).to(dtype).to(device).requires_grad_()
@@ -176,7 +175,7 @@ def measure(
             if run is None or (args.who and who not in args.who):
                 continue
             if who == "colonnade, sorted" and not sorting_costs_more(T, shape.A, shape.E, weights):
-                continue  # all are, then
+                continue  # then "colonnade" sorts, too
             head: Row = {"shape": title, "load": load, "tokens": T, "who": who}
             try:
                 with torch.no_grad():
@@ -192,7 +191,7 @@ def measure(
             waits = who == "transformers eager" or not clock.gpu
             for step in args.passes:
                 if step != "forward" and clock.gpu and (T < 1024 or (waits and shape.E > 8)):
-                    continue  # decoding has no way back; eager's writes a gradient of all experts for each expert
+                    continue  # decoding has no backward; eager's writes a gradient of all experts for each expert
                 try:
                     row, waits = timing(clock, run, (x_TD, ids_TA, weights_TA), leaves, step, waits=waits)
                     part = None
@@ -227,7 +226,7 @@ def one_pass(run: Run, inputs: tuple[Tensor, Tensor, Tensor], leaves: list[Tenso
 
 
 def show(name: str, shape: Shape, args: argparse.Namespace, dense_flops: float) -> None:
-    """Print what each kernel of one pass of ours takes; with the way back where there are tokens to train on."""
+    """Print the time of each of our kernels in one pass, with backward from 1024 tokens on."""
     weights, _ = stacks(shape, args.device, torch.bfloat16)
     run, leaves = ours(shape, weights), [w for w in weights if w is not None]
     for T, load in ((T, load) for T in args.tokens for load in args.loads):
@@ -244,18 +243,18 @@ def show(name: str, shape: Shape, args: argparse.Namespace, dense_flops: float) 
 
 
 def show_shares(name: str, shape: Shape, args: argparse.Namespace) -> None:
-    """Print what router, dispatch and combine take of the layer as a model has it."""
+    """Print the share of router, dispatch and combine in a complete layer."""
     layer = layer_of(shape.A, stacks(shape, args.device, torch.bfloat16)[0])
     for T, step in ((T, step) for T in args.tokens for step in args.passes):
         if step == "forward" or T >= 1024 or args.tiny:
             x_TD = torch.randn(T, shape.D, generator=torch.Generator().manual_seed(T)).bfloat16().to(args.device)
             print(f"{name}, {T} tokens, {step}:", flush=True)
-            for line in told(measured(layer, x_TD, back=step != "forward", gpu=args.device == "cuda")):
+            for line in report_lines(measured(layer, x_TD, back=step != "forward", gpu=args.device == "cuda")):
                 print(line, flush=True)
 
 
 def reason(why: Exception) -> str:
-    """In one line why somebody has no number. An error of the device itself ends the run: nothing works after it."""
+    """A failure in one line. CUDA errors are re-raised, since nothing runs on the device after them."""
     if "CUDA error" in str(why) and "captur" not in str(why):
         raise why
     return f"{type(why).__name__}: {(str(why).splitlines() or [''])[0][:160]}"
@@ -264,8 +263,9 @@ def reason(why: Exception) -> str:
 def timing(
     clock: Clock, run: Run, inputs: tuple[Tensor, Tensor, Tensor], leaves: list[Tensor], step: str, *, waits: bool
 ) -> tuple[float, bool]:
-    """Median seconds of one pass, and whether it waits for the device, so that no graph could be made of it; each
-    backward pass writes its gradients, and adds them to none.
+    """Median seconds of one pass, and whether it waits for the device, which prevents a CUDA graph.
+
+    Backward passes write gradients and do not accumulate them.
     """
     if step == "forward":
 
@@ -293,7 +293,7 @@ def timing(
 
 
 def ceilings(clock: Clock, device: str, n: int) -> tuple[float, float]:
-    """(operations a second of a dense product n³, bytes a second of a copy, read and written)."""
+    """(FLOP/s of a dense n³ GEMM, bytes/s of a copy, read and written)."""
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     dense = 2 * n**3 / clock.median(lambda: a @ b, 0.5)
     source = torch.randn(n * n * 8, device=device)
@@ -303,22 +303,24 @@ def ceilings(clock: Clock, device: str, n: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which layers")
-    parser.add_argument("--tokens", nargs="+", type=int, help="tokens of a call")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="layers to measure")
+    parser.add_argument("--tokens", nargs="+", type=int, help="tokens per call")
     parser.add_argument("--loads", nargs="+", choices=("uniform", "zipf"), default=["uniform", "zipf"])
     parser.add_argument(
         "--passes", nargs="+", choices=("forward", "forward+backward"), default=["forward", "forward+backward"]
     )
-    parser.add_argument("--who", nargs="+", help="only these, such as colonnade")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it runs")
-    parser.add_argument("--quick", action="store_true", help="Mixtral's and Qwen3's, 64 and 16,384 tokens, even loads")
-    parser.add_argument("--profile", action="store_true", help="print each kernel of a pass of ours, and time no other")
-    parser.add_argument("--shares", action="store_true", help="print what router, dispatch and combine take, no more")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further row is begun")
+    parser.add_argument("--who", nargs="+", help="measure only these, such as colonnade")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes: a smoke test")
+    parser.add_argument(
+        "--quick", action="store_true", help="Mixtral's and Qwen3's, 64 and 16,384 tokens, uniform load"
+    )
+    parser.add_argument("--profile", action="store_true", help="only print the kernels of one of our passes")
+    parser.add_argument("--shares", action="store_true", help="only print the share of router, dispatch and combine")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time after which no further row is started")
     parser.add_argument(
         "--out", type=Path, help="folder of the JSON file; benchmarks/results, with --tiny a temporary one"
     )
-    parser.add_argument("--no-report", action="store_true", help="leave no record, but the rows of a run that fails")
+    parser.add_argument("--no-report", action="store_true", help="write no record; rows of a failed run stay on disk")
     args = parser.parse_args()
     folder = folder_of(args.out, toy=args.tiny)
     args.until = time.perf_counter() + 60 * args.minutes
@@ -327,7 +329,7 @@ def main() -> None:
         args.shapes, args.tokens, args.loads = ["mixtral", "qwen3"], [64, 16384], ["uniform"]
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.tiny:
-        print("skipped: needs a GPU, and this machine has none (--tiny runs it in small; moe_cpu.py measures a CPU)")
+        print("skipped: needs a GPU, and this machine has none (--tiny runs toy sizes; moe_cpu.py measures a CPU)")
         return
     if args.tiny:
         args.tokens = [1, 40]
@@ -363,10 +365,10 @@ def main() -> None:
         return lines
 
     notes = (
-        f"bfloat16, medians, cold caches; dense product of 8192³ in this run {dense / 1e12:.1f} TFLOP/s, copy "
-        f"{copied / 1e12:.2f} TB/s (read and written); operations without padding; the sort is in everybody's time, "
-        "the router in nobody's, but router_dispatch_combine is of a layer with its router; of_bandwidth sets the "
-        "chosen experts' weights, read once, against the copy."
+        f"bfloat16, medians, cold caches; dense GEMM of 8192³ in this run {dense / 1e12:.1f} TFLOP/s, copy "
+        f"{copied / 1e12:.2f} TB/s (read and written); FLOPs without padding; all times include the sort and exclude "
+        "the router, but router_dispatch_combine is of a layer with its router; of_bandwidth compares the "
+        "chosen experts' weights, read once, with the copy."
     )
     heads = [line for step in args.passes for load in args.loads for line in headlines(step, load)]
     report("moe_layer_h200", rows, notes, headlines=heads, folder=folder)

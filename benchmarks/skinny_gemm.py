@@ -1,16 +1,16 @@
-"""Products of a few rows on a GPU with norm, gate or residual beside them: TB/s of the weights, ours and a library's.
+"""Skinny GEMMs on a GPU, fused with norm, gate or residual: TB/s of the weights, against library kernels.
 
     python benchmarks/skinny_gemm.py                # Llama-2-7B's matrices, 1 to 16 rows, in bfloat16, int8, int4
-    python benchmarks/skinny_gemm.py --tune         # measures candidates of tiles, about four minutes
-    python benchmarks/skinny_gemm.py --tune --units # only those for the matrix units, beside the table's. Two minutes
-    python benchmarks/skinny_gemm.py --tiny         # a CPU, to see that it runs
+    python benchmarks/skinny_gemm.py --tune         # measures candidate tiles, about four minutes
+    python benchmarks/skinny_gemm.py --tune --units # only tensor-core tiles, against the table's: two minutes
+    python benchmarks/skinny_gemm.py --tiny         # the reference on a CPU: a smoke test
 
-A timing is of a graph of calls, each on another copy of the weights, so that none finds them in the level-2 cache;
-divided by their number. What stands beside ours is what it replaces: the norm, the library's products (for quantised
-weights our older kernels), the gate, with the residual added by the library's product where it can.
+A CUDA graph of several calls is timed, each call on another copy of the weights, so that none finds them in the L2
+cache; the time is per call. The peer is the separate kernels that ours replaces: the norm, the library's GEMMs (for
+quantised weights our split-K kernels) and the gate, with the residual added by the library's GEMM where it can.
 
-With ``--tune`` kernels are compiled by one process a core first, into the cache on disk that they share; then they are
-measured one by one. A cell in which the library is faster gets no tiles.
+With ``--tune`` kernels are first compiled by one process per core into their shared disk cache, then measured one by
+one. A cell in which the library is faster gets no tiles.
 """
 
 import argparse
@@ -40,12 +40,12 @@ SHAPES = {
     "qkv": (12288, 4096, "norm"), "out": (4096, 4096, "more"), "gate and up": (11008, 4096, "gate"),
     "down": (4096, 11008, "more"), "unembed": (32000, 4096, ""),
 }  # fmt: skip
-"""Outputs, inputs, and what stands beside the product."""
+"""Outputs, inputs, and the operation fused with the GEMM."""
 KINDS = "plain", "int8", "int4"
 
 
 class Product(NamedTuple):
-    """A cell of the table."""
+    """One GEMM: matrix, weight format and number of rows."""
 
     name: str
     kind: str
@@ -59,19 +59,21 @@ class Product(NamedTuple):
 CELLS = [
     Product(name, kind, rows)
     for rows, kind, name in itertools.product((1, 2, 4, 8, 16), KINDS, SHAPES)
-    # An output projection of four bits has eight; of bfloat16 the library multiplies more rows well.
+    # Output projections of 4-bit models are int8; in bfloat16 the library is fast for more rows.
     if (name != "unembed" or (rows == 1 and kind != "int4"))
     and (kind != "plain" or rows <= skinny_gemm_tiles.MAX_CUDA_CORE_ROWS)
 ]
 
 
 def candidates(cell: Product) -> list[SkinnyTiles]:
-    """Ways to cut it up, in registers for few rows, and on the matrix units for quantised weights."""
-    return (in_registers(cell) if cell.rows <= skinny_gemm_tiles.MAX_CUDA_CORE_ROWS else []) + on_units(cell)
+    """Candidate tiles: CUDA-core ones for few rows, tensor-core ones for quantised weights."""
+    return (cuda_core_tiles(cell) if cell.rows <= skinny_gemm_tiles.MAX_CUDA_CORE_ROWS else []) + tensor_core_tiles(
+        cell
+    )
 
 
-def in_registers(cell: Product) -> list[SkinnyTiles]:
-    """Threads that together read a row, and few or many rows of weights at once."""
+def cuda_core_tiles(cell: Product) -> list[SkinnyTiles]:
+    """Candidates of the CUDA-core kernel, which multiplies in registers."""
     columns, each = SHAPES[cell.name][1], {"plain": 8, "int8": 16, "int4": 4}[cell.kind]
     columns = columns // 8 if cell.kind == "int4" else columns
     found = []
@@ -80,36 +82,40 @@ def in_registers(cell: Product) -> list[SkinnyTiles]:
         tile_bytes = rows * BK * {"plain": 2, "int8": 1, "int4": 4}[cell.kind] * (1 + cell.gated)
         twice = columns == BK or (warps < 8 and (cell.kind == "plain" or cell.rows == 1))
         if 4096 <= tile_bytes <= 32768 and columns > BK // 2 and (times == 1 or twice):
-            # Five were never best for quantised weights, which wait for arithmetic.
+            # Five stages were never best for quantised weights, which are bound by arithmetic.
             deep = (4,) if cell.rows > 1 else (3, 5) if cell.kind == "plain" else (3,)
             found += [SkinnyTiles(rows, BK, warps, stages) for stages in deep]
     return found
 
 
-def on_units(cell: Product) -> list[SkinnyTiles]:
-    """All inputs at once in the registers of eight or sixteen warps, one program a multiprocessor or two; or in steps,
-    also in four warps, of which several programs wait while another multiplies.
+def tensor_core_tiles(cell: Product) -> list[SkinnyTiles]:
+    """Candidates of the tensor-core kernel: all inputs at once, or in steps.
 
-    Of two to four stages those that keep memory busy and fit into shared memory.
+    All inputs at once fill the registers of 8 or 16 warps, with one or two programs per SM; steps also work with 4
+    warps and several programs per SM. Stages must keep enough bytes in flight and fit into shared memory.
     """
     if cell.kind == "plain":
         return []
     inputs, found = SHAPES[cell.name][1], []
-    ways = ((8, 1), (8, 2), (16, 1), (4, 2), (4, 3))
-    for step, (warps, stays), rows, stages in itertools.product((4096, 2048, 1024), ways, (16, 32), (2, 3, 4)):
+    occupancies = ((8, 1), (8, 2), (16, 1), (4, 2), (4, 3))
+    for step, (warps, programs), rows, stages in itertools.product(
+        (4096, 2048, 1024), occupancies, (16, 32), (2, 3, 4)
+    ):
         at_once = step >= inputs
-        # Inputs in steps are made ready anew in each: that should be for many weights. Four warps hold few of them.
+        # Inputs are prepared again in each step, which pays only for many rows of weights; four warps hold few inputs.
         if not (at_once or rows == 32) or (warps == 4 and step > 1024):
             continue
-        # Sixteen rows of x take the registers of a multiprocessor.
-        if cell.rows > 8 and (stays > 1 or not (at_once or step <= 1024)):
+        # Sixteen rows of x fill the registers of an SM.
+        if cell.rows > 8 and (programs > 1 or not (at_once or step <= 1024)):
             continue
-        held = rows * step // (2 if cell.kind == "int4" else 1)
+        tile_bytes = rows * step // (2 if cell.kind == "int4" else 1)
         if not at_once:  # a gate's other matrix, x, and a norm's gain
-            held += held * cell.gated + 2 * step * (cell.rows + (SHAPES[cell.name][2] in ("norm", "gate")))
-        if 60_000 <= (stages - 1) * held * stays <= 200_000:
+            tile_bytes += tile_bytes * cell.gated + 2 * step * (cell.rows + (SHAPES[cell.name][2] in ("norm", "gate")))
+        if 60_000 <= (stages - 1) * tile_bytes * programs <= 200_000:
             found.append(
-                SkinnyTiles(rows, step // 8 if cell.kind == "int4" else step, warps, stages, stays, tensor_cores=True)
+                SkinnyTiles(
+                    rows, step // 8 if cell.kind == "int4" else step, warps, stages, programs, tensor_cores=True
+                )
             )
     return found
 
@@ -117,7 +123,7 @@ def on_units(cell: Product) -> list[SkinnyTiles]:
 def tensors(
     cell: Product, device: str, copies: int = 0, shape: tuple[int, int, str] | None = None
 ) -> tuple[Tensor, list[tuple[Matrix, dict[str, Any]]], int]:
-    """(x, for each copy the weight and what stands beside the product, bytes of one copy's weights)."""
+    """(x, weight and fused operands of each copy, bytes of one copy's weights)."""
     (F, D, beside), dtype = shape or SHAPES[cell.name], torch.bfloat16 if device == "cuda" else torch.float32
     x, on = torch.randn(cell.rows, D, device=device, dtype=dtype), {"device": device, "dtype": dtype}
     plain = [torch.randn(F, D, **on) / D**0.5 for _ in range(1 + cell.gated)]
@@ -142,32 +148,32 @@ def tensors(
 
 
 def compile_all(cell: Product, tiles: Sequence[SkinnyTiles]) -> int:
-    """Have the kernels of some tiles in the cache on disk; how many the chip takes."""
+    """Compile the kernels into the disk cache; returns how many run on this GPU."""
     from colonnade.kernels.linear import skinny_gemm
 
     x, ((weight, parts),), _ = tensors(cell, "cuda", copies=1)
     done = 0
-    for how in tiles:
+    for candidate in tiles:
         try:
-            skinny_gemm.launch(x, weight, tiles=how, **parts)
+            skinny_gemm.launch(x, weight, tiles=candidate, **parts)
             done += 1
-        except Exception as why:  # noqa: BLE001 - too large a tile for the chip is one of many
-            print(cell, how, str(why).splitlines()[0][:80], flush=True)
+        except Exception as why:  # noqa: BLE001 - some tiles are too large for the GPU
+            print(cell, candidate, str(why).splitlines()[0][:80], flush=True)
     return done
 
 
-def tuned(cell: Product, hows: Sequence[SkinnyTiles]) -> dict[str, Any]:
-    """The cell's row of the table: the best tiles, or none."""
+def tuned(cell: Product, tile_candidates: Sequence[SkinnyTiles]) -> dict[str, Any]:
+    """The cell's row of the table, with the best tiles or none."""
     from triton.runtime.errors import OutOfResources
 
     from colonnade.kernels.linear import skinny_gemm
 
     x, copies, size = tensors(cell, "cuda")
 
-    def seconds(how: SkinnyTiles) -> float:
+    def seconds(candidate: SkinnyTiles) -> float:
         def run(copy: int) -> Tensor:
             weight, parts = copies[copy]
-            return skinny_gemm.launch(x, weight, tiles=how, **parts)
+            return skinny_gemm.launch(x, weight, tiles=candidate, **parts)
 
         try:
             return replayed(run, len(copies), "cuda", rounds=7)
@@ -177,17 +183,17 @@ def tuned(cell: Product, hows: Sequence[SkinnyTiles]) -> dict[str, Any]:
     library_s = replayed(
         lambda copy: skinny_gemm.separate_kernels(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda"
     )
-    took = {how: seconds(how) for how in hows}
-    for how in sorted(took, key=lambda how: took[how])[:2]:
-        for programs in () if how.tensor_cores else (1, 2, 3, 4):
-            stays = how._replace(programs_per_sm=programs)
-            took[stays] = seconds(stays)
-    first, *others = sorted(took, key=lambda how: took[how])[:4]
+    took = {candidate: seconds(candidate) for candidate in tile_candidates}
+    for candidate in sorted(took, key=lambda candidate: took[candidate])[:2]:
+        for programs in () if candidate.tensor_cores else (1, 2, 3, 4):
+            variant = candidate._replace(programs_per_sm=programs)
+            took[variant] = seconds(variant)
+    first, *others = sorted(took, key=lambda candidate: took[candidate])[:4]
     F, D, _ = SHAPES[cell.name]
     print(
         f"{cell.name}, {cell.kind}, {cell.rows} rows: {1e6 * took[first]:.2f} µs, {size / took[first] / 1e12:.2f} TB/s "
-        f"{tuple(first)}; then {[(tuple(how), round(1e6 * took[how], 2)) for how in others]}; library "
-        f"{1e6 * library_s:.2f} µs",
+        f"{tuple(first)}; then {[(tuple(candidate), round(1e6 * took[candidate], 2)) for candidate in others]}; "
+        f"library {1e6 * library_s:.2f} µs",
         flush=True,
     )
     tiles = first._asdict() if took[first] <= library_s else None
@@ -199,10 +205,10 @@ def tuned(cell: Product, hows: Sequence[SkinnyTiles]) -> dict[str, Any]:
 def to_measure(
     cells: Sequence[Product], *, units: bool
 ) -> tuple[list[dict[str, Any]], dict[Product, list[SkinnyTiles]]]:
-    """(rows of the table that stay, candidates of each cell that is measured)."""
+    """(table rows to keep, candidates of each cell to measure)."""
     if not units:
         return [], {cell: candidates(cell) for cell in cells}
-    ways = {cell: on_units(cell) + present(cell) for cell in cells if cell.kind != "plain"}
+    ways = {cell: tensor_core_tiles(cell) + present(cell) for cell in cells if cell.kind != "plain"}
     measured = {"float8", *(cell.kind for cell in ways)}
     return [row for row in skinny_gemm_tiles.table() if row["kind"] not in measured], ways
 
@@ -210,29 +216,29 @@ def to_measure(
 def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
     """Measure all cells and write the table; float8 has int8's sizes, which it shares but for its conversion.
 
-    With ``units`` a cell's candidates are those for the matrix units and what the table has; other cells' rows stay.
+    With ``units`` the candidates are tensor-core tiles and the table's own; rows of other cells are kept.
     """
     began, (kept, ways) = time.perf_counter(), to_measure(cells, units=units)
-    spread = [(cell, hows[i::3]) for cell, hows in ways.items() for i in range(3)]
+    spread = [(cell, tile_candidates[i::3]) for cell, tile_candidates in ways.items() for i in range(3)]
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         compiled = sum(pool.map(compile_all, *zip(*spread, strict=True)))
     print(f"{compiled} kernels in {time.perf_counter() - began:.0f} s", flush=True)
-    rows = kept + [tuned(cell, hows) for cell, hows in ways.items()]
+    rows = kept + [tuned(cell, tile_candidates) for cell, tile_candidates in ways.items()]
     rows += [row | {"kind": "float8"} for row in rows if row["kind"] == "int8"]
     path.write_text(written(torch.cuda.get_device_name(), rows), encoding="utf-8")
     print(f"{path} in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def present(cell: Product) -> list[SkinnyTiles]:
-    """The table's own tiles for a cell, if they are not the library's."""
+    """The table's own tiles for a cell, if it has any."""
     F, D, _ = SHAPES[cell.name]
     tiles = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, F, D, gated=cell.gated)
-    return [tiles] if tiles and tiles not in on_units(cell) else []
+    return [tiles] if tiles and tiles not in tensor_core_tiles(cell) else []
 
 
 def written(measured_on: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The table as text, a row on one line."""
+    """The table as JSON text, one row per line."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     return f'{{\n  "measured_on": {json.dumps(measured_on)},\n  "rows": [\n{lines}\n  ]\n}}\n'
 
@@ -262,14 +268,16 @@ def measure() -> list[dict[str, Cell]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="measure tiles, not the table")
-    parser.add_argument("--units", action="store_true", help="to tune, the matrix units' tiles only")
-    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="to tune, for a look; else all")
+    parser.add_argument("--tune", action="store_true", help="measure candidate tiles and write the table")
+    parser.add_argument("--units", action="store_true", help="with --tune: tensor-core tiles only")
+    parser.add_argument(
+        "--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="with --tune: weight formats to measure"
+    )
     parser.add_argument(
         "--tiles", type=Path, default=Path(skinny_gemm_tiles.__file__).with_name("skinny_gemm_tiles.json")
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; writes no record")
     args = parser.parse_args(argv)
     if args.tiny:
         x, ((weight, parts), _), _ = tensors(Product("qkv", "int4", 2), "cpu", copies=2, shape=(48, 64, "norm"))

@@ -1,12 +1,12 @@
-"""Sums and gathers of small messages between GPUs: one kernel over the peers' memory, NCCL, torch's one-shot sum.
+"""Small all-reduces and all-gathers between GPUs: our one-kernel version, NCCL, torch's one-shot all-reduce.
 
     python benchmarks/small_allreduce.py            2 and 4 GPUs (--worlds 2 with two), messages of 4 KiB to 1 MiB
-    python benchmarks/small_allreduce.py --tune     the same, and write colonnade/parallel/small.json
-    python benchmarks/small_allreduce.py --tiny     a small run over gloo, to see that it works
+    python benchmarks/small_allreduce.py --tune     the same, and write colonnade/parallel/small_allreduce.json
+    python benchmarks/small_allreduce.py --tiny     a small run over gloo on a CPU: a smoke test
 
-bfloat16. 40 operations, each on what the one before gave, as a decoding step has them, are recorded as one CUDA graph;
-``us`` is the median of 30 replays, for one operation, on the slowest rank. ``bytes`` are those of one rank's message.
-NVLink's multicast is off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0) wherever the environment says so.
+In bfloat16. 40 dependent operations, as in a decode step, are captured as one CUDA graph; ``us`` is the time per
+operation, the median of 30 replays on the slowest rank. ``bytes`` is the size of one rank's message. NVLink multicast
+is off if the environment disables it (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0).
 """
 
 import itertools
@@ -32,7 +32,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 def work(world: int, tiny: bool, device: str) -> list[Row]:
-    """On every rank."""
+    """Runs on every rank."""
     rows: list[Row] = []
     sizes = (4096, 16384) if tiny else tuple(4096 << i for i in range(9))
     with DistributedContext.build(Plan(tp=world), device) as context:
@@ -40,7 +40,7 @@ def work(world: int, tiny: bool, device: str) -> list[Row]:
         for size in sizes:
             x = torch.zeros(
                 size // 2, device=on, dtype=torch.bfloat16
-            )  # which stay what they are, however often summed
+            )  # zeros, which do not overflow when summed repeatedly
             for what, ways in (("sum", sums(tp, on, size)), ("gather", gathers(tp, on))):
                 for by, run in ways.items():
                     us = tp.max_(torch.tensor([timed(run, x, what)], dtype=torch.float64)).item()
@@ -61,7 +61,7 @@ def _small(tp: Axis, on: torch.device) -> symmetric_memory.SmallAllReduce | None
 
 
 def sums(tp: Axis, on: torch.device, size: int) -> dict[str, Run]:
-    """Ways to sum, by name."""
+    """All-reduce implementations by name."""
     found: dict[str, Run] = {
         NCCL if on.type == "cuda" else "gloo": lambda x: collectives.all_reduce(x, "sum", tp.group)
     }
@@ -75,7 +75,7 @@ def sums(tp: Axis, on: torch.device, size: int) -> dict[str, Run]:
 
 
 def gathers(tp: Axis, on: torch.device) -> dict[str, Run]:
-    """Ways to lay all ranks' together, by name."""
+    """All-gather implementations by name."""
     plain = NCCL if on.type == "cuda" else "gloo"
     found: dict[str, Run] = {plain: lambda x: collectives.all_gather(x, tp.size, tp.group)}
     if ours := _small(tp, on):
@@ -84,7 +84,7 @@ def gathers(tp: Axis, on: torch.device) -> dict[str, Run]:
 
 
 def torchs(tp: Axis, on: torch.device, size: int) -> Run:
-    """torch's operator, from a buffer that it is copied into."""
+    """torch's operator, including the copy into its symmetric buffer."""
     from torch.distributed import _symmetric_memory as symmetric
 
     buffer = symmetric.empty(size // 2, dtype=torch.bfloat16, device=on)
@@ -93,7 +93,7 @@ def torchs(tp: Axis, on: torch.device, size: int) -> Run:
 
 
 def timed(run: Run, x: Tensor, what: str) -> float:
-    """Microseconds of one operation."""
+    """Microseconds per operation."""
 
     def chain(_: int = 0) -> Tensor:
         y = x
@@ -107,7 +107,7 @@ def timed(run: Run, x: Tensor, what: str) -> float:
 
 
 def limits_of(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """Of each kind and number of ranks, the largest message up to which ours is never behind NCCL."""
+    """For each operation and number of ranks, the largest size up to which ours is never slower than NCCL."""
     found: dict[str, dict[str, int]] = {"sum": {}, "gather": {}}
     us = {(row["what"], row["ranks"], row["bytes"], row["by"]): row["us"] for row in rows}
     for what, limits in found.items():
@@ -119,7 +119,7 @@ def limits_of(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def tune(rows: Sequence[Row], machine: str) -> None:
-    """Write the table of the limits; those of numbers of ranks that were not measured stay."""
+    """Write the table of size limits; entries for other numbers of ranks are kept."""
     path = Path(symmetric_memory.__file__).with_name("small_allreduce.json")
     table = json.loads(path.read_text(encoding="utf-8"))
     for what, limits in limits_of(rows).items():
@@ -129,7 +129,7 @@ def tune(rows: Sequence[Row], machine: str) -> None:
 
 
 def heads_of(rows: Sequence[Row]) -> list[Headline]:
-    """A sum of 16 KiB, a decoding step's, over the most ranks: ours beside NCCL's."""
+    """Ours against NCCL for 16 KiB, as in a decode step, over the most ranks."""
     most = max(row["ranks"] for row in rows)
     us = {r["by"]: r["us"] for r in rows if (r["what"], r["ranks"], r["bytes"]) == ("sum", most, 16384)}
     if OURS not in us:
@@ -138,10 +138,9 @@ def heads_of(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and report."""
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="ranks; 2 4, with --tiny 2")
-    options.add_argument("--tune", action="store_true", help="write the table by which messages are small")
+    options.add_argument("--tune", action="store_true", help="write the table of size limits")
     args = options.parse_args(argv)
     worlds = args.worlds or ([2] if args.tiny else [2, 4])
     if not enough(args, max(worlds)):

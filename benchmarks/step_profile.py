@@ -1,16 +1,15 @@
-"""Where the time of one recorded decode step goes: every kernel of a layer, in order, and what lies between them.
+"""Time of each kernel of a decode step, and the gaps between them, from a profiler trace.
 
     python benchmarks/step_profile.py                          # Llama-2-7B, bfloat16, int8 and int4, 512 keys
     python benchmarks/step_profile.py --model llama-3-8b --batch 8 --contexts 512 8192
-    python benchmarks/step_profile.py --weights int4           # one of them alone
-    python benchmarks/step_profile.py --tiny                   # a CPU, to see that it runs: operators, not kernels
+    python benchmarks/step_profile.py --weights int4           # one format alone
+    python benchmarks/step_profile.py --tiny                   # a smoke test on a CPU: operators, not kernels
 
-Steps as the engine takes them (a graph is replayed, a token drawn, the next step told) under torch's profiler. The
-kernels of a layer are found as what repeats as often as there are layers; each place in that sequence is a row: its
-kernel, its mean time, and the gap before it, in which the device ran nothing. Bytes are those that it must read, where
-that is known: the weights of a product, the keys and values of attention. All that is outside of the layers (embedding,
-output projection, drawing, copies) is a row a kernel, of a whole step. A step's time beside it is measured without the
-profiler, which itself makes gaps a little wider.
+Steps run as in the engine (a CUDA graph is replayed, a token sampled, the next step's input written) under torch's
+profiler. The kernels of a layer are found as the sequence that repeats once per layer. Each position in it is a row:
+the kernel, its mean time, and the idle gap before it. ``bytes`` are those that it must read, where known: the weights
+of a GEMM, the keys and values of attention. Kernels outside the layers (embedding, output projection, sampling, copies)
+have a row per name, for a whole step. The step time is measured without the profiler, which widens the gaps a little.
 """
 
 import argparse
@@ -37,14 +36,16 @@ from decode_model import TINY, made, stepper, steps_of
 from decoding.decode_cells import read_bandwidth
 from harness.report import RESULTS, Cell, Headline, report
 
-PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|dot_kernel|^thin|^tiles|^_linear|^aten::mm|^aten::addmm", re.I)
-"""Kernels that read a weight; what adds up the parts of one that was split is none."""
+PRODUCT = re.compile(
+    r"gemm|gemv|nvjet|cutlass|dot_kernel|^skinny|^tensor_core|^split_k|^_linear|^aten::mm|^aten::addmm", re.I
+)
+"""Names of GEMM kernels, which read a weight; the reductions of split-K GEMMs do not."""
 NO_PRODUCT = re.compile(r"reduce|splitk_?sum", re.I)
 ATTENTION = re.compile(r"^attend|fmha|flash|sdpa")
 
 
 class Kernel(NamedTuple):
-    """One that ran."""
+    """One kernel in a trace."""
 
     name: str
     began_us: float
@@ -52,7 +53,7 @@ class Kernel(NamedTuple):
 
 
 def ran(path: Path, gpu: bool) -> list[Kernel]:
-    """What a trace of the profiler says that the device did, in order; of a CPU the operators that call no other."""
+    """The kernels of a profiler trace in order; on a CPU the operators that call no other."""
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if gpu else {"cpu_op"}
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     found = sorted(
@@ -65,9 +66,9 @@ def ran(path: Path, gpu: bool) -> list[Kernel]:
 
 
 def layers_in(names: Sequence[str], layers: int, steps: int) -> tuple[int, list[int]]:
-    """(the number of kernels of a layer, where every layer begins): the shortest sequence that repeats ``layers``
-    times, ``steps`` times over. The first layer may be missing, since what serves all layers may be done there. Raises
-    ValueError where there is none.
+    """(number of kernels per layer, start of every layer): the shortest sequence repeating ``layers`` times a step.
+
+    The first layer may be missing, since it may contain work for all layers. Raises ValueError if nothing repeats.
     """
     for period in range(1, len(names) // max(1, layers * steps) + 1):
         alike = [a == b for a, b in zip(names, names[period:], strict=False)]
@@ -79,11 +80,11 @@ def layers_in(names: Sequence[str], layers: int, steps: int) -> tuple[int, list[
             at += length
         if len(starts) == steps:
             return period, [at + i * period for at, count in starts for i in range(count)]
-    raise ValueError(f"no sequence of kernels repeats {layers} times in {steps} steps; is each layer another kind?")
+    raise ValueError(f"no sequence of kernels repeats {layers} times in {steps} steps; do its layers differ?")
 
 
 def weights_of(block: Block) -> list[list[int]]:
-    """Bytes of a block's matrices in the order of their products: as a kernel each, and with gate and up in one."""
+    """Bytes of a block's matrices in GEMM order: one kernel each, and with gate and up in one kernel."""
 
     def size(layer: Any) -> int:
         assert isinstance(layer, Linear)
@@ -99,7 +100,7 @@ def weights_of(block: Block) -> list[list[int]]:
 
 
 def bytes_of(names: Sequence[str], block: Block, keys_bytes: int) -> list[int | None]:
-    """What each kernel of a layer must read, where it is known."""
+    """Bytes that each kernel of a layer must read, where known."""
     products = [i for i, name in enumerate(names) if PRODUCT.search(name) and not NO_PRODUCT.search(name)]
     found: list[int | None] = [None] * len(names)
     for sizes in weights_of(block):
@@ -115,7 +116,7 @@ def bytes_of(names: Sequence[str], block: Block, keys_bytes: int) -> list[int | 
 def rows_of(
     kernels: Sequence[Kernel], block: Block, layers: int, steps: int, keys_bytes: int, bandwidth: float
 ) -> list[dict[str, Cell]]:
-    """A row for each kernel of a layer, and for each name outside of the layers."""
+    """A row for each kernel of a layer, and for each kernel name outside the layers."""
     period, starts = layers_in([kernel.name for kernel in kernels], layers, steps)
     inside = {start + i for start in starts for i in range(period)}
     gaps = [0.0] + [max(0.0, b.began_us - a.began_us - a.us) for a, b in itertools.pairwise(kernels)]
@@ -157,7 +158,7 @@ def rows_of(
 
 
 def profiled(model: Transformer, batch: int, context: int, steps: int, page: int, bandwidth: float) -> list[dict]:
-    """The rows of one model at one context, and a row of the whole step."""
+    """The rows of one model at one context, with a row for the whole step."""
     gpu = next(model.parameters()).is_cuda
     step_ms = 1e3 * steps_of(model, batch, context, max(4, steps), None, page)
     step = stepper(model, batch, context, 2 * steps, None, page)
@@ -194,7 +195,7 @@ def profiled(model: Transformer, batch: int, context: int, steps: int, page: int
 
 
 def show(rows: Sequence[dict[str, Cell]]) -> None:
-    """A table for people."""
+    """Print the rows as a table."""
     print(f"{'':>10} {'count':>6} {'us':>9} {'gap':>7} {'MB':>8} {'TB/s':>6} {'of read':>7}  kernel")
     for row in rows:
         size = row["bytes"]
@@ -215,7 +216,10 @@ def measure(
         model = made(config, SOLO_AXES, torch.device(device), dtype, weights, group)
         for context in contexts:
             rows = profiled(model, batch, context, steps, page, bandwidth)
-            print(f"{name}, {weights}, batch {batch}, {context} keys; {bandwidth / 1e12:.2f} TB/s are read", flush=True)
+            print(
+                f"{name}, {weights}, batch {batch}, {context} keys; {bandwidth / 1e12:.2f} TB/s read bandwidth",
+                flush=True,
+            )
             show(rows)
             found += [{"model": name, "weights": weights, "batch": batch, "context": context, **row} for row in rows]
             layers = sum(float(row["us"] or 0) + float(row["gap_us"] or 0) for row in rows if row["where"] == "layer")
@@ -230,18 +234,18 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-2-7b", help="a preset")
     parser.add_argument("--weights", choices=get_args(WeightFormat), nargs="+", default=["stored", "int8", "int4"])
-    parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
+    parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs per scale of int4")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512])
-    parser.add_argument("--steps", type=int, default=10, help="profiled")
+    parser.add_argument("--steps", type=int, default=10, help="profiled steps")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; writes no record")
     args = parser.parse_args(argv)
     if args.tiny:
         measure("tiny", TINY.replace(layers=4), args.weights, args.batch, [16], 3, "cpu", 32)
         return
     if not torch.cuda.is_available():
-        print("step_profile.py needs a GPU, and this machine has none; --tiny shows that it runs")
+        print("step_profile.py needs a GPU, and this machine has none; --tiny is a smoke test on a CPU")
         return
     config = preset(args.model).replace(context=max(args.contexts) + 8 * max(4, args.steps))
     how = (args.batch, args.contexts, args.steps, "cuda", args.group)

@@ -1,8 +1,8 @@
 """Render benchmarks/results/*.json: chosen headlines by topic into README.md, everything into docs/results.md, and
-columns of a record into the pages that ask for them.
+columns of a record into the pages that name them.
 
-    python benchmarks/table.py            writes them
-    python benchmarks/table.py --check    fails when one is not what the JSON files say
+    python benchmarks/table.py            writes the pages
+    python benchmarks/table.py --check    fails if a page differs from the JSON files
 
 The README's tables are between ``<!-- results:begin -->`` and ``<!-- results:end -->``, and between
 ``<!-- comparison:begin -->`` and ``<!-- comparison:end -->``; a page's between ``<!-- record: NAME COLUMN … -->`` and
@@ -58,7 +58,7 @@ TOPICS = {
         ("quantised_quality_cpu", 0, "The same with int4 weights, rounded to nearest (lower is better)"),
     ],
 }
-"""The README's rows: (record, number of the headline, what was measured)."""
+"""The README's rows: (record, index of the headline, description)."""
 LOWER = " (lower is better)"
 COMPARED = [
     ("weak_scaling_2_h200", 1, "Tensor-parallel training, GPT-2 2.5B on 2 GPUs", "torch"),
@@ -69,17 +69,17 @@ COMPARED = [
     ("decode_cpu", 0, "Decoding on a CPU, SmolLM2-135M, batch 1", "transformers"),
     ("flash_decoding_h200", 1, f"Decode attention, 65,536 tokens{LOWER}", "cuDNN"),
 ]
-"""The README's short comparison: (record, number of the headline, what was measured, the peer)."""
+"""The README's short comparison: (record, index of the headline, description, peer)."""
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The records of all result files, by name; of a machine's, the one whose name says no more comes first."""
+    """The records of all result files, sorted by name without the suffix ``_h200``."""
     paths = sorted(folder.glob("*.json"), key=lambda path: path.stem.removesuffix("_h200"))
     return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in paths]
 
 
 def headlines(records: list[dict[str, Any]], topics: Mapping[str, Sequence[tuple[str, int, str]]] = TOPICS) -> str:
-    """The README's table: a row a chosen headline under its topic, with the peer of the same run and the record."""
+    """The README's table: a row per chosen headline under its topic, with its peer and record."""
     by_stem = {record["file"].removesuffix(".json"): record for record in records}
     lines: list[list[str]] = []
     for topic, rows in topics.items():
@@ -93,7 +93,7 @@ def headlines(records: list[dict[str, Any]], topics: Mapping[str, Sequence[tuple
 
 
 def comparison(records: list[dict[str, Any]], chosen: Sequence[tuple[str, int, str, str]] = COMPARED) -> str:
-    """How many times as fast as the peer of the same run, a row each."""
+    """Our speed relative to the peer of the same run, a row per headline."""
     by_stem = {record["file"].removesuffix(".json"): record for record in records}
     lines: list[list[str]] = []
     for stem, i, what, peer in chosen:
@@ -105,26 +105,26 @@ def comparison(records: list[dict[str, Any]], chosen: Sequence[tuple[str, int, s
 
 
 def measured(line: dict[str, Any]) -> list[str]:
-    """What a headline says: of what, how much, and how much beside it."""
+    """(description, our value, the peer's value) of a headline."""
     beside = f"{line['peer']} {number(line['peer_value'])} {line['unit']}" if line["peer_value"] is not None else ""
     return [line["what"], f"{number(line['value'])} {line['unit']}", beside]
 
 
 def page(records: list[dict[str, Any]]) -> str:
-    """docs/results.md: each file whole, with its command, so that anyone can repeat it."""
+    """docs/results.md: all rows of each file, with the command that reproduces it."""
     parts = [
         "# Results",
         "Every number here is rendered from a file of `benchmarks/results/` by `benchmarks/table.py`; none is typed. "
         "Each section names the command that repeats it.",
     ]
-    firsts, told = dict[str, str](), dict[str, set[str]]()
+    firsts, shown = dict[str, str](), dict[str, set[str]]()
     for record in records:
         columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
         cells = [[number(row.get(key)) for key in columns] for row in record["rows"]]
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         parts += [f"## {record['file'].removesuffix('.json')}", f"`{record['command']}`"]
         first = firsts.setdefault(script(record), record["file"].removesuffix(".json"))
-        new = said(record["notes"], told.setdefault(first, set()))
+        new = new_paragraphs(record["notes"], shown.setdefault(first, set()))
         parts += new or ([f"As in [{first}](#{first})."] if record["notes"] else [])
         heads = [measured(line) for line in record["headlines"]]
         parts += [table(["Measured", "Colonnade", "Beside it, same run"], heads)] if heads else []
@@ -136,18 +136,19 @@ def page(records: list[dict[str, Any]]) -> str:
 
 
 def script(record: dict[str, Any]) -> str:
-    """Which program measured a record."""
+    """The script that measured a record."""
     return next((word for word in record["command"].split() if word.endswith(".py")), "")
 
 
-def said(notes: str, told: set[str]) -> list[str]:
-    """The paragraphs of a record's notes that are not among those ``told`` already, of a record of the same script;
-    ``told`` has them then. A list of command lines is not one of them: the section names its own.
+def new_paragraphs(notes: str, shown: set[str]) -> list[str]:
+    """The paragraphs of a record's notes that are not in ``shown`` (those of earlier records of the same script).
+
+    They are added to ``shown``. Command lines are left out, since each section names its own.
     """
-    # A line that begins with one space: notes of several parts, put one behind the other.
+    # Concatenated notes continue on a line that begins with one space.
     found = [part.strip("\n ") for part in re.split(r"\n\n|\n (?! )", notes) if not part.startswith("    ")]
-    new = [part for part in found if part and part not in told]
-    told.update(new)
+    new = [part for part in found if part and part not in shown]
+    shown.update(new)
     return new
 
 
@@ -178,7 +179,7 @@ def number(value: Any) -> str:
 
 
 def between(text: str, mark: str, shown: str) -> str:
-    """``text`` with what is between the two comments of ``mark`` replaced by ``shown``."""
+    """``text`` with the part between the two comments of ``mark`` replaced by ``shown``."""
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
     before, rest = text.split(begin)
     _, after = rest.split(end)
@@ -186,7 +187,7 @@ def between(text: str, mark: str, shown: str) -> str:
 
 
 def with_parts(text: str, records: list[dict[str, Any]]) -> str:
-    """``text`` with the columns of records that it asks for."""
+    """``text`` with the columns of records that its comments name."""
     rows_of = {record["name"]: record["rows"] for record in records}
 
     def made(found: re.Match[str]) -> str:
@@ -198,28 +199,28 @@ def with_parts(text: str, records: list[dict[str, Any]]) -> str:
 
 
 def rendered() -> dict[Path, str]:
-    """What every page that shows results should be."""
+    """The expected text of every page that shows results."""
     records = load()
     readme = between(README.read_text(encoding="utf-8"), RESULTS_TABLE, headlines(records))
-    wanted = {README: between(readme, COMPARISON, comparison(records)), PAGE: page(records)}
+    expected = {README: between(readme, COMPARISON, comparison(records)), PAGE: page(records)}
     for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if path != PAGE and PART.search(text):
-            wanted[path] = with_parts(text, records)
-    return wanted
+            expected[path] = with_parts(text, records)
+    return expected
 
 
 def main() -> None:
-    """Write the files, or with --check say which of them is stale."""
-    wanted = rendered()
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    """Write the pages, or with --check report stale ones."""
+    expected = rendered()
+    stale = [path for path, text in expected.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
         if stale:
             names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale)
             sys.exit(f"{names}: not what benchmarks/results says; run python benchmarks/table.py")
         return
     for path in stale:
-        path.write_text(wanted[path], encoding="utf-8")
+        path.write_text(expected[path], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Tensor parallelism on GPUs: the parity core under NCCL, and the speed of one step at tp = 1 and 2.
+"""Tensor parallelism on GPUs: parity under NCCL, and step time at tp = 1 and 2.
 
     python benchmarks/tensor_parallel_gpu.py            # needs two GPUs
 
-Parity: a 4-layer model with an uneven vocabulary and hidden width, ragged documents; loss and every gradient at tp = 2
-against tp = 1 in float64 (tolerance 1e-10), and both layouts in bfloat16 against the float64 numbers, by relative
-norm over all gradients: what rounding costs, and that the layout adds nothing to it. Speed: GPT-2 1.2B (40 x 1536),
+Parity: a 4-layer model with an uneven vocabulary and hidden width, and ragged documents; loss and every gradient at
+tp = 2 against tp = 1 in float64 (tolerance 1e-10), and both in bfloat16 against float64, by relative norm over all
+gradients: this is the rounding error, to which the layout should add nothing. Speed: GPT-2 1.2B (40 x 1536),
 batch 8, sequence 1024, each block compiled, float32 masters; median of CUDA-event timings.
 """
 
@@ -35,7 +35,7 @@ LENGTHS = [300, 1, 77, 512]
 
 
 def gradients(plan: Plan, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """The loss and every whole gradient, in float64 on the CPU."""
+    """The loss and every unsharded gradient, in float64 on the CPU."""
     with DistributedContext.build(plan, "cuda") as context:
         tp = context.axes.tp
         model = initialise(Transformer(PARITY, context.axes, device=context.device, dtype=dtype), 0)
@@ -50,11 +50,11 @@ def gradients(plan: Plan, dtype: torch.dtype) -> dict[str, np.ndarray]:
         whole = {"loss": (total / count).detach().double().cpu().numpy()}
         for name, p in model.named_parameters():
             assert p.grad is not None
-            grad, place = p.grad.double(), layout[name]
-            if place is PARTIAL:
+            grad, sharded = p.grad.double(), layout[name]
+            if sharded is PARTIAL:
                 grad = tp.sum_(grad)
-            elif isinstance(place, int):
-                grad = tp.join(grad, place, shapes[name][place])
+            elif isinstance(sharded, int):
+                grad = tp.join(grad, sharded, shapes[name][sharded])
             whole[name] = grad.cpu().numpy()
         return whole
 
@@ -72,14 +72,14 @@ def relative(got: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> fl
 
 
 def speed(plan: Plan, batch: int, steps: int) -> dict[str, float]:
-    """One step's median time."""
+    """Median step time, throughput and memory."""
     with DistributedContext.build(plan, "cuda") as context:
         config = config_of("1.2b")
         plan.check(config)
         model = initialise(Transformer(config, context.axes, device=context.device), 0)
         train = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0)
-        held = masters(model, context, torch.bfloat16)
-        step = TrainStep(model, held, AdamW(held.local, train), train, world_axis())
+        weights = masters(model, context, torch.bfloat16)
+        step = TrainStep(model, weights, AdamW(weights.local, train), train, world_axis())
         for block in model.blocks:
             block.compile()
         batches = [Batch(batch, seed) for seed in range(4)]

@@ -1,13 +1,13 @@
-"""Training speed of the tour model on a CPU, beside ``transformers``' Llama of the same size in the same run.
+"""Training speed of the tour model on a CPU, against ``transformers``' Llama of the same size.
 
     python benchmarks/train_cpu.py
 
-A step is forward, backward, clip at 1, AdamW. Ours is the real one (``Step``, masters, ``AdamW``). Theirs is
-``LlamaForCausalLM`` with the same initial weights (through our export), ``torch.optim.AdamW(fused=True)`` with the same
-two groups, ``clip_grad_norm_``. Both see the same batches and count the same targets: the next token, none for a
-sequence's last. So both must have the same loss at every step, which is checked.
+A step is forward, backward, clip at 1, AdamW. Ours is the training loop's (``TrainStep``, masters, ``AdamW``). Theirs
+is ``LlamaForCausalLM`` with the same initial weights (through our export), ``torch.optim.AdamW(fused=True)`` with the
+same two groups, and ``clip_grad_norm_``. Both see the same batches and targets: the next token, none for the last of a
+sequence. So both must have the same loss at every step, which is checked.
 
-The two take turns, step by step; the ratio is the median over the steps of each pair's own ratio.
+The two alternate step by step; the ratio is the median of the per-step ratios.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TRAIN = TrainConfig(lr=3e-4, warmup=0, schedule="constant", clip=1.0)
 
 
 def batch(number: int, samples: int, sequence: int) -> Batch:
-    """Random tokens; the last target of each sample is left out, as transformers' shift leaves it out."""
+    """Random tokens; the last target of each sample is left out, as in transformers' shift."""
     generator = torch.Generator().manual_seed(number)
     tokens_BS = torch.randint(CONFIG.vocab_size, (samples, sequence), generator=generator)
     targets_BS = torch.cat((tokens_BS[:, 1:], torch.full((samples, 1), IGNORE)), dim=1)
@@ -80,10 +80,10 @@ def theirs(model: LlamaForCausalLM, batches: list[Batch], losses: list[float]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens in a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens per sequence")
     parser.add_argument("--steps", type=int, default=30, help="timed steps")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -103,8 +103,8 @@ def main() -> None:
     }
     neighbours = Neighbours()
     times = turns(runs, args.steps, warm_up=3)
-    apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-    assert apart < 1e-3, f"the losses differ by {apart}: not the same model, or not the same step"
+    difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    assert difference < 1e-3, f"the losses differ by {difference}: not the same model, or not the same step"
 
     tokens = args.batch * args.sequence
     rows = [
@@ -136,7 +136,7 @@ def main() -> None:
     notes = (
         f"{CONFIG.parameters / 1e6:.2f} M parameters, float32, {args.batch} sequences of {args.sequence} tokens, "
         f"{args.threads} threads; medians of {args.steps} alternating steps; largest difference of a loss between the "
-        f"two {apart:.1e}; GFLOP/s count the causal half of the scores; {neighbours}."
+        f"two {difference:.1e}; GFLOP/s count the causal half of the scores; {neighbours}."
     )
     report("train_cpu", rows, notes, headlines=[head])
 

@@ -1,4 +1,4 @@
-"""Training speed of a GPT-2 shape on one GPU, beside Hugging Face's compiled model in the same run.
+"""Training speed of a GPT-2 shape on one GPU, against Hugging Face's compiled model.
 
     python benchmarks/train_gpt2.py --preset 1.2b --batch 32
 
@@ -43,17 +43,17 @@ def config_of(name: str) -> ModelConfig:
     )  # fmt: skip
 
 
-def ours(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
+def ours(config: ModelConfig, batches: list[Batch], train: TrainConfig):
     context = DistributedContext.solo("cuda")
     model = filled(Transformer(config, device="cuda"))
-    weights = masters(model, context, torch.bfloat16, single=asked.fused_adamw)
-    step = TrainStep(model, weights, make_optimizer(weights, asked), asked, SOLO, cuda_graph=asked.cuda_graph)
+    weights = masters(model, context, torch.bfloat16, single=train.fused_adamw)
+    step = TrainStep(model, weights, make_optimizer(weights, train), train, SOLO, cuda_graph=train.cuda_graph)
     for block in model.blocks:
         block.compile()
     return lambda i: step(i, [batches[i % len(batches)]]).loss_sum / len(batches[0].tokens_T)
 
 
-def theirs(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
+def theirs(config: ModelConfig, batches: list[Batch], train: TrainConfig):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = GPT2Config(
@@ -62,7 +62,7 @@ def theirs(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
     )  # fmt: skip
     with torch.device("cuda"):
         model = GPT2LMHeadModel(shape).to(torch.bfloat16).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=asked.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=train.lr, weight_decay=train.weight_decay, fused=True)
     run = torch.compile(model)
 
     def step(i: int):
@@ -79,7 +79,7 @@ def theirs(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
 
 
 def measure(step, steps: int) -> tuple[float, float, float]:
-    """(median milliseconds of a step, first loss, seconds of warm-up)."""
+    """(median milliseconds per step, first loss, seconds of warm-up)."""
     began = time.perf_counter()
     first, *_ = [float(step(i)) for i in range(4)]
     torch.cuda.synchronize()
@@ -107,27 +107,27 @@ def profile(step, path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=SHAPES, default="1.2b")
-    parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--fused", action="store_true", help="colonnade's AdamW in one pass")
-    parser.add_argument("--graph", action="store_true", help="colonnade's passes as a CUDA graph")
-    parser.add_argument("--only", choices=["ours", "theirs"], help="measure one of the two (writes no result)")
+    parser.add_argument("--fused", action="store_true", help="colonnade with the fused AdamW")
+    parser.add_argument("--graph", action="store_true", help="colonnade with CUDA graphs")
+    parser.add_argument("--only", choices=["ours", "theirs"], help="measure only one side (writes no result)")
     parser.add_argument("--profile", help="write a kernel table of one of our steps to this file")
     args = parser.parse_args()
     config = config_of(args.preset)
-    asked = TrainConfig(
+    train = TrainConfig(
         steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01, fused_adamw=args.fused, cuda_graph=args.graph
     )
     batches = [random_batch(config, SEQUENCE, args.batch, seed, torch.device("cuda")) for seed in range(4)]
     tokens = args.batch * SEQUENCE
-    with_ = [what for what in ("fused", "graph") if getattr(args, what)]
-    mine = " ".join(["colonnade", *(f"--{what}" for what in with_)])
+    options = [what for what in ("fused", "graph") if getattr(args, what)]
+    our_name = " ".join(["colonnade", *(f"--{what}" for what in options)])
     rows = []
-    for name, build in ((mine, ours), ("transformers, compiled", theirs)):
+    for name, build in ((our_name, ours), ("transformers, compiled", theirs)):
         if args.only and args.only not in build.__name__:
             continue
         torch.cuda.reset_peak_memory_stats()
-        step = build(config, batches, asked)
+        step = build(config, batches, train)
         step_ms, first, warm_s = measure(step, args.steps)
         rate = tokens / step_ms * 1e3
         rows.append(
@@ -156,7 +156,7 @@ def main() -> None:
             "transformers, compiled",
             peer["tokens_per_s"],
         )
-        report("_".join([f"train_gpt2_{args.preset}", *with_, "h200"]), rows, __doc__ or "", headlines=[head])
+        report("_".join([f"train_gpt2_{args.preset}", *options, "h200"]), rows, __doc__ or "", headlines=[head])
 
 
 if __name__ == "__main__":

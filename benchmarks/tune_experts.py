@@ -1,22 +1,22 @@
-"""Measures on this GPU who should do each of the experts' products, and how: the table that ``tiles.py`` reads.
+"""Tunes the experts' grouped GEMMs on this GPU: implementation and tiles of each, for ``tiles.json``.
 
-    python benchmarks/tune_experts.py --shape mixtral --out "$OUT/mixtral.json"     # under 4 minutes of one H200
-    CUDA_VISIBLE_DEVICES=1 python benchmarks/tune_experts.py --shape qwen3 --out "$OUT/qwen3.json" &    # and beside it
+    python benchmarks/tune_experts.py --shape mixtral --out "$OUT/mixtral.json"     # under 4 minutes on one H200
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/tune_experts.py --shape qwen3 --out "$OUT/qwen3.json" &    # in parallel
     python benchmarks/tune_experts.py --merge mixtral.json qwen3.json               # into tiles.json, on any machine
 
-Each product (forward: the hidden units, what comes out; back: through down, through gate and up, the weights of each)
-is timed by itself on a layer of that shape: at 16,384 tokens, at 1, 16, 64 and 256 (a decode step: forward only), and
-the best of the first again at 4096. Its candidates are tiles of ours in all ways to fetch, and torch's grouped product;
-what lays tokens out first, or does beside a product what ours does in its epilogue, is in the time of who needs it.
-The least median wins, if it beats what the table has by 1%. What differs from torch's product, or else from what the
-table has, by 2% of the norm is no candidate; nor is what does not compile, does not fit, or ends its process.
+Each GEMM (forward: gate and up, down; backward: data gradients through down and through gate and up, weight gradients)
+is timed alone on a layer of that shape: at 16,384 tokens, at 1, 16, 64 and 256 (a decode step: forward only), and the
+best of the first again at 4096. Candidates are tiles of our kernels with all load methods, and torch's grouped GEMM;
+separate gathers, or epilogues that ours fuses, count in the time of those that need them. The lowest median wins if it
+beats the table's entry by 1%. Candidates are rejected if their result differs from torch's (or else the table entry's)
+by 2% of the norm, or if they do not compile, do not fit, or end their process.
 
-All candidates are compiled many at once by other processes on narrow layers, for which Triton makes the same kernels,
-the most important first, while this process times those that are there. After ``--minutes`` no further one is begun,
-and what has not been measured stays as the table had it; the file is written after each product.
+Worker processes compile candidates in parallel on narrow layers with the same Triton kernels, the most important first,
+while this process times the compiled ones. After ``--minutes`` no further one is started, and entries that were not
+measured keep the table's values; the file is written after each GEMM.
 
-Time: 25 s until the processes stand; 400 candidates at 3 s, 12 at once: 100 s; timed meanwhile at 0.1 s each. Memory:
-12 processes of 1 GiB, and 12 GiB at Mixtral's widths.
+Time: 25 s to start the processes; 400 candidates at 3 s, 12 at once: 100 s; timed meanwhile at 0.1 s each. Memory: 12
+processes of 1 GiB, and 12 GiB at Mixtral's widths.
 """
 
 import argparse
@@ -47,26 +47,28 @@ TOKENS = (1, 16, 64, 256, 4096, 16384)
 FIRST: tuple[Kernel, ...] = (
     "gated_wgrad", "hidden_dgrad", "wgrad", "gated_up", "input_dgrad", "down"
 )  # fmt: skip
-"""The order at many tokens: what weighs most, and who lays out tokens before who uses them too."""
-STAYING = 1.03
-"""A program that stays for many tiles must win by this: where an exchange of tokens holds some processors, those that
-found none begin when the others are through."""
+"""Order at many tokens: the most expensive first, and GEMMs that gather tokens before those that reuse them."""
+PERSISTENT_MARGIN = 1.03
+"""Factor by which persistent programs must win: while an exchange of tokens occupies some SMs, programs without an SM
+start only when others end."""
 WRONG = 2e-2
-"""The relative norm by which a candidate's results may differ."""
+"""Largest accepted relative error of a candidate, by norm."""
 AGAIN = 6
-"""The best so many are timed again with other groups, and at fewer tokens."""
+"""Number of best candidates that are timed again at fewer tokens."""
 Submit = Callable[[Kernel, GroupedTiles, Sizes], Any]
 
 
 class Found(NamedTuple):
-    """What is known of one product at one number of tokens."""
+    """Measured times of one GEMM at one number of tokens."""
 
     kernel: Kernel
     sizes: Sizes
     seconds: dict[GroupedTiles, float]
 
     def best(self, count: int) -> list[GroupedTiles]:
-        return sorted(self.seconds, key=lambda how: self.seconds[how] * (STAYING if how.programs_per_sm else 1))[:count]
+        return sorted(
+            self.seconds, key=lambda how: self.seconds[how] * (PERSISTENT_MARGIN if how.programs_per_sm else 1)
+        )[:count]
 
 
 @functools.cache
@@ -75,20 +77,20 @@ def _small(sizes: Sizes) -> Layer:
 
 
 def compiled(kernel: Kernel, how: GroupedTiles, sizes: Sizes) -> str | None:
-    """Leave a candidate in Triton's cache on disk; why it is none, or None."""
+    """Compile a candidate into Triton's disk cache; returns the reason of a failure, or None."""
     tiles.OVERRIDES[kernel] = how
     try:
         _small(sizes).run(kernel)
         torch.cuda.synchronize()
     except FAILURES as why:
-        if "CUDA error" in str(why):  # this process can use the device no more; the pool starts another one
+        if "CUDA error" in str(why):  # the CUDA context is lost; the pool starts another process
             os._exit(1)
         return f"{type(why).__name__}: {(str(why).splitlines() or [''])[0][:100]}"
     return None
 
 
 def differs(found: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest relative norm of a difference; NaN is inf."""
+    """The largest relative error by norm; NaN counts as inf."""
     worst = max(
         float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6))
         for a, b in zip(found, exact, strict=True)
@@ -97,7 +99,7 @@ def differs(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 class Tuner:
-    """One shape's products, in the order of what they matter."""
+    """Tunes the GEMMs of one shape, the most important first."""
 
     def __init__(
         self, shape: tiles.LayerShape, active: int, clock: Clock, submit: Submit, until: float, layer=Layer
@@ -111,7 +113,7 @@ class Tuner:
         return Sizes(self.shape.E, self.active, self.shape.D, self.shape.F, tokens)
 
     def now(self, kernel: Kernel, tokens: int) -> GroupedTiles:
-        """What the table has, or what was found."""
+        """The best tiles so far: measured in this run, else the table's."""
         known = self.chosen.get((kernel, tokens))
         return known or tiles.select_tiles(kernel, tokens * self.active, self.shape, 2)
 
@@ -121,13 +123,16 @@ class Tuner:
     def begin(
         self, kernel: Kernel, tokens: int, hows: list[GroupedTiles]
     ) -> list[tuple[GroupedTiles, AsyncResult | None]]:
-        """Have candidates compiled."""
+        """Start compiling candidates."""
         jobs = [(how, None if how.library else self.submit(kernel, how, self.at(tokens))) for how in hows]
         self.waiting += [job for _, job in jobs if job is not None]
         return jobs
 
     def answer(self, job: AsyncResult | None) -> str | None:
-        """Why a candidate is none. One whose process ended never answers: it is lost when those long after it have."""
+        """Wait for a compilation; returns the reason of a failure, or None.
+
+        A job whose process ended never answers; it counts as lost once much later jobs have answered.
+        """
         if job is None:
             return None
         later = self.waiting[self.waiting.index(job) + 80 :]
@@ -138,11 +143,11 @@ class Tuner:
         return job.get()
 
     def measure(self, kernel: Kernel, tokens: int, jobs: list[tuple[GroupedTiles, AsyncResult | None]]) -> Found:
-        """The candidates' medians; the best stands from then on."""
+        """Time the candidates; the best replaces the current tiles."""
         began, sizes, now = time.perf_counter(), self.at(tokens), self.now(kernel, tokens)
         found = Found(kernel, sizes, {})
         if self.over():
-            print(f"{kernel} {tokens}: left as it is, the time is over", flush=True)
+            print(f"{kernel} {tokens}: unchanged, the time is over", flush=True)
             return found
         layer, exact = self.layer(sizes), None
         if kernel == "wgrad":
@@ -173,12 +178,12 @@ class Tuner:
 
     def decide(self, found: Found, now: GroupedTiles, began: float, count: int) -> None:
         def of(how: GroupedTiles) -> float:
-            return found.seconds.get(how, math.inf) * (STAYING if how.programs_per_sm else 1)
+            return found.seconds.get(how, math.inf) * (PERSISTENT_MARGIN if how.programs_per_sm else 1)
 
         best = next(iter(found.best(1)), now)
         if of(best) < 0.99 * of(now):
             ours = next((how for how in found.best(len(found.seconds)) if not how.library), now)
-            # Where torch's cannot do it (biases, widths of odd bytes), the best of ours does.
+            # Our best tiles run where torch's GEMM does not support the operands (biases, unaligned widths).
             self.chosen[found.kernel, found.sizes.T] = ours._replace(library=True) if best.library else best
         kinds = {False: "ours", True: "torch's"}
         least = {
@@ -191,7 +196,7 @@ class Tuner:
         )  # fmt: skip
 
     def hows(self, kernel: Kernel, tokens: int, more: list[GroupedTiles]) -> list[GroupedTiles]:
-        """Torch's product, which says what is right, then what the table has, then the others."""
+        """torch's GEMM, which is the reference, then the current tiles, then the others."""
         now = self.now(kernel, tokens)._replace(library=False)
         return list(dict.fromkeys([now._replace(library=True), now, *more]))
 
@@ -224,7 +229,7 @@ class Tuner:
             write()
 
     def record(self) -> dict[str, Any]:
-        """What a file holds of this shape: between two numbers of tokens, the nearer one's in logarithms."""
+        """This shape's entry of the file; between measured token counts the nearer one in logarithms applies."""
         kernels: dict[str, list] = {}
         for kernel in FORWARD + BACKWARD:
             of = [T for T in TOKENS if kernel in FORWARD or T > DECODE]
@@ -238,11 +243,11 @@ class Tuner:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="mixtral", help="whose widths")
-    parser.add_argument("--processes", type=int, default=12, help="that compile")
-    parser.add_argument("--minutes", type=float, default=3.8, help="after which the best so far is written")
-    parser.add_argument("--out", type=Path, default=TABLE, help="where to write what was found, or the merged table")
-    parser.add_argument("--merge", nargs="+", type=Path, help="only put the shapes of these files into the table")
+    parser.add_argument("--shape", choices=list(SHAPES), default="mixtral", help="widths to tune for")
+    parser.add_argument("--processes", type=int, default=12, help="compiling processes")
+    parser.add_argument("--minutes", type=float, default=3.8, help="time limit, after which the best so far is written")
+    parser.add_argument("--out", type=Path, default=TABLE, help="output file of the measured or merged table")
+    parser.add_argument("--merge", nargs="+", type=Path, help="only merge the shapes of these files into the table")
     args = parser.parse_args()
     began, record = time.perf_counter(), json.loads(TABLE.read_text(encoding="utf-8"))
     if args.merge:

@@ -1,22 +1,22 @@
-"""Weak scaling of tensor parallelism at the shapes of Megatron-LM's table 1, beside torch's own, with a breakdown.
+"""Weak scaling of tensor parallelism at the shapes of Megatron-LM's table 1, against torch's own.
 
     python benchmarks/weak_scaling.py                     needs 4 GPUs; --worlds 1 2 with two
     python benchmarks/weak_scaling.py --who torch_async   only some of the layouts
-    python benchmarks/weak_scaling.py --tiny              the same in small, on a CPU
+    python benchmarks/weak_scaling.py --tiny              toy sizes on a CPU
 
 1.2B (40 x 1536) on one GPU, 2.5B (54 x 1920) on two, 4.2B (64 x 2304) on four, batch 8, sequence 1024, vocabulary
 51,200 (arXiv 1909.08053, section 5.1 and table 1). TFLOP/s count all scores, as the paper does, and no recomputation.
 
     colonnade, colonnade_sp     tp over all ranks, without and with sequence parallelism: float32 masters, clip
     colonnade_overlap           sequence parallelism with plan.tp_overlap
-                                all of ours as a recorded graph (train.cuda_graph), but for --pieces
+                                all of ours as a CUDA graph (train.cuda_graph), except with --pieces
     torch, torch_sp             plain modules under parallelize_module; bfloat16 parameters and moments, no clip
-    torch_async                 torch_sp with inductor's micro-pipeline: collectives cut up and overlapped with products
+    torch_async                 torch_sp with inductor's micro-pipeline: collectives split and overlapped with GEMMs
 
-Each block is compiled in all of them. After the timed steps two are traced: traced_compute_ms is the device's
-arithmetic, traced_communication_exposed_ms what of the collectives lay beside none (colonnade.train.profiler), on rank
-0. The operators of torch_async move data by copy engines, which the trace shows as copies or as communication. Where
-inductor finds nothing to overlap it warns "async TP found no matching"; then torch_async is torch_sp.
+Each block is compiled in all of them. After the timed steps two are traced on rank 0: traced_compute_ms is the device's
+compute time, traced_communication_exposed_ms the time of collectives not overlapped by compute
+(colonnade.train.profiler). torch_async moves data by copy engines, which the trace shows as copies or as communication.
+If inductor finds nothing to overlap, it warns "async TP found no matching"; then torch_async equals torch_sp.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from harness.torch_parallelize import TorchJob
 from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
 
 SHAPES = {1: "gpt2-1.2b", 2: "gpt2-2.5b", 4: "gpt2-4.2b", 8: "gpt2-8.3b"}
-"""By ranks."""
+"""Presets by number of ranks."""
 OVERLAPPED = "colonnade_overlap"
 KINDS: dict[str, Callable[..., Job]] = {
     "colonnade": Job,
@@ -42,13 +42,13 @@ KINDS: dict[str, Callable[..., Job]] = {
 WHO = tuple(KINDS)
 OURS = tuple(name for name in KINDS if name.startswith("colonnade"))
 WHOLE = ("colonnade", "torch")
-"""Without sequence parallelism; so one GPU too."""
+"""Layouts without sequence parallelism, which also run on one GPU."""
 
 
 def jobs(
     tiny: bool, worlds: Sequence[int], who: Sequence[str], *, fused: bool = False, pieces: bool = False
 ) -> list[Job]:
-    """Every layout that there is on so many ranks, this machine's kind of device permitting."""
+    """A job for each layout that runs on each number of ranks."""
     made: list[Job] = []
     for ranks in worlds:
         for name in who:
@@ -65,7 +65,7 @@ def jobs(
 
 
 def heads_of(rows: Sequence[Row]) -> list[Headline]:
-    """For each world our best layout beside torch's best."""
+    """Our best layout against torch's best for each number of ranks."""
     heads = []
     for ranks in sorted({row["ranks"] for row in rows}):
         rates = {row["what"]: row["tflops_per_rank_all_scores"] for row in rows if row["ranks"] == ranks}
@@ -81,11 +81,10 @@ def heads_of(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and report."""
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", choices=SHAPES, help="ranks; 1 2 4, with --tiny 1 2")
     options.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="layouts to measure")
-    options.add_argument("--pieces", action="store_true", help="colonnade launched piece by piece, not as graphs")
+    options.add_argument("--pieces", action="store_true", help="colonnade without CUDA graphs")
     options.add_argument("--fused", action="store_true", help="colonnade with train.fused_adamw")
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])

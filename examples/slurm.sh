@@ -1,8 +1,8 @@
 #!/bin/bash
 # Trains on several machines under Slurm:   sbatch examples/slurm.sh
 #
-# One torchrun a machine starts that machine's ranks; they meet on the job's first machine. SIGTERM, which Slurm sends
-# before a time limit, saves and ends the run; --requeue and the same command then go on from there.
+# One torchrun per machine starts its ranks; the rendezvous is on the job's first machine. SIGTERM, which Slurm sends
+# before the time limit, saves and ends the run; --requeue runs the same command again, which resumes it.
 #SBATCH --job-name=colonnade
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -16,13 +16,13 @@
 
 set -euo pipefail
 
-# A file system that all machines see under the same path.
+# A file system mounted on all machines under the same path.
 shared=${SHARED:-/shared}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# The interface that leads to the other machines, where there are several: ip -brief address shows them.
+# The network interface to the other machines, if there are several: ip -brief address shows them.
 #   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-# What NCCL found of the network, at the beginning of a run:
+# To log NCCL's network detection at the start of a run:
 #   export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
 export OMP_NUM_THREADS=8
 

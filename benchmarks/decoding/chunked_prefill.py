@@ -1,7 +1,7 @@
-"""Chunks of prompts: new tokens of a few requests against what their pages hold (benchmarks/flash_decoding.py).
+"""Attention of prompt chunks against the cached tokens of their requests (benchmarks/flash_decoding.py).
 
-Ours reads the pages in place. SDPA is given them as serving does without it: gathered from the pages, with a mask where
-something came before. TFLOP/s count the scores that are seen, causal halves only once.
+Ours reads the pages in place. SDPA gets gathered pages, with a mask if there are cached tokens, as in serving without
+our kernel. TFLOP/s count visible scores only.
 """
 
 import math
@@ -27,7 +27,7 @@ CANDIDATES = [
 
 @dataclass(frozen=True)
 class Chunks:
-    """``requests`` requests with so many new tokens each, after so many that are known."""
+    """``requests`` requests with ``new`` tokens each, after ``known`` cached ones."""
 
     requests: int
     new: int
@@ -39,7 +39,7 @@ class Chunks:
 
     @property
     def flops(self) -> float:
-        """Two products over the scores that are seen."""
+        """FLOPs of the two GEMMs over visible scores."""
         seen = self.requests * (self.new * self.known + self.new * (self.new + 1) / 2)
         return 4 * seen * self.K * self.group * self.H
 
@@ -49,7 +49,7 @@ TINY = (Chunks(1, 20, 0, 1, 2, 16), Chunks(2, 9, 30, 1, 2, 16))
 
 
 def made(cell: Chunks, device: str) -> tuple[Any, ...]:
-    """(q_TNH, k_PpKH, v_PpKH, table), pages anywhere."""
+    """(q_TNH, k_PpKH, v_PpKH, table), pages in random order."""
     draw = torch.Generator(device).manual_seed(0)
     length = cell.known + cell.new
     pages = -(-length // cell.page)
@@ -60,10 +60,10 @@ def made(cell: Chunks, device: str) -> tuple[Any, ...]:
 
     q = drawn(cell.requests * cell.new, cell.K * cell.group, cell.H)
     k, v = (drawn(P, cell.page, cell.K, cell.H) for _ in range(2))
-    told = torch.randperm(P, device=device, generator=draw).int().view(cell.requests, pages)
+    pages_RP = torch.randperm(P, device=device, generator=draw).int().view(cell.requests, pages)
     cu = torch.arange(cell.requests + 1, device=device, dtype=torch.int32) * cell.new
     lengths = torch.full((cell.requests,), length, device=device, dtype=torch.int32)
-    return q, k, v, PageTable(told, cu, lengths, cell.page, cell.new, length)
+    return q, k, v, PageTable(pages_RP, cu, lengths, cell.page, cell.new, length)
 
 
 def ours(q: Any, k: Any, v: Any, table: PageTable) -> Callable[[], Any]:
@@ -78,13 +78,13 @@ def ours(q: Any, k: Any, v: Any, table: PageTable) -> Callable[[], Any]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one call, replayed as a graph of several."""
+    """Seconds per call, in a replayed CUDA graph."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return decode_cells.replayed(lambda _: run(), 1, device, rounds=7)
 
 
 def rows(cells: Sequence[Chunks], device: str) -> list[dict[str, Any]]:
-    """Ours beside SDPA's."""
+    """Rows of ours and SDPA."""
     found = []
     for cell in cells:
         tensors = made(cell, device)
@@ -109,7 +109,7 @@ def rows(cells: Sequence[Chunks], device: str) -> list[dict[str, Any]]:
 
 
 def mean_s(tensors: Sequence[tuple[Chunks, tuple[Any, ...]]]) -> float:
-    """The geometric mean of our times; infinite where the chip cannot."""
+    """The geometric mean of our times; infinite if tiles do not fit."""
     from triton.runtime.errors import OutOfResources
 
     try:

@@ -1,4 +1,4 @@
-"""The article's first plot, for benchmarks/decode_model.py: tokens a second over the length of the context."""
+"""Plot of tokens/s by context length, as in the Flash-Decoding article, for benchmarks/decode_model.py."""
 
 import itertools
 import math
@@ -11,16 +11,16 @@ GREY = "#9aa5b1"
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """What was measured, a panel for the model with most rows and one for all others; dashed, the bound of reading
-    weights and cache, of the same colour; rows that failed have no speed, and no place.
+    """Plot the rows: a panel for the model with most rows and one for all others. Dashed lines are the bounds of
+    reading weights and cache. Failed rows are skipped.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    there = [row for row in rows if "tokens_per_s" in row]
-    models = [row["model"] for row in there]
+    valid = [row for row in rows if "tokens_per_s" in row]
+    models = [row["model"] for row in valid]
     most = max(models, key=models.count)
-    panels = [[row for row in there if (row["model"] == most) == first] for first in (True, False)]
+    panels = [[row for row in valid if (row["model"] == most) == first] for first in (True, False)]
     panels = [panel for panel in panels if panel]
     figure = Figure(figsize=(5.2 * len(panels), 5.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -54,11 +54,11 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _name(row: Mapping[str, Any], *, alone: bool) -> str:
-    """What was measured in a row, in the legend; its model's name too, where that is not ``alone`` there."""
-    said = [] if alone else [row["model"]]
+    """The legend of a row; includes the model's name unless it is ``alone`` in the panel."""
+    parts = [] if alone else [row["model"]]
     if not row["who"].startswith("colonnade"):
-        return ", ".join([row["who"], *said])
-    said += ["bfloat16" if row["weights"] == "stored" else row["weights"]]
-    said += ["batch-invariant"] if row["batch_invariant"] else []
-    said += [f"{row['plan']}, {row['ranks']} GPUs"] if row["ranks"] > 1 else []
-    return ", ".join(said)
+        return ", ".join([row["who"], *parts])
+    parts += ["bfloat16" if row["weights"] == "stored" else row["weights"]]
+    parts += ["batch-invariant"] if row["batch_invariant"] else []
+    parts += [f"{row['plan']}, {row['ranks']} GPUs"] if row["ranks"] > 1 else []
+    return ", ".join(parts)

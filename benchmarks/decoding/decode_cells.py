@@ -1,8 +1,8 @@
-"""Cells of decoding for benchmarks/flash_decoding.py: tensors, our kernels, the peers, and a clock for microseconds.
+"""Decode attention cells for benchmarks/flash_decoding.py: tensors, our kernels, the peers, and timing.
 
-A timing is of a graph of several calls, one after another, each on another copy of the cache, so that no call finds its
-keys in the level-2 cache; divided by their number. Copies together are at least :data:`COLD_BYTES`, a single one where
-that is as large, and at most :data:`CALLS` (a cache of a few KB is not cold in any server either).
+A CUDA graph of several calls is timed, each call on another copy of the KV cache, so that no call finds its keys in the
+L2 cache; the time is per call. Copies together have at least :data:`COLD_BYTES`, with at most :data:`CALLS` copies (a
+cache of a few KB is not cold in a server either).
 """
 
 import functools
@@ -27,16 +27,16 @@ from colonnade.kernels.softmax_state import State
 
 COLD_BYTES, CALLS = 2**28, 256
 WARM_S = 0.02
-"""A device that waited for a compiler runs at a low clock at first."""
+"""Warm-up time: after idling during compilation, a GPU starts at a low clock."""
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 WORKSPACE_BYTES = 2**29
-"""What FlashInfer may put partial results into, more than servers give it."""
+"""FlashInfer's workspace for partial results, larger than in servers."""
 FAILURES = (OSError, ImportError, ValueError, LookupError, AssertionError)
-"""What FlashInfer raises, beside RuntimeError, where its compiler is missing or a cell is not for it."""
+"""Exceptions of FlashInfer, besides RuntimeError, if its compiler is missing or a cell is unsupported."""
 Run = Callable[[int], Any]
 """One call, on the copy of the cache with that number."""
 
@@ -55,12 +55,12 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """What must be read."""
+        """Bytes of keys and values that must be read."""
         return 2 * sum(self.lengths) * self.K * self.H * self.dtype.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """What a contiguous cache takes, every request as long as the longest, in whole pages."""
+        """Bytes of a contiguous cache, padded to the longest request in whole pages."""
         longest = -(-max(self.lengths) // self.page) * self.page
         return 2 * len(self.lengths) * longest * self.K * self.H * self.dtype.itemsize
 
@@ -87,7 +87,7 @@ class Tensors:
         self.q_BNH = drawn(B, cell.K * cell.group, cell.H)
         self.k, self.v = (drawn(self.copies, B, pages * cell.page, cell.K, cell.H) for _ in range(2))
         self.pages = torch.arange(self.copies * B * pages, device=device, dtype=torch.int32).view(self.copies, B, pages)
-        # As an old server's pool: pages of a copy lie anywhere in it.
+        # Pages of a copy in random order, as in the pool of a long-running server.
         order = torch.randperm(B * pages, device=device, generator=draw)
         self.scattered = self.pages.flatten(1)[:, order].view_as(self.pages)
 
@@ -126,8 +126,8 @@ def loads(tensors: Tensors) -> Run | None:
 
 
 def peers(tensors: Tensors, *, flex: bool = False) -> Iterator[tuple[str, Run]]:
-    """(name, call): eager, SDPA's backends with grouped heads, and with the heads of a group as rows of one; FlashInfer
-    where it is installed; flex.
+    """(name, call): eager, SDPA's backends with grouped heads, and with the heads of a group as rows of one;
+    FlashInfer if installed; flex.
     """
     cell = tensors.cell
     q, S = tensors.q_BNH, max(cell.lengths)
@@ -170,31 +170,31 @@ def peers(tensors: Tensors, *, flex: bool = False) -> Iterator[tuple[str, Run]]:
 
 
 def flashinfer(tensors: Tensors, *, in_order: bool = False) -> Iterator[tuple[str, Run]]:
-    """FlashInfer, where it is installed, on the pages that ours reads: by CUDA cores and by tensor cores, planned for
+    """FlashInfer, if installed, on the same pages as ours: on CUDA cores and on tensor cores, planned for
     these lengths alone, and in the mode whose graphs hold for later lengths too.
 
-    A call that it cannot make, or not compile, is a RuntimeError; the first call compiles, and plans.
+    A call that is unsupported or does not compile raises RuntimeError; the first call compiles and plans.
     """
     if importlib.util.find_spec("flashinfer") is None:
         return
     cell, q_BNH = tensors.cell, tensors.q_BNH
-    # A copy's pages lie in its own part of the pool as the first one's do in theirs: one plan is all copies'.
+    # All copies have the same relative page ids, so one plan serves all.
     k, v = (x.flatten(1, 2).unflatten(1, (-1, cell.page)) for x in (tensors.k, tensors.v))
     lists = page_lists(cell.lengths, (tensors.pages if in_order else tensors.scattered)[0], cell.page)
 
-    # Calls follow each other, so that one is enough for all.
+    # Calls run one after another, so one workspace is enough.
     workspace = functools.cache(lambda: torch.empty(WORKSPACE_BYTES, device=q_BNH.device, dtype=torch.uint8))
 
     @functools.cache
     def planned(tensor_cores: bool, graphs: bool) -> Any:
-        # Buffers that later plans would be copied into; only graphs need them.
+        # Buffers for later plans, needed only with CUDA graphs.
         names = [f"paged_kv_{what}_buffer" for what in ("indptr", "indices", "last_page_len")] if graphs else []
         wrapper = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
             workspace(),
             "NHD",
             use_tensor_cores=tensor_cores,
             use_cuda_graph=graphs,
-            **{name: told.to(q_BNH.device) for name, told in zip(names, lists, strict=False)},
+            **{name: value.to(q_BNH.device) for name, value in zip(names, lists, strict=False)},
         )
         heads = q_BNH.shape[1], cell.K, cell.H
         wrapper.plan(*lists, *heads, cell.page, q_data_type=cell.dtype, kv_data_type=cell.dtype)
@@ -215,8 +215,8 @@ def flashinfer(tensors: Tensors, *, in_order: bool = False) -> Iterator[tuple[st
 
 
 def page_lists(lengths: Sequence[int], pages_BP: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache as FlashInfer is told of it, int32 on the CPU: where each request's pages begin and the last one's end
-    (``B + 1``), the pages one request after another, and how many tokens the last page of each holds.
+    """FlashInfer's description of a cache, int32 on the CPU: page offsets of the requests (``B + 1``), page ids of all
+    requests, and the number of tokens in each request's last page.
     """
     lengths_B = torch.tensor(lengths, dtype=torch.int32)
     counts_B = (lengths_B + page - 1) // page
@@ -241,7 +241,7 @@ def error(run: Run, right: Tensor) -> float:
 
 
 def seconds(run: Run, tensors: Tensors, *, rounds: int = 15) -> float:
-    """Of one call on the cell's copies."""
+    """Seconds per call on the cell's copies."""
     return replayed(run, tensors.copies, tensors.device, rounds=rounds)
 
 
@@ -257,7 +257,7 @@ def replayed(run: Run, copies: int, device: str, *, rounds: int = 15) -> float:
             return time.perf_counter() - began
 
         return statistics.median(once() for _ in range(3))
-    # A graph of one call is mostly its own beginning: at least a few calls, of the same copy where it is never cached.
+    # A graph of one call is mostly launch overhead: use at least eight, repeating copies that exceed the cache.
     calls = max(copies, 8)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -285,7 +285,7 @@ def replayed(run: Run, copies: int, device: str, *, rounds: int = 15) -> float:
 
 
 def read_bandwidth(device: str, *, gigabytes: float = 4) -> float:
-    """Bytes a second at which memory is read, the best of several reductions of torch's."""
+    """Read bandwidth in bytes/s: the best of several torch reductions."""
     x = torch.empty(int(gigabytes * 2**28) if device == "cuda" else 2**16, device=device).normal_()
     reductions = [x.sum, x.amax, lambda: x.view(-1, 2**14).sum(1), lambda: x.view(-1, 2**14).amax(1)]
     best = 0.0

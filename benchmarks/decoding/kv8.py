@@ -1,8 +1,8 @@
-"""Caches of 8 bits beside the same in bfloat16, read by the same kernel (benchmarks/flash_decoding.py).
+"""8-bit KV caches against bfloat16, read by the same kernel (benchmarks/flash_decoding.py).
 
-float8 without scales is what ``serve.cache float8`` keeps; with a scale a head, as int8, is what the kernel takes too.
-``times_stored`` is how many times as many keys a second are read as from bfloat16. ``error`` is what rounding the cache
-to 8 bits costs, by norm; that the kernel computes what the rounded numbers say is checked.
+float8 without scales is the format of ``serve.cache float8``; the kernel also supports float8 and int8 with a scale per
+head. ``times_stored`` is the speedup over bfloat16 in keys per second. ``error`` is the relative error of rounding the
+cache to 8 bits, by norm; the kernel's own result on the rounded values is checked.
 """
 
 import copy
@@ -36,7 +36,7 @@ def rounded(x: Tensor, kind: torch.dtype, *, scaled: bool) -> tuple[Tensor, Tens
 def call(
     tensors: Tensors, k: Tensor, v: Tensor, scales: Scales, *, in_order: bool = False, kernels: Kernels = "auto"
 ) -> Run:
-    """Our kernel on a cache of such numbers; on a CPU the plain executor of the same plan."""
+    """Our kernel on an 8-bit cache; on a CPU the plain executor of the same plan."""
     cell, q = tensors.cell, tensors.q_BNH
     k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (k, v))
     layout = KernelLayout.of(q, k, 1, kernels=kernels)
@@ -51,12 +51,12 @@ def call(
 
 
 def widened(x: Tensor, scale_K: Tensor | None) -> Tensor:
-    """What 8 bits stand for, in float32."""
+    """The dequantised values in float32."""
     return x.float() if scale_K is None else x.float() * scale_K[:, None]
 
 
 def rows(cells: Sequence[tuple[int, int]], device: str, read: float) -> list[dict[str, Any]]:
-    """Each kind of cache on each cell."""
+    """A row for each cache format on each cell."""
     found = []
     for B, S in cells:
         cell = Cell((S,) * B, page=16 if device == "cpu" else 256, dtype=torch.bfloat16)

@@ -1,8 +1,7 @@
-"""Latent attention's decoding, DeepSeek-V2's latents of 512 + 64 numbers (benchmarks/flash_decoding.py).
+"""MLA decoding with DeepSeek-V2's latents of 512 + 64 values (benchmarks/flash_decoding.py).
 
-128 heads are all of a layer's, 16 those of one of eight tensor-parallel ranks. TB/s count each latent read once. SDPA
-is given what serving gives it without our kernel: the pages gathered, as one key head whose values are as wide as its
-keys.
+128 heads are a complete layer, 16 are one of eight tensor-parallel ranks. TB/s count each latent read once. SDPA gets
+the gathered pages as one key head whose values are as wide as its keys, as in serving without our kernel.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ TINY = ((4, 2, 60),)
 
 
 def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, page: int = 64) -> list[dict[str, Any]]:
-    """Ours beside SDPA's, in bfloat16."""
+    """Rows of ours and SDPA, in bfloat16."""
     found = []
     for N, batch, length in cells:
         draw = torch.Generator(device).manual_seed(0)
@@ -33,10 +32,10 @@ def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, pag
             return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=draw)
 
         q, k = drawn(batch, N, RANK + ROPE), drawn(batch * pages, page, 1, RANK + ROPE)
-        told = torch.randperm(batch * pages, device=device, generator=draw).int().view(batch, pages)
+        pages_BP = torch.randperm(batch * pages, device=device, generator=draw).int().view(batch, pages)
         cu = torch.arange(batch + 1, device=device, dtype=torch.int32)
         lengths = torch.full((batch,), length, device=device, dtype=torch.int32)
-        table = PageTable(told, cu, lengths, page, 1, length)
+        table = PageTable(pages_BP, cu, lengths, page, 1, length)
         layout = KernelLayout.for_mla(q, k, 1)
         plan = layout.plan([length] * batch, [1] * batch)
         ready = layout.prepare(plan, device)

@@ -1,4 +1,4 @@
-"""One cell of benchmarks/flash_decoding.py: ours beside every peer that runs, checked against float32."""
+"""One cell of benchmarks/flash_decoding.py: ours and every peer that runs, checked against float32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,9 @@ def measured(
     """Rows of one cell: ours and all peers that run; with ``floor`` the loads of ours alone, too."""
     tensors = Tensors(cell, device)
     right = exact(tensors)
-    # Scattered pages are other keys than a contiguous cache's, so what is checked is the same call on pages in order.
+    # Scattered pages hold other keys than the contiguous cache, so the check uses pages in order.
     mistake = error(ours(tensors, in_order=True), right)
-    # Plain torch on a CPU rounds on the way, too.
+    # On a CPU plain torch rounds intermediate results.
     assert mistake < TOLERANCE * (1 if device == "cuda" else 3), f"{cell.name}: ours is {mistake:.1e} off"
     who = [("colonnade", ours(tensors))]
     if chunk:
@@ -30,7 +30,7 @@ def measured(
     in_order = dict(flashinfer(tensors, in_order=True)) if device == "cuda" else {}
     for name, run in [*who, *(peers(tensors, flex=flex) if device == "cuda" else [])]:
         try:
-            # Not a number is no small error, either.
+            # "not <=" also rejects NaN.
             if not name.startswith("colonnade") and not error(in_order.get(name, run), right) <= 10 * TOLERANCE:
                 print(f"{cell.name} {name}: computes something else", flush=True)
                 continue

@@ -1,7 +1,7 @@
-"""A prefix that all requests share: read once, read by each, and nothing shared (benchmarks/flash_decoding.py).
+"""A shared prefix: read once, read by each request, and not shared (benchmarks/flash_decoding.py).
 
-Each call reads another prefix, so that none is found in the level-2 cache. The requests' own keys are few, as after a
-long document.
+Each call reads another prefix, so that none is in the L2 cache. Requests have few keys of their own, as after a long
+document.
 """
 
 import itertools

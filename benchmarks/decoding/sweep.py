@@ -1,11 +1,11 @@
-"""Random cells of decode attention, ours beside the best peer, the worst first (benchmarks/flash_decoding.py).
+"""Decode attention on random shapes against the best peer, worst first (benchmarks/flash_decoding.py).
 
 1 to 256 requests of up to 131,072 tokens, each order of magnitude as likely as another, of even, ragged or Zipf's
 lengths; 1 to 128 query heads in groups of 1 to 16 for a key/value head, heads of 64, 128 or 256; pages of 16 to 256
-tokens. ``ahead`` is the best peer's time over ours. Peers read gathered keys, padded to the longest request, ours pages
-that lie scattered, as does FlashInfer where it is installed, by CUDA cores and by tensor cores, with plans made before
-the timing, as ours. ``pinned_us``, where it was asked for, is the best of a dozen configurations of ours that were told
-instead of looked up.
+tokens. ``ahead`` is the best peer's time over ours. Peers read contiguous keys, padded to the longest request; ours
+reads scattered pages, as does FlashInfer if installed, on CUDA cores and on tensor cores. Plans are made before the
+timing, ours and FlashInfer's. ``pinned_us``, with --pinned, is our best time over a dozen fixed tiles instead of the
+table's.
 """
 
 import concurrent.futures
@@ -29,11 +29,11 @@ from harness.rows import Rows, figures, line
 
 PINNED = 12
 COMPILERS = max(1, min(48, (os.cpu_count() or 1) - 2))
-"""Processes that compile a sweep's kernels before it, which would otherwise take most of its time."""
+"""Processes that compile a sweep's kernels in advance, which would otherwise take most of its time."""
 
 
 def random_cell(draw: torch.Generator, most_bytes: float) -> Cell:
-    """One of the cells that the sweep is over."""
+    """A random cell of at most ``most_bytes``."""
 
     def one(of: Sequence[Any]) -> Any:
         return of[int(torch.randint(len(of), (), generator=draw))]
@@ -59,7 +59,7 @@ def random_cell(draw: torch.Generator, most_bytes: float) -> Cell:
 def sweep(
     rows: Rows, seed: int, count: int, device: str, read: float, *, most_bytes: float, pinned: int, most_s: float
 ) -> Rows:
-    """Ours against the best peer on random cells, into ``rows``: those that fit into the time given, on all GPUs."""
+    """Measure random cells on all GPUs until the time is over; adds rows of ours against the best peer."""
     draw = torch.Generator().manual_seed(seed)
     cells = [random_cell(draw, most_bytes) for _ in range(count)]
     if device == "cuda":
@@ -67,16 +67,16 @@ def sweep(
             list(pool.map(compiled, cells, [i < pinned for i in range(count)]))
         print(f"compiled in {time.perf_counter() - rows.began:.0f} s", flush=True)
     until, gpus = time.time() + most_s - (time.perf_counter() - rows.began), torch.cuda.device_count()
-    told = functools.partial(against, device=device, read=read, until=until)
-    asked = [(cell, i < pinned) for i, cell in enumerate(cells)]
+    measure = functools.partial(against, device=device, read=read, until=until)
+    tasks = [(cell, i < pinned) for i, cell in enumerate(cells)]
     with contextlib.ExitStack() as ends:
-        found = map(told, asked)
-        if gpus > 1:  # a cell is one GPU's, and runs there alone
+        found = map(measure, tasks)
+        if gpus > 1:  # each GPU runs one cell at a time
             spawn = multiprocessing.get_context("spawn")
             free = spawn.SimpleQueue()
             for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(","):
                 free.put(gpu)
-            found = ends.enter_context(spawn.Pool(gpus, _take, (free,))).imap_unordered(told, asked)
+            found = ends.enter_context(spawn.Pool(gpus, _take, (free,))).imap_unordered(measure, tasks)
         for row in found:
             if row is not None:
                 rows.add(row)
@@ -86,32 +86,32 @@ def sweep(
 
 
 def _take(free: Any) -> None:
-    """Have this process see one GPU only, before it has seen any."""
+    """Restrict this process to one GPU before CUDA starts."""
     os.environ["CUDA_VISIBLE_DEVICES"] = free.get()
 
 
-def against(asked: tuple[Cell, bool], device: str, read: float, until: float) -> dict[str, Any] | None:
-    """The row of one cell, which pinned configurations run too, or not; None where the time is over."""
-    cell, pinned = asked
+def against(task: tuple[Cell, bool], device: str, read: float, until: float) -> dict[str, Any] | None:
+    """The row of one (cell, pinned); None if the time is over."""
+    cell, pinned = task
     if time.time() > until:
         return None
     here = measured(cell, device, read, flex=False)
     peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if pinned:
         best_us = pinned_us(cell, device)
-        told = {"pinned_us": best_us, "of_pinned": figures(best_us / row["us"]) if best_us else None}
+        extra = {"pinned_us": best_us, "of_pinned": figures(best_us / row["us"]) if best_us else None}
     return {
         **row,
         "peer": peer["who"] if peer else None,
         "peer_us": peer["us"] if peer else None,
         "ahead": ahead(here),
-        **told,
+        **extra,
     }
 
 
 def compiled(cell: Cell, pinned: bool) -> None:
-    """Have the kernels that a cell needs in the cache on disk: the same cell with few keys."""
+    """Compile a cell's kernels into the disk cache, by running it with few keys."""
     few = tuple(min(length, 2 * cell.page) for length in cell.lengths)
     tensors = Tensors(dataclasses.replace(cell, lengths=few), "cuda", copies=1)
     for tiles in (None, *(CANDIDATES[:PINNED] if pinned else ())):
@@ -125,7 +125,7 @@ def compiled(cell: Cell, pinned: bool) -> None:
 
 
 def pinned_us(cell: Cell, device: str) -> float | None:
-    """The best of a dozen configurations that are told to the kernel instead of looked up [µs]; of those that fit."""
+    """Our best time [µs] over a dozen fixed tiles instead of the table's, of those that fit."""
     tensors, times = Tensors(cell, device), list[float]()
     for tiles in CANDIDATES[:PINNED]:
         decode_tiles.OVERRIDE[:] = [tiles]

@@ -1,7 +1,7 @@
-"""Measures, for benchmarks/flash_decoding.py, into which sizes kernels are best cut, and what their work costs.
+"""Tunes tiles and costs of the decode kernels, for benchmarks/flash_decoding.py.
 
-What it finds is written to ``decode_tiles.json``: a row for each number of rows and width of heads, and the costs by
-which plans are made.
+The results are written to ``decode_tiles.json``: a row for each number of query rows and head width, and the costs by
+which the split planner plans.
 """
 
 import json
@@ -28,26 +28,26 @@ CANDIDATES = [
         (128, 4, 3, 1), (16, 2, 5, 4), (64, 8, 3, 1), (128, 4, 3, 2), (64, 4, 3, 3), (32, 4, 3, 2),
     )
 ]  # fmt: skip
-"""Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
+"""Candidate tiles; for the best, other merge sizes and an overlapped merge are tried next."""
 EIGHTS = (
     (64, 3, 2), (64, 3, 3), (64, 3, 4), (64, 4, 2), (64, 4, 3), (64, 6, 2), (128, 2, 3), (128, 3, 2), (128, 3, 3),
 )  # fmt: skip
-"""Keys, stages and workers a multiprocessor, of caches of 8 bits."""
+"""Keys per tile, stages and workers per SM, for 8-bit caches."""
 EIGHT_AT = ((256, 256), (32, 2048), (1, 65_536), (16, 65_536))
 MERGED_AT = ((139, 200, 1, 16), (186, 844, 1, 5), (32, 303, 7, 8), (10, 472, 11, 7), (222, 15_265, 1, 8))
-"""Requests, keys, heads and group where lines are cut in two or three, if at all."""
+"""(requests, keys, heads, group) where lines are split into at most two or three."""
 TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
 
 
 def too_much() -> tuple[type[Exception], ...]:
-    """What Triton raises for tiles that are larger than the chip's memory for them."""
+    """Exceptions that Triton raises for tiles that do not fit into shared memory or registers."""
     from triton.runtime.errors import OutOfResources
 
     return (OutOfResources,)
 
 
 def mean_s(cells: Sequence[Tensors]) -> float:
-    """The geometric mean of our times; infinite where the chip cannot."""
+    """The geometric mean of our times; infinite if tiles do not fit."""
     try:
         return statistics.geometric_mean(
             seconds(ours(tensors, kernels="triton"), tensors, rounds=7) for tensors in cells
@@ -57,7 +57,7 @@ def mean_s(cells: Sequence[Tensors]) -> float:
 
 
 def tune(read: float, out: Path, widths: Sequence[int]) -> None:
-    """Measure the candidates for each row of the table of tiles, then costs that plan best; write both."""
+    """Measure candidates for each row of the tile table, then the costs with the best plans; write both."""
     record = json.loads(json.dumps(decode_tiles.table()))
     record["costs"]["bytes_a_ns"] = round(read / 1e9)
     decode_tiles.table()["costs"]["bytes_a_ns"] = record["costs"]["bytes_a_ns"]
@@ -105,7 +105,7 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
 
 
 def tune_eight(out: Path, widths: Sequence[int]) -> None:
-    """Measure the tiles of caches of 8 bits, which are half as large, for each row of the table of few rows."""
+    """Measure tiles for 8-bit caches, for each decode row of the table."""
     record = json.loads(json.dumps(decode_tiles.table()))
     for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= DECODE_ROWS):
         group = 8 if row["rows"] == 16 else 64
@@ -133,7 +133,7 @@ def tune_eight(out: Path, widths: Sequence[int]) -> None:
 
 
 def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
-    """The tiles of blocks of many rows, on chunks of prompts; from the longest one, what the matrix units can do."""
+    """Tune prefill tiles on prompt chunks; the longest one gives the rate of the tensor cores."""
     cells = [replace(cell, H=row["width"]) for cell in chunked_prefill.CELLS]
     tensors = [(cell, chunked_prefill.made(cell, "cuda")) for cell in cells]
     took: dict[Tiles, float] = {}
@@ -152,7 +152,7 @@ def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
 
 
 def written(record: dict[str, Any]) -> str:
-    """The table of tiles as text, a row on one line."""
+    """The tile table as JSON text, one row per line."""
     rows = ",\n".join(
         f'    {{ "rows": {row["rows"]}, "width": {row["width"]}, '
         + ", ".join(f'"{name}": {json.dumps(row[name])}' for name in ("tiles", "eight") if name in row)

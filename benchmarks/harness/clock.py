@@ -1,4 +1,4 @@
-"""Timing on one device, a GPU by its own events: medians, with other numbers in the level-2 cache before each run."""
+"""Median timing on one device, by CUDA events on a GPU, with cold caches."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import torch
 
 
 class Clock:
-    """Times runs on one device, with its caches cold."""
+    """Times runs on one device with cold caches."""
 
     def __init__(self, device: str) -> None:
         self.gpu = device == "cuda"
@@ -17,7 +17,7 @@ class Clock:
 
     def once(self, run: Callable[[], Any]) -> float:
         """Seconds of one run."""
-        self.trash.amax()  # read, not written: what is written, the run would have to write back to memory first
+        self.trash.amax()  # read, not written: dirty cache lines would have to be written back during the run
         if not self.gpu:
             began = time.perf_counter()
             run()
@@ -30,14 +30,14 @@ class Clock:
         return first.elapsed_time(last) / 1e3
 
     def median(self, run: Callable[[], Any], budget_s: float) -> float:
-        """The median of as many runs as the budget allows, 5 to 50, after three to warm up."""
+        """The median of 5 to 50 runs, as the budget allows, after three warm-up runs."""
         for _ in range(2):
             run()
         once = self.once(run)
         return statistics.median(self.once(run) for _ in range(max(5, min(50, int(budget_s / max(once, 1e-4))))))
 
     def graphed(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """``run`` as a graph's replay, where there is a GPU."""
+        """``run`` captured as a CUDA graph; on a CPU unchanged."""
         if not self.gpu:
             return run
         stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Paired measurement: the things compared run in turns, so that a pair stands in the same moment of the machine."""
+"""Paired timing: compared runs alternate, so that both see the same load of the machine."""
 
 import os
 import time
@@ -10,21 +10,21 @@ T = TypeVar("T")
 
 
 def turns(runs: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 1) -> dict[str, list[T]]:
-    """Call every run with the round's number, in one order and then in the other; what they returned, by name.
+    """Call every run with the round's number, in alternating order; returns their results by name.
 
-    The first ``warm_up`` rounds are not kept: they allocate, and make threads and kernels.
+    The first ``warm_up`` rounds are discarded: they allocate, and create threads and kernels.
     """
-    kept: dict[str, list[T]] = {name: [] for name in runs}
+    results: dict[str, list[T]] = {name: [] for name in runs}
     for i in range(warm_up + rounds):
         for name in list(runs)[:: 1 if i % 2 else -1]:
             result = runs[name](i)
             if i >= warm_up:
-                kept[name].append(result)
-    return kept
+                results[name].append(result)
+    return results
 
 
 def timed(run: Callable[[int], Any]) -> Callable[[int], float]:
-    """``run`` as the seconds it took on the wall's clock."""
+    """A function that calls ``run`` and returns its wall-clock seconds."""
 
     def seconds(i: int) -> float:
         began = time.perf_counter()
@@ -35,7 +35,7 @@ def timed(run: Callable[[int], Any]) -> Callable[[int], float]:
 
 
 class Neighbours:
-    """Counts how much of the processors other processes took since it was made, to be said beside a result."""
+    """Measures the CPU share of other processes since construction, for a result's notes."""
 
     def __init__(self) -> None:
         self.began = self._now()
@@ -43,12 +43,12 @@ class Neighbours:
     def __str__(self) -> str:
         all_s, busy_s, ours_s = (now - then for now, then in zip(self._now(), self.began, strict=True))
         if not all_s:
-            return "nobody counted what other processes took"
-        return f"other processes took {max(0.0, busy_s - ours_s) / all_s:.1%} of the processors"
+            return "CPU time of other processes unknown"
+        return f"other processes used {max(0.0, busy_s - ours_s) / all_s:.1%} of the CPU time"
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """(time of all processors, of it not idle, of it ours) [s]; zeros where the system does not tell."""
+        """(CPU time in all, not idle, of this process) [s]; zeros where the system does not report them."""
         counts = Path("/proc/stat")
         if not counts.exists():
             return 0.0, 0.0, 0.0

@@ -1,10 +1,10 @@
-"""How a benchmark keeps what it measured: one JSON file with everything needed to judge it, or to run it again.
+"""Benchmark records: one JSON file per result, with all that is needed to judge or repeat it.
 
     report("decode", rows, notes="median of 5", headlines=[Headline("SmolLM2, batch 1", 31.2, "tokens/s", ...)])
 
 writes ``results/decode.json``: date, command, machine, versions, commit, the rows, and the few numbers (headlines)
-that the README shows. ``table.py`` renders all files; no number reaches the README by hand. A result of another
-machine is another name ("train_cpu", "train_h200"), so that neither overwrites the other.
+that the README shows. ``table.py`` renders all files; no number is copied by hand. Results of different machines have
+different names ("train_cpu", "train_h200"), so that neither overwrites the other.
 """
 
 import datetime
@@ -31,7 +31,7 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Headline:
-    """One line of the README's table: a measured value, and what stands beside it in the same run."""
+    """One line of the README's table: a measured value and its peer's in the same run."""
 
     what: str
     """What was measured, in a few words, with the sizes."""
@@ -40,7 +40,7 @@ class Headline:
     unit: str
     """Its unit, such as tokens/s."""
     peer: str = ""
-    """Whose number stands beside it, such as transformers; empty when nothing does."""
+    """The peer, such as transformers; empty without one."""
     peer_value: float | None = None
     """The peer's number, in the same unit and from the same run."""
 
@@ -75,24 +75,22 @@ def report(
 
 
 def folder_of(out: Path | None, *, toy: bool) -> Path:
-    """Where results go: to ``out`` where that was said, what toy sizes took into a new temporary folder, all else to
-    :data:`RESULTS`, which is published.
-    """
+    """The folder of results: ``out`` if given, a new temporary folder for toy sizes, else :data:`RESULTS`."""
     return out or (Path(tempfile.mkdtemp(prefix="colonnade-")) if toy else RESULTS)
 
 
 PLACES = ("--out", "--keep", "--picture")
-"""Options that say where things are put, which is nobody else's affair."""
+"""Options that name local paths, which are left out of records."""
 
 
 def command() -> str:
     """The command line of this process, as typed at the root of the repository, without :data:`PLACES`; other paths
     outside it lose their folders.
     """
-    words, given = [], iter(sys.argv)
-    for word in given:
+    words, arguments = [], iter(sys.argv)
+    for word in arguments:
         if word in PLACES:
-            next(given, None)
+            next(arguments, None)
         elif word.partition("=")[0] not in PLACES:
             words.append(_local(word))
     return shlex.join(["python", *words])
@@ -137,7 +135,7 @@ def machine() -> dict[str, Cell]:
 
 
 def cpu_name() -> str:
-    """The processor's own name for itself where the system tells it, else its architecture."""
+    """The processor's model name where the system reports it, else its architecture."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -147,7 +145,7 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python, and those of :data:`PEERS` that are installed."""
+    """Versions of Python and the installed packages of :data:`PEERS`."""
     found = {"python": platform.python_version()}
     for package in PEERS:
         try:

@@ -1,8 +1,8 @@
-"""Rows of a benchmark that are on disk as soon as they are measured: a run that ends early keeps what it had.
+"""Benchmark rows that are written to disk as soon as they are measured, in case a run ends early.
 
 rows = Rows("expert_parallel_h200", folder)
-rows.add({"ranks": 4, …})           # printed for people, and a line of NAME.partial.jsonl
-rows.done()                         # the whole record is written: the partial one goes
+rows.add({"ranks": 4, …})           # printed, and appended to NAME.partial.jsonl
+rows.done()                         # the complete record is written: remove the partial one
 """
 
 import json
@@ -16,12 +16,12 @@ Row = dict[str, Cell]
 
 
 def figures(x: float, count: int = 4) -> float:
-    """``x`` to so many figures, however small it is."""
+    """``x`` rounded to ``count`` significant figures."""
     return float(f"{x:.{count}g}")
 
 
 def line(row: Mapping[str, Cell]) -> str:
-    """A row as people read it: ``B 4  S 64  who colonnade  us 26.9``; what was not measured is left out."""
+    """A row as text: ``B 4  S 64  who colonnade  us 26.9``; cells of None are left out."""
     return "  ".join(f"{key} {value}" for key, value in row.items() if value is not None)
 
 
@@ -35,12 +35,12 @@ class Rows(list[Row]):
         self.path.write_text("", encoding="utf-8")
 
     def add(self, row: Row) -> None:
-        """Print a row with the seconds since the beginning, and keep it."""
+        """Append a row, print it with the elapsed seconds, and write it to disk."""
         self.append(row)
         print(f"{time.perf_counter() - self.began:6.1f} s  {line(row)}", flush=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def done(self) -> None:
-        """Remove the partial record, which the whole one replaces."""
+        """Remove the partial record."""
         self.path.unlink(missing_ok=True)

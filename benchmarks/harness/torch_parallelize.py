@@ -1,13 +1,12 @@
-"""The peer of tensor parallelism: a GPT-2 shape in plain modules, laid out by torch's ``parallelize_module``.
+"""The peer of tensor parallelism: a GPT-2 in plain modules, sharded by torch's ``parallelize_module``.
 
-Written as torch's own tutorials lay a Transformer out: column-parallel projections into attention and feed-forward
-part, row-parallel ones out of them, vocabulary-parallel embedding, output and loss; with sequence parallelism norms and
-the residual stream are cut by tokens. Asynchronous tensor parallelism is inductor's pass ``_micro_pipeline_tp``, which
-turns all-gather and product, product and reduce-scatter into operators that overlap over symmetric memory; it looks for
-products without a bias, so that the linear layers have none.
+Sharded as in torch's tutorials: column-parallel projections into attention and FFN, row-parallel ones out of them,
+vocabulary-parallel embedding, output and loss; with sequence parallelism norms and the residual stream are sharded by
+tokens. Asynchronous tensor parallelism is inductor's pass ``_micro_pipeline_tp``, which fuses all-gather with GEMM and
+GEMM with reduce-scatter over symmetric memory; it matches only GEMMs without a bias, so the linear layers have none.
 
-Where it differs from ours, it is spared work or precision: parameters, gradients and moments are bfloat16, there is no
-clip, no bias; but the output projection is a weight of its own (the styles distribute each module's).
+It does less work than ours, at lower precision: parameters, gradients and moments are bfloat16, without clipping and
+biases; but its output projection is not tied to the embedding (the styles shard the weights of each module).
 """
 
 import warnings
@@ -37,7 +36,7 @@ from harness.training_jobs import Job, random_batch
 
 
 class Attention(nn.Module):
-    """Causal attention over sequences of ``sequence`` tokens laid end to end, of the heads that are here."""
+    """Causal attention over sequences of ``sequence`` tokens laid end to end, on this rank's heads."""
 
     def __init__(self, config: ModelConfig, sequence: int):
         super().__init__()
@@ -68,7 +67,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm."""
+    """Pre-norm Transformer block."""
 
     def __init__(self, config: ModelConfig, sequence: int):
         super().__init__()
@@ -82,7 +81,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """The whole model."""
+    """The complete model."""
 
     def __init__(self, config: ModelConfig, sequence: int):
         super().__init__()
@@ -102,8 +101,8 @@ class Plain(nn.Module):
         return self.head(self.norm(x_tD))
 
 
-def lay(model: Plain, mesh: DeviceMesh, *, by_tokens: bool) -> None:
-    """Distribute ``model`` over ``mesh``; ``by_tokens`` for sequence parallelism."""
+def shard(model: Plain, mesh: DeviceMesh, *, by_tokens: bool) -> None:
+    """Shard ``model`` over ``mesh``; ``by_tokens`` for sequence parallelism."""
     into: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
     into["ffn.up"] = ColwiseParallel()
     stream = Shard(0) if by_tokens else Replicate()
@@ -135,7 +134,7 @@ class TorchJob(Job):
     """Inductor's overlapping operators; needs GPUs and sequence parallelism."""
 
     def start(self, context: DistributedContext) -> Callable[[int], Tensor]:
-        """``step(i)``: takes a step and gives the mean loss of all its tokens."""
+        """``step(i)`` runs a training step and returns the mean loss of its tokens."""
         dtype: torch.dtype = getattr(torch, self.train.dtype)
         torch.manual_seed(0)
         with torch.device(context.device):
@@ -143,15 +142,16 @@ class TorchJob(Job):
         ranks = self.plan.tp
         if ranks > 1:
             mesh = init_device_mesh(context.device.type, (ranks,))
-            lay(model, mesh, by_tokens=self.plan.sequence_parallel)
+            shard(model, mesh, by_tokens=self.plan.sequence_parallel)
             if self.asynchronous:
                 allow_symmetric_memory(mesh.get_group().group_name)
         if self.train.compile:
             for block in model.blocks:
                 block.compile(options={"_micro_pipeline_tp": True} if self.asynchronous else None)
-        # A fused optimizer takes no DTensors and plain tensors together.
+        # A fused optimizer does not mix DTensors and plain tensors in a group.
         groups = [
-            {"params": [p for p in model.parameters() if isinstance(p, DTensor) is spread]} for spread in (True, False)
+            {"params": [p for p in model.parameters() if isinstance(p, DTensor) is is_dtensor]}
+            for is_dtensor in (True, False)
         ]
         optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=self.train.lr, weight_decay=0.01, fused=True
@@ -172,9 +172,9 @@ class TorchJob(Job):
 
 
 def allow_symmetric_memory(group: str) -> None:
-    """Older versions of torch want to be asked; newer ones warn that there is no need."""
-    ask = getattr(symmetric, "enable_symm_mem_for_group", None)
-    if ask is not None:
+    """Enable symmetric memory for the group; newer versions of torch only warn that it is not needed."""
+    enable = getattr(symmetric, "enable_symm_mem_for_group", None)
+    if enable is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ask(group)
+            enable(group)

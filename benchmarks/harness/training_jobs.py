@@ -1,11 +1,11 @@
-"""Models in training on several ranks, and how fast they go: what the speed benchmarks of layouts share.
+"""Training jobs on several ranks and their speed, shared by the benchmarks of parallel layouts.
 
     rows = series([Job("GPT-2 1.2B", config, Plan(dp=2), sequence=1024, batch=32), …], device="cuda")
 
-Jobs of one world share their processes, one after another, in the order of the list; each row is printed as soon as it
-is there, and added to a file with --keep: a series that a limit of time cut off goes on where it was. Tokens are
-random, dropout is 0, a step is forward, backward, norm, clip and AdamW. Weights are drawn on the device by the
-parameter's name, not by ``initialise``, which draws 8 billion numbers on a CPU in minutes.
+Jobs of the same world size run one after another in the same processes, in the order of the list. Each row is printed
+at once and, with --keep, appended to a file, so that an interrupted series can resume. Tokens are random, dropout is 0,
+and a step is forward, backward, norm, clip and AdamW. Weights are drawn on the device, seeded by the parameter's name,
+because ``initialise`` takes minutes to draw 8 billion values on a CPU.
 """
 
 import argparse
@@ -42,51 +42,53 @@ from colonnade.train.train_step import TrainStep
 from harness.report import folder_of
 
 Row = dict[str, Any]
-"""Of a table: words and numbers."""
+"""A row of a table."""
 FAST = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01, dtype="bfloat16", compile=True)
-"""As the speed of a GPU is measured: float32 masters, bfloat16 compute, each block compiled."""
+"""Settings for GPUs: float32 masters, bfloat16 compute, each block compiled."""
 PLAIN = FAST.replace(dtype="float32", compile=False)
-"""For the tiny settings, which only show that a script works."""
+"""Settings for tiny sizes, which are a smoke test."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One model in training under one plan."""
+    """One model, trained under one plan."""
 
     name: str
     config: ModelConfig
     plan: Plan
     sequence: int
     batch: int
-    """Sequences of one data rank in one step, all at once."""
+    """Sequences per data-parallel rank and step, in one micro-batch."""
     train: TrainConfig = FAST
     warm: int = 3
-    """Steps before the timed ones: they compile, and find the allocator's sizes."""
+    """Warm-up steps, in which kernels are compiled and memory is allocated."""
     steps: int = 8
     traced: int = 0
-    """Steps under the profiler after the timed ones, for the breakdown."""
+    """Steps traced by the profiler after the timed ones, for the breakdown."""
 
     @property
     def key(self) -> str:
-        """All that the numbers depend on."""
+        """Identifies the job in the file of --keep."""
         return repr(self)
 
     def start(self, context: DistributedContext) -> Callable[[int], Tensor]:
-        """``step(i)``: takes a step and gives the mean loss of all its tokens."""
+        """``step(i)`` runs a training step and returns the mean loss of its tokens."""
         self.plan.check(self.config)
         config, train = self.config, self.train
         spans = [span for _, span in context.stages(config.layers)]
         model = filled(self.model(context, spans))
         if train.float8 != "none":
             enable_float8(model.blocks, train.float8)
-        assert train.recompute != "budget", "a benchmark says what is computed again"
+        assert train.recompute != "budget", "a benchmark sets recomputation explicitly"
         set_recompute(model.blocks, [train.recompute for _ in model.blocks])
         self.ready(model, context)
         compute: torch.dtype = getattr(torch, train.dtype)
-        piped = PipelineStep(model, context, compute) if context.plan.pp > 1 else None
-        held = masters(model, context, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
-        optimizer = make_optimizer(held, train)
-        run = TrainStep(model, held, optimizer, train, world_axis(), piped, cuda_graph=train.cuda_graph)
+        pipeline = PipelineStep(model, context, compute) if context.plan.pp > 1 else None
+        weights = masters(
+            model, context, compute, pipeline and pipeline.stages, single=train.fused_adamw and pipeline is None
+        )
+        optimizer = make_optimizer(weights, train)
+        run = TrainStep(model, weights, optimizer, train, world_axis(), pipeline, cuda_graph=train.cuda_graph)
         seeds = (2 * context.axes.dp.rank, 2 * context.axes.dp.rank + 1)
         batches = [random_batch(config, self.sequence, self.batch, seed, context.device) for seed in seeds]
 
@@ -97,40 +99,40 @@ class Job:
         return step
 
     def model(self, context: DistributedContext, spans: Sequence[range]) -> Transformer:
-        """Uninitialised."""
+        """The uninitialised model."""
         return Transformer(self.config, context.axes, spans=spans, device=context.device)
 
     def ready(self, model: Transformer, context: DistributedContext) -> None:
-        """Compile what is to be compiled."""
+        """Compile the blocks, if the settings say so."""
         if self.train.compile:
             for block in model.blocks:
                 block.compile()
 
 
 def series(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
-    """A row for each job, smallest world first; those in the file ``keep`` are not measured again."""
-    there = kept(keep)
+    """A row per job, smallest world first; rows in the file ``keep`` are not measured again."""
+    recorded = kept(keep)
     for world in sorted({job.plan.world for job in jobs}):
-        missing = tuple(job for job in jobs if job.plan.world == world and job.key not in there)
+        missing = tuple(job for job in jobs if job.plan.world == world and job.key not in recorded)
         if missing:
             rows = launch(work, (missing, device, keep), Plan(dp=world))
-            there |= {job.key: row for job, row in zip(missing, rows, strict=True)}
-    return [there[job.key] for job in sorted(jobs, key=lambda job: job.plan.world)]
+            recorded |= {job.key: row for job, row in zip(missing, rows, strict=True)}
+    return [recorded[job.key] for job in sorted(jobs, key=lambda job: job.plan.world)]
 
 
 def kept(keep: Path | None) -> dict[str, Any]:
-    """What a file has, by the key of each line."""
+    """Recorded rows by key."""
     lines = keep.read_text(encoding="utf-8").splitlines() if keep is not None and keep.exists() else []
     return dict(json.loads(line) for line in lines)
 
 
 def work(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
-    """On every rank of one world: its jobs, one after another."""
+    """Runs the jobs of one world on every rank, one after another."""
     rows: list[Row] = []
     with DistributedContext.build(Plan(dp=jobs[0].plan.world), device) as context:
         for job in jobs:
-            with DistributedContext.build(job.plan, device) as laid:
-                row: Row = {"what": job.name, "plan": str(job.plan), "ranks": job.plan.world, **measured(job, laid)}
+            with DistributedContext.build(job.plan, device) as layout:
+                row: Row = {"what": job.name, "plan": str(job.plan), "ranks": job.plan.world, **measured(job, layout)}
             rows.append(row)
             if context.rank == 0:
                 print(json.dumps(row), flush=True)
@@ -142,7 +144,7 @@ def work(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row
 
 
 def measured(job: Job, context: DistributedContext) -> Row:
-    """The speed of one job; the same on every rank, but for the breakdown, which is this rank's."""
+    """The speed of one job, the same on every rank except for this rank's breakdown."""
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
     step = job.start(context)
@@ -167,13 +169,13 @@ def measured(job: Job, context: DistributedContext) -> Row:
 
 
 def tflops(rate: float, job: Job, *, causal: bool) -> float:
-    """10¹² floating-point operations a second of one rank, recomputation not counted."""
+    """TFLOP/s per rank, without recomputation."""
     return round(rate * job.config.flops_per_token(job.sequence, causal=causal) / 1e12 / job.plan.world, 1)
 
 
 @torch.no_grad()
 def filled(model: Transformer) -> Transformer:
-    """``model`` with random matrices and biases of 0; a weight has the same numbers wherever it is held whole."""
+    """``model`` with random matrices and biases of 0; an unsharded weight is the same on every rank."""
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -184,7 +186,7 @@ def filled(model: Transformer) -> Transformer:
 
 
 def random_batch(config: ModelConfig, sequence: int, count: int, seed: int, device: torch.device) -> Batch:
-    """``count`` sequences of equal length, whose targets are the next tokens."""
+    """``count`` random sequences of equal length with next-token targets."""
     ids = torch.randint(config.vocab_size, (count, sequence + 1), generator=torch.Generator().manual_seed(seed))
     packed = Packed.of([sequence] * count)
     positions_T = torch.arange(sequence).repeat(count)
@@ -196,7 +198,7 @@ def random_batch(config: ModelConfig, sequence: int, count: int, seed: int, devi
 
 
 def durations(step: Callable[[int], Any], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of ``steps`` steps: between CUDA events, or by the wall's clock."""
+    """Seconds of each of ``steps`` steps, by CUDA events or the wall clock."""
     if device.type != "cuda":
         marks_s = [time.perf_counter()]
         for i in range(steps):
@@ -213,8 +215,8 @@ def durations(step: Callable[[int], Any], steps: int, device: torch.device) -> l
 
 
 def replays(run: Callable[[], Any], times: int, device: torch.device) -> list[float]:
-    """Seconds of each of ``times`` replays of ``run``, recorded as one CUDA graph after three runs of it."""
-    torch.cuda.synchronize()  # what it reads was made on another stream
+    """Seconds of each of ``times`` replays of ``run``, captured as one CUDA graph after three warm-up runs."""
+    torch.cuda.synchronize()  # its inputs were written on another stream
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             run()
@@ -227,13 +229,13 @@ def replays(run: Callable[[], Any], times: int, device: torch.device) -> list[fl
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Synchronize with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """The most that any rank had allocated; None on a CPU."""
+    """Peak allocated memory of any rank; None on a CPU."""
     if device.type != "cuda":
         return None
     mine = torch.tensor(torch.cuda.max_memory_allocated(device) / 2**30, dtype=torch.float64)
@@ -241,7 +243,7 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 def forget(device: torch.device) -> None:
-    """Let go of the last job's model and graphs."""
+    """Free the last job's model and graphs."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -249,7 +251,7 @@ def forget(device: torch.device) -> None:
 
 
 def traced(step: Callable[[int], Any], steps: int, device: torch.device) -> Breakdown:
-    """Where the time of a few steps goes, on this rank."""
+    """Breakdown of the time of a few steps on this rank."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -261,7 +263,7 @@ def traced(step: Callable[[int], Any], steps: int, device: torch.device) -> Brea
         ) as watched:
             for i in range(1 + steps):
                 step(i)
-                if i in (0, steps):  # so that the device's work of the traced steps is all of it within them
+                if i in (0, steps):  # so that the trace contains all device work of the traced steps
                     settle(device)
                 watched.step()
         return breakdown(json.loads(path.read_text(encoding="utf-8")))
@@ -277,30 +279,32 @@ def spent(found: Breakdown) -> Row:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """With --tiny and --out."""
+    """A parser with --tiny, --keep and --out."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--tiny", action="store_true", help="tiny models over gloo on a CPU: shows that the script works")
-    made.add_argument("--keep", type=Path, help="file to add each row to; what it has is not measured again")
-    made.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, with --tiny a temporary one")
+    made.add_argument("--tiny", action="store_true", help="tiny models over gloo on a CPU: a smoke test")
+    made.add_argument("--keep", type=Path, help="file to append each row to; rows in it are not measured again")
+    made.add_argument(
+        "--out", type=Path, help="folder of the results; default benchmarks/results, with --tiny a temporary one"
+    )
     return made
 
 
 def place(args: argparse.Namespace) -> tuple[str, Path, str]:
-    """(device, folder, what ends the result's name) by the command line."""
+    """(device, folder, suffix of the result's name) from the command line."""
     if args.tiny:
         return "cpu", folder_of(args.out, toy=True), "tiny"
     return "cuda", folder_of(args.out, toy=False), torch.cuda.get_device_name().split()[-1].lower()
 
 
 def enough(args: argparse.Namespace, gpus: int) -> bool:
-    """Whether this machine can run the script; says so where it cannot."""
+    """Whether this machine has enough GPUs; prints a message otherwise."""
     has = torch.cuda.device_count()
     if not args.tiny and has < gpus:
-        print(f"skipped: needs {gpus} GPUs, and this machine has {has} (--tiny runs it in small on a CPU)")
+        print(f"skipped: needs {gpus} GPUs, and this machine has {has} (--tiny runs toy sizes on a CPU)")
     return args.tiny or has >= gpus
 
 
 def share_of_linear(rows: Sequence[Row], rate: str = "tokens_per_s") -> list[Row]:
-    """``rows`` of one model with what each one's rate is of the first one's, times the ranks."""
+    """``rows`` of one model with the rate per rank relative to the first row's."""
     base = rows[0][rate] / rows[0]["ranks"]
     return [row | {"share_of_linear": round(row[rate] / row["ranks"] / base, 4)} for row in rows]

@@ -1,4 +1,4 @@
-"""What one pass of a layer of experts spends its time on, kernel by kernel, in the order in which they ran."""
+"""Kernels of one pass of a layer of experts with their times, in order of execution."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,15 +10,15 @@ PRODUCTS = {
     "few_tokens_up_kernel": [2], "few_tokens_down_kernel": [1], "up_kernel": [2], "down_kernel": [1, 2],
     "hidden_dgrad_kernel": [1], "wgrad_kernel": [2, 1],
 }  # fmt: skip
-"""How many products of 2RDF operations each of our kernels does, in the order of its calls, of a gated layer."""
-LIBRARYS = ("gemm", "cutlass", "nvjet")
-"""Parts of the names of torch's products, each one of 2RDF."""
+"""Number of GEMMs of 2RDF FLOPs in each call of our kernels, in order, for a gated layer."""
+LIBRARY_NAMES = ("gemm", "cutlass", "nvjet")
+"""Parts of the names of torch's GEMM kernels, each one GEMM of 2RDF FLOPs."""
 
 
 def timeline(run: Callable[[], object], *, gpu: bool) -> list[tuple[str, float, float]]:
-    """(name, start, duration) in µs of each kernel of one run, after two to warm up; of each operator on a CPU.
+    """(name, start, duration) in µs of each kernel (on a CPU: operator) of one run, after two warm-up runs.
 
-    A kernel that stands ready while the one before it runs begins when that ends.
+    A kernel that overlaps the previous one (programmatic dependent launch) counts from the end of that.
     """
     for _ in range(2):
         run()
@@ -36,7 +36,7 @@ def timeline(run: Callable[[], object], *, gpu: bool) -> list[tuple[str, float, 
 
 
 def after_each_other(kernels: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """In the order in which they began, without the time in which the one before was still there."""
+    """Kernels by start time, without their overlap with the previous one."""
     found, end = [], 0.0
     for name, start, took in sorted(kernels, key=lambda it: it[1]):
         begun = max(start, end)
@@ -46,7 +46,7 @@ def after_each_other(kernels: Iterable[tuple[str, float, float]]) -> list[tuple[
 
 
 def lines(kernels: list[tuple[str, float, float]], product_flops: float, dense_flops: float) -> list[str]:
-    """A line for each kernel: its time, its share, and a product's rate beside a dense one's; then what is between."""
+    """A line per kernel with time, share and, for a GEMM, its rate over a dense one; then the time between kernels."""
     if not kernels:
         return ["nothing ran"]
     whole = max(start + took for _, start, took in kernels) - kernels[0][1]
@@ -54,9 +54,9 @@ def lines(kernels: list[tuple[str, float, float]], product_flops: float, dense_f
     found = []
     for name, _, took in kernels:
         call = calls[name] = calls.get(name, -1) + 1
-        count = PRODUCTS.get(name, [])[call : call + 1] or [1 if any(it in name.lower() for it in LIBRARYS) else 0]
+        count = PRODUCTS.get(name, [])[call : call + 1] or [1 if any(it in name.lower() for it in LIBRARY_NAMES) else 0]
         rate = count[0] * product_flops / max(took, 1e-3) * 1e6
-        said = f"  {rate / 1e12:6.1f} TFLOP/s, {rate / dense_flops:5.1%} of dense" if count[0] else ""
-        found.append(f"{took:10.1f} us {took / whole:6.1%}  {name[:60]:60}{said}")
+        rate_text = f"  {rate / 1e12:6.1f} TFLOP/s, {rate / dense_flops:5.1%} of dense" if count[0] else ""
+        found.append(f"{took:10.1f} us {took / whole:6.1%}  {name[:60]:60}{rate_text}")
     busy = sum(took for _, _, took in kernels)
     return [*found, f"{whole:10.1f} us in all, {len(kernels)} kernels, {whole - busy:.1f} us between them"]

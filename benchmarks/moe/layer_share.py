@@ -1,10 +1,10 @@
-"""What of a layer of experts, as a model has it, goes into its router, dispatch and combine: kernels by what they do.
+"""Shares of router, dispatch, combine and GEMMs in a complete layer of experts, by kernel.
 
-The layer is :class:`MixtureOfExperts` itself, with a router of random weights, whose loads are about even. Products are
-the experts' three and the activations between them; a token's row that a product gathers meanwhile is the product's.
-Dispatch sorts the choices and lays out rows, combine sums them. All the rest counts as the router's: scores, choice,
-counts, checks and, in training, the losses, and what adds up the gradients. Times are of kernels, without what is
-between them, which a graph's replay hardly has. On a CPU the operators have other names, and it only runs.
+The layer is :class:`MixtureOfExperts` with a router of random weights, whose load is about uniform. "products" are the
+experts' three GEMMs and the activations between them, including rows that a GEMM gathers itself. "dispatch" sorts the
+choices and gathers rows, "combine" sums them. All the rest counts as the router: scores, choice, counts, checks and, in
+training, the losses and the accumulation of gradients. Times are those of the kernels without the gaps between them,
+which a replayed CUDA graph hardly has. On a CPU the operators have other names, so the shares mean nothing there.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing
 from colonnade.parallel.axis import SOLO_AXES
-from moe.layer_profile import LIBRARYS, PRODUCTS, timeline
+from moe.layer_profile import LIBRARY_NAMES, PRODUCTS, timeline
 
 DISPATCH = ("_count", "_scatter", "_sort_by_counting", "_inverse_permutation", "_gather_by_row", "_gather_by_token")
 COMBINE = ("_combine_kernel", "_combine_grad")
@@ -27,7 +27,7 @@ RUNS = 3
 
 
 class Shares(NamedTuple):
-    """µs of one pass, and of each kernel by group."""
+    """µs of each group in one pass, and of each kernel by (group, name)."""
 
     router: float
     dispatch: float
@@ -37,13 +37,13 @@ class Shares(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of all but the products in the whole."""
+        """The share of everything but the products."""
         rest = self.router + self.dispatch + self.combine
         return rest / (rest + self.products)
 
 
 def layer_of(active: int, weights: Weights) -> MixtureOfExperts:
-    """A layer that has these weights, not a copy of them."""
+    """A layer that uses these weights without a copy."""
     (E, F, D), on = weights.up_EFD.shape, {"device": weights.up_EFD.device, "dtype": weights.up_EFD.dtype}
     moe = MoeConfig(experts=E, active=active, ffn_width=F)
     config = ModelConfig(
@@ -59,8 +59,9 @@ def layer_of(active: int, weights: Weights) -> MixtureOfExperts:
 
 
 def measured(layer: MixtureOfExperts, x_TD: Tensor, *, back: bool, gpu: bool) -> Shares:
-    """Medians of a few passes: of inference, or ``back`` and forth as in training. A library's product that the router
-    runs by itself too is the router's.
+    """Medians of a few passes of inference, or with ``back`` of training.
+
+    A library GEMM that also runs in the router alone counts as the router's.
     """
     T, device = len(x_TD), x_TD.device
     tokens_T, index_T = torch.zeros(T, dtype=torch.int64, device=device), torch.arange(T, device=device)
@@ -74,12 +75,12 @@ def measured(layer: MixtureOfExperts, x_TD: Tensor, *, back: bool, gpu: bool) ->
         choice, logits_TE = layer.router(x_TD, tokens_T, index_T, None)
         return choice.weights_TA.sum() + logits_TE.sum()
 
-    def once(run: Callable[[], Tensor], wanted: nn.Module) -> Callable[[], None]:
+    def once(run: Callable[[], Tensor], module: nn.Module) -> Callable[[], None]:
         def one_pass() -> None:
             with torch.set_grad_enabled(back):
                 y = run()
             if back:
-                torch.autograd.grad(y, [x_TD, *wanted.parameters()], x_TD.detach() if y.dim() else None)
+                torch.autograd.grad(y, [x_TD, *module.parameters()], x_TD.detach() if y.dim() else None)
 
         return one_pass
 
@@ -99,17 +100,17 @@ def _by_group(kernels: list[tuple[str, float, float]], routers: set[str]) -> dic
 
 
 def group_of(name: str, routers: set[str]) -> str:
-    """What a kernel is for; ``routers`` are those that the router runs by itself."""
+    """The group of a kernel; ``routers`` are the kernels that run in the router alone."""
     if name in DISPATCH or "scan" in name.lower():  # a running sum of counts
         return "dispatch"
     if name in COMBINE:
         return "combine"
-    library = any(it in name.lower() for it in (*LIBRARYS, "grouped_mm")) and name not in routers
+    library = any(it in name.lower() for it in (*LIBRARY_NAMES, "grouped_mm")) and name not in routers
     return "products" if library or name in PRODUCTS or name in BETWEEN else "router"
 
 
-def told(shares: Shares) -> list[str]:
-    """A line for each group and, under it, for each of its kernels, and the share of all but the products."""
+def report_lines(shares: Shares) -> list[str]:
+    """Lines for each group and its kernels, and the share of everything but the products."""
     lines = []
     for group in Shares._fields[:4]:
         lines.append(f"{getattr(shares, group):10.1f} us {group}")

@@ -1,4 +1,4 @@
-"""One layer of experts whose products run one by one, for the tool that measures who should do each, and how."""
+"""A layer of experts whose GEMMs run one by one, and candidate tiles for each, for tune_experts.py."""
 
 import math
 from typing import NamedTuple
@@ -14,11 +14,11 @@ FORWARD: tuple[Kernel, ...] = ("gated_up", "down")
 BACKWARD: tuple[Kernel, ...] = ("hidden_dgrad", "input_dgrad", "gated_wgrad", "wgrad")
 
 DECODE = 256
-"""Up to so many tokens a step has no way back."""
+"""Steps of up to this many tokens have no backward."""
 
 
 class Sizes(NamedTuple):
-    """A gated layer and its tokens."""
+    """Sizes of a gated layer and its number of tokens."""
 
     E: int
     A: int
@@ -27,18 +27,18 @@ class Sizes(NamedTuple):
     T: int
 
     def small(self) -> "Sizes":
-        """Sizes for which Triton makes the same kernels, as it looks only at what divides them."""
+        """Smaller sizes with the same Triton kernels, which are specialised on divisibility only."""
         D, F = (512 + width % 256 for width in (self.D, self.F))
         return Sizes(self.E, self.A, D, F, min(self.T, 2 * DECODE))
 
     @property
     def mean(self) -> float:
-        """Rows of an expert."""
+        """Mean rows per expert."""
         return self.T * self.A / self.E
 
 
 class Layer:
-    """The products of one layer, forward and back, each on inputs of its own."""
+    """The GEMMs of one layer, forward and backward, each on its own inputs."""
 
     def __init__(self, sizes: Sizes, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
         E, A, D, F, T = sizes
@@ -47,7 +47,7 @@ class Layer:
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype).normal_(0, scale, generator=draw)
 
-        # The widths of what is drawn leave every product's numbers near 1.
+        # These standard deviations keep the results of all GEMMs near 1.
         self.up, self.gate = (random(E, F, D, scale=D**-0.5) for _ in range(2))
         self.down = random(E, F, D, scale=F**-0.5)
         self.x, self.dy = random(T, D), random(T, D)
@@ -61,36 +61,36 @@ class Layer:
         self.order, self.ends = choose("sort_by_expert", device, dtype)(ids_TA, E)
 
     def run(self, kernel: Kernel) -> list[Tensor]:
-        """One product, as the table has it now."""
+        """Run one GEMM with the tiles of the table or its overrides."""
         route = products.RoutedRows(self.order, self.ends, self.routing)
         if kernel == "gated_up":
-            found = products.up_forward(route, self.x, self.up, self.gate, None, None, "silu", keep=self.back)
+            outputs = products.up_forward(route, self.x, self.up, self.gate, None, None, "silu", keep=self.back)
         elif kernel == "down":
-            found = (products.down_forward(route, self.h, self.down, None),)
+            outputs = (products.down_forward(route, self.h, self.down, None),)
         elif kernel == "hidden_dgrad":
-            found = products.hidden_dgrad(route, self.dy, self.down, self.a, self.u, "silu")
+            outputs = products.hidden_dgrad(route, self.dy, self.down, self.a, self.u, "silu")
         elif kernel == "input_dgrad":
-            found = (products.input_dgrad(route, self.du, self.da, self.up, self.gate),)
+            outputs = (products.input_dgrad(route, self.du, self.da, self.up, self.gate),)
         elif kernel == "gated_wgrad":
-            found = products.wgrad(route, self.du, self.da, self.x)
+            outputs = products.wgrad(route, self.du, self.da, self.x)
         else:
             if self.gathered_before:
-                route.cache_gathered(self.dy, self.dy_laid())
-            found = products.wgrad(route, self.h, None, self.dy)
-        return [it for it in found if it is not None]
+                route.cache_gathered(self.dy, self.gathered_dy())
+            outputs = products.wgrad(route, self.h, None, self.dy)
+        return [it for it in outputs if it is not None]
 
     gathered_before = False
-    """Whether the product before has laid out dy already."""
+    """Whether the preceding GEMM has already gathered dy."""
     _dy_RD: Tensor | None = None
 
-    def dy_laid(self) -> Tensor:
+    def gathered_dy(self) -> Tensor:
         if self._dy_RD is None:
             self._dy_RD = products.RoutedRows(self.order, self.ends, self.routing).gather(self.dy)
         return self._dy_RD
 
 
 def candidates(kernel: Kernel, sizes: Sizes) -> list[GroupedTiles]:
-    """What may be best, from what is known of the chip: see ``tiles.py`` and ``triton_wgrad.py``."""
+    """Promising tiles for this GPU: see ``tiles.py`` and ``triton_wgrad.py``."""
     found: list[GroupedTiles] = []
     if kernel in ("wgrad", "gated_wgrad"):
         if kernel == "wgrad":
@@ -103,21 +103,21 @@ def candidates(kernel: Kernel, sizes: Sizes) -> list[GroupedTiles]:
                 found += [
                     GroupedTiles(*shape, warps, stages, descriptors=tma, gather_first=True) for tma in (True, False)
                 ]
-            if not deep:  # a step's tokens first, then their rows: twice the stages for as many rows on their way
+            if not deep:  # token ids are loaded before their rows: twice the stages for as many rows in flight
                 found += [
                     GroupedTiles(*shape, warps, stages, descriptors=tma) for stages in (5, 7) for tma in (True, False)
                 ]
         return found
     if sizes.T > DECODE:
         shapes = [(128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 4), (128, 128, 64, 8)]
-        # Rows that are not tokens' lie as they should without being laid out.
-        laid = (False, True) if kernel in ("gated_up", "hidden_dgrad") else (False,)
+        # Only token rows need a gather; other rows are in expert order already.
+        gathers = (False, True) if kernel in ("gated_up", "hidden_dgrad") else (False,)
         ways = [(0, False, False), (1, False, False)]
-        ways += [(stay, True, lay) for stay in (0, 1) for lay in laid]
+        ways += [(stay, True, gather) for stay in (0, 1) for gather in gathers]
         shapes = [(*shape, stages) for shape in shapes for stages in (3, 4)]
     else:
         least = max(16, 1 << (math.ceil(sizes.mean) - 1).bit_length())
-        low = (least,) if sizes.mean <= 4 else (least, 2 * least)  # some experts have more than the mean
+        low = (least,) if sizes.mean <= 4 else (least, 2 * least)  # some experts have more rows than the mean
         shapes = [
             (m, n, k, 4, stages)
             for m in low
@@ -140,6 +140,6 @@ def candidates(kernel: Kernel, sizes: Sizes) -> list[GroupedTiles]:
             for stay in (0, 1)
             for tma in (False, True)
         ]
-    if kernel == "gated_up":  # two sums: half the columns
+    if kernel == "gated_up":  # two accumulators: half the columns
         shapes = sorted({(m, max(n // 2, 16), *rest) for m, n, *rest in shapes}, reverse=True)
     return [GroupedTiles(*shape, 8, *way) for shape in shapes for way in ways] + found

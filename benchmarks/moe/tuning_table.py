@@ -1,4 +1,4 @@
-"""The table of the experts' products as a file: shapes from other runs put in, one row a line."""
+"""Merging and formatting of the experts' tile table (tiles.json)."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from colonnade.kernels.experts.tiles import GroupedTiles
 
 
 def merged(record: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The table with the shapes of the parts in place of its own."""
+    """The table, with shapes replaced or added by those of ``parts``."""
     shapes = {(s["E"], s["F"], s["D"]): s for s in record["shapes"]}
     for part in parts:
         shapes |= {(s["E"], s["F"], s["D"]): s for s in part["shapes"]}
@@ -17,11 +17,11 @@ def merged(record: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any
 
 
 def written(record: dict[str, Any]) -> str:
-    """The table as text, a row's tiles on one line, without what they leave out."""
-    usual = GroupedTiles(0, 0, 0, 0, 0)._asdict()
+    """The table as JSON text, a row's tiles on one line, without default values."""
+    defaults = GroupedTiles(0, 0, 0, 0, 0)._asdict()
 
     def line(row: dict[str, Any]) -> str:
-        how = {key: value for key, value in row["tiles"].items() if value != usual[key] or key == "GROUP"}
+        how = {key: value for key, value in row["tiles"].items() if value != defaults[key] or key == "GROUP"}
         return f'{{"rows_an_expert": {json.dumps(row["rows_an_expert"])}, "tiles": {json.dumps(how)}}}'
 
     def kernels(found: dict[str, Any], indent: str) -> str:
