@@ -22,6 +22,7 @@ from colonnade.kernels.attention.triton_args import Cache
 from colonnade.kernels.linear import quantise
 from colonnade.kernels.linear.reference import RmsNorm
 from colonnade.kernels.rotary import Rotation
+from colonnade.kernels.triton_constants import constexprs
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
@@ -118,7 +119,7 @@ def rope_and_kv_write(
     keys, values = (Cache(x, *x.stride()[:3]) for x in (k_PpKH, v_PpKH))
     _rope_and_kv_write[T, K](
         qkv_Tz, rotation, q_norm, k_norm, slots_T, q_TnH, keys, values, qkv_Tz.stride(0), page_tokens, P * page_tokens,
-        config, num_warps=max(1, min(8, block_g * block_h // 256)),
+        constexprs(config), num_warps=max(1, min(8, block_g * block_h // 256)),
     )  # fmt: skip
     return q_TnH
 

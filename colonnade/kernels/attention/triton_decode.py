@@ -38,6 +38,7 @@ from colonnade.kernels.attention.split_plan import flat_offsets
 from colonnade.kernels.attention.triton_args import Batch, Cache, Config, Mods, Output, Queries
 from colonnade.kernels.attention.triton_merge import allocate_slots, launch_merge
 from colonnade.kernels.softmax_state import State
+from colonnade.kernels.triton_constants import constexprs
 
 MAX_HEAD_DIM = 256
 """The widest heads that :func:`paged` supports."""
@@ -142,7 +143,7 @@ def _launch_attend(
         use_tma = all(rows)
         config = config._replace(GROUPED=groups is not None, TMA=use_tma, OVERLAP=before.overlaps_merge)
         triton_prefill.attend[ready.capacity.workers,](
-            *arguments, *(rows if use_tma else (none, none)), *offsets, groups_at, config,
+            *arguments, *(rows if use_tma else (none, none)), *offsets, groups_at, constexprs(config),
             num_warps=tiles.warps, **before.pdl_options,
         )  # fmt: skip
     else:
@@ -152,7 +153,9 @@ def _launch_attend(
             KV8=kv8, ASM=q_TNH.is_cuda,  # the interpreter has no inline assembly
             CHUNK=layout.chunk or 0 if layout.runs else 0, PREFETCH=options.pop("PREFETCH"),
         )  # fmt: skip
-        triton_split_kv.attend[ready.capacity.workers,](*arguments, *offsets, config, num_warps=tiles.warps, **options)
+        triton_split_kv.attend[ready.capacity.workers,](
+            *arguments, *offsets, constexprs(config), num_warps=tiles.warps, **options
+        )
 
 
 def prefetch_options(rows: int, tiles: Tiles, page_tokens: int, *, kv8: bool) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from triton import language as tl
 
 from colonnade.kernels.attention.triton_args import Queries
 from colonnade.kernels.dropout import AttentionDropout, threshold
+from colonnade.kernels.triton_constants import constexprs
 from colonnade.kernels.triton_dropout import lowbias32
 
 LN_2 = tl.constexpr(math.log(2))
@@ -214,7 +215,11 @@ def _arguments(
     heads = tuple(Queries(x, *x.stride()[:2]) for x in (q_TNH, k_TKH, v_TKH))
     mask = _Mask(row_NT, column_T, threshold(rate), 1 / (1 - rate))
     config = _Config(N, N // k_TKH.shape[1], causal, window, block, block, max(16, triton.next_power_of_2(H)))
-    return heads, (cu_seqlens, mask, T, H, blocks, H**-0.5 / LN_2.value, config), (len(cu_seqlens) - 1) * blocks
+    return (
+        heads,
+        (cu_seqlens, mask, T, H, blocks, H**-0.5 / LN_2.value, constexprs(config)),
+        (len(cu_seqlens) - 1) * blocks,
+    )
 
 
 @torch.library.custom_op("colonnade::dropout_attention", mutates_args=())

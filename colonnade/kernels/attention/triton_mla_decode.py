@@ -41,6 +41,7 @@ from colonnade.kernels.attention.triton_split_kv import (
     visible,
 )
 from colonnade.kernels.softmax_state import State
+from colonnade.kernels.triton_constants import constexprs
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at"])
@@ -126,7 +127,7 @@ def attend(
     mla_attend[ready.capacity.workers,](
         Queries(q_TNH, *q_TNH.stride()[:2]), Cache(k_Pp1H, *k_Pp1H.stride()[:2]), Cache(scales, *scales.stride()[:2]),
         Output(*state, *slots), ready.flat, Batch(pages_RP, table.cu_queries, table.lengths_R),
-        pages_RP.stride(0), pages_RP.shape[1], P, flat_offsets(ready.capacity)[1], H**-0.5, config,
+        pages_RP.stride(0), pages_RP.shape[1], P, flat_offsets(ready.capacity)[1], H**-0.5, constexprs(config),
         num_warps=tiles.warps,
     )  # fmt: skip
     launch_merge(state, slots, table, ready)

@@ -28,6 +28,7 @@ from triton import language as tl
 from colonnade.kernels.device import multiprocessors, shared_memory_bytes
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.triton_activation import activate
+from colonnade.kernels.triton_constants import constexprs
 from colonnade.kernels.triton_permute import row_contiguous
 
 UP_TILES = {"BN": 4, "BK": 1024, "V": 8, "STAGES": 3, "num_warps": 4}
@@ -175,17 +176,19 @@ def _routed_unsorted(
     pdl = x_TD.is_cuda and torch.cuda.get_device_capability(x_TD.device) >= (9, 0)
     few_tokens_up_kernel[min(blocks, PROGRAMS_PER_SM * sms),](
         x_TD, ids_R, gate_EFD, up_EFD, gate_b, up_b, h_RF, R, E, F, D, x_TD.stride(0),
-        UpConstants(
+        constexprs(UpConstants(
             A, gate_EFD is not None, up_b is not None, activation, triton.cdiv(D, BK), R_PAD, UP_TILES["BN"], BK,
             UP_TILES["V"], UP_TILES["STAGES"], pdl,
-        ),
+        )),
         num_warps=UP_TILES["num_warps"],
     )  # fmt: skip
     BD = min(MAX_OUTPUTS, max(MIN_OUTPUTS, triton.next_power_of_2(T * D // sms)))
     BF = tile_hidden_units(BD, x_TD.itemsize, shared_memory_bytes(x_TD.device))
     few_tokens_down_kernel[T, triton.cdiv(D, BD)](
         h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D,
-        DownConstants(A, down_b is not None, triton.cdiv(F, BF), R_PAD, BF, BD, DOWN_TILES["STAGES"], pdl),
+        constexprs(
+            DownConstants(A, down_b is not None, triton.cdiv(F, BF), R_PAD, BF, BD, DOWN_TILES["STAGES"], pdl)
+        ),
         num_warps=DOWN_TILES["num_warps"], **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y_TD

@@ -12,6 +12,7 @@ no biases, and widths that are multiples of 16 bytes; otherwise our kernel is us
 # Triton kernels take launch options beside their arguments, and their constexpr arguments are plain numbers.
 
 from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from colonnade.kernels import triton_permute
 from colonnade.kernels.experts import grouped_mm, triton_activation, triton_grouped_gemm, triton_wgrad
 from colonnade.kernels.experts.tiles import GroupedTiles, Kernel, LayerShape, select_tiles
 from colonnade.kernels.experts.triton_tile_schedule import grid_size, padded_experts
+from colonnade.kernels.triton_constants import constexprs
 
 
 class RoutedRows:
@@ -91,6 +93,10 @@ class _Launch:
         )
         self.options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
+    def constexprs(self, **changes: Any) -> triton_grouped_gemm.Constants:
+        """The kernel's constants."""
+        return constexprs(self.constants._replace(**changes))
+
     def weight(self, w: Tensor | None, *, inner_last: bool) -> Tensor | TensorDescriptor | None:
         """``w``, as a descriptor where TMA loads it."""
         if w is None or not self.tma:
@@ -139,7 +145,7 @@ def up_forward(
     triton_grouped_gemm.up_kernel[launch.grid](
         x if gather else launch.rows(x), rows.order_R, rows.ends_E, launch.weight(up, inner_last=True),
         launch.weight(gate, inner_last=True), up_b, gate_b, h, a, u, D, F, E, x.stride(0), rows.active,
-        launch.constants._replace(
+        launch.constexprs(
             GATHER=gather, GATED=gate is not None, BIASED=up_b is not None, KEEP=keep, ACT=activation,
             ONE_TOKEN=rows.one_token,
         ),
@@ -159,7 +165,7 @@ def down_forward(rows: RoutedRows, h: Tensor, down: Tensor, down_b: Tensor | Non
     triton_grouped_gemm.down_kernel[launch.grid](
         launch.rows(h), None, rows.order_R, rows.ends_E, launch.weight(down, inner_last=False), None, down_b,
         rows.routing_TA, y, F, D, E,
-        launch.constants._replace(BIASED=down_b is not None, WEIGHTED=True, ONE_TOKEN=rows.one_token), **launch.options,
+        launch.constexprs(BIASED=down_b is not None, WEIGHTED=True, ONE_TOKEN=rows.one_token), **launch.options,
     )  # fmt: skip
     return rows.combine(y, weighted=False)
 
@@ -183,7 +189,7 @@ def hidden_dgrad(
     triton_grouped_gemm.hidden_dgrad_kernel[launch.grid](
         dy if gather else launch.rows(dy), rows.order_R, rows.ends_E, launch.weight(down, inner_last=True),
         rows.routing_TA, triton_grouped_gemm.Activations(a, u, h, da, du), dot, R, D, F, E, dy.stride(0), rows.active,
-        launch.constants._replace(GATHER=gather, GATED=a is not None, ACT=activation), **launch.options,
+        launch.constexprs(GATHER=gather, GATED=a is not None, ACT=activation), **launch.options,
     )  # fmt: skip
     return h, du, da, dot.sum(0)
 
@@ -202,7 +208,7 @@ def input_dgrad(rows: RoutedRows, du: Tensor, da: Tensor | None, up: Tensor, gat
     triton_grouped_gemm.down_kernel[launch.grid](
         launch.rows(du), launch.rows(da), rows.order_R, rows.ends_E, launch.weight(up, inner_last=False),
         launch.weight(gate, inner_last=False), None, None, dx, F, D, E,
-        launch.constants._replace(TWO=gate is not None, INTERLEAVED=gate is not None and tiles.interleaved),
+        launch.constexprs(TWO=gate is not None, INTERLEAVED=gate is not None and tiles.interleaved),
         **launch.options,
     )  # fmt: skip
     return rows.combine(dx, weighted=False)
@@ -228,10 +234,10 @@ def wgrad(rows: RoutedRows, p: Tensor, s: Tensor | None, q_TD: Tensor) -> tuple[
     triton_wgrad.wgrad_kernel[E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),](
         operand(p, tiles.BM), operand(s, tiles.BM), q if gather else operand(q, tiles.BN),
         rows.row_tokens if gather else None, rows.experts_by_load, rows.ends_E, dp, ds, F, D, q.stride(0),
-        triton_wgrad.Constants(
+        constexprs(triton_wgrad.Constants(
             tiles.BM, tiles.BN, tiles.BK, tiles.GROUP, EVEN=F % tiles.BM == 0 and D % tiles.BN == 0, TMA=tma,
             TWO=s is not None, GATHER=gather,
-        ),
+        )),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return dp, ds

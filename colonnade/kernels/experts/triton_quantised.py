@@ -34,6 +34,7 @@ from colonnade.kernels.experts.triton_tile_schedule import (
 )
 from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.kernels.linear.triton_quantised import nibble, scale_and_low
+from colonnade.kernels.triton_constants import constexprs
 from colonnade.kernels.triton_permute import combine_rows, row_contiguous
 
 
@@ -181,13 +182,13 @@ def routed(
         quantised_up_kernel[launch.grid](
             x_TD, order_R, ends_E, launch.matrices(up_w, up_b), launch.matrices(gate_w, gate_b), h, D, F, E,
             x_TD.stride(0), weights_TA.shape[1], *launch.stored_sizes,
-            launch.constants._replace(GATED=gate_w is not None, BIASED=up_b is not None, ACT=activation),
+            constexprs(launch.constants._replace(GATED=gate_w is not None, BIASED=up_b is not None, ACT=activation)),
             **launch.options,
         )  # fmt: skip
         launch = _Launch(down_w, tiles, R, ends_E)
         quantised_down_kernel[launch.grid](
             h, order_R, ends_E, launch.matrices(down_w, down_b), weights_TA, y, F, D, E, *launch.stored_sizes,
-            launch.constants._replace(BIASED=down_b is not None), **launch.options,
+            constexprs(launch.constants._replace(BIASED=down_b is not None)), **launch.options,
         )  # fmt: skip
     return combine_rows(y, order_R, *weights_TA.shape, ends_E=ends_E)
 
