@@ -18,12 +18,16 @@ def compiled(
 
     A NamedTuple has its members' types; in ``whole`` they are called "argument.member".
 
-    ``constants`` may be a launch's own, with what it tells of registers among them.
+    ``constants`` may be a launch's own, with what it tells of registers among them; a NamedTuple of them goes in as
+    launches pass it.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from colonnade.kernels.triton_constants import constexprs
+
+    constants = {name: constexprs(value) if isinstance(value, tuple) else value for name, value in constants.items()}
     found = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
     leaves = [leaf for i, (name, kind) in enumerate(found.items()) for leaf in _leaves(kind, (i,), name)]
     values = {path: constants.get(name) for path, name, kind in leaves if kind == "constexpr"}
