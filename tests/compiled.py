@@ -18,12 +18,15 @@ def compiled(
 
     A NamedTuple argument has a tuple of member types; in ``whole`` a member is called "argument.member".
 
-    ``constants`` may be a launch's own keywords, including ``maxnreg``.
+    ``constants`` may be a launch's own keywords, including ``maxnreg``; NamedTuples are passed as launches pass them.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from colonnade.kernels.triton_constants import constexprs
+
+    constants = {name: constexprs(value) if isinstance(value, tuple) else value for name, value in constants.items()}
     signature = {argument: types.get(argument, "constexpr") for argument in function.arg_names}
     leaves = [leaf for i, (name, kind) in enumerate(signature.items()) for leaf in _leaves(kind, (i,), name)]
     values = {path: constants.get(name) for path, name, kind in leaves if kind == "constexpr"}

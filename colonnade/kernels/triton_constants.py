@@ -3,7 +3,7 @@
 import functools
 from typing import TypeVar
 
-import triton
+from triton import knobs
 from triton import language as tl
 
 T = TypeVar("T", bound=tuple)
@@ -15,6 +15,6 @@ def constexprs(constants: T) -> T:
 
     Triton 3.5 and 3.6 read a plain member as a Python number, which they refuse in tuples and shapes.
     """
-    if triton.knobs.runtime.interpret:
+    if knobs.runtime.interpret:
         return constants
     return type(constants)(*map(tl.constexpr, constants))

@@ -140,7 +140,8 @@ def test_stuck_rank_is_named(config: RunConfig) -> None:
     output = finish(process)
     assert process.returncode == 1
     assert re.search(
-        r"WorkerError: step 10: .* alive: rank 1 reads samples in step 10 for \S+ s; look there", output
+        r"WorkerError: step 10: .* alive and do not advance: rank 1 reads samples in step 10 for \S+ s; look there",
+        output,
     ), output
     assert [step for step, _ in folders.list_steps(config.folder)][-1] == 4
     in_world(2, train, config)
