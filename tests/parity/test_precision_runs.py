@@ -159,7 +159,7 @@ def test_startup_output_shows_recompute_and_offload(config: RunConfig, capsys) -
     assert "offload optimizer" in output
     assert "recompute in 3 blocks: " in output and "of the 39.06 KiB allowed for a micro-batch" in output
     with pytest.raises(
-        CapacityError, match=r"3 blocks keep .* train.activation_bytes allows 100 bytes; set it to at l"
+        CapacityError, match=r"3 blocks save .* train.activation_bytes allows 100 bytes; set it to at l"
     ):
         Trainer(config.replace(name="little", train=TRAIN.replace(recompute="budget", activation_bytes=100))).fit()
 
