@@ -72,12 +72,12 @@ def own_tokens_pooled(patch: Patch) -> None:
 
 def own_stage_pooled(patch: Patch) -> None:
     """The balance loss over all layers counts those of the last pipeline stage only."""
-    right = PipelineStep._run
+    right = PipelineStep._run_stage
 
     def run(self: PipelineStep, span: range, sent: tuple[Tensor, ...], i: int) -> tuple[Tensor, ...] | Tensor:
         return right(self, span, (*sent[:1], *(0 * sums for sums in sent[1:])), i)
 
-    patch.setattr(PipelineStep, "_run", run)
+    patch.setattr(PipelineStep, "_run_stage", run)
 
 
 def bias_by_own_load(patch: Patch) -> None:
@@ -96,7 +96,7 @@ def shadows_keep_their_gradient(patch: Patch) -> None:
     right = experts.Experts.shadowed
 
     def shadowed(self: experts.Experts, hot_E: Tensor) -> Weights:
-        return right(self, hot_E).each(Tensor.detach)
+        return right(self, hot_E).map(Tensor.detach)
 
     patch.setattr(experts.Experts, "shadowed", shadowed)
 

@@ -255,7 +255,7 @@ def test_learns_a_toy_task(tmp_path: Path) -> None:
 def test_fixed_shape_micro_batches_give_the_same_values() -> None:
     """Padding is not attended to by any example and counts for nothing."""
     given, options = Examples(examples(5)), {"config": DataConfig(sequence=32), "segments": True}
-    exact, filled = (LabelledSamples(given, **options, fixed=fixed) for fixed in (False, True))  # type: ignore[arg-type]
+    exact, filled = (LabelledSamples(given, **options, fixed_shape=fixed) for fixed in (False, True))  # type: ignore[arg-type]
     order = torch.arange(5).numpy()
     one, other = exact.pack(order, order), filled.pack(order, order)
     T = len(one.tokens_T)

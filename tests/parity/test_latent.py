@@ -111,5 +111,5 @@ def test_bad_latent_configs_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             ModelConfig(latent=latent, **sizes)
-    with pytest.raises(ConfigError, match="leave window as it is"):
+    with pytest.raises(ConfigError, match="leave window at its default"):
         ModelConfig(latent=LatentConfig(kv_rank=4, rope_width=2, v_width=4), window=3, **sizes)

@@ -88,7 +88,7 @@ def compare(
             stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         for config in configs:
             exact = gradients(context, config, torch.float64, None)
-            found = gradients(context, config, torch.float64, transfer, compiled=compiled, recompute_summary=recomputed)
+            found = gradients(context, config, torch.float64, transfer, compiled=compiled, recomputed=recomputed)
             assert found.keys() == exact.keys()
             for name, value in exact.items():
                 assert_same(found[name], value, what=name)

@@ -142,7 +142,7 @@ def test_tuning_tensor_cores_keeps_other_rows_of_the_table() -> None:
         (c.kind, c.gated, c.rows) for c in cases
     }
     assert {c.rows for c in cases} == {1, 2, 4, 8, 16}
-    assert not any(candidate.tensor_cores for candidate in skinny_gemm.in_registers(skinny_gemm.CELLS[-1]))
+    assert not any(candidate.tensor_cores for candidate in skinny_gemm.cuda_core_tiles(skinny_gemm.CELLS[-1]))
 
 
 def test_table_tiles_of_unmeasured_shapes() -> None:
