@@ -96,7 +96,7 @@ def test_task_updates_only_its_own_row(corpus: Path, tmp_path: Path) -> None:
         assert sum(n > 0 for n in row["1"]["load"]) <= 3
     table = found.get_parameter("blocks.1.ffn.router.gates.0.own.table")
     with (
-        pytest.raises(ConfigError, match=r"knows 4 tasks.* set --experts\.task to one of 0 to 3"),
+        pytest.raises(ConfigError, match=r"one of 4 tasks.* set --experts\.task to one of 0 to 3"),
         colonnade.load(run.folder, device="cpu") as untold,
     ):
         colonnade.Engine(untold)
