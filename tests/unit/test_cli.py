@@ -283,7 +283,7 @@ def test_missing_corpus_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "is not a corpus" in output
     (tmp_path / "book.txt").write_text(TEXT)
     output = error_of(capsys, "train", "--data.path", tmp_path / "book.txt", "--runs", tmp_path / "runs")
-    assert f"make one of it: colonnade corpus {tmp_path / 'book.txt'} --out {tmp_path / 'book'}" in output
+    assert f"colonnade corpus {tmp_path / 'book.txt'} --out {tmp_path / 'book'}" in output
     assert not (tmp_path / "runs").exists()
 
 

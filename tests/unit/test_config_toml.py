@@ -23,7 +23,7 @@ def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> No
 
 
 @given(
-    name=st.text(min_size=1),
+    name=st.text(min_size=1).filter(lambda name: not Path(name).is_absolute() and ".." not in Path(name).parts),
     lr=st.floats(1e-300, 1e15),
     scaling=st.none() | st.builds(RopeScaling, kind=st.just("yarn"), factor=st.floats(1, 9), truncate=st.booleans()),
 )

@@ -80,9 +80,9 @@ def _multiply_int4(x_TD: Tensor, weight: Quantised) -> Tensor:
     """Input i·G/8 + c of a group is in bits 4i … 4i+3 of word c, with i = 2b + h in half h of byte b."""
     words, groups = weight.group // INT4_PER_WORD, weight.scales.shape[1]
     # (T, groups, bytes, halves of a byte, words), then (halves, groups, T, bytes in memory order)
-    x_TgBhw = F.pad(x_TD, (0, -weight.inputs % weight.group)).unflatten(1, (groups, INT4_PER_WORD // 2, 2, words))
-    x_Tg = x_TgBhw.sum((2, 3, 4))
-    halves = x_TgBhw.permute(3, 1, 0, 4, 2).flatten(3)
+    grouped_x = F.pad(x_TD, (0, -weight.inputs % weight.group)).unflatten(1, (groups, INT4_PER_WORD // 2, 2, words))
+    x_Tg = grouped_x.sum((2, 3, 4))
+    halves = grouped_x.permute(3, 1, 0, 4, 2).flatten(3)
     bytes_FgB = weight.values.view(torch.uint8).unflatten(1, (groups, -1))
     parts, step = [], reference.band_rows(weight)
     for b_FgB, scales_Fg2 in zip(bytes_FgB.split(step), weight.scales.to(x_TD.dtype).split(step), strict=True):
