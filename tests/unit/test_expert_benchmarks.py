@@ -142,7 +142,7 @@ class FakeLayerAndClock:
     def median(self, run, budget_s: float) -> float:
         run()
         if self.how.library:
-            return 1.0 if "back" in self.kernel else 9.0
+            return 1.0 if "grad" in self.kernel else 9.0
         return {256: 2.0, 128: 3.0}.get(self.how.BN, 4.0)
 
 
@@ -260,7 +260,9 @@ def test_the_time_of_a_layer_is_divided_into_groups(
         assert {layer_share.group_of(name, alone) for name in kernels} == {group}
     kernels = [
         (name, float(i), 10.0)
-        for i, name in enumerate([*names["router"], "_scatter", "_combine_kernel", "up", "up", "up"])
+        for i, name in enumerate(
+            [*names["router"], "_scatter", "_combine_kernel", "up_kernel", "up_kernel", "up_kernel"]
+        )
     ]
     runs = iter([[(name, 0.0, 1.0) for name in alone], *[kernels] * layer_share.RUNS])
     monkeypatch.setattr(layer_share, "timeline", lambda *_, **__: next(runs))

@@ -66,5 +66,5 @@ def test_engine_caches_twice_the_tokens_with_similar_output() -> None:
 
 
 def test_int8_cache_needs_latent_attention() -> None:
-    with pytest.raises(ConfigError, match=r"int8 is for latent attention.* use --serve.cache float8"):
+    with pytest.raises(ConfigError, match=r"int8 cache needs latent attention.* use --serve.cache float8"):
         ServeConfig(cache="int8").check(tiny.model().config)

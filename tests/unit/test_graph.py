@@ -147,9 +147,9 @@ def test_replayed_steps_equal_eager_steps(fused: bool, dtype: str) -> None:
         ({"plan": Plan(dp=1, replicate=2)}, "dp=2"),
         ({"model": MODEL.replace(moe=MoeConfig(experts=4, active=2, ffn_width=8))}, "dense"),
         ({"train": TRAIN.replace(micro_batch=2)}, "2 micro-batches of 2; set train.micro_batch 4"),
-        ({"train": TRAIN.replace(dtype="float32")}, "one by one.*separate_documents"),
+        ({"train": TRAIN.replace(dtype="float32")}, "one at a time.*separate_documents"),
         ({"model": MODEL.replace(head_width=4)}, "heads of width 4"),
-        ({"model": preset("bert-base").replace(head_width=4)}, "one by one"),
+        ({"model": preset("bert-base").replace(head_width=4)}, "one at a time"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
