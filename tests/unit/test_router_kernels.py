@@ -25,7 +25,7 @@ def emulate_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "matmul_float32", lambda a, b: a.float() @ b.float())
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("emulate_tensor_cores")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("T", "E", "D"), [(40, 6, 24), (1, 1, 7), (0, 5, 8), (300, 33, 65)])
 @pytest.mark.parametrize("biased", [False, True])
@@ -49,7 +49,7 @@ def test_float32_scores_of_16_bit_inputs(dtype: torch.dtype, T: int, E: int, D: 
         assert (ours.grad - theirs.grad).norm() <= torch.finfo(dtype).eps / 2 * theirs.grad.norm()
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("emulate_tensor_cores")
 def test_unneeded_gradients_are_not_computed() -> None:
     x, w = random_values(9, 8, dtype=torch.bfloat16), random_values(5, 8, dtype=torch.bfloat16)
     for frozen, trained in ((x, w), (w, x)):
@@ -60,7 +60,7 @@ def test_unneeded_gradients_are_not_computed() -> None:
         trained.grad = None
 
 
-@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.usefixtures("emulate_tensor_cores")
 def test_score_operators_pass_opcheck() -> None:
     for T in (0, 4):
         x, w = random_values(T, 8, dtype=torch.bfloat16), random_values(5, 8, dtype=torch.bfloat16)

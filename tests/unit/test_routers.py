@@ -200,10 +200,10 @@ def test_cases_cover_every_registered_router():
 def test_docs_and_config_list_every_router():
     names = {kind_of(name) for name in KINDS}
     page = (Path(__file__).parents[2] / "docs/ideas/routing.md").read_text(encoding="utf-8")
-    table = page[page.index("| `moe.router.kind`") : page.index("Beside the kind")]
+    table = page[page.index("| `moe.router.kind`") : page.index("Besides `kind`")]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == names
     described = RouterConfig.model_fields["kind"].description
-    assert set(re.split(r"[,.]\s+", described.removeprefix("Its name: ").split(", or one")[0])) == names
+    assert set(re.split(r"[,.]\s+", described.removeprefix("The routing algorithm: ").split(", or one")[0])) == names
 
 
 @pytest.mark.parametrize("name", KINDS)

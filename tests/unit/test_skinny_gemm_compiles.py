@@ -68,13 +68,17 @@ def test_skinny_gemms_fit_the_gpu(kind: str, rows: int, gated: bool, inputs: int
 
 def test_cache_write_fits_the_gpu(tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_cache_write
+    from colonnade.kernels.attention.triton_args import Cache
+    from colonnade.kernels.rotary import Rotation
 
     kernel = triton_cache_write._rope_and_kv_write
-    types = dict.fromkeys((name for name in kernel.arg_names if name.endswith("_ptr")), "*bf16")
-    types |= {"slots_ptr": "*i64", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
-    types |= dict.fromkeys(("qkv_t", "page_tokens", "places", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k"), "i32")
-    types |= dict.fromkeys(("q_eps", "k_eps"), "fp32")
-    constants = {"K": 8, "GROUP": 4, "H": 128, "TURN": True, "NORM": True, "BLOCK_G": 8, "BLOCK_H": 128}
-    whole = [name for name, kind in types.items() if kind == "i32"]
+    norm, cache = triton_cache_write._Norm("*bf16", "fp32"), Cache("*fp8e4nv", "i32", "i32", "i32")
+    types = {
+        "qkv_ptr": "*bf16", "rotation": Rotation("*bf16", "*bf16"), "q_norm": norm, "k_norm": norm,
+        "slots_ptr": "*i64", "q_ptr": "*bf16", "keys": cache, "values": cache,
+        "qkv_t": "i32", "page_tokens": "i32", "slots_total": "i32",
+    }  # fmt: skip
+    constants = {"cfg": triton_cache_write._Config(8, 4, 128, True, True, 8, 128)}
+    whole = ["qkv_t", "page_tokens", "slots_total", "keys", "values"]
     built = compiled(kernel, types, constants, whole, warps=4)
     assert spilled(built, tmp_path) == 0
