@@ -18,6 +18,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
+from colonnade.serve.api.body import BodyRoute, run_sized
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, FinishReason, Usage
@@ -35,6 +36,7 @@ CLIENT_CLOSED_REQUEST = 499
 def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     errors.install(app)
     replies.describe_chunks(app)
@@ -85,7 +87,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
 
     async def answer(body: Body, builder: CompletionReplies, request: Request) -> Response:
         check_model(body.model)
-        generation = body.to_generation_request()
+        generation = await run_sized(len(await request.body()), body.to_generation_request)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
                 f"{generation.num_completions} prompts; at most {config.max_waiting} in one request "
