@@ -144,7 +144,7 @@ class Model:
         :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
         """
         prompts = list(prompt) if (is_list := is_list_of_prompts(prompt)) else [prompt]
-        completions = self._serving_engine.generate(prompts, SamplingParams.from_kwargs(params))
+        completions = self._serving_engine.generate(prompts, _sampling_params(params))
         results = [
             completion.text if isinstance(each, str) else list(completion.token_ids)
             for each, completion in zip(prompts, completions, strict=True)
@@ -161,10 +161,10 @@ class Model:
         A bad request is refused at once; leaving the loop early cancels the rest.
         """
         ids = self._encode_chat(prompt) if is_conversation(prompt) else prompt
-        outputs = self._serving_engine.stream(ids, SamplingParams.from_kwargs(params))
+        outputs = self._serving_engine.stream(ids, _sampling_params(params))
         if isinstance(prompt, str) or ids is not prompt:
             return (output.text for output in outputs if output.text)
-        return (output.token for output in outputs)
+        return (output.token for output in outputs if output.token is not None)
 
     def chat(self, messages: str | Sequence[Message], **params: Any) -> str:
         """The answer to a conversation, with the model's chat template; a text is a conversation of one message.
@@ -174,7 +174,7 @@ class Model:
         """
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         ids = self._encode_chat(conversation)
-        return self._serving_engine.generate([ids], SamplingParams.from_kwargs(params))[0].text
+        return self._serving_engine.generate([ids], _sampling_params(params))[0].text
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not is_conversation(messages):
@@ -329,3 +329,15 @@ def save(
         meta = native.Meta(model=model.config, tasks=model.tasks)
         native.save(folder, model.transformer, meta, model.context, tokenizer=model._tokenizer, overwrite=overwrite)
     return folder
+
+
+def _sampling_params(kwargs: dict[str, Any]) -> SamplingParams:
+    """The parameters of a call that returns text or ids only."""
+    params = SamplingParams.from_kwargs(kwargs)
+    for name in ("logprobs", "prompt_logprobs", "echo"):
+        if getattr(params, name) not in (None, False):
+            raise RequestError(
+                f"{name} is not for this call, which returns the generated text or ids only; use colonnade.Engine",
+                param=name,
+            )
+    return params

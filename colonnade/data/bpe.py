@@ -18,6 +18,12 @@ from colonnade.errors import ConfigError, DataError
 END = "<|endoftext|>"
 """GPT-2's special token between documents."""
 
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+
+BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""The byte of each character in a byte-level vocabulary: visible Latin-1 characters stand for themselves."""
+
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = (END,)) -> tokenizers.Tokenizer:
     """Train a vocabulary of at most ``vocab_size`` tokens; the result does not depend on the order of the texts.

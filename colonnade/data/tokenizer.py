@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from colonnade.data.bpe import END, byte_level_bpe, train_bpe
+from colonnade.data.bpe import BYTE_LEVEL, END, byte_level_bpe, train_bpe
 from colonnade.data.chat_template import ChatEncoder, ChatTemplate, Message
 from colonnade.data.detokenize import Detokenizer
 from colonnade.errors import DataError, RequestError
@@ -166,6 +166,38 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a token in the vocabulary's spelling, or None."""
         return self._core.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token inside a text, possibly part of a character; empty for an id without a token."""
+        if (data := self._token_bytes.get(token_id)) is None:
+            data = self._token_bytes[token_id] = self._decode_token(token_id)
+        return data
+
+    def _decode_token(self, token_id: int) -> bytes:
+        spelling = self._core.id_to_token(token_id)
+        if spelling is None:
+            return b""
+        if token_id in self._byte_ids:  # <0x0A>
+            return bytes([int(spelling[3:5], 16)])
+        if token_id in self._added_ids:
+            return spelling.encode()
+        if self._is_byte_level and all(character in BYTE_LEVEL for character in spelling):
+            return bytes(BYTE_LEVEL[character] for character in spelling)
+        # SentencePiece drops the space of a text's first token, so the second one of two is read.
+        decode = functools.partial(self._core.decode, skip_special_tokens=False)
+        return decode([token_id, token_id])[len(decode([token_id])) :].encode()
+
+    @functools.cached_property
+    def _token_bytes(self) -> dict[int, bytes]:
+        return {}
+
+    @functools.cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._core.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._json).get("decoder"))
 
     def detokenizer(self, skip_special: bool = True) -> Detokenizer:
         """A new incremental decoder, for streaming."""

@@ -32,6 +32,12 @@ class TokenScores(NamedTuple):
     """In descending order; the first is the argmax."""
     top_ids_RK: Tensor
 
+    def pad(self, count: int) -> "TokenScores":
+        """With ``count`` alternatives, at least K: the further ones have id 0 and log-probability -inf."""
+        more = (0, count - self.top_ids_RK.shape[1])
+        logp_RK, ids_RK = F.pad(self.top_logp_RK, more, value=-math.inf), F.pad(self.top_ids_RK, more)
+        return self._replace(top_logp_RK=logp_RK, top_ids_RK=ids_RK)
+
     @staticmethod
     def cat(parts: Sequence["TokenScores"]) -> "TokenScores":
         """The rows of all ``parts``."""
@@ -53,7 +59,14 @@ class TokenLogprobs:
 
 @torch.no_grad()
 def score_rows(
-    x_tD: Tensor, T: int, rows_R: Tensor | None, targets_R: Tensor, output: OutputProjection, *, top: int = 0
+    x_tD: Tensor,
+    T: int,
+    rows_R: Tensor | None,
+    targets_R: Tensor,
+    output: OutputProjection,
+    *,
+    top: int = 0,
+    rowwise: bool = False,
 ) -> TokenScores:
     """Scores of ``targets_R`` after the tokens ``rows_R`` of the stream, with ``top`` alternatives."""
     x_RD, bias_v = projection_input(x_tD, T, rows_R, output)
@@ -67,6 +80,7 @@ def score_rows(
             output.axes.tp,
             output.vocab_size,
             top=top,
+            rowwise=rowwise,
         )
         for a in range(0, max(1, len(x_RD)), rows)
     ]
@@ -75,9 +89,21 @@ def score_rows(
 
 @torch.no_grad()
 def score_logits(
-    z_Rv: Tensor, targets_R: Tensor, tp: Axis = SOLO, vocab_size: int | None = None, *, top: int = 0
+    z_Rv: Tensor,
+    targets_R: Tensor,
+    tp: Axis = SOLO,
+    vocab_size: int | None = None,
+    *,
+    top: int = 0,
+    rowwise: bool = False,
 ) -> TokenScores:
-    """Scores of ``targets_R`` under the logits ``z_Rv``, this rank's share of the vocabulary."""
+    """Scores of ``targets_R`` under the logits ``z_Rv``, this rank's share of the vocabulary.
+
+    ``rowwise``: one row at a time, so that no rounding depends on another row.
+    """
+    if rowwise and len(z_Rv) > 1:
+        rows = zip(z_Rv.split(1), targets_R.split(1), strict=True)
+        return TokenScores.cat([score_logits(*row, tp, vocab_size, top=top) for row in rows])
     V = vocab_size or z_Rv.shape[1]
     shard, first = -(-V // tp.size), tp.part(V)[0]
     z_Rv = z_Rv if z_Rv.dtype == torch.float64 else z_Rv.float()

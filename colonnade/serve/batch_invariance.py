@@ -70,5 +70,7 @@ def split_into_single_tokens(work: Work, page_tokens: int) -> list[Work]:
         for i, token in enumerate(piece.tokens):
             pages = piece.pages[: (piece.start + i) // page_tokens + 1]
             args = piece.sample_args if i == len(piece.tokens) - 1 else None
-            passes.append(Work((Slice(piece.start + i, (token,), pages, args),)))
+            targets = piece.targets[i : i + 1]
+            each = Slice(piece.start + i, (token,), pages, args, targets=targets, alternatives=piece.alternatives)
+            passes.append(Work((each,)))
     return passes

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from colonnade.config import ServeConfig
@@ -27,10 +27,20 @@ from colonnade.serve.batch_invariance import make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.memory_estimate import scratch_pages
 from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_work, receive_work
-from colonnade.serve.model_runner import ModelRunner, SampledTokens, build_cache, check_model
+from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_cache, check_model
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import Prompt, check_params, check_params_list, check_prompts, limit_tokens, token_ids
-from colonnade.serve.request import Completion, FinishReason, Output, Request, Stats, Timing, not_finite
+from colonnade.serve.request import (
+    Alternative,
+    Completion,
+    FinishReason,
+    Output,
+    Request,
+    Stats,
+    Timing,
+    TokenLogprob,
+    not_finite,
+)
 from colonnade.serve.resolve_config import EngineTraits, check_fixed_steps, check_plan, resolve_config
 from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
@@ -47,6 +57,15 @@ class _Generation:
     arrived_s: float
     admitted_s: float | None = None
     first_token_s: float = 0.0
+    prompt_scores: list[HostScore] = field(default_factory=list)
+    """Of the prompt's tokens but the first."""
+    echoed: int = 0
+    """Characters of the prompt's text, if it is echoed."""
+
+    def timing(self, now_s: float) -> Timing:
+        """The times of a request that ends now."""
+        admitted_s = now_s if self.admitted_s is None else self.admitted_s
+        return Timing(admitted_s - self.arrived_s, self.first_token_s - admitted_s, now_s - self.first_token_s)
 
 
 class Engine:
@@ -166,15 +185,31 @@ class Engine:
     def _commit(self, work: Work, sampled: SampledTokens) -> list[Output]:
         tokens, now_s = sampled.tolist(), time.monotonic()
         self._stats.steps += 1
-        return [self._advance(self._live[r.id], token, now_s) for r, token in self.scheduler.commit(work, tokens)]
+        scores, prompt = iter(sampled.scores()), iter(sampled.prompt())
+        scored: dict[int, HostScore] = {}
+        for request, piece in zip(work.requests, work.slices, strict=True):
+            rows = [next(prompt) for target in piece.targets if target >= 0]
+            if rows and (live := self._live.get(request.id)) is not None and live.request is request:
+                live.prompt_scores += rows
+            if piece.sample_args is not None and piece.sample_args.logprobs >= 0:
+                scored[id(request)] = next(scores)
+        grown = self.scheduler.commit(work, tokens)
+        return [self._advance(self._live[r.id], token, scored.get(id(r)), now_s) for r, token in grown]
 
-    def _advance(self, live: _Generation, token: int, now_s: float) -> Output:
+    def _advance(self, live: _Generation, token: int, score: HostScore | None, now_s: float) -> Output:
         """The output for one new token: the text that it completes, and whether the request ends."""
         request, params = live.request, live.request.params
+        echo, prompt_logprobs = "", None
         if request.generated == 1:
             live.first_token_s = now_s
             self._stats.prompt_tokens += len(request.prompt)
+            echo, prompt_logprobs = self._prompt_outputs(live)
+            if params.max_tokens == 0:  # the token was sampled only because a pass ends with one
+                return self._prompt_only(live, echo, prompt_logprobs, now_s, failed=token == NOT_FINITE)
         self._stats.generation_tokens += 1
+        logprobs = None
+        if score is not None and token != NOT_FINITE:
+            logprobs = self._token_logprob(token, score, params.logprobs or 0, live.echoed + live.text.characters)
 
         is_end = token in params.stop_token_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
         text = "" if is_end or token == NOT_FINITE else live.text.push(token)
@@ -190,9 +225,51 @@ class Engine:
             text += live.text.finish()
             reason = "stop" if live.text.stopped else reason
             self._finish(live, reason)
-            admitted_s = now_s if live.admitted_s is None else live.admitted_s
-            timing = Timing(admitted_s - live.arrived_s, live.first_token_s - admitted_s, now_s - live.first_token_s)
-        return Output(request.id, text, token, reason, len(request.prompt), request.generated, timing)
+            timing = live.timing(now_s)
+        count = request.generated
+        return Output(
+            request.id, echo + text, token, reason, len(request.prompt), count, timing, logprobs, prompt_logprobs
+        )
+
+    def _prompt_only(
+        self,
+        live: _Generation,
+        text: str,
+        logprobs: tuple[TokenLogprob, ...] | None,
+        now_s: float,
+        *,
+        failed: bool,
+    ) -> Output:
+        """The only output of a request that generates no token."""
+        reason: FinishReason = "error" if failed else "length"
+        self._finish(live, reason)
+        count = len(live.request.prompt)
+        return Output(live.request.id, text, None, reason, count, 0, live.timing(now_s), None, logprobs)
+
+    def _prompt_outputs(self, live: _Generation) -> tuple[str, tuple[TokenLogprob, ...] | None]:
+        """The prompt's text, if it is echoed, and its tokens' log-probabilities, if they are wanted."""
+        prompt, params = live.request.prompt, live.request.params
+        text, offsets = "", [0] * len(prompt)
+        if params.echo:
+            detokenizer = self.tokenizer.detokenizer()
+            for i, token in enumerate(prompt):
+                offsets[i] = len(text)
+                text += detokenizer.push(token)
+            text += detokenizer.flush()
+        live.echoed = len(text)
+        if params.prompt_logprobs is None:
+            return text, None
+        first = TokenLogprob(prompt[0], self.tokenizer.token_bytes(prompt[0]), None, 0, ())
+        rows = zip(prompt[1:], live.prompt_scores, offsets[1:], strict=True)
+        rest = [self._token_logprob(token, score, params.prompt_logprobs, offset) for token, score, offset in rows]
+        live.prompt_scores = []
+        return text, (first, *rest)
+
+    def _token_logprob(self, token: int, score: HostScore, count: int, offset: int) -> TokenLogprob:
+        data = self.tokenizer.token_bytes
+        top = zip(score.top_ids[:count], score.top_logp[:count], strict=True)
+        alternatives = tuple(Alternative(other, data(other), logprob) for other, logprob in top)
+        return TokenLogprob(token, data(token), score.logp, offset, alternatives)
 
     def _finish(self, live: _Generation, reason: str) -> None:
         self.scheduler.finish(live.request)

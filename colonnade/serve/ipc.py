@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colonnade.errors import CapacityError, ColonnadeError, RequestError
-from colonnade.serve.request import Output, Stats, Timing, not_finite
+from colonnade.serve.request import Alternative, Output, Stats, Timing, TokenLogprob, not_finite
 from colonnade.serve.sampling_params import SamplingParams
 
 Message = dict[str, Any]
@@ -61,13 +61,31 @@ _OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
 def output_to_dict(output: Output) -> Message:
     """The fields of an :class:`Output`; ``asdict``, which copies every value, takes ten times as long."""
     values = {name: getattr(output, name) for name in _OUTPUT_FIELDS}
+    if output.logprobs is not None:
+        values["logprobs"] = _logprob_to_list(output.logprobs)
+    if output.prompt_logprobs is not None:
+        values["prompt_logprobs"] = [_logprob_to_list(each) for each in output.prompt_logprobs]
     return values if output.timing is None else values | {"timing": dataclasses.asdict(output.timing)}
 
 
 def output_from_dict(values: Message) -> Output:
     """The inverse of :func:`output_to_dict`."""
-    timing = values["timing"]
-    return Output(**{**values, "timing": timing and Timing(**timing)})
+    timing, logprobs, prompt = (values[name] for name in ("timing", "logprobs", "prompt_logprobs"))
+    changed: Message = {"timing": timing and Timing(**timing), "logprobs": logprobs and _logprob_from_list(logprobs)}
+    changed["prompt_logprobs"] = None if prompt is None else tuple(map(_logprob_from_list, prompt))
+    return Output(**{**values, **changed})
+
+
+def _logprob_to_list(it: TokenLogprob) -> list[Any]:
+    """The values of ``it``; bytes as Latin-1 text."""
+    top = [(token, data.decode("latin-1"), logprob) for token, data, logprob in it.top]
+    return [it.token, it.data.decode("latin-1"), it.logprob, it.offset, top]
+
+
+def _logprob_from_list(values: list[Any]) -> TokenLogprob:
+    token, data, logprob, offset, top = values
+    alternatives = tuple(Alternative(other, text.encode("latin-1"), each) for other, text, each in top)
+    return TokenLogprob(token, data.encode("latin-1"), logprob, offset, alternatives)
 
 
 def error_to_dict(error: ColonnadeError) -> Message:

@@ -3,7 +3,8 @@
 Rank 0 broadcasts each work as int64 tensors, without pickling: a corrupt message is at worst a wrong schedule.
 
     header  [kind, length of the payload]
-    payload [slices, then start, batch row, tokens, pages, samples of each; then all tokens, page tables, sample args]
+    payload [slices, then start, batch row, tokens, pages, samples, targets, alternatives of each;
+             then all tokens, page tables, targets, sample args]
 
 Under context parallelism page p is page p // ranks of rank p mod ranks (:mod:`colonnade.serve.page_pool`). Each rank
 runs all tokens, reads its own pages of each page table, in order, and stores the keys and values of the tokens in these
@@ -23,7 +24,7 @@ from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.sharded_kv_cache import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
-from colonnade.serve.sampler import NextTokens
+from colonnade.serve.sampler import NextTokens, PromptTargets
 from colonnade.serve.sampling_params import SampleArgs
 from colonnade.serve.scheduler import Slice, Work
 
@@ -48,23 +49,29 @@ def receive_work(axis: Axis) -> tuple[int, Work | None]:
 
 def pack_work(work: Work) -> list[int]:
     """The payload of ``work``, without its requests."""
-    heads = ((s.start, s.batch_row, len(s.tokens), len(s.pages), s.sample_args is not None) for s in work.slices)
+    heads = (
+        (s.start, s.batch_row, len(s.tokens), len(s.pages), s.sample_args is not None, len(s.targets), s.alternatives)
+        for s in work.slices
+    )
     tokens = chain.from_iterable(s.tokens for s in work.slices)
     pages = chain.from_iterable(s.pages for s in work.slices)
+    targets = chain.from_iterable(s.targets for s in work.slices)
     args = chain.from_iterable(each.pack() for each in work.sample_args)
-    return [len(work.slices), *map(int, chain.from_iterable(heads)), *tokens, *pages, *args]
+    return [len(work.slices), *map(int, chain.from_iterable(heads)), *tokens, *pages, *targets, *args]
 
 
 def unpack_work(payload: Sequence[int]) -> Work:
     """The inverse of :func:`pack_work`."""
     count = payload[0]
-    heads = [tuple(payload[1 + 5 * i : 6 + 5 * i]) for i in range(count)]
-    rest = iter(payload[1 + 5 * count :])
-    tokens = [tuple(islice(rest, n)) for *_, n, _, _ in heads]
-    pages = [tuple(islice(rest, n)) for *_, n, _ in heads]
+    heads = [tuple(payload[1 + 7 * i : 8 + 7 * i]) for i in range(count)]
+    rest = iter(payload[1 + 7 * count :])
+    tokens = [tuple(islice(rest, head[2])) for head in heads]
+    pages = [tuple(islice(rest, head[3])) for head in heads]
+    targets = [tuple(islice(rest, head[5])) for head in heads]
     width = len(SampleArgs._fields)
-    args = [SampleArgs.unpack(tuple(islice(rest, width))) if samples else None for *_, samples in heads]
-    return Work(tuple(Slice(h[0], t, p, a, h[1]) for h, t, p, a in zip(heads, tokens, pages, args, strict=True)))
+    args = [SampleArgs.unpack(tuple(islice(rest, width))) if head[4] else None for head in heads]
+    pieces = zip(heads, tokens, pages, args, targets, strict=True)
+    return Work(tuple(Slice(h[0], t, p, a, h[1], wanted, h[6]) for h, t, p, a, wanted in pieces))
 
 
 @dataclass(frozen=True)
@@ -162,8 +169,9 @@ def build_inputs(
 ) -> tuple[Stream, Paged | ShardedPaged, NextTokens]:
     """The model's arguments (stream, attend, head) for ``work``; ``share``: keys of several requests are read once."""
     device = shard.cache.k[0].device
-    tokens, positions, slots, tables, rows = [], [], [], [], []
+    tokens, positions, slots, tables, rows, scored = [], [], [], [], [], []
     for piece in work.slices:
+        scored.extend((len(tokens) + i, target) for i, target in enumerate(piece.targets) if target >= 0)
         tokens.extend(piece.tokens)
         positions.extend(range(piece.start, piece.start + len(piece.tokens)))
         slots.extend(shard.slots(piece))
@@ -185,7 +193,12 @@ def build_inputs(
         known_pages=tables,
         share=share,
     )
-    head = NextTokens(upload(rows, torch.int64, device), work.sample_args)
+    prompt = None
+    if scored:
+        most = max(piece.alternatives for piece in work.slices)
+        rows_S, targets_S = upload(list(zip(*scored, strict=True)), torch.int64, device)
+        prompt = PromptTargets(rows_S, targets_S, most)
+    head = NextTokens(upload(rows, torch.int64, device), work.sample_args, prompt)
     stream = Stream(upload(tokens, torch.int64, device), upload(positions, torch.int64, device))
     if shard.is_whole:
         return stream, attend, head

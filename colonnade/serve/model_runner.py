@@ -1,6 +1,7 @@
 """Runs the model: allocates the KV cache, and runs one forward pass, with sampling, for each :class:`Work`."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.registry import choose
 from colonnade.model import KVCache, Paged, Transformer, fused_block
+from colonnade.model.token_logprobs import TokenScores
 from colonnade.model.weight_only_quant import quantised_kind, weight_tensors
 from colonnade.parallel.device_memory import usable_bytes
 from colonnade.serve.batch_invariance import split_into_single_tokens
@@ -16,7 +18,7 @@ from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.memory_advice import check_memory, refusal
 from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, page_count, supports_float8
 from colonnade.serve.model_inputs import CacheShard, build_inputs
-from colonnade.serve.sampler import sample, sample_rowwise
+from colonnade.serve.sampler import Sampled, sample_and_score
 from colonnade.serve.scheduler import Work
 
 
@@ -95,17 +97,22 @@ class ModelRunner:
         axes = self.model.axes
         if self.graphs is not None and self.graphs.accepts(work):
             logits_Rv = self.graphs(work, self._last_R)
-            run = sample_rowwise if self.invariant else sample
-            tokens_R = run(logits_Rv, work.sample_args, axes.tp, self.model.config.vocab_size)
+            vocab_size, rowwise = self.model.config.vocab_size, self.invariant is not None
+            sampled = sample_and_score(logits_Rv, work.sample_args, axes.tp, vocab_size, rowwise=rowwise)
+        elif self._single_tokens:
+            passes = [self._run(each) for each in split_into_single_tokens(work, self.cache.page_tokens)]
+            scores, prompt = ([part for part in parts if part] for parts in list(zip(*passes, strict=True))[1:])
+            tokens_R = torch.cat([each.tokens_R for each in passes])
+            sampled = Sampled(tokens_R, _join_scores(scores), _join_scores(prompt))
         else:
-            passes = split_into_single_tokens(work, self.cache.page_tokens) if self._single_tokens else [work]
-            tokens_R = torch.cat([self._run(each) for each in passes])
+            sampled = self._run(work)
         if work.sample_args:
             # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
-            self._last_R = tokens_R = axes.cp.from_rank_0_(tokens_R)
-        return SampledTokens(tokens_R)
+            self._last_R = axes.cp.from_rank_0_(sampled.tokens_R)
+            sampled = sampled._replace(tokens_R=self._last_R)
+        return SampledTokens(sampled)
 
-    def _run(self, work: Work) -> Tensor:
+    def _run(self, work: Work) -> Sampled:
         stream, attend, head = build_inputs(self._shard, work, share=self.share)
         if self.invariant:
             assert isinstance(attend, Paged), "batch invariance is for one rank"
@@ -118,12 +125,13 @@ class ModelRunner:
 class SampledTokens:
     """Sampled tokens, copied to the host asynchronously: reading them does not wait for later work of the device."""
 
-    def __init__(self, tokens_R: Tensor):
+    def __init__(self, sampled: Sampled):
         self._copied: torch.cuda.Event | None = None
-        self._tokens_R = tokens_R
-        if tokens_R.is_cuda:
-            self._tokens_R = torch.empty_like(tokens_R, device="cpu", pin_memory=True)
-            self._tokens_R.copy_(tokens_R, non_blocking=True)
+        self._tokens_R, self._scores, self._prompt = sampled.tokens_R, sampled.scores, sampled.prompt
+        if self._tokens_R.is_cuda:
+            self._tokens_R = _copy_to_host(self._tokens_R)
+            self._scores = self._scores and TokenScores(*map(_copy_to_host, self._scores))
+            self._prompt = self._prompt and TokenScores(*map(_copy_to_host, self._prompt))
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -132,3 +140,36 @@ class SampledTokens:
         if self._copied is not None:
             self._copied.synchronize()
         return self._tokens_R.tolist()
+
+    def scores(self) -> "list[HostScore]":
+        """Those of :attr:`Sampled.scores`; call after :meth:`tolist`."""
+        return _to_host_scores(self._scores)
+
+    def prompt(self) -> "list[HostScore]":
+        """Those of :attr:`Sampled.prompt`; call after :meth:`tolist`."""
+        return _to_host_scores(self._prompt)
+
+
+class HostScore(NamedTuple):
+    """One row of :class:`TokenScores`."""
+
+    logp: float
+    greedy: bool
+    top_logp: list[float]
+    top_ids: list[int]
+
+
+def _to_host_scores(scores: TokenScores | None) -> list[HostScore]:
+    return [HostScore(*row) for row in zip(*(x.tolist() for x in scores), strict=True)] if scores else []
+
+
+def _join_scores(parts: list[TokenScores]) -> TokenScores | None:
+    """The rows of several passes, padded to the largest number of alternatives."""
+    if not parts:
+        return None
+    most = max(part.top_ids_RK.shape[1] for part in parts)
+    return TokenScores.cat([part.pad(most) for part in parts])
+
+
+def _copy_to_host(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)

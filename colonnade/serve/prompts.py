@@ -103,7 +103,7 @@ def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vo
     """
     check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
     left, wanted = context - len(ids), params.max_tokens
-    if left < (wanted or 1):
+    if left < (1 if wanted is None else wanted):
         total = f" and max_tokens {wanted} make {len(ids) + wanted}" if wanted else ""
         remedy = f"ask for at most {left}" if left > 0 else f"shorten the prompt to at most {context - 1}"
         raise RequestError(
@@ -111,4 +111,6 @@ def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vo
             param="prompt",
             code="context_length_exceeded",
         )
-    return wanted or max(1, min(left, pool.tokens + 1 - len(ids)))
+    if wanted is not None:
+        return max(1, wanted)  # without a token to generate, the step that scores the prompt's end samples one
+    return max(1, min(left, pool.tokens + 1 - len(ids)))

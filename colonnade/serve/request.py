@@ -9,7 +9,7 @@ tokens have reached the host: the request's next token is then unknown here, and
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from colonnade.errors import RequestError
 from colonnade.serve.sampling_params import SamplingParams
@@ -49,6 +49,8 @@ class Request:
     """Leading pages whose hashes the pool knows."""
     computed: int = 0
     """Tokens in the cache once the scheduled work has run."""
+    scored: int = 0
+    """Leading tokens of the prompt whose successors' log-probabilities have been scheduled."""
     in_flight: int = 0
     """Tokens that scheduled work samples, but that are not committed yet."""
     sample_index: int = 0
@@ -64,6 +66,11 @@ class Request:
     def generated(self) -> int:
         """Tokens generated so far."""
         return len(self.ids) - len(self.prompt)
+
+    @property
+    def unscored(self) -> bool:
+        """True while log-probabilities of the prompt are still to be scheduled."""
+        return self.params.prompt_logprobs is not None and self.scored < len(self.prompt) - 1
 
     @property
     def pending(self) -> int:
@@ -93,6 +100,34 @@ class Timing:
     """From the first token to the last."""
 
 
+class Alternative(NamedTuple):
+    """A token that was among the most probable ones."""
+
+    token: int
+    data: bytes
+    """Its bytes; they may be part of a character."""
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, from the raw logits."""
+
+    token: int
+    data: bytes
+    """Its bytes; they may be part of a character."""
+    logprob: float | None
+    """None for the first token of a prompt."""
+    offset: int
+    """Characters of the text before it; 0 for a prompt that is not echoed."""
+    top: tuple[Alternative, ...]
+    """The most probable tokens in its place, in descending order; the first is the argmax of the logits."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it is the argmax; needs at least one alternative."""
+        return bool(self.top) and self.top[0].token == self.token
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """One new token of a request, and the text that it completes."""
@@ -100,7 +135,8 @@ class Output:
     id: str
     text: str
     """New text; may be empty while a character or a possible stop string is incomplete."""
-    token: int
+    token: int | None
+    """None if the request generates none (``max_tokens`` is 0)."""
     finish_reason: FinishReason | None
     """None unless this is the last output."""
     prompt_tokens: int
@@ -108,6 +144,10 @@ class Output:
     """Tokens so far, including an end token."""
     timing: Timing | None = None
     """Set in the last output."""
+    logprobs: TokenLogprob | None = None
+    """The token's, if asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """The prompt's, in the first output, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +159,10 @@ class Completion:
     """All generated tokens, including an end token or those of a stop string, which the text leaves out."""
     finish_reason: FinishReason
     prompt_tokens: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of each of ``token_ids``, if asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of each token of the prompt, if asked for."""
 
     @staticmethod
     def of(outputs: Iterable[Output]) -> "Completion":
@@ -128,8 +172,11 @@ class Completion:
         assert reason is not None, "the request has not finished"
         if reason == "error":
             raise not_finite()
-        tokens = tuple(output.token for output in outputs)
-        return Completion("".join(output.text for output in outputs), tokens, reason, outputs[-1].prompt_tokens)
+        text = "".join(output.text for output in outputs)
+        tokens = tuple(output.token for output in outputs if output.token is not None)
+        logprobs = tuple(output.logprobs for output in outputs if output.logprobs is not None)
+        prompt = outputs[0].prompt_logprobs
+        return Completion(text, tokens, reason, outputs[-1].prompt_tokens, logprobs or None, prompt)
 
 
 def not_finite() -> RequestError:

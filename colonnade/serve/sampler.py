@@ -19,6 +19,7 @@ renormalised rest, then min-p. Everything is computed in float32 or float64, and
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from colonnade.kernels.device import upload
 from colonnade.kernels.dropout import column_hash, lowbias32
 from colonnade.kernels.registry import choose
 from colonnade.model.head import OutputProjection, local_logits
+from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.sampling_params import SampleArgs
 
@@ -41,19 +43,57 @@ NOT_FINITE = -1
 """Returned in place of a token if the logits contain NaN or no finite value."""
 
 
+class PromptTargets(NamedTuple):
+    """Tokens of prompts whose log-probabilities are wanted."""
+
+    rows_S: Tensor
+    """The tokens of the stream before them."""
+    targets_S: Tensor
+    alternatives: int
+
+
+class Sampled(NamedTuple):
+    """The result of a forward pass."""
+
+    tokens_R: Tensor
+    """int64, equal on every rank; :data:`NOT_FINITE` for a row of which no token can be sampled."""
+    scores: TokenScores | None = None
+    """Of those sampled tokens whose log-probabilities are wanted, in order."""
+    prompt: TokenScores | None = None
+    """Of :class:`PromptTargets`."""
+
+
 @dataclass(frozen=True)
 class NextTokens:
     """A model head that samples a token after each of the rows ``index_R`` of the stream."""
 
     index_R: Tensor
     sample_args: Sequence[SampleArgs]
+    prompt: PromptTargets | None = None
     rowwise: bool = False
     """Sample each row by itself (:func:`sample_rowwise`)."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
-        """tokens_R, int64, equal on every rank."""
-        run = sample_rowwise if self.rowwise else sample
-        return run(local_logits(x_tD, T, self.index_R, onto), self.sample_args, onto.axes.tp, onto.vocab_size)
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Sampled:
+        """The tokens and the log-probabilities that are wanted."""
+        logits_Rv = local_logits(x_tD, T, self.index_R, onto)
+        sampled = sample_and_score(logits_Rv, self.sample_args, onto.axes.tp, onto.vocab_size, rowwise=self.rowwise)
+        if self.prompt is None:
+            return sampled
+        rows_S, targets_S, top = self.prompt
+        return sampled._replace(prompt=score_rows(x_tD, T, rows_S, targets_S, onto, top=top, rowwise=self.rowwise))
+
+
+def sample_and_score(
+    logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis, vocab_size: int, *, rowwise: bool = False
+) -> Sampled:
+    """Sample, and score the tokens of the rows whose arguments ask for log-probabilities."""
+    tokens_R = (sample_rowwise if rowwise else sample)(logits_Rv, args, tp, vocab_size)
+    rows = [r for r, each in enumerate(args) if each.logprobs >= 0]
+    if not rows:
+        return Sampled(tokens_R)
+    which = slice(None) if len(rows) == len(args) else upload(rows, torch.int64, logits_Rv.device)
+    top = max(each.logprobs for each in args)
+    return Sampled(tokens_R, score_logits(logits_Rv[which], tokens_R[which], tp, vocab_size, top=top, rowwise=rowwise))
 
 
 def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:

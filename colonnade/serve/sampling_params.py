@@ -17,6 +17,9 @@ from colonnade.errors import RequestError
 MAX_STOPS = 64
 """Limit for the stop strings, and for the stop tokens, of one request."""
 
+MAX_LOGPROBS = 20
+"""Limit for the alternatives returned with a token's log-probability."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -40,14 +43,24 @@ class SamplingParams:
     """Tokens to generate at most; None generates up to the end of the context."""
     ignore_eos: bool = False
     """Continue past the tokenizer's end tokens (for benchmarks)."""
+    logprobs: int | None = None
+    """Return the log-probability of each generated token and of this many most probable ones, at most 20.
+
+    They are those of the raw logits, before temperature and filters; None returns none.
+    """
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. Such a prompt is not read from the prefix cache."""
+    echo: bool = False
+    """Begin the text with the prompt's."""
 
     def __post_init__(self):
         for name in ("temperature", "top_p", "min_p"):
             _check(name, getattr(self, name), _is_a(Real, getattr(self, name)), "a number")
-        for name in ("top_k", "seed", "max_tokens"):
+        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(name, value, _is_a(Integral, value) or (value is None and name != "top_k"), "a whole number")
-        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "True or False")
+        for name in ("ignore_eos", "echo"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         stop = (
             (self.stop,)
             if isinstance(self.stop, str)
@@ -65,7 +78,12 @@ class SamplingParams:
         _check("stop", list(stop), all(isinstance(text, str) and text for text in stop), "strings that are not empty")
         _check("stop_token_ids", list(tokens), all(_is_a(Integral, token) for token in tokens), "a list of token ids")
         _check("stop_token_ids", None, len(tokens) <= MAX_STOPS, f"at most {MAX_STOPS} tokens")
-        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        only_prompt = self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
+        allowed = "1 or more (0 only with echo or prompt_logprobs)"
+        _check("max_tokens", self.max_tokens, only_prompt or self.max_tokens is None or self.max_tokens >= 1, allowed)
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
@@ -92,11 +110,14 @@ class SampleArgs(NamedTuple):
     seed: int
     index: int
     """Number of tokens generated before it."""
+    logprobs: int = -1
+    """How many alternatives to return with the token's log-probability; negative for no log-probability."""
 
     @staticmethod
     def of(params: SamplingParams, seed: int, index: int) -> "SampleArgs":
         """Arguments for token ``index`` of a request."""
-        return SampleArgs(params.temperature, params.top_k, params.top_p, params.min_p, seed, index)
+        logprobs = -1 if params.logprobs is None else params.logprobs
+        return SampleArgs(params.temperature, params.top_k, params.top_p, params.min_p, seed, index, logprobs)
 
     @property
     def greedy(self) -> bool:
@@ -110,14 +131,15 @@ class SampleArgs(NamedTuple):
 
     def pack(self) -> tuple[int, ...]:
         """Encode as int64 values, the floats by their bits."""
-        return (*struct.unpack("<3q", struct.pack("<3d", self.temperature, self.top_p, self.min_p)), *self[4:], self[1])
+        floats = struct.unpack("<3q", struct.pack("<3d", self.temperature, self.top_p, self.min_p))
+        return (*floats, self.seed, self.index, self.top_k, self.logprobs)
 
     @staticmethod
     def unpack(values: Sequence[int]) -> "SampleArgs":
         """The inverse of :meth:`pack`."""
         temperature, top_p, min_p = struct.unpack("<3d", struct.pack("<3q", *values[:3]))
-        seed, index, top_k = values[3:]
-        return SampleArgs(temperature, top_k, top_p, min_p, seed, index)
+        seed, index, top_k, logprobs = values[3:]
+        return SampleArgs(temperature, top_k, top_p, min_p, seed, index, logprobs)
 
 
 def _is_a(kind: type, value: object) -> bool:

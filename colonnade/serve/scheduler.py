@@ -42,6 +42,10 @@ class Slice:
     """How to sample the next token; None if ``tokens`` do not reach the end of the request."""
     batch_row: int = -1
     """The request's row in a padded decode batch (:class:`BatchRows`); negative for none."""
+    targets: tuple[int, ...] = ()
+    """For each of ``tokens`` the prompt's next one, whose log-probability is wanted, or -1; empty if none is."""
+    alternatives: int = 0
+    """How many of the most probable tokens to return with those."""
 
     def slots(self, page_tokens: int) -> list[int]:
         """Cache slots for the keys and values of ``tokens``: page · page_tokens + offset."""
@@ -171,7 +175,13 @@ class Scheduler:
         pages = tuple(request.pages[: self.pool.pages_for(end)])
         request.computed = end
         self._cache_full_pages(request)
-        return request, Slice(start, tuple(tokens), pages, args, request.batch_row)
+        targets, last = (), len(request.prompt) - 1
+        if request.unscored and end > request.scored:
+            indices = range(start, end)
+            targets = tuple(request.prompt[i + 1] if request.scored <= i < last else -1 for i in indices)
+            request.scored = min(end, last)
+        alternatives = (request.params.prompt_logprobs or 0) if targets else 0
+        return request, Slice(start, tuple(tokens), pages, args, request.batch_row, targets, alternatives)
 
     def _admit(self) -> Request | None:
         """Start the first waiting request, with pages for all its tokens, if they are free."""
@@ -194,7 +204,7 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached pages with the beginning of ``request``; its last token is always run."""
-        if not self.prefix_cache:
+        if not self.prefix_cache or request.unscored:
             return []
         extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens)
         return self.pool.find_cached(request.page_hashes[: (len(request.ids) - 1) // self.pool.page_tokens])

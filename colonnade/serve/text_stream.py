@@ -61,6 +61,8 @@ class TextStream:
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]):
         self._detokenizer, self._filter = detokenizer, StopFilter(stops)
+        self.characters = 0
+        """Characters decoded so far, including those withheld."""
 
     @property
     def stopped(self) -> bool:
@@ -69,7 +71,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that is certain after ``token``."""
-        return self._filter.push(self._detokenizer.push(token))
+        text = self._detokenizer.push(token)
+        self.characters += len(text)
+        return self._filter.push(text)
 
     def finish(self) -> str:
         """The remaining text, once no token follows."""

@@ -54,8 +54,17 @@ slices = st.builds(
     pages=st.lists(whole_numbers, min_size=1, max_size=5).map(tuple),
     sample_args=st.none()
     | st.builds(
-        SampleArgs, fractions, whole_numbers, fractions, fractions, whole_numbers.map(int.__neg__), whole_numbers
+        SampleArgs,
+        fractions,
+        whole_numbers,
+        fractions,
+        fractions,
+        whole_numbers.map(int.__neg__),
+        whole_numbers,
+        st.integers(-1, 20),
     ),
+    targets=st.lists(st.integers(-1, 2**40), max_size=5).map(tuple),
+    alternatives=st.integers(0, 20),
 )
 
 

@@ -7,13 +7,13 @@ takes 1.5 µs for a chunk of a stream; pydantic's models take 6.3, ``json.dumps`
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NotRequired
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, cast
 
 from fastapi import FastAPI
 from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from colonnade.serve.request import Output
+from colonnade.serve.request import Alternative, Output, TokenLogprob
 
 FinishReason = Literal["stop", "length"]
 """stop: an end token or a stop string. length: max_tokens or the context."""
@@ -55,13 +55,34 @@ class ReplyBase(Reply):
     model: str
 
 
+class PromptLogprob(Reply):
+    """The log-probability of a token of the prompt, or of another one in its place."""
+
+    logprob: float
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""vLLM's: for each token of the prompt by id the token and the most probable ones; null for the first."""
+
+
+class CompletionLogprobs(Reply):
+    """Log-probabilities of raw logits, entry i for token i; a token that is not UTF-8 is spelled by its bytes."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class CompletionChoice(Reply):
     """The continuation of one prompt, or a piece of it."""
 
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class CompletionReply(ReplyBase):
@@ -88,12 +109,33 @@ class AssistantMessage(Reply):
     refusal: None
 
 
+class TopLogprob(Reply):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A generated token, and the most probable ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    """Log-probabilities of raw logits, one entry a token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
 class ChatChoice(Reply):
     """The answer."""
 
     index: int
     message: AssistantMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
@@ -103,6 +145,7 @@ class ChatReply(ReplyBase):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: TokenUsage
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class Delta(Reply):
@@ -117,7 +160,7 @@ class ChatChunkChoice(Reply):
 
     index: int
     delta: Delta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
@@ -170,28 +213,57 @@ class Usage:
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
+class LogprobsOptions(NamedTuple):
+    """Which log-probabilities a reply has."""
+
+    top: int | None = None
+    """Alternatives to each token; None for no log-probabilities."""
+    prompt: int | None = None
+    """The same for ``prompt_logprobs``."""
+    echo: bool = False
+    """Whether the prompt's tokens come before the generated ones."""
+
+
 class CompletionReplies:
     """Builds the answer to one request of /v1/completions."""
 
     prefix: ClassVar = "cmpl"
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, logprobs: LogprobsOptions):
+        self.logprobs = logprobs
         self._base: ReplyBase = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model,
         }  # fmt: skip
 
-    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Usage) -> CompletionReply | ChatReply:
-        """The complete answer."""
-        choices = [_completion_choice(i, *choice) for i, choice in enumerate(zip(texts, reasons, strict=True))]
+    def whole(self, completions: list[list[Output]], usage: Usage) -> CompletionReply | ChatReply:
+        """The complete answer, from all outputs of each completion."""
+        choices = [self._choice(i, outputs) for i, outputs in enumerate(completions)]
         return {**self._base, "object": "text_completion", "choices": choices, "usage": usage.reply()}
 
     def first_chunk(self, index: int) -> CompletionChunk | ChatChunk | None:
         """The chunk before the first text, if there is one."""
         return None
 
-    def chunk(self, index: int, text: str, reason: FinishReason | None) -> CompletionChunk | ChatChunk:
+    def chunk(self, index: int, output: Output) -> CompletionChunk | ChatChunk:
         """New text, or the end."""
-        return {**self._base, "object": "text_completion", "choices": [_completion_choice(index, text, reason)]}
+        return {**self._base, "object": "text_completion", "choices": [self._choice(index, [output])]}
+
+    def _choice(self, index: int, outputs: list[Output]) -> CompletionChoice:
+        reason = cast(FinishReason | None, outputs[-1].finish_reason)
+        choice: CompletionChoice = {"index": index, "text": _text(outputs), "logprobs": None, "finish_reason": reason}
+        top, prompt, echo = self.logprobs
+        if top is not None:
+            echoed = [each for output in outputs for each in output.prompt_logprobs or ()] if echo else []
+            tokens = [*echoed, *(output.logprobs for output in outputs if output.logprobs is not None)]
+            choice["logprobs"] = {
+                "tokens": [_token_text(each.data) for each in tokens],
+                "token_logprobs": [None if each.logprob is None else _finite(each.logprob) for each in tokens],
+                "top_logprobs": [_completion_logprobs(each, top) for each in tokens],
+                "text_offset": [each.offset for each in tokens],
+            }
+        if prompt is not None:
+            choice["prompt_logprobs"] = _prompt_logprobs(outputs[0], prompt)
+        return choice
 
     def usage_chunk(self, usage: Usage) -> CompletionChunk | ChatChunk:
         """The last chunk, with only the usage."""
@@ -203,33 +275,97 @@ class ChatReplies(CompletionReplies):
 
     prefix: ClassVar = "chatcmpl"
 
-    def whole(self, texts: list[str], reasons: list[FinishReason], usage: Usage) -> ChatReply:
-        """The complete answer."""
+    def whole(self, completions: list[list[Output]], usage: Usage) -> ChatReply:
+        """The complete answer, from all outputs of each completion."""
         choices: list[ChatChoice] = []
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-            message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
-            choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": reason})
-        return {**self._base, "object": "chat.completion", "choices": choices, "usage": usage.reply()}
+        for index, outputs in enumerate(completions):
+            message: AssistantMessage = {"role": "assistant", "content": _text(outputs), "refusal": None}
+            reason = cast(FinishReason, outputs[-1].finish_reason)
+            logprobs = self._chat_logprobs(outputs)
+            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+        reply: ChatReply = {**self._base, "object": "chat.completion", "choices": choices, "usage": usage.reply()}
+        if self.logprobs.prompt is not None:
+            reply["prompt_logprobs"] = _prompt_logprobs(completions[0][0], self.logprobs.prompt)
+        return reply
+
+    def _chat_logprobs(self, outputs: list[Output]) -> ChatLogprobs | None:
+        if self.logprobs.top is None:
+            return None
+        content: list[ChatTokenLogprob] = [
+            {**_top_logprob(each), "top_logprobs": [_top_logprob(other) for other in each.top]}
+            for output in outputs
+            if (each := output.logprobs) is not None
+        ]
+        return {"content": content, "refusal": None}
 
     def first_chunk(self, index: int) -> ChatChunk:
         """The role."""
         return self._chunk(index, {"role": "assistant", "content": ""}, None)
 
-    def chunk(self, index: int, text: str, reason: FinishReason | None) -> ChatChunk:
+    def chunk(self, index: int, output: Output) -> ChatChunk:
         """New text, or the end."""
-        return self._chunk(index, {"content": text} if text else {}, reason)
+        delta: Delta = {"content": output.text} if output.text else {}
+        return self._chunk(index, delta, cast(FinishReason | None, output.finish_reason), output)
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         """The last chunk, with only the usage."""
         return {**self._base, "object": "chat.completion.chunk", "choices": [], "usage": usage.reply()}
 
-    def _chunk(self, index: int, delta: Delta, reason: FinishReason | None) -> ChatChunk:
-        choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _chunk(self, index: int, delta: Delta, reason: FinishReason | None, output: Output | None = None) -> ChatChunk:
+        logprobs = None if output is None else self._chat_logprobs([output])
+        choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
 
 
-def _completion_choice(index: int, text: str, reason: FinishReason | None) -> CompletionChoice:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _text(outputs: list[Output]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no -inf; OpenAI's value for very improbable tokens."""
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _token_text(data: bytes) -> str:
+    """The text of a token; one that is no UTF-8 by its bytes, as OpenAI writes it, so that tokens stay distinct."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _top_logprob(it: TokenLogprob | Alternative) -> TopLogprob:
+    assert it.logprob is not None, "only a prompt's first token has no log-probability"
+    return {"token": it.data.decode(errors="replace"), "logprob": _finite(it.logprob), "bytes": list(it.data)}
+
+
+def _prompt_logprobs(first: Output, top: int) -> PromptLogprobs:
+    entries: PromptLogprobs = []
+    for each in first.prompt_logprobs or ():
+        if each.logprob is None:
+            entries.append(None)
+            continue
+        tokens = {str(it.token): it for it in (*each.top[:top], each)}
+        entries.append(
+            {
+                key: {"logprob": _finite(it.logprob or 0.0), "decoded_token": it.data.decode(errors="replace")}
+                for key, it in tokens.items()
+            }
+        )
+    return entries
+
+
+def _completion_logprobs(each: TokenLogprob, top: int) -> dict[str, float] | None:
+    """The most probable tokens in descending order, and the token itself."""
+    if each.logprob is None:
+        return None
+    best: dict[str, float] = {}
+    for it in (*each.top[:top], each):
+        best.setdefault(_token_text(it.data), _finite(it.logprob or 0.0))
+    return best
 
 
 # -- /openapi.json -----------------------------------------------------------------------------------------------------

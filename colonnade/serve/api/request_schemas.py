@@ -1,7 +1,7 @@
 """OpenAI's request bodies, validated before anything reaches the engine.
 
-An unsupported parameter is refused by name, unless its value has no effect (``n=1``): an answer that silently ignores
-``logprobs`` or a penalty is a wrong answer. Parameters that never change the text (``user``, ``metadata``) are
+An unsupported parameter is refused by name, unless its value has no effect (``n=1``): an answer that silently ignores a
+penalty is a wrong answer. Parameters that never change the text (``user``, ``metadata``) are
 accepted. An unknown parameter is refused, with the nearest known one.
 """
 
@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator, mod
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
+from colonnade.serve.api.replies import LogprobsOptions
 from colonnade.serve.ipc import GenerationRequest
-from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_CHARACTERS = 512
 """Length limit of a stop string: each is searched for at every token."""
@@ -24,9 +25,7 @@ SIMILARITY_CUTOFF = 0.75
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
@@ -46,7 +45,10 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "moderation": (),
 }
-"""Parameters that are refused, with the values that have no effect and are accepted (like null)."""
+"""Parameters that are refused, with the values that have no effect and are accepted (like null).
+
+A body that has a field of that name accepts it.
+"""
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction",
@@ -78,6 +80,7 @@ class Body(BaseModel):
     stop_token_ids: list[int] | None = None
     max_tokens: int | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -87,7 +90,7 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         for name, neutral in UNSUPPORTED.items():
-            value = values.get(name)
+            value = None if name in cls.model_fields else values.get(name)
             if value is not None and not any(value == none and type(value) is type(none) for none in neutral):
                 what = name if isinstance(value, list | dict) else f"{name}={format_value(value)}"
                 raise RequestError(f"{what} is not supported; leave it out", param=name)
@@ -125,6 +128,16 @@ class Body(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_are_not_streamed(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are not part of a stream; leave stream out, or use echo and logprobs of "
+                "/v1/completions",
+                param="prompt_logprobs",
+            )
+        return self
+
     @property
     def include_usage(self) -> bool:
         """True if a last chunk with the usage is wanted."""
@@ -132,9 +145,21 @@ class Body(BaseModel):
 
     def params(self) -> SamplingParams:
         """The sampling parameters; raises RequestError for a bad one."""
-        names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos")
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos",
+            "prompt_logprobs",
+        )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{"max_tokens": self.default_max_tokens, **given})
+        return SamplingParams(**{"max_tokens": self.default_max_tokens, **given, **self._more_params()})
+
+    def _more_params(self) -> dict[str, Any]:
+        """Sampling parameters that the endpoints spell differently."""
+        return {}
+
+    @property
+    def logprobs_options(self) -> LogprobsOptions:
+        """Which log-probabilities the reply has."""
+        raise NotImplementedError
 
     def to_generation_request(self) -> GenerationRequest:
         """The request for the engine."""
@@ -157,6 +182,19 @@ class CompletionBody(Body):
 
     default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
     prompt: Annotated[Any, WithJsonSchema(PROMPT)]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def _more_params(self) -> dict[str, Any]:
+        prompt = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            prompt = max(self.logprobs, prompt or 0)
+        return {"logprobs": self.logprobs, "prompt_logprobs": prompt, "echo": bool(self.echo)}
+
+    @property
+    def logprobs_options(self) -> LogprobsOptions:
+        """Which log-probabilities the reply has."""
+        return LogprobsOptions(self.logprobs, self.prompt_logprobs, bool(self.echo))
 
     @field_validator("prompt")
     @classmethod
@@ -224,6 +262,8 @@ class ChatBody(Body):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -231,7 +271,21 @@ class ChatBody(Body):
             raise RequestError("messages is empty; send at least one", param="messages")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RequestError("max_tokens and max_completion_tokens mean the same; send one", param="max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs belong to logprobs=true; set it", param="top_logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}", param="top_logprobs"
+            )
         return self
+
+    def _more_params(self) -> dict[str, Any]:
+        return {"logprobs": self.logprobs_options.top}
+
+    @property
+    def logprobs_options(self) -> LogprobsOptions:
+        """Which log-probabilities the reply has."""
+        return LogprobsOptions((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs)
 
     def to_generation_request(self) -> GenerationRequest:
         """The answer to the conversation."""

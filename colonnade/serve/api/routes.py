@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -21,7 +21,7 @@ from colonnade.serve.api import errors, replies
 from colonnade.serve.api.body import BodyRoute, run_sized
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
-from colonnade.serve.api.replies import ChatReplies, CompletionReplies, FinishReason, Usage
+from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
 from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.request import Output
@@ -49,12 +49,12 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await answer(body, CompletionReplies(model), request)
+        return await answer(body, CompletionReplies(model, body.logprobs_options), request)
 
     @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, with the model's chat template."""
-        return await answer(body, ChatReplies(model), request)
+        return await answer(body, ChatReplies(model, body.logprobs_options), request)
 
     @app.get("/v1/models")
     async def models() -> replies.ModelList:
@@ -116,15 +116,13 @@ async def _with_metrics(outputs: Outputs, metrics: Metrics) -> Outputs:
 
 
 async def _complete_reply(outputs: Outputs, builder: CompletionReplies) -> replies.CompletionReply | replies.ChatReply:
-    texts: dict[int, str] = {}
-    reasons: dict[int, FinishReason] = {}
+    completions: dict[int, list[Output]] = {}
     usage = Usage()
     async with aclosing(outputs):
         async for index, output in outputs:
-            texts[index] = texts.get(index, "") + output.text
-            reasons[index] = cast(FinishReason, output.finish_reason)
+            completions.setdefault(index, []).append(output)
             usage.add(index, output)
-    return builder.whole([texts[i] for i in range(len(texts))], [reasons[i] for i in range(len(texts))], usage)
+    return builder.whole([completions[i] for i in range(len(completions))], usage)
 
 
 async def _events(
@@ -140,9 +138,8 @@ async def _events(
                 if index not in started and (chunk := builder.first_chunk(index)):
                     yield _event({**chunk, **no_usage})
                 started.add(index)
-                if output.text or output.finish_reason:
-                    reason = cast(FinishReason | None, output.finish_reason)
-                    yield _event({**builder.chunk(index, output.text, reason), **no_usage})
+                if output.text or output.finish_reason or output.logprobs:
+                    yield _event({**builder.chunk(index, output), **no_usage})
             if include_usage:
                 yield _event(builder.usage_chunk(usage))
             yield ServerSentEvent("[DONE]", sep="\n")
