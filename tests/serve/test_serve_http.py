@@ -168,6 +168,10 @@ def test_models_and_health(running: Running, client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("huge")
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{running.url}/ready").json() == {"status": "ready"}
+    for path in ("health", "ready"):
+        head = httpx.head(f"{running.url}/{path}")
+        assert (head.status_code, head.content) == (200, b"")
 
 
 def test_no_pages_with_external_scripts(running: Running):

@@ -23,7 +23,7 @@ MAX_VALUE_CHARACTERS = 80
 """Longer values are cut off in error messages."""
 
 RETRY_AFTER_S = 1
-"""Retry-After of a 429 [s]."""
+"""Retry-After of a 429 and a 503 [s]."""
 
 
 def error_body(error: RequestError) -> ErrorReply:
@@ -34,7 +34,7 @@ def error_body(error: RequestError) -> ErrorReply:
 
 def error_reply(error: RequestError) -> JSONResponse:
     """The response that refuses a request."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 429 else None
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
