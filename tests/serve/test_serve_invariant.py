@@ -67,7 +67,7 @@ def bits(
     while engine.busy:
         ours = next((r for r in engine.scheduler.running if r.id == key), None)
         pages = list(ours.pages) if ours else []
-        tokens += [output.token for output in engine.step() if output.id == key]
+        tokens += [output.token for output in engine.step() if output.id == key and output.token is not None]
         ran = len(PROMPT) + len(tokens) - 1
         if tokens and pages and len(tokens) < 7:
             pools = [pool[pages].flatten(0, 1)[:ran].clone() for pool in (*engine.cache.k, *engine.cache.v)]
