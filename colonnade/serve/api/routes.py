@@ -18,12 +18,12 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
-from colonnade.serve.api.body import BodyRoute, run_sized
+from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, FinishReason, Usage
 from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.ipc import EngineClient, run_sized
 from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
