@@ -16,7 +16,7 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.kernels import adamw, dropout, norm, permute, rotary, routing, sampling
-from colonnade.kernels.attention import cache_write, chunk, reference, sdpa, sharded_cache
+from colonnade.kernels.attention import cache_write, chunk, reference, sdpa
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
@@ -146,14 +146,12 @@ def _batch_invariant() -> tuple[Kernel, ...]:
     """Kernels whose result for a row does not depend on the number of rows; selected by name only."""
     if not TRITON:
         return ()
-    from colonnade.kernels import triton_norm
-    from colonnade.kernels.attention import batch_invariant
-    from colonnade.kernels.linear import triton_batch_invariant
+    from colonnade.kernels import triton_batch_invariant
 
     return (
-        Kernel("paged_attention", "batch_invariant", batch_invariant.paged, **ON_GPU),
+        Kernel("paged_attention", "batch_invariant", triton_batch_invariant.paged, **ON_GPU),
         Kernel("linear", "batch_invariant", triton_batch_invariant.linear, **ON_GPU),
-        Kernel("norm", "batch_invariant", triton_norm.norm, **ON_GPU),
+        Kernel("norm", "batch_invariant", triton_batch_invariant.norm, **ON_GPU),
         Kernel("rope_cos_sin", "batch_invariant", rotary.rotation, devices=("cuda",)),
     )
 
@@ -184,8 +182,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_decode_attention(),
     Kernel("paged_attention", "sdpa", sdpa.paged),
     Kernel("paged_attention", "reference", reference.paged),
-    Kernel("sharded_attention", "reference", sharded_cache.attend),
-    Kernel("merge_states", "reference", sharded_cache.merge_states),
+    Kernel("sharded_attention", "reference", reference.sharded),
+    Kernel("merge_states", "reference", reference.merge_states),
     Kernel("mla_cache_write", "reference", cache_write.write_latents),
     Kernel("chunk_forward", "flash", chunk.flash_forward, **ON_GPU_16_BIT),
     Kernel("chunk_backward", "flash", chunk.flash_backward, **ON_GPU_16_BIT),

@@ -11,7 +11,7 @@ pieces gets the identity state, which is how queries without keys get their outp
 With fixed splits a sum's bits must not depend on the batch, and they do depend on its layout: there the layout follows
 from a row's own position alone, that is, from how many chunks it sees.
 
-**Ranks** (:mod:`~colonnade.kernels.attention.sharded_cache`): one launch where plain torch takes ten for a few
+**Ranks** (:mod:`~colonnade.kernels.attention.reference`): one launch where plain torch takes ten for a few
 kilobytes. One program per query and head loads all ranks' values in parallel and sums in the order of ranks, so that
 the result is bitwise equal on each.
 """
@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention import sharded_cache
+from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.decode_plan import DevicePlan
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import flat_offsets
@@ -270,9 +270,9 @@ def _merge_rank_states(
 
 
 def merge_states(each_STNz: Tensor, more: Sequence[State], dtype: torch.dtype) -> Tensor:
-    """o_TNH (see :func:`sharded_cache.merge_states`); with ``more`` states, as long steps have, in plain torch."""
+    """o_TNH (see :func:`reference.merge_states`); with ``more`` states, as long steps have, in plain torch."""
     if more:
-        return sharded_cache.merge_states(each_STNz, more, dtype)
+        return reference.merge_states(each_STNz, more, dtype)
     ranks, T, N, z = each_STNz.shape
     o_TNH = each_STNz.new_empty(T, N, z - 1, dtype=dtype)
     if T:
