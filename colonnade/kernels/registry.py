@@ -81,16 +81,22 @@ TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") i
 def _triton() -> tuple[Kernel, ...]:
     if not TRITON:
         return ()
-    from colonnade.kernels import triton_adamw, triton_permute, triton_routing, triton_sampling, triton_sort
-    from colonnade.kernels import triton_dropout as triton_elements
-    from colonnade.kernels.attention import triton_cache_write, triton_dropout
+    from colonnade.kernels import (
+        triton_adamw,
+        triton_dropout,
+        triton_permute,
+        triton_routing,
+        triton_sampling,
+        triton_sort,
+    )
+    from colonnade.kernels.attention import triton_cache_write
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
     from colonnade.kernels.linear import skinny_gemm
 
     return (
         Kernel("dropout_attention", "triton", triton_dropout.packed, **ON_GPU),
-        Kernel("dropout", "triton", triton_elements.dropout, **ON_GPU),
+        Kernel("dropout", "triton", triton_dropout.dropout, **ON_GPU),
         Kernel("quantised_linear", "triton", skinny_gemm.linear, **ON_GPU),
         Kernel("fused_linear", "triton", skinny_gemm.fused_linear, **ON_GPU),
         Kernel("rope_and_kv_write", "triton", triton_cache_write.rope_and_kv_write, **ON_GPU),
