@@ -9,6 +9,7 @@ from colonnade.model.head import Loss, Rows
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
 from colonnade.model.ring_attention import Ring
+from colonnade.model.token_logprobs import TokenLogprobs
 from colonnade.model.transformer import Transformer
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "SentenceOrders",
     "Spans",
     "Stream",
+    "TokenLogprobs",
     "Transformer",
     "initialise",
 ]
