@@ -233,6 +233,11 @@ class Tokenizer:
         return copy
 
     @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """The length of the longest token in the vocabulary's spelling, in UTF-8; its text is at most as long."""
+        return max((len(token.encode()) for token in self._core.get_vocab()), default=1)
+
+    @functools.cached_property
     def _byte_ids(self) -> frozenset[int]:
         """SentencePiece's byte tokens, if the decoder converts them to bytes."""
         if '"ByteFallback"' not in json.dumps(json.loads(self._json).get("decoder")):
