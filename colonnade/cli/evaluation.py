@@ -80,7 +80,7 @@ def _score(spec: "ModelSpec", text: str, context: int | None, stride: int | None
 
 
 def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:
-    from colonnade.look import routing
+    from colonnade.look.expert_specialization import record_routing, routing_tables
 
     if stride not in (None, context):
         raise ConfigError("--routing follows each token once; leave --stride out")
@@ -88,10 +88,8 @@ def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | No
         raise ConfigError("--routing runs in one process; leave --plan out")
     with spec.load() as loaded:
         with console.status("following the tokens"):
-            traced = routing.record_routing(
-                loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context
-            )
-        for table in routing.routing_tables(traced):
+            traced = record_routing(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
+        for table in routing_tables(traced):
             Console(highlight=False).print(table)  # on the standard output, like the perplexity
         return traced.score
 

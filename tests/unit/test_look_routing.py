@@ -9,9 +9,8 @@ from rich.console import Console
 from colonnade.config import MoeConfig
 from colonnade.data.token_classes import classify_tokens
 from colonnade.errors import RequestError
-from colonnade.look.routing import record_routing, routing_tables
+from colonnade.look.expert_specialization import record_choices, record_routing, routing_tables
 from colonnade.model import Packed, Rows, Stream
-from colonnade.model.moe.expert_specialization import record_choices
 from colonnade.model.score import score
 from tests.serve import tiny
 
