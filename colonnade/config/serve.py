@@ -66,8 +66,9 @@ class ServeConfig(Config):
     """Model name in the HTTP API; None: the last part of the model's path."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
     """Largest request body; a larger one is refused (413) [bytes]."""
-    drain_s: float = Field(default=5.0, ge=0, le=1e6)
-    """Time for running requests to finish after the server is asked to stop [s]."""
+    drain_s: float = Field(default=25.0, ge=0, le=1e6)
+    """Time for running requests to finish after the server is asked to stop [s]; the default leaves 5 of the 30 s that
+    Kubernetes waits."""
     log: bool = True
     """Log a line to stderr for each request: time, client, path and status, never its text."""
 

@@ -18,6 +18,7 @@ from colonnade.model.output_heads import (
     SentenceOrders,
     Spans,
 )
+from colonnade.model.token_logprobs import TokenLogprobs
 from colonnade.model.transformer import Transformer
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "SentenceOrders",
     "Spans",
     "Stream",
+    "TokenLogprobs",
     "Transformer",
     "initialise",
 ]

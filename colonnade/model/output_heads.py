@@ -129,7 +129,7 @@ class Loss:
 
         The caller takes the mean, because it is over data ranks and micro-batches too.
         """
-        x_RD, bias_v = _projection_input(x_tD, T, self.rows_R, output)
+        x_RD, bias_v = projection_input(x_tD, T, self.rows_R, output)
         weight_vD = output.weight_vD
         total = cross_entropy_sum(
             x_RD,
@@ -145,11 +145,16 @@ class Loss:
 
 def local_logits(x_tD: Tensor, T: int, rows_R: Tensor | None, output: OutputProjection) -> Tensor:
     """logits_Rv of the tokens ``rows_R`` (None: all), over this rank's share of the vocabulary."""
-    x_RD, bias_v = _projection_input(x_tD, T, rows_R, output)
+    x_RD, bias_v = projection_input(x_tD, T, rows_R, output)
+    return project_rows(x_RD, bias_v, output)
+
+
+def project_rows(x_RD: Tensor, bias_v: Tensor | None, output: OutputProjection) -> Tensor:
+    """logits_Rv of :func:`projection_input`'s result, or of some rows of it."""
     return linear(x_RD, output.weight_vD, bias_v, output.kernels)
 
 
-def _projection_input(
+def projection_input(
     x_tD: Tensor, T: int, rows_R: Tensor | None, output: OutputProjection
 ) -> tuple[Tensor, Tensor | None]:
     """x_RD for the column-parallel output projection, and this rank's part of its bias."""

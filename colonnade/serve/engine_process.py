@@ -42,14 +42,21 @@ MAX_TMPDIR_CHARACTERS = 80
 
 @asynccontextmanager
 async def engine_process(
-    load: Load, plan: Plan, config: ServeConfig, device: str, give_up: asyncio.Event, kill: asyncio.Event | None = None
+    load: Load,
+    plan: Plan,
+    config: ServeConfig,
+    device: str,
+    give_up: asyncio.Event,
+    kill: asyncio.Event | None = None,
+    client: EngineClient | None = None,
 ) -> AsyncIterator[EngineClient]:
     """Start an engine and wait until its model is loaded; stop it at the end.
 
-    Setting ``give_up`` ends the wait; setting ``kill`` kills the engine at the end in place of stopping it. Raises what
-    the start raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
+    Setting ``give_up`` ends the wait; setting ``kill`` kills the engine at the end in place of stopping it. ``client``
+    is the connection to use, if the caller has made one. Raises what the start raised: a :class:`CheckpointError`, a
+    :class:`CapacityError`, …
     """
-    client, kill = EngineClient(), kill or asyncio.Event()
+    client, kill = client or EngineClient(), kill or asyncio.Event()
     parent = None if len(tempfile.gettempdir()) < MAX_TMPDIR_CHARACTERS else "/tmp"
     with tempfile.TemporaryDirectory(prefix="colonnade-", dir=parent) as folder:  # only this user may enter
         address = f"{folder}/engine"

@@ -116,8 +116,8 @@ class EngineClient:
         Raises :class:`RequestError` if the request is refused and, with status 503, if the engine died or the server
         stops.
         """
-        if self.failure or self.draining:
-            raise self._unavailable()
+        if self.failure or self.draining or not self.ready.is_set():
+            raise self.unavailable()
         queue: asyncio.Queue[Output | RequestError] = asyncio.Queue()
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
         live = set(indices)
@@ -145,7 +145,7 @@ class EngineClient:
     def abort(self) -> None:
         """End all running requests with an error."""
         for queue in set(self._queues.values()):
-            queue.put_nowait(self._unavailable())
+            queue.put_nowait(self.unavailable())
 
     def fail(self, failure: ColonnadeError) -> None:
         """Record that the engine died, and end all running requests."""
@@ -188,7 +188,10 @@ class EngineClient:
         if (queue := self._queues.get(key)) is not None:  # otherwise its client has left, and it is being cancelled
             queue.put_nowait(output)
 
-    def _unavailable(self) -> RequestError:
+    def unavailable(self) -> RequestError:
+        """The error (503) of a request that the engine cannot run now: it failed, loads, or is stopping."""
         if self.failure:
             return RequestError(f"the engine failed: {self.failure}", status=503, code="engine_failed")
+        if not self.draining and not self.ready.is_set():
+            return RequestError("the model is still loading; try again later", status=503, code="loading")
         return RequestError("the server is shutting down; try again later", status=503, code="shutting_down")

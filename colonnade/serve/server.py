@@ -1,12 +1,12 @@
 """The server process: binds the port, starts the engine, answers requests until a signal, and cleans up.
 
-    bind -> start and load the engine -> listen -> SIGINT or SIGTERM -> drain -> stop the engine -> return
-                                    |         |                            -> second signal: stop at once -> raise
-                                    |         -> the engine dies -> all requests end with a 503 -> raise
-                                    -> a signal -> raise
+    listen -> start and load the engine -> SIGINT or SIGTERM -> drain -> stop the engine -> return
+                                      |  |                           -> second signal: stop at once -> raise
+                                      |  -> the engine dies -> all requests end with a 503 -> raise
+                                      -> a signal -> raise
 
-The port is bound first, so that a conflict shows before the model is loaded, but it listens last, so that nobody
-connects to a server that cannot answer. It still listens during the drain: new requests then get a 503.
+It listens from before the model is loaded until after the drain, so that liveness probes are answered (/health). While
+it loads or drains, new requests get a 503, and so does /ready.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 
 import uvicorn
 
@@ -34,6 +34,9 @@ KEEP_ALIVE_S = 65
 
 GRACE_S = 2
 """Time to send the last bytes after the drain [s]."""
+
+BACKLOG = 2048
+"""Connections that wait to be accepted; uvicorn's default."""
 
 FORCED_CLOSE_S = 0.5
 """The same after a second signal [s]."""
@@ -61,7 +64,7 @@ def serve(
             f"a server lays its model out over tp and cp ranks only, not over {plan}; set only --plan.tp, "
             "--plan.cp, --plan.ep and --plan.sh"
         )
-    with _bind(config) as listener:
+    with _listen(config) as listener:
         asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce))
 
 
@@ -74,35 +77,36 @@ async def _serve(
     device: str,
     announce: Callable[[str], object],
 ) -> None:
-    stop = _StopSignals()
+    stop, engine = _StopSignals(), EngineClient()
     announce(f"loading {name}")
-    async with engine_process(load, plan, config, device, stop.graceful, stop.immediate) as engine:
+    server = _Server(
+        uvicorn.Config(
+            build_app(engine, name, config),
+            lifespan="off",
+            ws="none",
+            log_config=ACCESS_LOG if config.log else None,
+            access_log=config.log,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+    async with (
+        server.running(listener) as serving,
+        engine_process(load, plan, config, device, stop.graceful, stop.immediate, engine),
+    ):
         if stop.graceful.is_set():
             announce(f"stopped before {name} was loaded")
             raise Interrupted(stop.signal)
-        server = _Server(
-            uvicorn.Config(
-                build_app(engine, name, config),
-                lifespan="off",
-                ws="none",
-                log_config=ACCESS_LOG if config.log else None,
-                access_log=config.log,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=GRACE_S,
-            ),
-            lambda: announce(_ready_message(name, _url(listener), engine, config)),
-        )
-        serving, closed = asyncio.create_task(server.serve(sockets=[listener])), asyncio.Event()
-        serving.add_done_callback(lambda _: closed.set())
-        await wait_first(stop.graceful.wait(), engine.exited.wait(), closed.wait())
+        announce(_ready_message(name, _url(listener), engine, config))
+        await wait_first(stop.graceful.wait(), engine.exited.wait(), server.closed.wait())
         engine.draining = True
         if stop.signal:
             announce(_shutdown_message(engine.running, config.drain_s))
         await wait_first(engine.idle.wait(), stop.immediate.wait(), timeout_s=config.drain_s)
         engine.abort()
         server.should_exit = True
-        await wait_first(closed.wait(), stop.immediate.wait())
+        await wait_first(server.closed.wait(), stop.immediate.wait())
         if stop.immediate.is_set():
             server.force_exit = True
             await asyncio.wait((serving,), timeout=FORCED_CLOSE_S)
@@ -128,15 +132,31 @@ class _StopSignals:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with a callback when it listens, and without signal handlers: it would raise signals again at the end."""
+    """uvicorn in a task, without signal handlers: it would raise signals again at the end."""
 
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], object]):
+    def __init__(self, config: uvicorn.Config):
         super().__init__(config)
-        self._on_listening = on_listening
+        self.listening, self.closed = asyncio.Event(), asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def running(self, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+        """Answer requests until the end of the block, or until ``should_exit`` is set; the task raises what failed."""
+        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        serving.add_done_callback(lambda _: self.closed.set())
+        try:
+            await wait_first(self.listening.wait(), self.closed.wait())
+            yield serving
+        finally:
+            self.should_exit = True
+            if self.force_exit:
+                serving.cancel()
+            await asyncio.wait((serving,))
+            if not serving.cancelled() and (error := serving.exception()):
+                raise error
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_listening()
+        self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -166,8 +186,8 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _bind(config: ServeConfig) -> socket.socket:
-    """A socket bound to the address of ``config``, not listening yet."""
+def _listen(config: ServeConfig) -> socket.socket:
+    """A socket that listens at the address of ``config``."""
     where = f"{config.host}:{config.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -179,6 +199,7 @@ def _bind(config: ServeConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()

@@ -168,6 +168,10 @@ def test_models_and_health(running: Running, client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("huge")
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{running.url}/ready").json() == {"status": "ready"}
+    for path in ("health", "ready"):
+        head = httpx.head(f"{running.url}/{path}")
+        assert (head.status_code, head.content) == (200, b"")
 
 
 def test_no_pages_with_external_scripts(running: Running):
@@ -274,6 +278,43 @@ def test_bad_chats_are_refused(running: Running, messages, words: str):
     reply = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": messages})
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == "messages" and words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (rb'{"model": "\ud83d", "prompt": "a"}', "model", "model has the lone surrogate U+D83D at character 0"),
+        (rb'{"prompt": "a", "x\uDE00": 1}', None, "the name of a field in the body has the lone surrogate U+DE00"),
+        (rb'{"prompt": ["a", "b \ud83d"]}', "prompt", "prompt.1 has the lone surrogate U+D83D at character 2"),
+        (rb'{"prompt": "a", "stop": ["\udfff"]}', "stop", "stop.0 has the lone surrogate"),
+        (
+            rb'{"prompt": "a", "user": "\ud83d\ud83d\ude00"}',
+            "user",
+            "user has the lone surrogate U+D83D at character 0",
+        ),
+        (rb'{"prompt": "a", "metadata": {"k": [{"\ud800": 1}]}}', "metadata", "a field in metadata.k.0 has the lone"),
+        (rb'"\ud800"', None, "the body has the lone surrogate"),
+        (b'{"prompt": "\xed\xa0\xbd"}', None, "the body is not UTF-8"),
+    ],
+    ids=range(8),
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_lone_surrogates_are_refused_anywhere(running: Running, path: str, body: bytes, param: str | None, words: str):
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{running.url}/v1/{path}", content=body, headers=headers)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == param and words in error["message"], error
+
+
+def test_escaped_characters_and_backslashes_are_no_surrogates(running: Running):
+    """A pair of escapes is one character, and an escaped backslash begins no escape."""
+    for prompt in (rb"\ud83d\ude42", rb"\\ud83d"):
+        content = b'{"prompt": "%s", "max_tokens": 1}' % prompt
+        reply = httpx.post(
+            f"{running.url}/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert reply.status_code == 200, reply.text
 
 
 def test_harmless_parameters_are_accepted(client: openai.OpenAI):

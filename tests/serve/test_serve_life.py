@@ -74,6 +74,8 @@ def test_slow_model_full_queue_and_graceful_stop():
         with ThreadPoolExecutor(4) as pool, httpx.Client() as http:
             others = [pool.submit(_ask, running.url) for _ in range(4)]
             until_requests(running, waiting=1)
+            full = http.get(f"{running.url}/ready")
+            assert (full.status_code, full.json()) == (503, {"status": "queue full"})
             start_s = time.monotonic()
             for _ in range(5):
                 assert http.get(f"{running.url}/health").status_code == 200
@@ -88,11 +90,15 @@ def test_slow_model_full_queue_and_graceful_stop():
         stream = long_stream(running, 30)
         running.process.send_signal(signal.SIGTERM)
         with httpx.Client() as http:  # new connections during the drain get an error
-            while http.get(f"{running.url}/health").json() != {"status": "stopping"}:
+            while http.get(f"{running.url}/ready").json() != {"status": "draining"}:
                 time.sleep(0.01)
-            assert http.get(f"{running.url}/health").status_code == 503
+            assert http.head(f"{running.url}/ready").status_code == 503
+            assert (
+                http.get(f"{running.url}/health").status_code == http.head(f"{running.url}/health").status_code == 200
+            )
         late = _ask(running.url)
         assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
+        assert late.headers["retry-after"]
         chunks = list(stream)  # the drain lets the stream finish
         assert chunks[-1].choices[0].finish_reason == "length"
         assert running.stop(0) == (0, "stopping: 1 request has 20 s to finish; Ctrl-C again ends now\n", "")
@@ -170,6 +176,33 @@ def test_killed_server_leaves_no_engine():
         running.process.kill()
         running.process.communicate()
         assert gone(pids)
+
+
+def test_a_loading_server_is_alive_but_not_ready(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url, file = f"http://127.0.0.1:{port}", tmp_path / "go"
+    with start({"wait_for": str(file)}, port=port) as starting, httpx.Client() as http:
+        while True:
+            try:
+                health = http.get(f"{url}/health")
+                break
+            except httpx.ConnectError:
+                assert starting.process.poll() is None
+                time.sleep(0.02)
+        assert (health.status_code, health.json()) == (200, {"status": "ok"})
+        ready = http.get(f"{url}/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
+        assert http.head(f"{url}/health").status_code == 200 and http.head(f"{url}/ready").status_code == 503
+        for early in (_ask(url), http.get(f"{url}/v1/models")):
+            assert early.status_code == 503 and early.json()["error"]["code"] == "loading"
+            assert early.headers["retry-after"]
+        file.touch()
+        assert starting.process.stdout is not None
+        assert starting.process.stdout.readline() == "loading tiny\n"
+        assert starting.process.stdout.readline().startswith(f"serving tiny at {url} ")
+        assert http.get(f"{url}/ready").json() == {"status": "ready"} and _ask(url).status_code == 200
+        assert starting.stop() == (0, "stopping\n", "")
 
 
 def test_port_in_use_gives_a_one_line_error():

@@ -3,6 +3,7 @@
 import time
 from functools import cache
 from itertools import count
+from pathlib import Path
 
 import tokenizers
 import torch
@@ -69,12 +70,19 @@ def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
 
 
 def load(
-    context: DistributedContext, chat: bool = True, poison: int | None = None, slow_s: float = 0.0, quick_steps: int = 0
+    context: DistributedContext,
+    chat: bool = True,
+    poison: int | None = None,
+    slow_s: float = 0.0,
+    quick_steps: int = 0,
+    wait_for: str | None = None,
 ) -> tuple[Transformer, Tokenizer]:
-    """Load the model in a server's engine processes.
+    """Load the model in a server's engine processes, once the file ``wait_for`` exists.
 
     The embedding of token ``poison`` is NaN; each forward pass after the first ``quick_steps`` takes ``slow_s`` longer.
     """
+    while wait_for and not Path(wait_for).exists():
+        time.sleep(0.01)
     it = model(context.axes.serving(), dtype=torch.float32)
     if poison is not None:
         with torch.no_grad():

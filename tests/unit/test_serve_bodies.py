@@ -111,6 +111,11 @@ def test_openapi_lists_status_codes_and_schemas():
         assert shapes.pop("200").endswith(f"/{whole}")
         assert {shape.rsplit("/")[-1] for shape in shapes.values()} == {"ErrorReply"}
         assert responses["200"]["content"]["text/event-stream"]["schema"]["$ref"].endswith(f"/{chunk}")
-    for path, shape in (("/v1/models", "ModelList"), ("/v1/models/{name}", "ModelCard"), ("/health", "Health")):
+    for path, shape in (
+        ("/v1/models", "ModelList"),
+        ("/v1/models/{name}", "ModelCard"),
+        ("/health", "Health"),
+        ("/ready", "Readiness"),
+    ):
         reply = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
         assert reply["schema"]["$ref"].endswith(f"/{shape}")

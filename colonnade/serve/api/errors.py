@@ -3,8 +3,8 @@
 import json
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from colonnade.errors import RequestError
@@ -23,7 +23,7 @@ MAX_VALUE_CHARACTERS = 80
 """Longer values are cut off in error messages."""
 
 RETRY_AFTER_S = 1
-"""Retry-After of a 429 [s]."""
+"""Retry-After of a 429 and a 503 [s]."""
 
 
 def error_body(error: RequestError) -> ErrorReply:
@@ -34,7 +34,7 @@ def error_body(error: RequestError) -> ErrorReply:
 
 def error_reply(error: RequestError) -> JSONResponse:
     """The response that refuses a request."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 429 else None
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
@@ -45,14 +45,8 @@ def install(app: FastAPI) -> None:
     async def request_error(_request: Request, error: RequestError) -> JSONResponse:
         return error_reply(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_reply(_validation_error(error, request.headers.get("content-type", "")))
-
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 400 and error.__cause__ is not None:
-            return error_reply(_unreadable_body(error.__cause__))
         allowed = (error.headers or {}).get("Allow")
         remedy = f"use {allowed}" if allowed else "/openapi.json lists the routes; OpenAI's are under /v1"
         what = f"{request.method} {request.url.path}: {error.detail.lower()}; {remedy}"
@@ -72,9 +66,19 @@ def format_value(value: object) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}…"
 
 
-def _unreadable_body(cause: BaseException) -> RequestError:
-    """The error for a body that cannot be parsed for a reason other than JSON's grammar."""
-    if isinstance(cause, UnicodeDecodeError):
+def content_type_error(content_type: str) -> RequestError:
+    """The error for a body that is not announced as JSON."""
+    return RequestError(
+        f"the body came as '{content_type[:80]}'; send JSON with the header 'content-type: application/json'",
+        code="invalid_body",
+    )
+
+
+def unreadable_body(cause: ValueError | RecursionError) -> RequestError:
+    """The error for a body that cannot be parsed."""
+    if isinstance(cause, json.JSONDecodeError):
+        what = f"is not valid JSON: {cause.msg} at character {cause.pos}"
+    elif isinstance(cause, UnicodeDecodeError):
         byte = f"0x{cause.object[cause.start]:02x}"
         what = f"is not {cause.encoding.upper()}: {cause.reason} ({byte}) at byte {cause.start}; send JSON in UTF-8"
     elif isinstance(cause, RecursionError):
@@ -84,18 +88,10 @@ def _unreadable_body(cause: BaseException) -> RequestError:
     return RequestError(f"the body {what}", code="invalid_json")
 
 
-def _validation_error(invalid: RequestValidationError, content_type: str) -> RequestError:
+def validation_error(invalid: ValidationError) -> RequestError:
     """Pydantic's first error in one line, with the field's name as ``param``."""
-    if "json" not in content_type:
-        return RequestError(
-            f"the body came as '{content_type[:80]}'; send JSON with the header 'content-type: application/json'",
-            code="invalid_body",
-        )
-    error = invalid.errors()[0]
-    path = [str(step) for step in error["loc"] if step != "body"]
-    if error["type"] == "json_invalid":
-        reason = error.get("ctx", {}).get("error", "")
-        return RequestError(f"the body is not valid JSON: {reason} at character {path[0]}", code="invalid_json")
+    error = invalid.errors(include_url=False, include_context=False)[0]
+    path = [str(step) for step in error["loc"]]
     if not path:
         return RequestError(f"the body must be a JSON object: {error['msg'].lower()}", code="invalid_body")
     where = ".".join(path)

@@ -56,7 +56,7 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
 
-PROBES = ("/health", "/metrics")
+PROBES = ("/health", "/ready", "/metrics")
 """Routes that monitoring requests every few seconds; only failures are logged."""
 
 

@@ -148,9 +148,15 @@ class ModelList(Reply):
 
 
 class Health(Reply):
-    """Whether requests are answered: only "ok" comes with status 200."""
+    """Liveness: only "ok" comes with status 200, also while the server loads its model or drains."""
 
-    status: Literal["ok", "stopping", "engine failed"]
+    status: Literal["ok", "engine failed"]
+
+
+class Readiness(Reply):
+    """Whether new requests are accepted: only "ready" comes with status 200."""
+
+    status: Literal["ready", "loading", "draining", "queue full", "engine failed"]
 
 
 @dataclass
@@ -243,7 +249,7 @@ _REFUSALS = {
     413: "A body over --serve.max_body_bytes",
     429: "The queue is full; Retry-After says when to try again",
     500: "The model's logits were not finite, or a bug",
-    503: "The server is stopping, or its engine died",
+    503: "The server is loading or stopping, or its engine died; Retry-After says when to try again",
     "4XX": "Any other refusal",  # without it, FastAPI would add its own 422, which is never sent
 }
 

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -18,6 +18,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
+from colonnade.serve.api.body import BodyRoute, run_sized
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, FinishReason, Usage
@@ -35,14 +36,20 @@ CLIENT_CLOSED_REQUEST = 499
 def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     errors.install(app)
     replies.describe_chunks(app)
     metrics = Metrics(engine, model)
-    card: replies.ModelCard = {
-        "id": model, "object": "model", "created": int(time.time()), "owned_by": "colonnade",
-        "max_model_len": engine.max_request_tokens,
-    }  # fmt: skip
+    created = int(time.time())
+
+    def card() -> replies.ModelCard:
+        if not engine.ready.is_set():
+            raise engine.unavailable()
+        return {
+            "id": model, "object": "model", "created": created, "owned_by": "colonnade",
+            "max_model_len": engine.max_request_tokens,
+        }  # fmt: skip
 
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -54,22 +61,30 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
         """Answer a conversation, with the model's chat template."""
         return await answer(body, ChatReplies(model), request)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=replies.refusals(503, "4XX"))
     async def models() -> replies.ModelList:
         """List the served model."""
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [card()]}
 
-    @app.get("/v1/models/{name:path}", responses=replies.refusals(404, "4XX"))
+    @app.get("/v1/models/{name:path}", responses=replies.refusals(404, 503, "4XX"))
     async def one_model(name: str) -> replies.ModelCard:
         """Describe the served model, by its name."""
         check_model(name)
-        return card
+        return card()
 
-    @app.get("/health", responses={503: {"model": replies.Health, "description": "It is stopping, or its engine died"}})
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses={503: {"model": replies.Health, "description": "Its engine died"}})
     async def health(response: Response) -> replies.Health:
-        """Whether requests are answered."""
-        status = "engine failed" if engine.failure else "stopping" if engine.draining else "ok"
-        response.status_code = 200 if status == "ok" else 503
+        """Liveness: whether the server works, also while it loads or drains."""
+        response.status_code = 503 if engine.failure else 200
+        return {"status": "engine failed" if engine.failure else "ok"}
+
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", responses={503: {"model": replies.Readiness, "description": "It accepts no requests now"}})
+    async def ready(response: Response) -> replies.Readiness:
+        """Readiness: whether new requests are accepted."""
+        status = _readiness(engine, config)
+        response.status_code = 200 if status == "ready" else 503
         return {"status": status}
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -85,7 +100,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
 
     async def answer(body: Body, builder: CompletionReplies, request: Request) -> Response:
         check_model(body.model)
-        generation = body.to_generation_request()
+        generation = await run_sized(len(await request.body()), body.to_generation_request)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
                 f"{generation.num_completions} prompts; at most {config.max_waiting} in one request "
@@ -102,6 +117,18 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
         return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder)))
 
     return app
+
+
+def _readiness(
+    engine: EngineClient, config: ServeConfig
+) -> Literal["ready", "loading", "draining", "queue full", "engine failed"]:
+    if engine.failure:
+        return "engine failed"
+    if engine.draining:
+        return "draining"
+    if not engine.ready.is_set():
+        return "loading"
+    return "queue full" if engine.stats.waiting >= config.max_waiting else "ready"
 
 
 async def _with_metrics(outputs: Outputs, metrics: Metrics) -> Outputs:
