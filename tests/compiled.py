@@ -49,13 +49,13 @@ def _leaves(kind: Any, path: tuple[int, ...], name: str) -> Iterable[tuple[tuple
         yield path, name, kind
 
 
-def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, str]:
+def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, Any]:
     """Argument types of a skinny GEMM in bfloat16, except the number of rows."""
-    types = dict.fromkeys(("x_ptr", "gain_ptr", "w_bias_ptr", "u_bias_ptr", "residual_ptr", "y_ptr"), "*bf16") | {
-        "eps": "fp32"
-    }
-    types |= dict.fromkeys(("w_ptr", "u_ptr"), stored) | dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), scales)
-    return types | dict.fromkeys(sizes, "i32")
+    from colonnade.kernels.linear.triton_skinny_gemm import Weight
+
+    weight = Weight(stored, scales, "*bf16")
+    types = dict.fromkeys(("x_ptr", "gain_ptr", "residual_ptr", "y_ptr"), "*bf16")
+    return types | {"weight": weight, "up": weight, "eps": "fp32"} | dict.fromkeys(sizes, "i32")
 
 
 def spilled(built: Any, folder: Path) -> int:

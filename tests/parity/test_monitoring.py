@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import colors, image
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import CapacityError, ConfigError
@@ -19,7 +20,14 @@ from colonnade.train import Trainer
 from colonnade.train import out_of_memory as memory
 from colonnade.train.loop import train
 from colonnade.train.memory_estimate import estimate
-from colonnade.train.trackers import SERVICES, read_rows
+from colonnade.train.trackers import (
+    METRICS,
+    SERVICES,
+    TRAIN_COLOR,
+    VALIDATION_COLOR,
+    draw_loss_curve,
+    read_rows,
+)
 from colonnade.train.training_state import TrainingState
 from tests import corpora
 from tests.worlds import run as in_world
@@ -313,3 +321,14 @@ def test_wandb_writes_its_own_files(config: RunConfig) -> None:
     assert all(folder.name.endswith(name) for folder in folders), "with the same run id"
     written = b"".join(file.read_bytes() for folder in folders for file in folder.glob("*.wandb"))
     assert b"grad_norm" in written and b"memory_peak_bytes" in written
+
+
+def test_loss_curve_shows_training_and_validation(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 3.0 - step / 4, "lr": 1e-3, "grad_norm": 1.0} for step in range(1, 9)]
+    rows += [{"step": step, "validation_loss": 3.5 - step / 4} for step in (4, 8)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    picture = draw_loss_curve(tmp_path, "it")
+    assert picture is not None
+    pixels_YXC = image.imread(picture)[..., :3]
+    for color in (TRAIN_COLOR, VALIDATION_COLOR):
+        assert (abs(pixels_YXC - colors.to_rgb(color)) < 0.01).all(-1).sum() > 100, color

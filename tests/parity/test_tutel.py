@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.compat.tutel import moe, net
+from colonnade.errors import PlanError
 from colonnade.parallel import process_groups
 from tests.worlds import assert_same, run
 
@@ -252,6 +253,30 @@ def _two_step_exchange() -> None:
 
 def test_two_step_exchange() -> None:
     run(4, _two_step_exchange)
+
+
+class _Widened(torch.nn.Module):
+    """An expert with one unused parameter per rank number."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1 + net.get_world_rank()))
+
+    def forward(self, x: Tensor, _: Any) -> Tensor:
+        return 2 * x
+
+
+def _experts_of_unequal_size() -> None:
+    gate = {"type": "top", "k": 2, "capacity_factor": 0.0}
+    layer = moe.moe_layer(gate_type=gate, model_dim=D, experts={"type": "custom", "module": _Widened}).double()
+    x = _double(4, D, seed=net.get_world_rank())
+    assert_same(layer(x, adaptive_r=1), 2 * x)
+    with pytest.raises(PlanError, match="differ in parameters of experts: 1 to 2"):
+        layer(x, adaptive_r=0)
+
+
+def test_experts_of_unequal_size_are_refused_only_where_weights_are_gathered() -> None:
+    run(2, _experts_of_unequal_size)
 
 
 def test_layer_inside_a_group() -> None:

@@ -129,6 +129,16 @@ def test_segments_are_whole_sentences(speeches: Corpus) -> None:
     assert whole > 0.9 * 300
 
 
+def test_segments_that_just_fit_are_not_truncated(speeches: Corpus) -> None:
+    """Also where a segment begins within a word, as in the middle of a word longer than a sample."""
+    objective, vocabulary = pairs(speeches, 64), MaskingVocabulary.of(speeches.tokenizer)
+    within, begins = (np.flatnonzero(vocabulary.continues_V == inside)[-1] for inside in (True, False))
+    first, second = np.array([within] * 10 + [begins] * 20), np.full(31, begins)
+    kept = objective._truncate(first, second, np.array([0.9, 0.9]))
+    assert len(first) + len(second) == 64 - 3
+    assert [half.tolist() for half in kept] == [first.tolist(), second.tolist()]
+
+
 def test_short_sequences_have_their_probability(speeches: Corpus) -> None:
     lengths = {
         share: np.array([len(one.tokens) for one in draw(pairs(speeches, 256, short_seq_prob=share), 1000)])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from colonnade.kernels import dropout
-from colonnade.kernels.dropout import HEADS, KEYS, AttentionDropout, keep_mask
+from colonnade.kernels.dropout import HEADS, KEYS, AttentionDropout, HiddenDropout, keep_mask
 from colonnade.kernels.registry import KERNELS, Kernel
 from colonnade.model.dropout import keys
 
@@ -55,6 +55,14 @@ def test_attention_masks_follow_the_documented_hash() -> None:
         row = dropout.lowbias32(dropout.row_hash(k, q) ^ dropout.column_hash(HEADS, torch.tensor(n + 2)))
         column = dropout.column_hash(KEYS, j)
         assert mask_NTS[n, t, s] == (dropout.lowbias32(row ^ column) >= dropout.threshold(0.4))
+
+
+def test_hash_equal_to_the_threshold_is_kept() -> None:
+    row_R, column_F = (torch.tensor([value], dtype=torch.int32) for value in (3, 5))
+    mixed = int(dropout.lowbias32(row_R ^ column_F))
+    rate = (mixed + 2**31) / 2**32
+    assert dropout.threshold(rate) == mixed
+    assert HiddenDropout(row_R, column_F, rate).drop(torch.ones(1, 1)).item() > 0
 
 
 def _masks(k: Tensor, queries: Tensor, ks: Tensor) -> tuple[Tensor, ...]:

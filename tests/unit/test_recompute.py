@@ -10,7 +10,7 @@ from colonnade.config import ModelConfig
 from colonnade.errors import CapacityError
 from colonnade.model import Loss, Transformer
 from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
-from colonnade.parallel.axis import SOLO
+from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.train.activation_memory import (
     RecomputeChoice,
     choose_kinds,
@@ -19,6 +19,7 @@ from colonnade.train.activation_memory import (
 )
 from tests.models import CONFIGS, build, ragged
 from tests.worlds import assert_same
+from tests.worlds import run as in_world
 
 MIXED: list[RecomputeKind] = ["full", "attention", "none"]
 
@@ -82,6 +83,23 @@ def test_measured_bytes_of_a_block_are_right() -> None:
     for kind in RECOMPUTE_KINDS:
         five, two = (train_once(config.replace(layers=layers), [kind] * layers)[2] for layers in (5, 2))
         assert five - two == 3 * block[kind]
+
+
+def _measure_on_rank(sizes: tuple[int, ...]) -> dict[RecomputeKind, int]:
+    """The measured bytes of a block where rank r's block saves ``sizes[r]`` numbers."""
+
+    def run(model: Transformer) -> torch.Tensor:
+        x = torch.zeros(sizes[world_axis().rank], dtype=torch.float64, requires_grad=True)
+        for _ in model.blocks:
+            x = x.exp()
+        return x
+
+    make = lambda it: Transformer(it, dtype=torch.float64)  # noqa: E731
+    return measure_block_bytes(make, CONFIGS["llama"], run, world_axis())
+
+
+def test_measured_bytes_are_the_maximum_over_ranks() -> None:
+    assert in_world(2, _measure_on_rank, (30, 40)) == [dict.fromkeys(RECOMPUTE_KINDS, 40 * 8)] * 2
 
 
 @given(

@@ -3,7 +3,6 @@
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ pytestmark = [
 ]
 
 STORED = {"plain": "*bf16", "int4": "*i32", "int8": "*i8", "float8": "*fp8e4nv"}
-SIZES = ("outputs", "inputs", "x_t", "w_f", "groups", "even", "even_lift", "odd", "odd_lift")
+SIZES = ("outputs", "inputs", "x_t", "w_f", "groups")
 """Multiples of 16, as in any real layer."""
 
 
@@ -48,14 +47,14 @@ def test_skinny_gemms_fit_the_gpu(kind: str, rows: int, gated: bool, inputs: int
         inputs // 8 if four else inputs,
     )
     types = product_types(STORED[kind], "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
-    constants: dict[str, Any] = {
-        "rows": rows, "SCALED": kind in ("int8", "float8"), "NORM": gated, "ACT": "silu" if gated else "",
-        "BIASED": False, "RESIDUAL": not gated, "EVEN": columns % tiles.BK == 0, "STEPS": -(-columns // tiles.BK),
-        "M": rows, "BN": tiles.BN, "BK": tiles.BK, "V": 8 if kind == "plain" else 16, "STAGES": tiles.stages,
-        "WORDS": 8,
-    }  # fmt: skip
-    types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
-    built = compiled(kernel, types, constants, [s for s in SIZES if s in types], warps=tiles.warps)
+    types = {name: kind for name, kind in (types | {"bits": ("i32",) * 4}).items() if name in kernel.arg_names}
+    constants = triton_skinny_gemm.Constants(
+        SCALED=kind in ("int8", "float8"), NORM=gated, ACT="silu" if gated else "", BIASED=False, RESIDUAL=not gated,
+        EVEN=columns % tiles.BK == 0, STEPS=-(-columns // tiles.BK), M=rows, BN=tiles.BN, BK=tiles.BK,
+        STAGES=tiles.stages, V=8 if kind == "plain" else 16, WORDS=8,
+    )  # fmt: skip
+    whole = [name for name in (*SIZES, "bits") if name in types]
+    built = compiled(kernel, types, {"rows": rows, "C": constants}, whole, warps=tiles.warps)
     ptx = built.asm["ptx"]
     # Enough bytes in flight to saturate a multiprocessor, over the programs resident on it.
     room = min(SHARED_BYTES // built.metadata.shared, 65536 // (registers(built, tmp_path) * 32 * tiles.warps))

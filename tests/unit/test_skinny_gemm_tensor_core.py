@@ -114,15 +114,17 @@ def test_few_instructions_per_weight(
 
     four, weight = kind == "int4", quantised_on_meta(kind, inputs)
     constants: dict[str, Any] = skinny_gemm_tiles.tensor_core_constants(weight, rows, tiles)
-    limited = "maxnreg" in constants
+    limit = skinny_gemm_tiles.register_limit(tiles)
+    limited = bool(limit)
     assert limited == (tiles.programs_per_sm > 1)
     types = product_types("*i16", "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
-    constants |= {
-        "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "RESIDUAL": not gated,
-        "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
-    }  # fmt: skip
+    config = triton_skinny_gemm_tensor_core.Constants(
+        **constants, SCALED=not four, NORM=inputs != 11008, ACT="silu" if gated else "", BIASED=False,
+        RESIDUAL=not gated, BN=tiles.BN, STAGES=tiles.stages, ASM=True,
+    )  # fmt: skip
     whole = [size for size in SIZES if size != "groups" or inputs // 64 % 16 == 0]
-    built = compiled(triton_skinny_gemm_tensor_core.tensor_core_kernel, types, constants, whole, warps=tiles.warps)
+    kernel = triton_skinny_gemm_tensor_core.tensor_core_kernel
+    built = compiled(kernel, types, {"rows": rows, "C": config}, whole, warps=tiles.warps, **limit)
     body = loop(disassembled(built, tmp_path), "HMMA")
     step = tiles.BN * constants["BATCH"] * constants["K"] * (4 if four else 2)
     if constants["STEPS"] > 1:
@@ -191,11 +193,12 @@ def test_estimated_shared_memory_matches_the_compiler(kind: str, rows: int, gate
     )
     estimated = skinny_gemm_tiles.prefetched_bytes(constants, tiles, gated=gated, normed=gated)
     types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
-    constants |= {
-        "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "RESIDUAL": False, "BN": tiles.BN,
-        "STAGES": tiles.stages, "ASM": True,
-    }  # fmt: skip
-    built = compiled(triton_skinny_gemm_tensor_core.tensor_core_kernel, types, constants, SIZES, warps=tiles.warps)
+    config = triton_skinny_gemm_tensor_core.Constants(
+        **constants, SCALED=kind != "int4", NORM=gated, ACT="silu" if gated else "", BIASED=False, RESIDUAL=False,
+        BN=tiles.BN, STAGES=tiles.stages, ASM=True,
+    )  # fmt: skip
+    kernel, limit = triton_skinny_gemm_tensor_core.tensor_core_kernel, skinny_gemm_tiles.register_limit(tiles)
+    built = compiled(kernel, types, {"C": config}, SIZES, warps=tiles.warps, **limit)
     assert estimated <= built.metadata.shared <= estimated + skinny_gemm_tiles.CONVERSION_BYTES
 
 

@@ -36,6 +36,7 @@ from colonnade.kernels.linear import (
 from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, power_of_two_scale
 from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles, SplitKTiles, select_tiles
+from colonnade.kernels.triton_constants import constexprs
 
 MAX_SPLIT_K_ROWS = 64
 """Rows up to which reading quantised weights is the limit."""
@@ -123,48 +124,50 @@ def launch(
         first, bias, second_bias = gate.weight, gate.bias_F, bias_F
         assert (bias is None) == (second_bias is None), "both projections have a bias, or neither"
     unused = y_TF  # in place of a tensor that is not read
-    (w, w_scale), (u, u_scale) = _stored(first, unused), _stored(second, unused)
+    stored = _pointers(first, bias, unused), _pointers(second, second_bias, unused)
     blocks = triton.cdiv(outputs, tiles.BN)
     grid = (min(blocks, tiles.programs_per_sm * multiprocessors(x_TD.device) or blocks),)
-    constants: dict[str, Any] = {
-        "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
-        "RESIDUAL": residual_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages, "num_warps": tiles.warps,
-    }  # fmt: skip
     gain = unused if norm is None else norm.weight_D
-    bias = unused if bias is None else bias
-    outs = (
-        unused if second_bias is None else second_bias,
-        unused if residual_TF is None else residual_TF.contiguous(), y_TF,
-    )  # fmt: skip
+    residual = unused if residual_TF is None else residual_TF.contiguous()
     sizes = T, outputs, inputs, x_TD.stride(0)
     eps = 0.0 if norm is None else norm.eps
-    _, groups, words = _scales(weight) if isinstance(weight, Quantised) else (None, 0, 1)
+    scaled, groups, words = False, 0, 1
+    if isinstance(weight, Quantised):
+        _, groups, words = _scales(weight)
+        scaled = not groups
+    constants: dict[str, Any] = {
+        "SCALED": scaled, "NORM": norm is not None, "ACT": "" if gate is None else gate.activation,
+        "BIASED": bias is not None, "RESIDUAL": residual_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages,
+    }  # fmt: skip
+    w = stored[0].stored
     if tiles.tensor_cores:
         assert isinstance(weight, Quantised), "the tensor core kernel is for quantised weights"
         constants |= skinny_gemm_tiles.tensor_core_constants(
             weight, T, tiles, gated=gate is not None, normed=norm is not None, shared=shared_memory_bytes(x_TD.device)
         )
-        w_stride = w.stride(0) * w.element_size() // 2
+        units = (each._replace(stored=each.stored.view(torch.int16)) for each in stored)
         triton_skinny_gemm_tensor_core.tensor_core_kernel[grid](
-            x_TD, gain, w.view(torch.int16), w_scale, bias, u.view(torch.int16), u_scale, *outs, *sizes, w_stride,
-            groups, eps, ASM=x_TD.is_cuda, **constants,  # the interpreter cannot run assembly
+            x_TD, gain, *units, residual, y_TF, *sizes, w.stride(0) * w.element_size() // 2, groups, eps,
+            constexprs(triton_skinny_gemm_tensor_core.Constants(**constants, ASM=x_TD.is_cuda)),
+            num_warps=tiles.warps, **skinny_gemm_tiles.register_limit(tiles),
         )  # fmt: skip
         return y_TF
     columns = w.shape[1]
     BK = max(16, min(tiles.BK, triton.next_power_of_2(columns)))
     constants |= {"STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T), "BK": BK}
-    tensors = (x_TD, gain, w, w_scale, bias, u, u_scale, *outs)
+    arguments = (x_TD, gain, *stored, residual, y_TF, *sizes, w.stride(0))
     if groups:  # int4
         even = columns % BK == 0 and inputs == columns * INT4_PER_WORD
         triton_skinny_gemm.skinny_int4_kernel[grid](
-            *tensors, *sizes, w.stride(0), groups, eps, *triton_skinny_gemm.NIBBLE_BITS,
-            WORDS=words, EVEN=even, **constants,
+            *arguments, groups, eps, triton_skinny_gemm.NIBBLE_BITS,
+            constexprs(triton_skinny_gemm.Constants(**constants, EVEN=even, WORDS=words)), num_warps=tiles.warps,
         )  # fmt: skip
     else:
         neighbours = min(BK, 16 // w.element_size())
         triton_skinny_gemm.skinny_kernel[grid](
-            *tensors, *sizes, w.stride(0), eps, SCALED=isinstance(weight, Quantised), EVEN=inputs % BK == 0,
-            V=neighbours, **constants,
+            *arguments, eps,
+            constexprs(triton_skinny_gemm.Constants(**constants, EVEN=inputs % BK == 0, V=neighbours)),
+            num_warps=tiles.warps,
         )  # fmt: skip
     return y_TF
 
@@ -250,9 +253,10 @@ def _outputs(weight: Matrix) -> int:
     return len(weight) if isinstance(weight, Tensor) else weight.outputs
 
 
-def _stored(weight: Matrix, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """(stored values, scales as the kernels read them)."""
-    return (weight, unused) if isinstance(weight, Tensor) else (weight.values, _scales(weight)[0])
+def _pointers(weight: Matrix, bias_F: Tensor | None, unused: Tensor) -> triton_skinny_gemm.Weight:
+    """The tensors of a projection as the kernels read them, with ``unused`` for those that it lacks."""
+    stored, scales = (weight, unused) if isinstance(weight, Tensor) else (weight.values, _scales(weight)[0])
+    return triton_skinny_gemm.Weight(stored, scales, unused if bias_F is None else bias_F)
 
 
 def _scales(weight: Quantised) -> tuple[Tensor, int, int]:

@@ -130,6 +130,15 @@ def tensor_core_constants(
         tiles = tiles._replace(BK=tiles.BK // 2)
 
 
+def register_limit(tiles: SkinnyTiles) -> dict[str, int]:
+    """Launch options of the tensor core kernel that limit registers, so that ``programs_per_sm`` programs fit an SM.
+
+    Without a limit the compiler takes so many registers that only one does.
+    """
+    most = REGISTERS_PER_SM // (32 * tiles.warps * max(1, tiles.programs_per_sm)) // 8 * 8
+    return {"maxnreg": most} if tiles.programs_per_sm > 1 and most < 255 else {}
+
+
 def prefetched_bytes(constants: dict[str, Any], tiles: SkinnyTiles, *, gated: bool, normed: bool) -> int:
     """Bytes of shared memory of the steps in flight."""
     int4 = constants["KIND"] == "int4"
@@ -161,13 +170,10 @@ def _step_constants(weight: Quantised, rows: int, tiles: SkinnyTiles) -> dict[st
     even = row_bytes % (2 * step) == 0
     if weight.kind == "int4":
         even = even and weight.inputs == weight.values.shape[1] * INT4_PER_WORD
-    constants = {
+    return {
         "KIND": weight.kind, "WORDS": words, "EVEN": even, "STEPS": -(-row_bytes // (2 * step)), "M": M,
         "BATCH": batch, "K": depth, "PARTS": parts, "SPAN": span,
     }  # fmt: skip
-    # Without a limit the compiler takes so many registers that only one program fits an SM.
-    most = REGISTERS_PER_SM // (32 * tiles.warps * max(1, tiles.programs_per_sm)) // 8 * 8
-    return constants | ({"maxnreg": most} if tiles.programs_per_sm > 1 and most < 255 else {})
 
 
 def _next_power_of_2(n: int) -> int:

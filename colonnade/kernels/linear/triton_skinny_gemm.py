@@ -20,6 +20,8 @@ beside the products. Where STEPS is 1 all of x stays in registers.
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,9 +30,40 @@ from colonnade.kernels.experts.triton_activation import activate
 NIBBLE_BITS = (0xF000, 0x45000000, 0xF0000, 0x43000000)
 """Masks of a nibble in a shifted word, and the bit patterns of 2048.0 and 128.0.
 
-Arguments of :func:`skinny_int4_kernel`: for constants in its code the assembler makes two instructions of an ``and``
+An argument of :func:`skinny_int4_kernel`: for constants in its code the assembler makes two instructions of an ``and``
 and an ``or``, for values in registers one.
 """
+
+
+class Weight(NamedTuple):
+    """Pointers of a projection: stored values, scales, bias."""
+
+    stored: Any
+    scales: Any
+    bias: Any
+
+
+class Constants(NamedTuple):
+    """Compile-time constants of :func:`skinny_kernel` and :func:`skinny_int4_kernel`."""
+
+    SCALED: bool
+    """Whether each output has a scale."""
+    NORM: bool
+    ACT: str
+    """The gate's activation; empty without a gate."""
+    BIASED: bool
+    RESIDUAL: bool
+    EVEN: bool
+    """Whether the steps cover a row exactly, so that no load is masked."""
+    STEPS: int
+    M: int
+    BN: int
+    BK: int
+    STAGES: int
+    V: int = 1
+    """Neighbouring inputs per thread; not for int4."""
+    WORDS: int = 1
+    """Words per int4 group."""
 
 
 @triton.jit
@@ -55,95 +88,89 @@ def _output_offsets(first, rows, outputs, M: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def load_residual(residual_ptr, first, rows, outputs, RESIDUAL: tl.constexpr, M: tl.constexpr, BN: tl.constexpr):
+def load_residual(residual_ptr, first, rows, outputs, C: tl.constexpr):
     """The residual (M, BN) of the outputs from ``first`` on."""
-    residual = tl.zeros([M, BN], tl.float32)
-    if RESIDUAL:
-        at, valid = _output_offsets(first, rows, outputs, M, BN)
+    residual = tl.zeros([C.M, C.BN], tl.float32)
+    if C.RESIDUAL:
+        at, valid = _output_offsets(first, rows, outputs, C.M, C.BN)
         residual = tl.load(residual_ptr + at, valid, 0.0).to(tl.float32)
     return residual
 
 
 @triton.jit
-def epilogue(
-    acc, acc_u, squares, residual, first, w_scale_ptr, u_scale_ptr, w_bias_ptr, u_bias_ptr, y_ptr,
-    rows, outputs, inputs, eps,
-    SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Writes the outputs from ``first`` on; ``acc``, ``acc_u`` and ``squares`` are (M, BN or 1, parts)."""
-    n = first + tl.arange(0, BN)
+def epilogue(acc, acc_u, squares, residual, first, weight, up, y_ptr, rows, outputs, inputs, eps, C: tl.constexpr):
+    """Writes the outputs from ``first`` on; ``acc``, ``acc_u`` and ``squares`` are (M, BN or 1, parts).
+
+    ``C`` is :class:`Constants`, or the tensor core kernel's.
+    """
+    n = first + tl.arange(0, C.BN)
     valid_n = n < outputs
     y = tl.sum(acc, 2)
-    if SCALED:
-        y *= tl.load(w_scale_ptr + n, valid_n, 0.0)[None, :]
-    if NORM:
+    if C.SCALED:
+        y *= tl.load(weight.scales + n, valid_n, 0.0)[None, :]
+    if C.NORM:
         inverse_rms = tl.rsqrt(tl.sum(squares, 2) / inputs + eps)
         y *= inverse_rms
-    if BIASED:
-        y += tl.load(w_bias_ptr + n, valid_n, 0.0).to(tl.float32)[None, :]
-    if ACT != "":
+    if C.BIASED:
+        y += tl.load(weight.bias + n, valid_n, 0.0).to(tl.float32)[None, :]
+    if C.ACT != "":
         u = tl.sum(acc_u, 2)
-        if SCALED:
-            u *= tl.load(u_scale_ptr + n, valid_n, 0.0)[None, :]
-        if NORM:
+        if C.SCALED:
+            u *= tl.load(up.scales + n, valid_n, 0.0)[None, :]
+        if C.NORM:
             u *= inverse_rms
-        if BIASED:
-            u += tl.load(u_bias_ptr + n, valid_n, 0.0).to(tl.float32)[None, :]
-        y = activate(y, ACT)[0] * u
-    at, valid = _output_offsets(first, rows, outputs, M, BN)
-    if RESIDUAL:
+        if C.BIASED:
+            u += tl.load(up.bias + n, valid_n, 0.0).to(tl.float32)[None, :]
+        y = activate(y, C.ACT)[0] * u
+    at, valid = _output_offsets(first, rows, outputs, C.M, C.BN)
+    if C.RESIDUAL:
         y += residual
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), valid)
 
 
 @triton.jit
 def skinny_kernel(
-    x_ptr, gain_ptr, w_ptr, w_scale_ptr, w_bias_ptr, u_ptr, u_scale_ptr, u_bias_ptr, residual_ptr, y_ptr,
-    rows, outputs, inputs, x_t, w_f, eps,
-    SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Persistent over blocks of BN outputs; inputs ≤ STEPS · BK, and a thread holds V neighbouring inputs."""
-    C: tl.constexpr = BK // V
-    k = tl.arange(0, BK)[None, :]
+    x_ptr, gain_ptr, weight, up, residual_ptr, y_ptr, rows, outputs, inputs, x_t, w_f, eps, C: tl.constexpr
+):
+    """Persistent over blocks of BN outputs; inputs ≤ STEPS · BK, and a thread holds V neighbouring inputs.
+
+    ``up`` is read with a gate only: ``weight`` is the gate's then.
+    """
+    PARTS: tl.constexpr = C.BK // C.V
+    k = tl.arange(0, C.BK)[None, :]
     first, programs = tl.program_id(0), tl.num_programs(0)
-    blocks = ((outputs + BN - 1) // BN - first + programs - 1) // programs
-    x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
-    acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
-    squares = tl.zeros([M, 1, C], tl.float32)
-    if STEPS == 1:
-        x = _load_float32(x_row, k, inputs, EVEN)
-        gain = _load_float32(gain_ptr, k, inputs, EVEN) if NORM else 1.0
-    for i in tl.range(0, blocks * STEPS, num_stages=STAGES):
-        at = i % STEPS * BK + k
-        n = tl.minimum((first + i // STEPS * programs) * BN + tl.arange(0, BN), outputs - 1)
+    blocks = ((outputs + C.BN - 1) // C.BN - first + programs - 1) // programs
+    x_row = x_ptr + tl.minimum(tl.arange(0, C.M), rows - 1)[:, None].to(tl.int64) * x_t
+    acc, acc_u = tl.zeros([C.M, C.BN, PARTS], tl.float32), tl.zeros([C.M, C.BN, PARTS], tl.float32)
+    squares = tl.zeros([C.M, 1, PARTS], tl.float32)
+    if C.STEPS == 1:
+        x = _load_float32(x_row, k, inputs, C.EVEN)
+        gain = _load_float32(gain_ptr, k, inputs, C.EVEN) if C.NORM else 1.0
+    for i in tl.range(0, blocks * C.STEPS, num_stages=C.STAGES):
+        at = i % C.STEPS * C.BK + k
+        n = tl.minimum((first + i // C.STEPS * programs) * C.BN + tl.arange(0, C.BN), outputs - 1)
         row = n[:, None].to(tl.int64) * w_f
-        w = _load(w_ptr + row, at, inputs, EVEN)
-        if ACT != "":
-            u = _load(u_ptr + row, at, inputs, EVEN)
-        if STEPS > 1:
-            x = _load_float32(x_row, at, inputs, EVEN)
-            if NORM:
-                gain = _load_float32(gain_ptr, at, inputs, EVEN)
-        if NORM:
-            squares += tl.sum(tl.reshape(x * x, [M, 1, C, V]), 3)
-            scaled = tl.reshape(x * gain, [M, 1, C, V])
+        w = _load(weight.stored + row, at, inputs, C.EVEN)
+        if C.ACT != "":
+            u = _load(up.stored + row, at, inputs, C.EVEN)
+        if C.STEPS > 1:
+            x = _load_float32(x_row, at, inputs, C.EVEN)
+            if C.NORM:
+                gain = _load_float32(gain_ptr, at, inputs, C.EVEN)
+        if C.NORM:
+            squares += tl.sum(tl.reshape(x * x, [C.M, 1, PARTS, C.V]), 3)
+            scaled = tl.reshape(x * gain, [C.M, 1, PARTS, C.V])
         else:
-            scaled = tl.reshape(x, [M, 1, C, V])
-        acc += tl.sum(tl.reshape(w, [1, BN, C, V]).to(tl.float32) * scaled, 3)
-        if ACT != "":
-            acc_u += tl.sum(tl.reshape(u, [1, BN, C, V]).to(tl.float32) * scaled, 3)
-        if i % STEPS == STEPS - 1:
-            start = (first + i // STEPS * programs) * BN
-            residual = load_residual(residual_ptr, start, rows, outputs, RESIDUAL, M, BN)
-            epilogue(
-                acc, acc_u, squares, residual, start, w_scale_ptr, u_scale_ptr, w_bias_ptr, u_bias_ptr, y_ptr,
-                rows, outputs, inputs, eps, SCALED, NORM, ACT, BIASED, RESIDUAL, M, BN,
-            )  # fmt: skip
-            acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
-            squares = tl.zeros([M, 1, C], tl.float32)
+            scaled = tl.reshape(x, [C.M, 1, PARTS, C.V])
+        acc += tl.sum(tl.reshape(w, [1, C.BN, PARTS, C.V]).to(tl.float32) * scaled, 3)
+        if C.ACT != "":
+            acc_u += tl.sum(tl.reshape(u, [1, C.BN, PARTS, C.V]).to(tl.float32) * scaled, 3)
+        if i % C.STEPS == C.STEPS - 1:
+            start = (first + i // C.STEPS * programs) * C.BN
+            residual = load_residual(residual_ptr, start, rows, outputs, C)
+            epilogue(acc, acc_u, squares, residual, start, weight, up, y_ptr, rows, outputs, inputs, eps, C)
+            acc, acc_u = tl.zeros([C.M, C.BN, PARTS], tl.float32), tl.zeros([C.M, C.BN, PARTS], tl.float32)
+            squares = tl.zeros([C.M, 1, PARTS], tl.float32)
 
 
 @triton.jit
@@ -158,21 +185,19 @@ def _lifted_nibbles(w, i: tl.constexpr, bits):
 
 
 @triton.jit
-def _load_inputs(
-    x_row, gain_ptr, c, inputs, WORDS: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
+def _load_inputs(x_row, gain_ptr, c, inputs, C: tl.constexpr):
     """(x for each of the eight nibbles of words c; sums over four words of x, of x times its lift, and of squares)."""
+    PARTS: tl.constexpr = C.BK // 4
     xs = ()
-    squares = tl.zeros([M, 1, C, 4], tl.float32)
-    sums, lift = tl.zeros([M, 1, C, 4], tl.float32), tl.zeros([M, 1, C, 4], tl.float32)
+    squares = tl.zeros([C.M, 1, PARTS, 4], tl.float32)
+    sums, lift = tl.zeros([C.M, 1, PARTS, 4], tl.float32), tl.zeros([C.M, 1, PARTS, 4], tl.float32)
     for j in tl.static_range(8):
-        at = c // WORDS * (8 * WORDS) + j * WORDS + c % WORDS
-        x = _load_float32(x_row, at, inputs, EVEN)
-        if NORM:
-            squares += tl.reshape(x * x, [M, 1, C, 4])
-            x *= _load_float32(gain_ptr, at, inputs, EVEN)
-        x = tl.reshape(x, [M, 1, C, 4])
+        at = c // C.WORDS * (8 * C.WORDS) + j * C.WORDS + c % C.WORDS
+        x = _load_float32(x_row, at, inputs, C.EVEN)
+        if C.NORM:
+            squares += tl.reshape(x * x, [C.M, 1, PARTS, 4])
+            x *= _load_float32(gain_ptr, at, inputs, C.EVEN)
+        x = tl.reshape(x, [C.M, 1, PARTS, 4])
         sums += x
         lift += x * (2048.0 if j % 2 == 0 else 128.0)
         xs = xs + (x,)  # noqa: RUF005 - what Triton compiles
@@ -180,9 +205,9 @@ def _load_inputs(
 
 
 @triton.jit
-def _dot_int4(w, pairs, xs, sums, lift, bits, BN: tl.constexpr, C: tl.constexpr):
-    """Products (M, BN, C) of BN rows of words with x."""
-    w, pairs = tl.reshape(w, [1, BN, C, 4]), tl.reshape(pairs, [1, BN, C])
+def _dot_int4(w, pairs, xs, sums, lift, bits, BN: tl.constexpr, PARTS: tl.constexpr):
+    """Products (M, BN, PARTS) of BN rows of words with x."""
+    w, pairs = tl.reshape(w, [1, BN, PARTS, 4]), tl.reshape(pairs, [1, BN, PARTS])
     part = _lifted_nibbles(w, 0, bits) * xs[0]
     for j in tl.static_range(1, 8):
         part += _lifted_nibbles(w, j, bits) * xs[j]
@@ -192,47 +217,42 @@ def _dot_int4(w, pairs, xs, sums, lift, bits, BN: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def skinny_int4_kernel(
-    x_ptr, gain_ptr, w_ptr, w_scale_ptr, w_bias_ptr, u_ptr, u_scale_ptr, u_bias_ptr, residual_ptr, y_ptr,
-    rows, outputs, inputs, x_t, w_f, groups, eps, even, even_lift, odd, odd_lift,
-    WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, gain_ptr, weight, up, residual_ptr, y_ptr, rows, outputs, inputs, x_t, w_f, groups, eps, bits,
+    C: tl.constexpr,
 ):  # fmt: skip
     """As :func:`skinny_kernel` for int4; BK, WORDS and w_f count words of a step, of a group and of a row.
 
-    A thread holds four neighbouring words. Scales are pairs of s and m, in one int32.
+    A thread holds four neighbouring words. Scales are pairs of s and m, in one int32. ``bits`` are
+    :data:`NIBBLE_BITS`.
     """
-    C: tl.constexpr = BK // 4
-    bits = (even, even_lift, odd, odd_lift)
+    PARTS: tl.constexpr = C.BK // 4
     first, programs = tl.program_id(0), tl.num_programs(0)
-    blocks = ((outputs + BN - 1) // BN - first + programs - 1) // programs
-    x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
-    acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
-    squares = tl.zeros([M, 1, C], tl.float32)
-    if STEPS == 1:
-        xs, sums, lift, new = _load_inputs(x_row, gain_ptr, tl.arange(0, BK)[None, :], inputs, WORDS, NORM, EVEN, M, C)
-    for i in tl.range(0, blocks * STEPS, num_stages=STAGES):
-        step = i % STEPS * BK
-        n = tl.minimum((first + i // STEPS * programs) * BN + tl.arange(0, BN), outputs - 1)[:, None]
-        c = step + tl.arange(0, BK)[None, :]
-        group = (step // 4 + tl.arange(0, C)[None, :]) // (WORDS // 4)
+    blocks = ((outputs + C.BN - 1) // C.BN - first + programs - 1) // programs
+    x_row = x_ptr + tl.minimum(tl.arange(0, C.M), rows - 1)[:, None].to(tl.int64) * x_t
+    acc, acc_u = tl.zeros([C.M, C.BN, PARTS], tl.float32), tl.zeros([C.M, C.BN, PARTS], tl.float32)
+    squares = tl.zeros([C.M, 1, PARTS], tl.float32)
+    if C.STEPS == 1:
+        xs, sums, lift, new = _load_inputs(x_row, gain_ptr, tl.arange(0, C.BK)[None, :], inputs, C)
+    for i in tl.range(0, blocks * C.STEPS, num_stages=C.STAGES):
+        step = i % C.STEPS * C.BK
+        n = tl.minimum((first + i // C.STEPS * programs) * C.BN + tl.arange(0, C.BN), outputs - 1)[:, None]
+        c = step + tl.arange(0, C.BK)[None, :]
+        group = (step // 4 + tl.arange(0, PARTS)[None, :]) // (C.WORDS // 4)
         row, pair_row = n.to(tl.int64) * w_f, n.to(tl.int64) * groups
-        w, pairs = _load(w_ptr + row, c, w_f, EVEN), _load(w_scale_ptr + pair_row, group, groups, EVEN)
-        if STEPS > 1:
-            xs, sums, lift, new = _load_inputs(x_row, gain_ptr, c, inputs, WORDS, NORM, EVEN, M, C)
+        w, pairs = _load(weight.stored + row, c, w_f, C.EVEN), _load(weight.scales + pair_row, group, groups, C.EVEN)
+        if C.STEPS > 1:
+            xs, sums, lift, new = _load_inputs(x_row, gain_ptr, c, inputs, C)
         squares += new
-        acc += _dot_int4(w, pairs, xs, sums, lift, bits, BN, C)
-        if ACT != "":
-            u, pairs_u = _load(u_ptr + row, c, w_f, EVEN), _load(u_scale_ptr + pair_row, group, groups, EVEN)
-            acc_u += _dot_int4(u, pairs_u, xs, sums, lift, bits, BN, C)
-        if i % STEPS == STEPS - 1:
-            start = (first + i // STEPS * programs) * BN
-            residual = load_residual(residual_ptr, start, rows, outputs, RESIDUAL, M, BN)
-            epilogue(
-                acc, acc_u, squares, residual, start, w_scale_ptr, u_scale_ptr, w_bias_ptr, u_bias_ptr, y_ptr,
-                rows, outputs, inputs, eps, False, NORM, ACT, BIASED, RESIDUAL, M, BN,
-            )  # fmt: skip
-            acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
-            squares = tl.zeros([M, 1, C], tl.float32)
+        acc += _dot_int4(w, pairs, xs, sums, lift, bits, C.BN, PARTS)
+        if C.ACT != "":
+            u, pairs_u = _load(up.stored + row, c, w_f, C.EVEN), _load(up.scales + pair_row, group, groups, C.EVEN)
+            acc_u += _dot_int4(u, pairs_u, xs, sums, lift, bits, C.BN, PARTS)
+        if i % C.STEPS == C.STEPS - 1:
+            start = (first + i // C.STEPS * programs) * C.BN
+            residual = load_residual(residual_ptr, start, rows, outputs, C)
+            epilogue(acc, acc_u, squares, residual, start, weight, up, y_ptr, rows, outputs, inputs, eps, C)
+            acc, acc_u = tl.zeros([C.M, C.BN, PARTS], tl.float32), tl.zeros([C.M, C.BN, PARTS], tl.float32)
+            squares = tl.zeros([C.M, 1, PARTS], tl.float32)
 
 
 @triton.jit

@@ -28,6 +28,8 @@ between programs, and sums are in a fixed order; a row's result does not depend 
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportCallIssue=false, reportAssignmentType=false
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -35,6 +37,32 @@ from colonnade.kernels.linear.triton_skinny_gemm import epilogue, load_residual
 
 FLOAT8_SCALE = tl.constexpr(2.0**40)
 """Scale of x where weights are scaled by 2^−120, so that products stay within float32."""
+
+
+class Constants(NamedTuple):
+    """Compile-time constants of :func:`tensor_core_kernel`; :mod:`skinny_gemm_tiles` computes those of a step."""
+
+    KIND: str
+    SCALED: bool
+    """Whether each output has a scale: all kinds but int4."""
+    WORDS: int
+    """Words per int4 group."""
+    NORM: bool
+    ACT: str
+    """The gate's activation; empty without a gate."""
+    BIASED: bool
+    RESIDUAL: bool
+    EVEN: bool
+    STEPS: int
+    M: int
+    BN: int
+    BATCH: int
+    K: int
+    PARTS: int
+    SPAN: int
+    STAGES: int
+    ASM: bool
+    """Whether PTX unpacks; the interpreter cannot run it."""
 
 
 @triton.constexpr_function
@@ -82,20 +110,18 @@ def _dot(a, b, acc, ASM: tl.constexpr):
 
 
 @triton.jit
-def _permute_inputs(
-    low, high, BATCH: tl.constexpr, K: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr
-):
+def _permute_inputs(low, high, C: tl.constexpr):
     """The right operand (BATCH, K, PARTS · M) from inputs (M, words) of low and high units of words.
 
     SPAN units of each K belong to a part. Two inputs are moved as one 32-bit value: half as many selects and stores.
     """
     T: tl.constexpr = low.dtype
     pair = (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    pair = tl.permute(tl.reshape(pair, [M, BATCH, K // 2]), (1, 0, 2))[:, None, :, :]
-    part = (tl.arange(0, K // 2) // (SPAN // 2))[None, None, None, :] == tl.arange(0, PARTS)[None, :, None, None]
-    pair = tl.reshape(tl.where(part, pair, 0), [BATCH, PARTS * M, K // 2])
+    pair = tl.permute(tl.reshape(pair, [C.M, C.BATCH, C.K // 2]), (1, 0, 2))[:, None, :, :]
+    part = (tl.arange(0, C.K // 2) // (C.SPAN // 2))[None, None, None, :] == tl.arange(0, C.PARTS)[None, :, None, None]
+    pair = tl.reshape(tl.where(part, pair, 0), [C.BATCH, C.PARTS * C.M, C.K // 2])
     x = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
-    return tl.permute(tl.reshape(x, [BATCH, PARTS * M, K]).to(T, bitcast=True), (0, 2, 1))
+    return tl.permute(tl.reshape(x, [C.BATCH, C.PARTS * C.M, C.K]).to(T, bitcast=True), (0, 2, 1))
 
 
 @triton.jit
@@ -107,156 +133,136 @@ def _load(ptr, at, valid, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load_inputs(
-    x_row, gain_ptr, word, inputs, KIND: tl.constexpr, WORDS: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
-    M: tl.constexpr, BATCH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, UP: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
+def _load_inputs(x_row, gain_ptr, word, inputs, UP: tl.constexpr, C: tl.constexpr):
     """(x for each position in a unit, the sum of each part (BATCH, 1, PARTS · M), squares), from ``word`` on."""
     T: tl.constexpr = x_row.dtype.element_ty
-    BW: tl.constexpr = BATCH * K // 2
-    EACH: tl.constexpr = 8 if KIND == "int4" else 4
+    BW: tl.constexpr = C.BATCH * C.K // 2
+    EACH: tl.constexpr = 8 if C.KIND == "int4" else 4
     at = EACH * word + tl.arange(0, EACH * BW)[None, :]
-    x = _load(x_row, at, at < inputs, EVEN)
+    x = _load(x_row, at, at < inputs, C.EVEN)
     wide = x.to(tl.float32)
-    if NORM:
-        x = (wide * _load(gain_ptr, at, at < inputs, EVEN).to(tl.float32) * UP).to(T)
+    if C.NORM:
+        x = (wide * _load(gain_ptr, at, at < inputs, C.EVEN).to(tl.float32) * UP).to(T)
     elif UP != 1.0:
         x = (wide * UP).to(T)
     xs = ()
-    sums = tl.zeros([BATCH, 16, PARTS * M], tl.float32)
-    if KIND == "int4":
-        x = tl.permute(tl.reshape(x, [M, BW // WORDS, 8, WORDS]), (0, 1, 3, 2))
-        even, odd = tl.split(tl.reshape(x, [M, BW, 2, 2, 2]))
+    sums = tl.zeros([C.BATCH, 16, C.PARTS * C.M], tl.float32)
+    if C.KIND == "int4":
+        x = tl.permute(tl.reshape(x, [C.M, BW // C.WORDS, 8, C.WORDS]), (0, 1, 3, 2))
+        even, odd = tl.split(tl.reshape(x, [C.M, BW, 2, 2, 2]))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         halves = (first, second, third, fourth)
         for j in tl.static_range(4):
             low, high = tl.split(halves[j])
-            b = _permute_inputs(low, high, BATCH, K, M, PARTS, SPAN)
-            sums = _dot(tl.full([BATCH, 16, K], 1.0, T), b, sums, ASM)
+            b = _permute_inputs(low, high, C)
+            sums = _dot(tl.full([C.BATCH, 16, C.K], 1.0, T), b, sums, C.ASM)
             xs = xs + (b,)  # noqa: RUF005 - what Triton compiles
     else:
-        first, second = tl.split(tl.reshape(x, [M, BW, 2, 2]))
+        first, second = tl.split(tl.reshape(x, [C.M, BW, 2, 2]))
         halves = (first, second)
         for j in tl.static_range(2):
             low, high = tl.split(halves[j])
-            xs = xs + (_permute_inputs(low, high, BATCH, K, M, PARTS, SPAN),)  # noqa: RUF005
+            xs = xs + (_permute_inputs(low, high, C),)  # noqa: RUF005
     # All sixteen rows of the product with ones are equal.
     return xs, tl.sum(sums, 1)[:, None, :] * 0.0625, wide * wide
 
 
 @triton.jit
-def _multiply(
-    w, pairs, xs, sums, KIND: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BATCH: tl.constexpr,
-    PARTS: tl.constexpr, TWO_CHAINS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def _multiply(w, pairs, xs, sums, TWO_CHAINS: tl.constexpr, C: tl.constexpr):
     """Products (BATCH, BN, PARTS · M) of BN rows of units with x.
 
     Each product waits for the one that it accumulates to; TWO_CHAINS makes two accumulators.
     """
     T: tl.constexpr = xs[0].dtype
-    N: tl.constexpr = PARTS * M
-    y = tl.zeros([BATCH, BN, N], tl.float32)
-    if KIND == "int4":
-        odd = tl.zeros([BATCH, BN, N], tl.float32)
+    N: tl.constexpr = C.PARTS * C.M
+    y = tl.zeros([C.BATCH, C.BN, N], tl.float32)
+    if C.KIND == "int4":
+        odd = tl.zeros([C.BATCH, C.BN, N], tl.float32)
         for j in tl.static_range(4):
             if TWO_CHAINS and j % 2 == 1:
-                odd = _dot(_unpack(w, j, "nibble", T, ASM), xs[j], odd, ASM)
+                odd = _dot(_unpack(w, j, "nibble", T, C.ASM), xs[j], odd, C.ASM)
             else:
-                y = _dot(_unpack(w, j, "nibble", T, ASM), xs[j], y, ASM)
+                y = _dot(_unpack(w, j, "nibble", T, C.ASM), xs[j], y, C.ASM)
         if TWO_CHAINS:
             y += odd
-        pairs = tl.reshape(tl.broadcast_to(pairs[:, :, :, None], [BATCH, BN, PARTS, M]), [BATCH, BN, N])
+        pairs = tl.reshape(tl.broadcast_to(pairs[:, :, :, None], [C.BATCH, C.BN, C.PARTS, C.M]), [C.BATCH, C.BN, N])
         scale, low = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
         return y * scale + (low - (128.0 if T.is_bf16() else 1024.0) * scale) * sums
-    if KIND == "int8":
-        subtract = tl.zeros([BATCH, BN, N], tl.float32)
+    if C.KIND == "int8":
+        subtract = tl.zeros([C.BATCH, C.BN, N], tl.float32)
         for j in tl.static_range(2):
-            y = _dot(_unpack(w, j, "seven", T, ASM), xs[j], y, ASM)
-            subtract = _dot(_unpack(w, j, "eighth", T, ASM), xs[j], subtract, ASM)
+            y = _dot(_unpack(w, j, "seven", T, C.ASM), xs[j], y, C.ASM)
+            subtract = _dot(_unpack(w, j, "eighth", T, C.ASM), xs[j], subtract, C.ASM)
         return y - subtract
     for j in tl.static_range(2):
-        y = _dot(_unpack(w, j, "float8", T, ASM), xs[j], y, ASM)
+        y = _dot(_unpack(w, j, "float8", T, C.ASM), xs[j], y, C.ASM)
     return y * ((2.0**80) if T.is_bf16() else 256.0)
 
 
 @triton.jit
-def _reduce(acc, M: tl.constexpr, BN: tl.constexpr, BATCH: tl.constexpr, PARTS: tl.constexpr):
+def _reduce(acc, C: tl.constexpr):
     """Sums over all warps and parts, (M, BN, 1)."""
-    y = tl.sum(tl.sum(tl.reshape(acc, [BATCH, BN, PARTS, M]), 2), 0)
+    y = tl.sum(tl.sum(tl.reshape(acc, [C.BATCH, C.BN, C.PARTS, C.M]), 2), 0)
     return tl.permute(y, (1, 0))[:, :, None]
 
 
 @triton.jit
 def tensor_core_kernel(
-    x_ptr, gain_ptr, w_ptr, w_scale_ptr, w_bias_ptr, u_ptr, u_scale_ptr, u_bias_ptr, residual_ptr, y_ptr,
-    rows, outputs, inputs, x_t, w_f, groups, eps,
-    KIND: tl.constexpr, WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr,
-    RESIDUAL: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    BATCH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
+    x_ptr, gain_ptr, weight, up, residual_ptr, y_ptr, rows, outputs, inputs, x_t, w_f, groups, eps, C: tl.constexpr
+):
     """Persistent over blocks of BN outputs, in steps of BATCH · K units; a row of weights has w_f units.
 
     An int4 group has WORDS words, and its scales are a pair of s and m in one int32.
     """
-    INT4: tl.constexpr = KIND == "int4"
-    UP: tl.constexpr = FLOAT8_SCALE if KIND == "float8" and x_ptr.dtype.element_ty.is_bf16() else 1.0
-    N: tl.constexpr = PARTS * M
+    INT4: tl.constexpr = C.KIND == "int4"
+    UP: tl.constexpr = FLOAT8_SCALE if C.KIND == "float8" and x_ptr.dtype.element_ty.is_bf16() else 1.0
+    N: tl.constexpr = C.PARTS * C.M
     first, programs = tl.program_id(0), tl.num_programs(0)
-    blocks = ((outputs + BN - 1) // BN - first + programs - 1) // programs
-    x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
-    acc, acc_u = tl.zeros([BATCH, BN, N], tl.float32), tl.zeros([BATCH, BN, N], tl.float32)
-    squares = tl.zeros([M, BATCH * K // 2], tl.float32)
-    if STEPS == 1:
-        xs, sums, new = _load_inputs(
-            x_row, gain_ptr, 0, inputs, KIND, WORDS, NORM, EVEN, M, BATCH, K, PARTS, SPAN, UP, ASM
-        )  # fmt: skip
+    blocks = ((outputs + C.BN - 1) // C.BN - first + programs - 1) // programs
+    x_row = x_ptr + tl.minimum(tl.arange(0, C.M), rows - 1)[:, None].to(tl.int64) * x_t
+    acc, acc_u = tl.zeros([C.BATCH, C.BN, N], tl.float32), tl.zeros([C.BATCH, C.BN, N], tl.float32)
+    squares = tl.zeros([C.M, C.BATCH * C.K // 2], tl.float32)
+    if C.STEPS == 1:
+        xs, sums, new = _load_inputs(x_row, gain_ptr, 0, inputs, UP, C)
         square = tl.sum(new, 1)[:, None, None]
-    unit = tl.arange(0, BATCH)[:, None, None] * K + tl.arange(0, K)[None, None, :]
-    group = tl.arange(0, BATCH)[:, None, None] * PARTS + tl.arange(0, PARTS)[None, None, :]
+    unit = tl.arange(0, C.BATCH)[:, None, None] * C.K + tl.arange(0, C.K)[None, None, :]
+    group = tl.arange(0, C.BATCH)[:, None, None] * C.PARTS + tl.arange(0, C.PARTS)[None, None, :]
     # A gate's two matrices alternate, one per step, where x stays in registers.
-    MATRICES: tl.constexpr = 2 if ACT != "" and STEPS == 1 else 1
-    for i in tl.range(0, blocks * STEPS * MATRICES, num_stages=STAGES):
-        step, which = i // MATRICES % STEPS, i % MATRICES
-        start = (first + i // (STEPS * MATRICES) * programs) * BN
-        n = tl.minimum(start + tl.arange(0, BN), outputs - 1)[None, :, None]
+    MATRICES: tl.constexpr = 2 if C.ACT != "" and C.STEPS == 1 else 1
+    for i in tl.range(0, blocks * C.STEPS * MATRICES, num_stages=C.STAGES):
+        step, which = i // MATRICES % C.STEPS, i % MATRICES
+        start = (first + i // (C.STEPS * MATRICES) * programs) * C.BN
+        n = tl.minimum(start + tl.arange(0, C.BN), outputs - 1)[None, :, None]
         row, pair_row = n.to(tl.int64) * w_f, n.to(tl.int64) * groups
-        at, g = step * (BATCH * K) + unit, step * (BATCH * PARTS) + group
-        w_current = tl.where(which == 0, w_ptr, u_ptr) if MATRICES == 2 else w_ptr
-        w = _load(w_current, row + at, at < w_f, EVEN)
+        at, g = step * (C.BATCH * C.K) + unit, step * (C.BATCH * C.PARTS) + group
+        w_current = tl.where(which == 0, weight.stored, up.stored) if MATRICES == 2 else weight.stored
+        w = _load(w_current, row + at, at < w_f, C.EVEN)
         pairs = w
-        if STEPS == 1:  # loaded before the product, so that the epilogue does not wait for it
-            residual = load_residual(residual_ptr, start, rows, outputs, RESIDUAL, M, BN)
+        if C.STEPS == 1:  # loaded before the product, so that the epilogue does not wait for it
+            residual = load_residual(residual_ptr, start, rows, outputs, C)
         if INT4:
-            scale_current = tl.where(which == 0, w_scale_ptr, u_scale_ptr) if MATRICES == 2 else w_scale_ptr
-            pairs = _load(scale_current, pair_row + g, g < groups, EVEN)
-        if STEPS > 1:
-            xs, sums, new = _load_inputs(
-                x_row, gain_ptr, step * (BATCH * K // 2), inputs, KIND, WORDS, NORM, EVEN, M, BATCH, K, PARTS, SPAN,
-                UP, ASM,
-            )  # fmt: skip
-            squares += tl.sum(tl.reshape(new, [M, BATCH * K // 2, 8 if INT4 else 4]), 2)
-        new_acc = _multiply(w, pairs, xs, sums, KIND, M, BN, BATCH, PARTS, STEPS == 1, ASM)
+            scale_current = tl.where(which == 0, weight.scales, up.scales) if MATRICES == 2 else weight.scales
+            pairs = _load(scale_current, pair_row + g, g < groups, C.EVEN)
+        if C.STEPS > 1:
+            xs, sums, new = _load_inputs(x_row, gain_ptr, step * (C.BATCH * C.K // 2), inputs, UP, C)
+            squares += tl.sum(tl.reshape(new, [C.M, C.BATCH * C.K // 2, 8 if INT4 else 4]), 2)
+        new_acc = _multiply(w, pairs, xs, sums, C.STEPS == 1, C)
         if MATRICES == 2:
             acc, acc_u = acc_u, new_acc
         else:
             acc += new_acc
-            if ACT != "":
-                u = _load(u_ptr, row + at, at < w_f, EVEN)
-                pairs_u = _load(u_scale_ptr, pair_row + g, g < groups, EVEN) if INT4 else u
-                acc_u += _multiply(u, pairs_u, xs, sums, KIND, M, BN, BATCH, PARTS, STEPS == 1, ASM)
-        if i % (STEPS * MATRICES) == STEPS * MATRICES - 1:
-            if STEPS > 1:
+            if C.ACT != "":
+                u = _load(up.stored, row + at, at < w_f, C.EVEN)
+                pairs_u = _load(up.scales, pair_row + g, g < groups, C.EVEN) if INT4 else u
+                acc_u += _multiply(u, pairs_u, xs, sums, C.STEPS == 1, C)
+        if i % (C.STEPS * MATRICES) == C.STEPS * MATRICES - 1:
+            if C.STEPS > 1:
                 square = tl.sum(squares, 1)[:, None, None]
-            y = _reduce(acc, M, BN, BATCH, PARTS)
-            up = _reduce(acc_u, M, BN, BATCH, PARTS) if ACT != "" else y
-            if STEPS > 1:
-                residual = load_residual(residual_ptr, start, rows, outputs, RESIDUAL, M, BN)
-            epilogue(
-                y, up, square, residual, start, w_scale_ptr, u_scale_ptr, w_bias_ptr, u_bias_ptr, y_ptr, rows, outputs,
-                inputs, eps, KIND != "int4", NORM, ACT, BIASED, RESIDUAL, M, BN,
-            )  # fmt: skip
-            acc, acc_u = tl.zeros([BATCH, BN, N], tl.float32), tl.zeros([BATCH, BN, N], tl.float32)
-            squares = tl.zeros([M, BATCH * K // 2], tl.float32)
+            y = _reduce(acc, C)
+            y_u = _reduce(acc_u, C) if C.ACT != "" else y
+            if C.STEPS > 1:
+                residual = load_residual(residual_ptr, start, rows, outputs, C)
+            epilogue(y, y_u, square, residual, start, weight, up, y_ptr, rows, outputs, inputs, eps, C)
+            acc, acc_u = tl.zeros([C.BATCH, C.BN, N], tl.float32), tl.zeros([C.BATCH, C.BN, N], tl.float32)
+            squares = tl.zeros([C.M, C.BATCH * C.K // 2], tl.float32)
