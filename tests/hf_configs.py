@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from colonnade.checkpoint.hf import FAMILIES
 from colonnade.checkpoint.hf.experts import expert_layers
-from colonnade.checkpoint.hf.families import FAMILIES
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling, RouterConfig
 
 

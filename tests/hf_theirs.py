@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from colonnade.checkpoint.hf.families import FAMILIES
+from colonnade.checkpoint.hf import FAMILIES
 from colonnade.checkpoint.weight_mapping import map_parameters
 from colonnade.model import Loss, Rows, Transformer
 from tests.hf import documents, stream_of

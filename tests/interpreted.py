@@ -11,10 +11,9 @@ import torch
 
 from colonnade.kernels import adamw as adamw_reference
 from colonnade.kernels import dropout as dropout_reference
-from colonnade.kernels import triton_adamw
-from colonnade.kernels import triton_dropout as triton_elements
+from colonnade.kernels import triton_adamw, triton_dropout
 from colonnade.kernels.adamw import ParameterState
-from colonnade.kernels.attention import reference, triton_dropout
+from colonnade.kernels.attention import reference
 from colonnade.kernels.dropout import AttentionDropout
 from tests.adamw import drawn, moved
 
@@ -37,7 +36,7 @@ def check_elements() -> int:
     ):
         index_T = torch.arange(len(x)) * 3 + 2**33
         results = []
-        for run in (triton_elements.dropout, dropout_reference.dropout):
+        for run in (triton_dropout.dropout, dropout_reference.dropout):
             leaf = x.to(dtype).detach().requires_grad_()
             y = run(leaf, key, index_T, site=2, rate=rate, start=start)
             y.backward(torch.ones_like(y) * 3)

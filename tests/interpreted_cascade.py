@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import decode_tiles, dispatch, plan_reference, reference, triton_decode
+from colonnade.kernels.attention import decode_tiles, dispatch, reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
@@ -56,7 +56,7 @@ def check_shared_prefixes() -> int:
         made = cascaded(replace(SHARED, **more))
         double = [x.double() for x in (made.q, made.k, made.v)]
         shapes = made.layout.shape, made.layout.shared.shape
-        plain = plan_reference.run_cascade(made.plan, *shapes, *double, made.table, **made.options)
+        plain = reference.run_cascade(made.plan, *shapes, *double, made.table, **made.options)
         for what, ours, theirs, exact in zip(("o", "lse"), made.run(), plain, made.exact(), strict=True):
             seen = exact.isfinite()
             assert torch.equal(ours.isfinite(), seen), what

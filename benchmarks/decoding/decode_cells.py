@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from colonnade.kernels.attention import cuda_decode, plan_reference, triton_decode
+from colonnade.kernels.attention import cuda_decode, reference, triton_decode
 from colonnade.kernels.attention.decode_plan import KernelLayout, Kernels
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.softmax_state import State
@@ -107,7 +107,7 @@ def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False, 
     pages = tensors.pages if in_order else tensors.scattered
     tables = [tensors.table(copy, pages) for copy in range(tensors.copies)]
     if tensors.device == "cpu":
-        return lambda copy: plan_reference.run_plan(plan, layout.shape, tensors.q_BNH, k, v, tables[copy]).o
+        return lambda copy: reference.run_plan(plan, layout.shape, tensors.q_BNH, k, v, tables[copy]).o
     ready = layout.prepare(plan, tensors.device)
     return lambda copy: triton_decode.attend(tensors.q_BNH, k, v, tables[copy], ready).o
 

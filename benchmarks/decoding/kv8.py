@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import plan_reference, triton_decode
+from colonnade.kernels.attention import reference, triton_decode
 from colonnade.kernels.attention.decode_plan import KernelLayout, Kernels
 from decoding.decode_cells import Cell, Run, Tensors, error, exact, replayed
 from harness.rows import figures, line
@@ -45,7 +45,7 @@ def call(
     tables = [tensors.table(i, pages) for i in range(tensors.copies)]
     if tensors.device == "cpu":
         k, v = (widened(x, scale_K) for x, scale_K in zip((k, v), scales or (None, None), strict=True))
-        return lambda i: plan_reference.run_plan(plan, layout.shape, q.float(), k, v, tables[i]).o
+        return lambda i: reference.run_plan(plan, layout.shape, q.float(), k, v, tables[i]).o
     ready = layout.prepare(plan, tensors.device)
     return lambda i: triton_decode.attend(q, k, v, tables[i], ready, scales_K=scales).o
 

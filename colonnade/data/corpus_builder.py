@@ -33,7 +33,6 @@ from colonnade.data.readers import (
     total_bytes,
 )
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.data.wordpiece import train_wordpiece
 from colonnade.errors import ConfigError, DataError
 
 Stage = Literal["vocabulary", "tokens"]
@@ -135,7 +134,7 @@ def build(
         if tokenizer is None:
             chunks = _with_progress(read_documents(files, options), size_bytes, report)
             share = min(1.0, vocabulary_bytes / max(size_bytes, 1))
-            train_tokenizer = train_wordpiece if wordpiece else Tokenizer.train
+            train_tokenizer = Tokenizer.train_wordpiece if wordpiece else Tokenizer.train
             tokenizer = train_tokenizer(_sample_texts(chunks, holdout, share), vocab_size or _VOCAB_SIZE)
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(tokenizer)

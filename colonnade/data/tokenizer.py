@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import tokenizers
 
-from colonnade.data.bpe import END, byte_level_bpe, train_bpe
 from colonnade.data.chat_template import ChatEncoder, ChatTemplate, Message
 from colonnade.data.detokenize import Detokenizer
+from colonnade.data.train_tokenizer import CLS, END, SEP, byte_level_bpe, train_bpe, train_wordpiece
 from colonnade.errors import DataError, RequestError
 
 _CONFIG_KEY = "colonnade"  # our key in tokenizer_config.json for the BOS and EOS ids; transformers ignores it
@@ -89,6 +89,14 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Train a byte-level BPE of at most ``vocab_size`` tokens, special token included."""
         return cls._with_document_end(train_bpe(texts, vocab_size))
+
+    @classmethod
+    def train_wordpiece(cls, texts: Iterable[str], vocab_size: int, *, lowercase: bool = True) -> Self:
+        """Train BERT's kind of tokenizer, of at most ``vocab_size`` tokens, special tokens included."""
+        core = train_wordpiece(texts, vocab_size, lowercase=lowercase)
+        sep = core.token_to_id(SEP)
+        assert sep is not None
+        return cls(core, core.token_to_id(CLS), (sep,))
 
     @classmethod
     def _with_document_end(cls, core: tokenizers.Tokenizer) -> Self:
@@ -223,6 +231,11 @@ class Tokenizer:
         copy = tokenizers.Tokenizer.from_str(self._json)
         copy.encode_special_tokens = True
         return copy
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """The length of the longest token in the vocabulary's spelling, in UTF-8; its text is at most as long."""
+        return max((len(token.encode()) for token in self._core.get_vocab()), default=1)
 
     @functools.cached_property
     def _byte_ids(self) -> frozenset[int]:

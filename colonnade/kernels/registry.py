@@ -16,7 +16,7 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.kernels import adamw, dropout, norm, permute, rotary, routing, sampling
-from colonnade.kernels.attention import cache_write, chunk, reference, sdpa, sharded_cache
+from colonnade.kernels.attention import cache_write, chunk, reference, sdpa
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
@@ -81,16 +81,22 @@ TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") i
 def _triton() -> tuple[Kernel, ...]:
     if not TRITON:
         return ()
-    from colonnade.kernels import triton_adamw, triton_permute, triton_routing, triton_sampling, triton_sort
-    from colonnade.kernels import triton_dropout as triton_elements
-    from colonnade.kernels.attention import triton_cache_write, triton_dropout
+    from colonnade.kernels import (
+        triton_adamw,
+        triton_dropout,
+        triton_permute,
+        triton_routing,
+        triton_sampling,
+        triton_sort,
+    )
+    from colonnade.kernels.attention import triton_cache_write
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
     from colonnade.kernels.linear import skinny_gemm
 
     return (
         Kernel("dropout_attention", "triton", triton_dropout.packed, **ON_GPU),
-        Kernel("dropout", "triton", triton_elements.dropout, **ON_GPU),
+        Kernel("dropout", "triton", triton_dropout.dropout, **ON_GPU),
         Kernel("quantised_linear", "triton", skinny_gemm.linear, **ON_GPU),
         Kernel("fused_linear", "triton", skinny_gemm.fused_linear, **ON_GPU),
         Kernel("rope_and_kv_write", "triton", triton_cache_write.rope_and_kv_write, **ON_GPU),
@@ -146,14 +152,12 @@ def _batch_invariant() -> tuple[Kernel, ...]:
     """Kernels whose result for a row does not depend on the number of rows; selected by name only."""
     if not TRITON:
         return ()
-    from colonnade.kernels import triton_norm
-    from colonnade.kernels.attention import batch_invariant
-    from colonnade.kernels.linear import triton_batch_invariant
+    from colonnade.kernels import triton_batch_invariant
 
     return (
-        Kernel("paged_attention", "batch_invariant", batch_invariant.paged, **ON_GPU),
+        Kernel("paged_attention", "batch_invariant", triton_batch_invariant.paged, **ON_GPU),
         Kernel("linear", "batch_invariant", triton_batch_invariant.linear, **ON_GPU),
-        Kernel("norm", "batch_invariant", triton_norm.norm, **ON_GPU),
+        Kernel("norm", "batch_invariant", triton_batch_invariant.norm, **ON_GPU),
         Kernel("rope_cos_sin", "batch_invariant", rotary.rotation, devices=("cuda",)),
     )
 
@@ -184,8 +188,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_decode_attention(),
     Kernel("paged_attention", "sdpa", sdpa.paged),
     Kernel("paged_attention", "reference", reference.paged),
-    Kernel("sharded_attention", "reference", sharded_cache.attend),
-    Kernel("merge_states", "reference", sharded_cache.merge_states),
+    Kernel("sharded_attention", "reference", reference.sharded),
+    Kernel("merge_states", "reference", reference.merge_states),
     Kernel("mla_cache_write", "reference", cache_write.write_latents),
     Kernel("chunk_forward", "flash", chunk.flash_forward, **ON_GPU_16_BIT),
     Kernel("chunk_backward", "flash", chunk.flash_backward, **ON_GPU_16_BIT),

@@ -42,7 +42,7 @@ from torch.autograd import Function
 from colonnade.kernels.attention import chunk
 from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
-from colonnade.kernels.attention.sharded_cache import pack_state
+from colonnade.kernels.attention.reference import pack_state
 from colonnade.kernels.registry import choose
 from colonnade.kernels.softmax_state import State, merge
 from colonnade.model.attend import Packed

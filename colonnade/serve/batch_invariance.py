@@ -9,7 +9,7 @@ arrival, shared prefixes, preemption, or how its prompt was split into chunks.
            operands for any batch, and attention the shape of the request's own past. This relies on no guarantee of a
            library
     GPU    matrix products, norms and attention use kernels of ours whose tiles do not depend on the number of rows
-           (:mod:`~colonnade.kernels.linear.triton_batch_invariant`, …); everything else works element by element
+           (:mod:`~colonnade.kernels.triton_batch_invariant`, …); everything else works element by element
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params"}  {"do": "cancel", "ids"}  {"do": "stop"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "stats": {…}}
+    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
 
 All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
@@ -15,15 +15,25 @@ import contextlib
 import dataclasses
 import json
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from colonnade.errors import CapacityError, ColonnadeError, RequestError
+from colonnade.serve.prompts import context_error
 from colonnade.serve.request import Output, Stats, Timing, not_finite
 from colonnade.serve.sampling_params import SamplingParams
 
 Message = dict[str, Any]
+Result = TypeVar("Result")
+
+LARGE_BYTES = 256 << 10
+"""Bodies and messages above this size are parsed and encoded in a thread [bytes]."""
+
+
+async def run_sized(num_bytes: int, work: Callable[..., Result], *args: Any) -> Result:
+    """``work(*args)``, in a thread if ``num_bytes`` is above :data:`LARGE_BYTES`, so that the event loop goes on."""
+    return work(*args) if num_bytes <= LARGE_BYTES else await asyncio.to_thread(work, *args)
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,43 @@ class GenerationRequest:
         """One for each prompt, or one for a chat."""
         return len(self.prompts) if self.messages is None else 1
 
+    @property
+    def size(self) -> int:
+        """Characters of text and token ids, about."""
+        if self.messages is None:
+            return sum(map(len, self.prompts))
+        return sum(len(message["content"]) for message in self.messages)
+
+    def check_lengths(self, context: int, longest_token_bytes: int) -> None:
+        """Raise :class:`RequestError` for a prompt that exceeds the context whatever its text is, without tokenising.
+
+        T tokens hold at most T · ``longest_token_bytes`` bytes of text.
+        """
+        if self.messages is None:
+            for prompt in self.prompts:
+                if isinstance(prompt, str):
+                    _check_text_bytes(_num_bytes(prompt), context, longest_token_bytes, "prompt")
+                elif len(prompt) >= context:
+                    raise context_error(len(prompt), self.params.max_tokens, context)
+        else:
+            size = sum(_num_bytes(message["content"]) for message in self.messages)
+            _check_text_bytes(size, context, longest_token_bytes, "messages")
+
+
+def _num_bytes(text: str) -> int:
+    """Bytes of ``text`` in UTF-8."""
+    return len(text.encode(errors="surrogatepass"))
+
+
+def _check_text_bytes(size: int, context: int, longest_token_bytes: int, param: str) -> None:
+    if size > context * longest_token_bytes:
+        raise RequestError(
+            f"the text has {size} bytes; the model's context of {context} tokens, each of at most "
+            f"{longest_token_bytes} bytes, holds at most {context * longest_token_bytes}; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
 
 def encode_message(message: Message) -> bytes:
     """One message with its newline; all ASCII, so that lone surrogates of a client's text survive."""
@@ -52,7 +99,8 @@ def decode_message(line: bytes) -> Message:
 
 def submit_message(ids: Sequence[str], request: GenerationRequest) -> Message:
     """The message that submits ``request``, with an id for each completion."""
-    return {"do": "submit", "ids": list(ids), **dataclasses.asdict(request)}
+    values = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
+    return {"do": "submit", "ids": list(ids), **values, "params": dataclasses.asdict(request.params)}
 
 
 _OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
@@ -85,6 +133,8 @@ class EngineClient:
     def __init__(self):
         self.context = self.cache_tokens = 0
         """Largest number of tokens of one request: what the model supports, and what the cache holds."""
+        self.longest_token_bytes = 0
+        """The most bytes of text that one token stands for."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -118,13 +168,15 @@ class EngineClient:
         """
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
+        request.check_lengths(self.context, self.longest_token_bytes)
         queue: asyncio.Queue[Output | RequestError] = asyncio.Queue()
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
         live = set(indices)
         self.idle.clear()
         try:
             self._queues.update(dict.fromkeys(indices, queue))
-            self._send(submit_message(list(indices), request))
+            submission = submit_message(list(indices), request)
+            self._write(await run_sized(4 * request.size, encode_message, submission))
             while live:
                 output = await queue.get()
                 if isinstance(output, RequestError):
@@ -169,8 +221,11 @@ class EngineClient:
             self.disconnected.set()
 
     def _send(self, message: Message) -> None:
+        self._write(encode_message(message))
+
+    def _write(self, line: bytes) -> None:
         if self._writer and not self._writer.is_closing():
-            self._writer.write(encode_message(message))
+            self._writer.write(line)
 
     def _receive(self, message: Message) -> None:
         if message["event"] == "refused":
@@ -180,6 +235,7 @@ class EngineClient:
         self.stats = Stats(**message["stats"])
         if message["event"] == "ready":
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
+            self.longest_token_bytes = message["longest_token_bytes"]
             self.ready.set()
         for values in message.get("outputs", ()):
             self._deliver(values["id"], output_from_dict(values))

@@ -95,6 +95,18 @@ def check_params_list(params: object, count: int) -> list[SamplingParams]:
     return items
 
 
+def context_error(length: int, max_tokens: int | None, context: int) -> RequestError:
+    """The error for a prompt of ``length`` tokens that, with ``max_tokens``, exceeds the context."""
+    total = f" and max_tokens {max_tokens} make {length + max_tokens}" if max_tokens else ""
+    left = context - length
+    remedy = f"ask for at most {left}" if left > 0 else f"shorten the prompt to at most {context - 1}"
+    return RequestError(
+        f"the prompt's {length} tokens{total}: too many for the model's context of {context}; {remedy}",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:
     """How many tokens a request may generate; :class:`RequestError` if prompt and max_tokens exceed the context.
 
@@ -104,11 +116,5 @@ def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vo
     check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
     left, wanted = context - len(ids), params.max_tokens
     if left < (wanted or 1):
-        total = f" and max_tokens {wanted} make {len(ids) + wanted}" if wanted else ""
-        remedy = f"ask for at most {left}" if left > 0 else f"shorten the prompt to at most {context - 1}"
-        raise RequestError(
-            f"the prompt's {len(ids)} tokens{total}: too many for the model's context of {context}; {remedy}",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise context_error(len(ids), wanted, context)
     return wanted or max(1, min(left, pool.tokens + 1 - len(ids)))

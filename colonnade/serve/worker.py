@@ -4,7 +4,8 @@
     rank > 0    loads and follows rank 0
 
 A thread of rank 0 reads the socket, applies chat templates and tokenises (the tokenizer releases the GIL), so that a
-long prompt delays neither the event loop nor the running requests. Everything else happens in the main thread. When the
+prompt delays neither the event loop nor the running requests. Another thread tokenises large requests, so that they do
+not delay the others' prompts. Everything else happens in the main thread. When the
 HTTP process exits, the connection closes and the engine stops.
 """
 
@@ -15,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from colonnade.config import Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
@@ -27,6 +29,9 @@ from colonnade.serve.sampling_params import SamplingParams
 
 Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
+
+LARGE_TEXT = 1 << 15
+"""Requests with more text than this are tokenised in a thread of their own [characters]."""
 
 HEARTBEAT_S = 20.0
 """Interval of an idle engine's heartbeats to its other ranks [s]; collectives time out after minutes."""
@@ -75,6 +80,7 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(connection, engine.tokenizer, inbox), daemon=True).start()
     limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
+    limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
     connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
     while True:
         for message in receive_messages(engine, inbox):
@@ -144,28 +150,83 @@ def _refusal(message: Message, error: ColonnadeError) -> Message:
 
 def _read_messages(connection: socket.socket, tokenizer: Tokenizer, inbox: queue.SimpleQueue) -> None:
     """In a thread: put messages, with prompts as token ids, into the inbox; a stop at the end of the connection."""
+    large = _LargeRequests(tokenizer, inbox)
     try:
         with suppress(OSError), connection.makefile("rb") as lines:  # OSError: the HTTP process was killed
             for line in lines:
-                inbox.put(_tokenize(decode_message(line), tokenizer))
+                message = decode_message(line)
+                if message["do"] == "submit" and _text_size(message) > LARGE_TEXT:
+                    large.add(message)
+                elif message["do"] != "cancel" or not large.cancel(message["ids"]):
+                    inbox.put(_tokenize(message, tokenizer))
         inbox.put({"do": "stop"})
     except BaseException as bug:  # noqa: BLE001 - raised again by the main thread, which would otherwise wait for ever
         inbox.put(bug)
 
 
-def _tokenize(message: Message, tokenizer: Tokenizer) -> Message:
-    """Add the prompts' ``tokens`` to a submission, or a ``refusal``."""
+class _LargeRequests:
+    """Tokenises submissions in a thread, in order of arrival, and drops those that are cancelled meanwhile."""
+
+    def __init__(self, tokenizer: Tokenizer, inbox: queue.SimpleQueue):
+        self._tokenizer, self._inbox = tokenizer, inbox
+        self._todo: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._pending: set[str] = set()
+        """Ids of the submissions that have not reached the inbox."""
+        self._lock = threading.Lock()
+        """Held while a submission leaves ``_pending`` for the inbox: a cancellation comes before or after both."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add(self, message: Message) -> None:
+        """Tokenise ``message`` later, then put it into the inbox."""
+        with self._lock:
+            self._pending.update(message["ids"])
+        self._todo.put(message)
+
+    def cancel(self, ids: list[str]) -> bool:
+        """Drop the submission with these ids; False if it is not here (any longer)."""
+        with self._lock:
+            found = self._wanted(ids)
+            self._pending.difference_update(ids)
+        return found
+
+    def _wanted(self, ids: list[str]) -> bool:
+        return not self._pending.isdisjoint(ids)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = self._todo.get()
+                ids = message["ids"]
+                message = _tokenize(message, self._tokenizer, partial(self._wanted, ids))
+                with self._lock:
+                    if self._wanted(ids):
+                        self._pending.difference_update(ids)
+                        self._inbox.put(message)
+        except BaseException as bug:  # noqa: BLE001 - raised again by the main thread
+            self._inbox.put(bug)
+
+
+def _text_size(message: Message) -> int:
+    """Characters of text that must be tokenised."""
+    if message["messages"] is not None:
+        return sum(len(each["content"]) for each in message["messages"])
+    return sum(len(prompt) for prompt in message["prompts"] if isinstance(prompt, str))
+
+
+def _tokenize(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool] = lambda: True) -> Message:
+    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; some are left out once it is not ``wanted``."""
     if message["do"] != "submit":
         return message
     try:
-        return {**message, "tokens": _prompt_ids(message, tokenizer)}
+        return {**message, "tokens": _prompt_ids(message, tokenizer, wanted)}
     except ColonnadeError as error:
         return {**message, "refusal": _refusal(message, error)}
 
 
-def _prompt_ids(message: Message, tokenizer: Tokenizer) -> list[list[int]]:
+def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool]) -> list[list[int]]:
     if message["messages"] is None:
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in message["prompts"]]
+        prompts = (prompt for prompt in message["prompts"] if wanted())
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     if tokenizer.chat_template is None:
         raise RequestError(
             "this model has no chat template; send a prompt to /v1/completions, or use colonnade generate",

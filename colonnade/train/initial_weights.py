@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from colonnade.checkpoint.open_model import OpenedModel, open_model
+from colonnade.checkpoint.load_model import OpenedModel, open_model
 from colonnade.config import ModelConfig, RunConfig, differences
 from colonnade.data import Corpus
 from colonnade.data.tokenizer import Tokenizer

@@ -41,7 +41,7 @@ Spans = list[tuple[float, float]]
 """Disjoint intervals in order [µs]."""
 
 # Names of kernels; the first match counts. cuBLAS calls its kernels nvjet, gemm or xmma; cuDNN's attention has sdpa in
-# the name; _forward, _queries and _keys are ours (kernels/attention/triton_dropout.py).
+# the name; _forward, _queries and _keys are ours (kernels/triton_dropout.py).
 KERNEL_PATTERNS = {
     "communication": re.compile(r"nccl|multimem|symm_mem|PtoP"),
     "attention": re.compile(r"flash|fmha|sdpa|attention|^_(forward|queries|keys)$", re.I),

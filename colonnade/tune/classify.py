@@ -8,25 +8,218 @@ The training session is that of :mod:`colonnade.train` with labelled examples in
 clipping, dropout, recomputation, checkpoints, resuming and trackers work as in pre-training. A step's loss is the mean
 over its examples. Each epoch is a seeded permutation of the examples.
 
-Another task needs another head in :mod:`colonnade.train.model_inputs` and another feed beside :class:`ExampleFeed`.
+Another task needs another head in :mod:`colonnade.train.model_inputs` and another feed beside :class:`ExampleFeed`,
+which stores labelled examples in flat arrays and packs them into micro-batches.
 """
 
-from collections.abc import Sequence
-from functools import partial
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.open_model import open_model
-from colonnade.config import ModelConfig, RunConfig
-from colonnade.errors import DataError
-from colonnade.model import Classes, Packed, Stream, Transformer
-from colonnade.train.data_feed import MakeFeed
+from colonnade.checkpoint import native
+from colonnade.checkpoint.load_model import open_model
+from colonnade.config import DataConfig, ModelConfig, RunConfig
+from colonnade.data import Batch, Loader, Tokenizer
+from colonnade.data.batch import power_of_two
+from colonnade.errors import ConfigError, DataError
+from colonnade.model import IGNORE, Classes, Packed, Stream, Transformer
+from colonnade.train.data_feed import EVAL_EVERY, MakeFeed
 from colonnade.train.loop import Trainer
 from colonnade.train.run_log import Summary
 from colonnade.train.trackers import OpenTracker
-from colonnade.tune.examples import Example, ExampleFeed, Examples, check_examples, check_settings
+
+
+class Example(NamedTuple):
+    """A text or a pair of texts with its class."""
+
+    tokens: list[int]
+    """Including the tokenizer's control tokens, [CLS] first."""
+    label: int
+    """0 .. classes − 1."""
+    segments: list[int] | None = None
+    """The segment of each token, as ``tokenizer.encode_pair`` gives it; None: segment 0 everywhere."""
+
+
+class Examples:
+    """Examples in flat arrays, which are cheap to send to other processes."""
+
+    def __init__(self, examples: Sequence[Example]):
+        self._starts = np.cumsum([0, *(len(example.tokens) for example in examples)])
+        self._tokens_T = _flat(example.tokens for example in examples)
+        self._segments_T = _flat(example.segments or [0] * len(example.tokens) for example in examples)
+        self._labels = np.array([example.label for example in examples], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def at(self, number: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """(tokens, segments, label) of example ``number``."""
+        span = slice(self._starts[number], self._starts[number + 1])
+        return self._tokens_T[span], self._segments_T[span], int(self._labels[number])
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean tokens per example."""
+        return len(self._tokens_T) / max(len(self), 1)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of all tokens, segments and labels in order."""
+        digest = hashlib.sha256()
+        for part in (self._starts, self._tokens_T, self._segments_T, self._labels):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+
+def _flat(parts: Any) -> np.ndarray:
+    return np.array([number for part in parts for number in part], np.int64)
+
+
+class LabelledSamples:
+    """The samples of a classifier: the target of each example's first token is its label.
+
+    Examples are packed without padding. If all micro-batches must have the same shape (``fixed_shape``), they are
+    filled up to ``data.sequence`` tokens a sample, with sequences that no sample attends to and that have no targets.
+    """
+
+    def __init__(self, examples: Examples, config: DataConfig, *, segments: bool, fixed_shape: bool):
+        self._examples, self._sequence = examples, config.sequence
+        self._segments, self._fixed_shape = segments, fixed_shape
+        self.samples = len(examples)
+        """Samples in one epoch."""
+
+    def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
+        """The batch of these examples; uses no random numbers."""
+        rows = [self._examples.at(int(i)) for i in samples]
+        lengths = [len(tokens) for tokens, _, _ in rows]
+        first = np.cumsum([0, *lengths])[:-1]
+        rest = len(rows) * self._sequence - sum(lengths) if self._fixed_shape else 0
+        fill = [min(self._sequence, rest - start) for start in range(0, rest, self._sequence)]
+        lengths, empty = [*lengths, *fill], np.zeros(rest, np.int64)
+        T = sum(lengths)
+        longest = self._sequence if self._fixed_shape else max(lengths)
+        equal = set(lengths) == {longest}
+        starts = np.cumsum([0, *lengths])
+        if not equal:
+            starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), constant_values=T)
+        targets = np.full(T, IGNORE)
+        targets[first] = [label for _, _, label in rows]
+        segments = np.concatenate([*(segments for _, segments, _ in rows), empty])
+        return Batch(
+            tokens_T=torch.from_numpy(np.concatenate([*(tokens for tokens, _, _ in rows), empty])),
+            positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
+            targets_T=torch.from_numpy(targets),
+            cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+            longest=longest,
+            equal=equal,
+            segments_T=torch.from_numpy(segments) if self._segments else None,
+            predicted_R=torch.from_numpy(first),
+            first_R=torch.from_numpy(first),
+            stride=self._sequence,
+        )
+
+
+class ExampleFeed:
+    """The examples of data rank ``rank`` of ``ranks``; see :class:`colonnade.train.data_feed.DataFeed`.
+
+    Raises :class:`DataError` for examples that the model does not support, :class:`ConfigError` for settings that do
+    not apply to fine-tuning.
+    """
+
+    def __init__(self, examples: Examples, held_out: Examples, run: RunConfig, rank: int = 0, ranks: int = 1):
+        self.name, self.corpus, self.sample_tokens = "this list of examples", None, examples.mean_tokens
+        fixed_shape = check_settings(run)
+        self._sha256 = examples.sha256
+        self.tokenizer = _tokenizer(run)
+
+        def loader(part: Examples) -> Loader:
+            t = run.train
+            objective = LabelledSamples(part, run.data, segments=run.model.segments > 0, fixed_shape=fixed_shape)
+            return Loader(None, run.data, t.batch, t.micro_batch, rank, ranks, objective)
+
+        self.samples, every = loader(examples), run.train.eval_every
+        if every and not len(held_out):
+            raise DataError(
+                f"train.eval_every is {every}, and no examples are held out; give some as held_out, or leave it out"
+            )
+        self.no_validation_reason = "no examples are held out" if every is None and not len(held_out) else None
+        self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
+        self.held_out = loader(held_out) if self.eval_every else None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Hash of the training examples in order."""
+        return {"examples": self._sha256}
+
+    def difference(self, old: Mapping[str, Any]) -> str | None:
+        """How the examples differ from a checkpoint's, if at all."""
+        return None if old.get("examples") == self._sha256 else "other examples, or another order of them"
+
+
+def check_examples(examples: Sequence[Example], model: ModelConfig, longest: int, what: str = "example") -> None:
+    """Raise :class:`DataError` for examples that ``model`` does not support, or of more than ``longest`` tokens."""
+    for number, (tokens, label, segments) in enumerate(examples):
+        if not 0 < len(tokens) <= longest:
+            raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}, cut where need be")
+        if not 0 <= label < model.classes:
+            raise DataError(f"{what} {number} has the label {label}, and there are {model.classes} classes from 0 on")
+        if not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
+            raise DataError(
+                f"{what} {number} has tokens from {min(tokens)} to {max(tokens)}, and the vocabulary is 0 to "
+                f"{model.vocab_size - 1}; encode it with the model's tokenizer"
+            )
+        if segments is None:
+            continue
+        if len(segments) != len(tokens):
+            raise DataError(f"{what} {number} has {len(segments)} segments for {len(tokens)} tokens; give one for each")
+        if not (min(segments) >= 0 and max(segments) < max(model.segments, 1)):
+            raise DataError(
+                f"{what} {number} has segments from {min(segments)} to {max(segments)}, and the model knows "
+                f"{model.segments}; use 0 to {max(model.segments, 1) - 1}, or leave segments out"
+            )
+
+
+def check_settings(run: RunConfig) -> bool:
+    """Raise :class:`ConfigError` for settings that do not apply to fine-tuning.
+
+    Returns whether all micro-batches must have the same shape.
+    """
+    model, t, defaults = run.model, run.train, DataConfig()
+    if model.top != "classes":
+        raise ConfigError(
+            f"fine-tuning a classifier needs a model with top = 'classes', not '{model.top}'; make its config with "
+            "colonnade.tune.classifier(START, classes)"
+        )
+    for name in ("path", "separate_documents", "mask_share", "mask_ngram", "short_seq_prob"):
+        if (value := getattr(run.data, name)) != (default := getattr(defaults, name)):
+            raise ConfigError(
+                f"data.{name} is {value}, and applies to text: fine-tuning uses examples; leave it at {default}"
+            )
+    if model.moe is not None and model.moe.router.kind == "task":
+        raise ConfigError(
+            "router 'task' needs to know the task of each token, and examples have none; use another router"
+        )
+    needs_fixed_shape = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
+             "train.recompute budget": t.recompute == "budget"}  # fmt: skip
+    reasons = [name for name, applies in needs_fixed_shape.items() if applies]
+    if reasons and model.moe is not None:
+        raise ConfigError(
+            f"{reasons[0]} needs micro-batches of one shape, and experts would be balanced over the padding; leave "
+            "it out, or fine-tune a dense model"
+        )
+    return bool(reasons)
+
+
+def _tokenizer(run: RunConfig) -> Tokenizer | None:
+    """The tokenizer of the resumed checkpoint, or of ``train.start``."""
+    source = native.newest(run.folder) or run.train.start
+    return Tokenizer.from_model(open_model(source).tokenizer_source) if source else None
 
 
 def classifier(start: str | Path, classes: int) -> ModelConfig:

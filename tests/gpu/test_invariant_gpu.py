@@ -11,11 +11,10 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from colonnade.config import ServeConfig
 from colonnade.errors import ConfigError
 from colonnade.kernels import norm as norm_reference
-from colonnade.kernels import triton_norm
-from colonnade.kernels.attention.batch_invariant import CHUNK
+from colonnade.kernels import triton_batch_invariant
 from colonnade.kernels.attention.triton_merge import FEW_CHUNKS
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import triton_batch_invariant
+from colonnade.kernels.triton_batch_invariant import CHUNK
 from colonnade.serve import Engine
 from tests.decoding import Case, by_itself
 from tests.serve import test_serve_invariant as cpu
@@ -46,11 +45,11 @@ def test_norms(dtype: torch.dtype, width: int, biased: bool) -> None:
     w = torch.randn(width, device="cuda").to(dtype)
     b = torch.randn(width, device="cuda").to(dtype) if biased else None
     x = torch.randn(300, width, device="cuda").to(dtype)
-    whole = triton_norm.norm(x, w, b, 1e-5)
+    whole = triton_batch_invariant.norm(x, w, b, 1e-5)
     exact = norm_reference.norm(x.double(), w.double(), None if b is None else b.double(), 1e-5)
     assert (whole - exact).norm() < TOLERANCE[dtype] * exact.norm()
     for first, last in ((0, 1), (5, 7), (1, 300)):
-        assert torch.equal(triton_norm.norm(x[first:last], w, b, 1e-5), whole[first:last])
+        assert torch.equal(triton_batch_invariant.norm(x[first:last], w, b, 1e-5), whole[first:last])
 
 
 @pytest.mark.parametrize("chunks", [1, FEW_CHUNKS, 100])

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf, config_to_hf
+from colonnade.checkpoint.hf import FAMILIES, config_from_hf, config_to_hf
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.weight_mapping import map_parameters
 from colonnade.config import ModelConfig, Plan

@@ -13,7 +13,7 @@ from torch import Tensor
 import colonnade
 from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.open_model import find_packaged
+from colonnade.checkpoint.load_model import find_packaged
 from colonnade.config import DataConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Hidden
@@ -24,8 +24,7 @@ from colonnade.train.loop import train
 from colonnade.train.trackers import read_rows
 from colonnade.train.training_state import TrainingState
 from colonnade.tune import Example, accuracy, classifier, fit
-from colonnade.tune.classify import example_feed
-from colonnade.tune.examples import Examples, LabelledSamples
+from colonnade.tune.classify import Examples, LabelledSamples, example_feed
 from tests.models import BERTS, build, pairs
 from tests.worlds import assert_same
 from tests.worlds import run as in_world

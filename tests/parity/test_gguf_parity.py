@@ -13,7 +13,7 @@ from gguf import GGUFReader
 from colonnade.checkpoint.gguf import GGUFFile
 from colonnade.checkpoint.gguf.header import read_header
 from colonnade.checkpoint.gguf.read import block_sizes
-from colonnade.checkpoint.open_model import find_packaged
+from colonnade.checkpoint.load_model import find_packaged
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 import colonnade
-from colonnade.checkpoint.open_model import find_packaged
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.checkpoint.load_model import find_packaged
+from colonnade.data.readers import sotu_documents
 from colonnade.errors import CheckpointError, ConfigError, RequestError
 from tests.worlds import assert_same
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.gguf import GGUFFile
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.open_model import find_packaged
+from colonnade.checkpoint.load_model import find_packaged
 from colonnade.config.presets import preset
 from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.parallel.axis import Axes, Axis

@@ -18,7 +18,7 @@ from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, report, shrink
+from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, shrink
 from colonnade.verify import run as verifying
 from tests.parity import layout_faults as faults
 from tests.worlds import run
@@ -115,7 +115,7 @@ def test_nan_counts_as_a_miss(tmp_path: Path) -> None:
     result.note("loss", float("nan"))
     result.note("loss", 1e-16)
     assert not result.ok
-    report.write([result], MODEL, tmp_path / "verify.json")
+    verifying.write_results([result], MODEL, tmp_path / "verify.json")
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")

@@ -104,6 +104,21 @@ def test_stream_chunks_join_to_the_completion(client: openai.OpenAI):
     assert all(c.usage is None for c in chunks[:-1])
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_continuous_usage_counts_the_tokens_so_far(running: Running, path: str):
+    asked = {"prompt": "The quick"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**asked, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": options}
+    events = httpx.post(f"{running.url}/v1/{path}", json=body).text.split("\n\n")[:-2]
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-2:] == [12, 12] and len(set(counts)) > 3
+    assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] and u["prompt_tokens"] for u in usages)
+    del options["include_usage"]
+    events = httpx.post(f"{running.url}/v1/{path}", json=body).text.split("\n\n")[:-2]
+    assert not any("usage" in json.loads(event.removeprefix("data: ")) for event in events)
+
+
 def test_chat_streams_and_several_prompts_stream(client: openai.OpenAI):
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "ö"}], "max_tokens": 8, **GREEDY}
     whole = client.chat.completions.create(**asked).choices[0].message.content

@@ -205,6 +205,23 @@ def test_a_loading_server_is_alive_but_not_ready(tmp_path: Path):
         assert starting.stop() == (0, "stopping\n", "")
 
 
+def test_a_large_body_does_not_delay_others(tmp_path: Path):
+    """The first request's prompts cannot be tokenised before the others have their answers."""
+    gate = tmp_path / "go"
+    with server({"gate": str(gate)}) as running, ThreadPoolExecutor(1) as pool:
+        large = pool.submit(_ask, running.url, prompt=["a" * 600] * 600)
+        for _ in range(5):
+            assert _ask(running.url).status_code == 200
+        assert not large.done()
+        gate.touch()
+        reply = large.result()
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+        ids = _ask(running.url, prompt=[1] * 1_000_000)
+        assert "1000000 tokens and max_tokens 2 make 1000002" in ids.json()["error"]["message"]
+        text = _ask(running.url, prompt="a" * 1_000_000)
+        assert text.status_code == 400 and "the text has 1000000 bytes" in text.json()["error"]["message"]
+
+
 def test_port_in_use_gives_a_one_line_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -76,9 +76,11 @@ def load(
     slow_s: float = 0.0,
     quick_steps: int = 0,
     wait_for: str | None = None,
+    gate: str | None = None,
 ) -> tuple[Transformer, Tokenizer]:
     """Load the model in a server's engine processes, once the file ``wait_for`` exists.
 
+    Texts of over 500 characters are tokenised once the file ``gate`` exists.
     The embedding of token ``poison`` is NaN; each forward pass after the first ``quick_steps`` takes ``slow_s`` longer.
     """
     while wait_for and not Path(wait_for).exists():
@@ -90,4 +92,16 @@ def load(
     if slow_s:
         steps = count()
         it.register_forward_pre_hook(lambda *_: time.sleep(slow_s) if next(steps) >= quick_steps else None)
-    return it, tokenizer(chat)
+    return it, _gated(tokenizer(chat), Path(gate)) if gate else tokenizer(chat)
+
+
+def _gated(tokenizer: Tokenizer, gate: Path) -> Tokenizer:
+    encode = tokenizer.encode
+
+    def wait(text: str) -> list[int]:
+        while len(text) > 500 and not gate.exists():
+            time.sleep(0.01)
+        return encode(text)
+
+    tokenizer.encode = wait  # type: ignore[method-assign]
+    return tokenizer

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import CapacityError
-from colonnade.kernels.attention import plan_reference, reference
+from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.cascade import Cascade, CascadeCapacity, Group, KernelCosts, groups, plan
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan, Shape
@@ -177,5 +177,5 @@ def test_cascade_equals_paged_attention(group: int, window: int | None, extras: 
     many = KernelCosts(Shape(K, group, 32, 16), 3, cheap)
     cascade = plan(tables, lengths, queries, page, few, many)
     assert isinstance(cascade, Cascade) and len(cascade.groups) == 2 and cascade.shared.slots > 4
-    state = plan_reference.run_cascade(cascade, few.shape, many.shape, q, k, v, table, **more)
+    state = reference.run_cascade(cascade, few.shape, many.shape, q, k, v, table, **more)
     assert_same(state.o, reference.paged(q, k, v, table, window=window, **more), 1e-12)

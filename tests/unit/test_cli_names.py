@@ -7,7 +7,7 @@ import pytest
 
 import colonnade
 from colonnade.checkpoint import native
-from colonnade.checkpoint.open_model import locate
+from colonnade.checkpoint.load_model import locate
 from colonnade.cli import main
 from colonnade.config import ModelConfig
 from colonnade.data import Corpus, build

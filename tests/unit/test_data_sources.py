@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from colonnade.data import readers
 from colonnade.data.readers import ReadOptions, find_files, read_documents, total_bytes
-from colonnade.data.sample_packages import gpt2_tokenizer
 from colonnade.errors import DataError
+from tests import tokens
 
 
 def read_texts(*sources: readers.Source, **options) -> list[str]:
@@ -100,16 +100,10 @@ def test_pieces_have_the_tokens_of_the_whole_text(text, limit, chunk, data):
         cuts = [readers._WORD_END.search(a[-1:] + b[:1]) for a, b in itertools.pairwise(pieces)]
     assert "".join(pieces) == (text if text.strip() else "")
     if all(cuts):
-        tokenizer = gpt2()
+        tokenizer = tokens.gpt2()
         assert [t for ids in tokenizer.encode_documents(pieces) for t in ids] == (
             tokenizer.encode_documents([text])[0] if text.strip() else []
         )
-
-
-def gpt2(memory: list = []):  # noqa: B006 - made once
-    if not memory:
-        memory.append(gpt2_tokenizer())
-    return memory[0]
 
 
 @given(

@@ -6,9 +6,8 @@ import shutil
 import pytest
 import transformers
 
-from colonnade.data.bpe import train_bpe
-from colonnade.data.sample_packages import gpt2_tokenizer
 from colonnade.data.tokenizer import Tokenizer
+from colonnade.data.train_tokenizer import train_bpe
 from colonnade.errors import ConfigError, DataError, RequestError
 from tests import tokens
 
@@ -151,7 +150,7 @@ def test_a_lone_surrogate_is_refused():
 
 
 def test_gpt2_tokenizer_matches_openais_ids():
-    tokenizer = gpt2_tokenizer()
+    tokenizer = tokens.gpt2()
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (50257, 50256, (50256,))
     assert tokenizer.encode("Hello world") == [15496, 995]  # as OpenAI's encoder returns
     assert tokenizer.encode("<|endoftext|>") == [50256]

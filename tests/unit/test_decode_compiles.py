@@ -20,12 +20,6 @@ pytestmark = [
 MERGE_REGISTERS = 56
 """Registers per thread of the merge kernel at head width 128."""
 EVERY_WIDTH = (64, 80, 96, 112, 128, 192, 256)
-POINTERS = {
-    "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "o_ptr": "*bf16", "lse_ptr": "*fp32", "slot_o_ptr": "*fp32",
-    "slot_lse_ptr": "*fp32", "plan_ptr": "*i32", "pages_ptr": "*i32", "cu_ptr": "*i32", "lengths_ptr": "*i32",
-    "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
-    "members_ptr": "*i32", "shared_o_ptr": "*fp32", "shared_lse_ptr": "*fp32", "shared_ptr": "*i32",
-}  # fmt: skip
 STRIDES = [
     *("queries.token", "queries.head", "keys.page", "keys.token", "keys.head", "values.page", "values.token"),
     *("values.head", "latents.page", "latents.token", "k_t"),
@@ -60,11 +54,20 @@ def mla_types(cache: str = "*bf16", *, scaled: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def merge_types() -> dict[str, Any]:
+    """Types of the arguments of the merge kernels."""
+    from colonnade.kernels.attention.triton_args import Output, SharedStates
+
+    plain = dict.fromkeys(("plan_ptr", "cu_ptr", "lengths_ptr"), "*i32") | {"sinks_ptr": "*fp32"}
+    shared = SharedStates("*fp32", "*fp32", "*i32", "*i32")
+    return INTEGERS | plain | {"output": Output("*bf16", "*fp32", "*fp32", "*fp32"), "shared": shared}
+
+
 def with_config(constants: dict[str, Any]) -> dict[str, Any]:
     """``constants`` plus the kernel's configuration tuple built from them."""
-    from colonnade.kernels.attention.triton_args import Config, MlaConfig
+    from colonnade.kernels.attention.triton_args import Config, MergeConfig, MlaConfig
 
-    kind = MlaConfig if "RANK" in constants else Config
+    kind = MlaConfig if "RANK" in constants else MergeConfig if "WAIT" in constants else Config
     return constants | {"cfg": kind(**{name: x for name, x in constants.items() if name in kind._fields})}
 
 
@@ -270,7 +273,7 @@ def test_merge_kernel_fits_the_gpu(width: int, part: int, wait: bool, shared: in
         "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "USED": 8, "SHARED_ROWS": shared,
         "PIECES": pieces, "SHARED_PIECES": 64, "BLOCK_H": part,
     }  # fmt: skip
-    built = compiled(triton_merge.merge, {**POINTERS, **INTEGERS}, constants, (), warps=4, stages=3)
+    built = compiled(triton_merge.merge, merge_types(), with_config(constants), (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0
     assert registers(built, tmp_path) <= MERGE_REGISTERS or width != 128
     assert ("griddepcontrol.wait" in built.asm["ptx"]) == wait
@@ -285,6 +288,6 @@ def test_chunk_merge_kernel_fits_the_gpu(width: int, part: int, pieces: int, tmp
         "FEW": triton_merge.FEW_CHUNKS, "WHOLE": min(triton_merge.MAX_WIDTH, 1 << (width - 1).bit_length()),
         "PIECES": pieces, "BLOCK_H": part,
     }  # fmt: skip
-    built = compiled(triton_merge.merge_chunks, {**POINTERS, **INTEGERS}, constants, (), warps=4, stages=3)
+    built = compiled(triton_merge.merge_chunks, merge_types(), with_config(constants), (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0
     assert "griddepcontrol.wait" in built.asm["ptx"]

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from colonnade.data.token_classes import TOKEN_CLASSES, classify_tokens
-from colonnade.look.expert_specialization import record_choices, specializations, top_tokens
+from colonnade.look import TOKEN_CLASSES, classify_tokens
 from colonnade.model import Packed, Rows
+from colonnade.model.moe.expert_specialization import record_choices, specializations, top_tokens
 from tests.models import MOES, build, ragged
 
 

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from colonnade.checkpoint.gguf import GGUFFile
-from colonnade.checkpoint.open_model import find_packaged
+from colonnade.checkpoint.load_model import find_packaged
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from tests.gguf_files import quantisable, vocabulary, write_gguf

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from colonnade.checkpoint.gguf import GGUFFile
 from colonnade.checkpoint.gguf.header import Header
 from colonnade.checkpoint.gguf.tokenizer import tokenizer_from_header
-from colonnade.checkpoint.open_model import find_packaged
+from colonnade.checkpoint.load_model import find_packaged
 from colonnade.errors import CheckpointError
 from tests.gguf_files import quantisable, speech, vocabulary, write_gguf
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 
-from colonnade.checkpoint.hf.families import config_from_hf, config_to_hf
+from colonnade.checkpoint.hf import config_from_hf, config_to_hf
 from colonnade.config import ModelConfig, MoeConfig, RopeScaling
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.open_model import download
+from colonnade.checkpoint.load_model import download
 from colonnade.errors import CheckpointError
 from tests.models import build
 from tests.unit.test_hf_files import LLAMA
@@ -22,8 +22,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # A separate process, because huggingface_hub reads its environment once, at import.
 SCRIPT = """
 import sys
-from colonnade.checkpoint.hf import HFFolder
-from colonnade.checkpoint.open_model import download
+from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.checkpoint.load_model import download
 from colonnade.errors import CheckpointError
 for model_id in sys.argv[1:]:
     try:

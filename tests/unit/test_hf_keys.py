@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf
+from colonnade.checkpoint.hf import FAMILIES, config_from_hf
 from colonnade.checkpoint.hf.family import IGNORED_KEYS, IGNORED_PREFIXES, UNSUPPORTED
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError

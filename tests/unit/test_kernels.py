@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import reference, sharded_cache
+from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.linear import reference as linear_reference
@@ -112,7 +112,7 @@ def test_queries_without_keys_give_the_identity_state(row: Kernel, new: list[int
     assert_same(o, reference.paged(q, k, v, table))
 
 
-@pytest.mark.parametrize("run", [*(row.run for row in on_cpu(PAGED)), reference.paged, sharded_cache.attend])
+@pytest.mark.parametrize("run", [*(row.run for row in on_cpu(PAGED)), reference.paged, reference.sharded])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("requests_", [[1], [1, 1]], ids=str)
 def test_invalid_page_table_is_refused_before_any_read(run, scattered: bool, requests_: list[int]) -> None:

@@ -7,10 +7,10 @@ import torch
 from rich.console import Console
 
 from colonnade.config import MoeConfig
-from colonnade.data.token_classes import classify_tokens
 from colonnade.errors import RequestError
-from colonnade.look.expert_specialization import record_choices, record_routing, routing_tables
+from colonnade.look import classify_tokens, record_routing, routing_tables
 from colonnade.model import Packed, Rows, Stream
+from colonnade.model.moe.expert_specialization import record_choices
 from colonnade.model.score import score
 from tests.serve import tiny
 

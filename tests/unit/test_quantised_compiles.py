@@ -84,7 +84,7 @@ def test_expert_kernels_fit_the_gpu(name: str, kind: str, rows: int, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["*bf16", pytest.param("*fp32", marks=pytest.mark.long)])
 def test_fixed_tile_kernels_fit_the_gpu(kind: str, tmp_path: Path) -> None:
-    from colonnade.kernels.linear import triton_batch_invariant
+    from colonnade.kernels import triton_batch_invariant
 
     types = dict.fromkeys(("x_ptr", "w_ptr", "b_ptr", "y_ptr"), kind)
     types |= dict.fromkeys(("rows", "outputs", "inputs", "x_t", "w_f"), "i32")

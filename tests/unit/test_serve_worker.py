@@ -1,13 +1,16 @@
 """A batch of requests is queued at once, all of it or nothing."""
 
 import queue
+import socket
+import threading
 
 import pytest
 
 from colonnade.config import ServeConfig
+from colonnade.errors import RequestError
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.ipc import GenerationRequest, Message, submit_message
-from colonnade.serve.worker import _handle, _tokenize, receive_messages
+from colonnade.serve.ipc import GenerationRequest, Message, encode_message, submit_message
+from colonnade.serve.worker import LARGE_TEXT, _handle, _read_messages, _tokenize, receive_messages
 from tests.serve import tiny
 
 
@@ -53,3 +56,64 @@ def test_batch_is_cancelled_at_once(engine: Engine):
     (message,) = receive_messages(engine, inbox)
     assert isinstance(message, dict) and _handle(engine, message) is None
     assert not engine.busy
+
+
+class GatedTokenizer:
+    """Tokenises long texts only while ``gate`` is set."""
+
+    chat_template = None
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) > LARGE_TEXT:
+            assert self.gate.wait(60)
+        return tiny.tokenizer().encode(text)
+
+
+def test_a_large_prompt_is_tokenised_beside_the_others():
+    tokenizer, inbox = GatedTokenizer(), queue.SimpleQueue()
+    near, far = socket.socketpair()
+    reader = threading.Thread(target=_read_messages, args=(far, tokenizer, inbox))
+    reader.start()
+
+    def send(name: str, length: int) -> None:
+        near.sendall(encode_message(submit_message([name], GenerationRequest(prompts=["a" * length]))))
+
+    with near, far:
+        send("large", LARGE_TEXT + 1)
+        send("cancelled", LARGE_TEXT + 1)
+        send("small", 3)
+        assert inbox.get(timeout=60)["ids"] == ["small"], "the small prompt waited for the large one"
+        near.sendall(encode_message({"do": "cancel", "ids": ["cancelled"]}))
+        near.sendall(encode_message({"do": "cancel", "ids": ["small"]}))
+        assert inbox.get(timeout=60) == {"do": "cancel", "ids": ["small"]}
+        send("last", LARGE_TEXT + 1)
+        tokenizer.gate.set()
+        large = inbox.get(timeout=60)
+        assert large["ids"] == ["large"]
+        assert large["tokens"] == [tiny.tokenizer().encode("a" * (LARGE_TEXT + 1))]
+        assert inbox.get(timeout=60)["ids"] == ["last"], "the cancelled one is dropped"
+        near.shutdown(socket.SHUT_WR)
+        assert inbox.get(timeout=60) == {"do": "stop"}
+    reader.join(60)
+    assert not reader.is_alive()
+
+
+def test_text_over_the_context_is_refused_without_tokenising():
+    longest = tiny.tokenizer().longest_token_bytes
+    assert longest >= len("<|end|>")
+    most = 128 * longest
+    GenerationRequest(prompts=["ö" * (most // 2), [1] * 127]).check_lengths(128, longest)
+    for request, param in (
+        (GenerationRequest(prompts=["fine", "ö" * (most // 2 + 1)]), "prompt"),
+        (GenerationRequest(messages=[{"content": "a" * most}, {"content": "abc"}]), "messages"),
+    ):
+        with pytest.raises(
+            RequestError, match=rf"context of 128 tokens, .* {longest} bytes, holds at most {most}"
+        ) as no:
+            request.check_lengths(128, longest)
+        assert (no.value.param, no.value.code) == (param, "context_length_exceeded")
+    with pytest.raises(RequestError, match="the prompt's 128 tokens: too many for the model's context of 128"):
+        GenerationRequest(prompts=[[1] * 128]).check_lengths(128, longest)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import plan_reference, reference
+from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import FIELDS, SHARE, Capacity, Costs, Item, Plan, Shape, flat_offsets
 from colonnade.kernels.attention.split_planner import plan as plan_splits
@@ -430,7 +430,7 @@ def test_plan_computes_attention(group: int, window: int | None, extras: str) ->
     ):
         plan = plan_splits(lengths, queries, shape, workers, COSTS._replace(merge=0), **options)
         assert plan.slots or workers < 50 or window
-        assert_same(plan_reference.run_plan(plan, shape, q, k, v, table, **more).o, exact, 1e-12)
+        assert_same(reference.run_plan(plan, shape, q, k, v, table, **more).o, exact, 1e-12)
 
 
 def test_split_states_equal_unsplit_states() -> None:
@@ -438,7 +438,7 @@ def test_split_states_equal_unsplit_states() -> None:
     q, k, v, table = paged_inputs([40, 3, 0], [2, 5, 2], 1, 3, 16)
     shape = Shape(1, 3, 16, 16)
     plan = plan_splits([40, 3, 0], [2, 5, 2], shape, 4, COSTS._replace(merge=0))
-    state = plan_reference.run_plan(plan, shape, q, k, v, table)
+    state = reference.run_plan(plan, shape, q, k, v, table)
     keys = k[table.pages_RP[0, :3].long()].flatten(0, 1)[:40]
     whole = reference.attend(q[:2], keys, v[table.pages_RP[0, :3].long()].flatten(0, 1)[:40])
     assert_same(state.o[:2], whole.o, 1e-12)

@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from colonnade.checkpoint.atomic_folder import read_json
-from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf
+from colonnade.checkpoint.hf import FAMILIES, config_from_hf
 from colonnade.checkpoint.hf.family import Family
-from colonnade.checkpoint.load_weights import WeightLoader
-from colonnade.checkpoint.weight_mapping import Box, Shape
+from colonnade.checkpoint.weight_mapping import Box, Shape, WeightLoader
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from colonnade.checkpoint import atomic_folder
-from colonnade.checkpoint.hf.families import FAMILIES, config_to_hf
+from colonnade.checkpoint.hf import FAMILIES, config_to_hf
 from colonnade.checkpoint.hf.read import CONFIG, INDEX, WEIGHTS
 from colonnade.checkpoint.weight_mapping import ParamMapping, map_parameters
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError

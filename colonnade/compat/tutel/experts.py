@@ -25,7 +25,7 @@ from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.parallel.process_groups import axis_of, contiguous_group
 
 if TYPE_CHECKING:
-    from colonnade.compat.tutel.layer import MOELayer
+    from colonnade.compat.tutel.moe import MOELayer
 
 
 def _function(activation_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -13,17 +13,31 @@ value is 0 (attention sinks: Xiao et al., arXiv 2309.17453): the state (0, sink_
 
 Dropout, in training, drops probabilities after the softmax and scales the rest: the normaliser includes all of them, so
 states still merge.
+
+**A sharded cache**: attention over a rank's shard of the keys, and the merge of all ranks' states:
+
+    (o_r, lse_r) = attention of every query to the keys of rank r        o = Σ_r exp(lse_r − lse) o_r
+
+Each request has one new token, which sees all keys that the table lists, those of this rank. A rank without keys has
+the identity state. A state travels as one tensor, the log-sum-exp behind the elements of o, in at least float32, since
+a state that is rounded before the merge would be rounded twice.
+
+**Split plans and cascades**, executed piece by piece, with states combined by ``merge``. In float64 the result equals
+attention over all keys at once, which proves that a plan covers every key once.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.cache_write import gather_latents, select_rows
+from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.attention.split_plan import Item, Merge, Plan, Shape
 from colonnade.kernels.dropout import AttentionDropout
-from colonnade.kernels.softmax_state import State, merge
+from colonnade.kernels.softmax_state import State, identity, merge, merge_all
 
 
 def visible(
@@ -166,3 +180,160 @@ def keys_and_values(
 def with_sinks(state: State, sinks_N: Tensor) -> State:
     """``state`` (o_TNH, lse_TN) merged with a key of score ``sinks_N`` and value 0."""
     return merge(state, State(torch.zeros_like(state.o), sinks_N.to(state.lse).expand_as(state.lse)))
+
+
+def sharded(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    values: int | None = None,
+    scales_Pp2: Tensor | None = None,
+) -> State:
+    """The state (o_TNH, lse_TN), in at least float32, of one-token requests over the keys that ``table`` lists.
+
+    ``values`` and ``scales_Pp2`` as in :func:`paged`.
+    """
+    compute_dtype = torch.promote_types(q_TNH.dtype, torch.float32)
+    table.check(len(k_PpKH))
+    new_R, lengths = table.host_lengths
+    states, t = [], 0
+    for r, length in enumerate(lengths):
+        used = table.pages_RP[r, : -(-length // table.page_tokens)]
+        k_SKH, v_SKH = keys_and_values(k_PpKH, v_PpKH, used, length, values, scales_Pp2, compute_dtype)
+        states.append(
+            attend(
+                q_TNH[t : t + new_R[r]].to(compute_dtype),
+                k_SKH.to(compute_dtype),
+                v_SKH.to(compute_dtype),
+                causal=False,
+            )
+        )
+        t += new_R[r]
+    if not states:
+        return State(q_TNH[..., :values].to(compute_dtype), q_TNH.new_empty(q_TNH.shape[:2], dtype=compute_dtype))
+    return State(torch.cat([state.o for state in states]), torch.cat([state.lse for state in states]))
+
+
+def pack_state(state: State) -> Tensor:
+    """``state`` (o_TNH, lse_TN) as one tensor (T, N, H + 1)."""
+    compute_dtype = torch.promote_types(state.o.dtype, torch.float32)
+    out = state.o.new_empty((*state.lse.shape, state.o.shape[-1] + 1), dtype=compute_dtype)
+    out[..., :-1], out[..., -1] = state.o, state.lse
+    return out
+
+
+def merge_states(each_STNz: Tensor, more: Sequence[State], dtype: torch.dtype) -> Tensor:
+    """o_TNH in ``dtype`` of all ranks' packed states and of ``more`` states; bitwise equal on every rank."""
+    states = [State(part_TNz[..., :-1], part_TNz[..., -1]) for part_TNz in each_STNz]
+    return merge_all([*states, *(State(state.o.to(each_STNz.dtype), state.lse) for state in more)]).o.to(dtype)
+
+
+def run_plan(
+    plan: Plan,
+    shape: Shape,
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    cap: float | None = None,
+    slopes_N: Tensor | None = None,
+    sinks_N: Tensor | None = None,
+) -> State:
+    """(o_TNH, lse_TN) of the requests in ``table``; rows that the plan misses are NaN."""
+    ends, lengths = table.cu_queries.tolist(), table.lengths_R.tolist()
+    output = State(torch.full_like(q_TNH, torch.nan), q_TNH.new_full(q_TNH.shape[:2], torch.nan))
+    slots: dict[int, State] = {}
+
+    def heads(head: int) -> slice:
+        return slice(head * shape.group, (head + 1) * shape.group)
+
+    def state_of(item: Item) -> State:
+        """The state of a block's rows over the keys of one piece."""
+        start, new, length = ends[item.request], _query_count(ends, item), lengths[item.request]
+        first = item.block * shape.rows // shape.group
+        end = min(new, -(-(item.block + 1) * shape.rows // shape.group))
+        q_TGH = q_TNH[start + first : start + end, heads(item.head)]
+        key_S = torch.arange(item.first, max(item.first, min(item.end, length)), device=q_TNH.device)
+        index = table.pages_RP[item.request, key_S // table.page_tokens], key_S % table.page_tokens, item.head
+        state = attend(
+            q_TGH, k_PpKH[index][:, None], v_PpKH[index][:, None], window=shape.window, cap=cap,
+            slopes_N=None if slopes_N is None else slopes_N[heads(item.head)],
+            positions=length - new + end, first=item.first,
+        )  # fmt: skip
+        skipped = item.block * shape.rows - first * shape.group
+        return State(*(x.flatten(0, 1)[skipped : skipped + shape.rows] for x in state))
+
+    def store(line: Item | Merge, state: State) -> None:
+        start = ends[line.request]
+        row = torch.arange(shape.rows, device=q_TNH.device) + line.block * shape.rows
+        row = row[row < _query_count(ends, line) * shape.group]
+        index = start + row // shape.group, line.head * shape.group + row % shape.group
+        output.o[index], output.lse[index] = state
+
+    for item in plan.pieces:
+        if item.slot < 0:
+            store(item, state_of(item))
+        else:
+            slots[item.slot] = state_of(item)
+    for line in plan.merges:
+        rows = min(shape.rows, _query_count(ends, line) * shape.group - line.block * shape.rows)
+        none = identity(q_TNH.new_empty(rows, q_TNH.shape[2]))
+        store(line, merge_all([none, *(slots[slot] for slot in range(line.first, line.end))]))
+    return output if sinks_N is None else with_sinks(output, sinks_N)
+
+
+def _query_count(ends: list[int], line: Item | Merge) -> int:
+    return ends[line.request + 1] - ends[line.request]
+
+
+def run_cascade(
+    cascade: Cascade,
+    few: Shape,
+    many: Shape,
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    cap: float | None = None,
+    slopes_N: Tensor | None = None,
+    sinks_N: Tensor | None = None,
+) -> State:
+    """(o_TNH, lse_TN) of the requests in ``table``."""
+    score_mods = {"cap": cap, "slopes_N": slopes_N}
+    state = run_plan(cascade.own, few, q_TNH, k_PpKH, v_PpKH, table, **score_mods)
+    starts, lengths = table.cu_queries.tolist(), table.lengths_R.tolist()
+    rows_of_group = [
+        [starts[r] + query for r in group.requests for query in range(cascade.queries[r])] for group in cascade.groups
+    ]
+
+    def piece(item: Item) -> State:
+        """The state of all rows of a group (queries times heads) over one piece of its keys."""
+        group = cascade.groups[item.request]
+        key_S = torch.arange(item.first, item.end)
+        index = table.pages_RP[group.requests[0], key_S // table.page_tokens].long(), key_S % table.page_tokens
+        heads = slice(item.head * many.group, (item.head + 1) * many.group)
+        parts = [
+            attend(
+                q_TNH[starts[r] : starts[r + 1], heads], *(x[index][:, [item.head]] for x in (k_PpKH, v_PpKH)), cap=cap,
+                slopes_N=None if slopes_N is None else slopes_N[heads], window=few.window, positions=lengths[r],
+                first=item.first,
+            )
+            for r in group.requests
+        ]  # fmt: skip
+        return State(*(torch.cat(x).flatten(0, 1) for x in zip(*parts, strict=True)))
+
+    slots: dict[int, State] = {}
+    for item in cascade.shared.items:
+        rows = slice(item.block * many.rows, (item.block + 1) * many.rows)
+        slots[item.slot] = State(*(x[rows] for x in piece(item)))
+    for line in cascade.shared.merges:
+        rows = torch.tensor(rows_of_group[line.request])
+        m = torch.arange(line.block * many.rows, min((line.block + 1) * many.rows, len(rows) * many.group))
+        index = rows[m // many.group], line.head * many.group + m % many.group
+        shared = merge_all([slots[slot] for slot in range(line.first, line.end)])
+        state.o[index], state.lse[index] = merge(shared, State(state.o[index], state.lse[index]))
+    return state if sinks_N is None else with_sinks(state, sinks_N)

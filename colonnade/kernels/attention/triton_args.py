@@ -43,6 +43,15 @@ class Batch(NamedTuple):
     members: Any = None
 
 
+class SharedStates(NamedTuple):
+    """The states of groups that share a prefix: slots, plan, and the membership of groups."""
+
+    slot_o: Any
+    slot_lse: Any
+    plan: Any
+    members: Any
+
+
 class Mods(NamedTuple):
     """Score modifiers: softmax scale, soft cap, ALiBi slopes, sinks, and the scales of an 8-bit cache's heads."""
 
@@ -97,3 +106,22 @@ class MlaConfig(NamedTuple):
     WINDOW: int = 0
     SCALED: bool = False
     LAUNCH_MERGE: bool = False
+
+
+class MergeConfig(NamedTuple):
+    """Constants of the kernels that merge split lines."""
+
+    N: int
+    GROUP: int
+    H: int
+    BLOCK_H: int
+    ROWS: int
+    SINKS: bool
+    WAIT: bool
+    PIECES: int = 1
+    USED: int = 0
+    SHARED_ROWS: int = 0
+    SHARED_PIECES: int = 1
+    CHUNK: int = 0
+    FEW: int = 0
+    WHOLE: int = 0

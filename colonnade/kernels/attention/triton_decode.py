@@ -24,8 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colonnade.kernels.attention import (
     cuda_decode,
+    reference,
     sdpa,
-    sharded_cache,
     triton_kv8,
     triton_mla_decode,
     triton_prefill,
@@ -214,12 +214,12 @@ def sharded_state(
     values: int | None = None,
     scales_Pp2: Tensor | None = None,
 ) -> State:
-    """The state of one-token requests over this rank's keys (see :func:`sharded_cache.attend`)."""
+    """The state of one-token requests over this rank's keys (see :func:`reference.sharded`)."""
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
         return triton_mla_decode.paged_state(q_TNH, k_PpKH, values, table, scales_Pp2=scales_Pp2)
     assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
     if q_TNH.shape[2] > MAX_HEAD_DIM:
-        return sharded_cache.attend(q_TNH, k_PpKH, v_PpKH, table, values=values)
+        return reference.sharded(q_TNH, k_PpKH, v_PpKH, table, values=values)
     o_TNH, lse_TN = _planned_attention(q_TNH, k_PpKH, v_PpKH, table, None, "auto")
     return State(o_TNH[..., :values], lse_TN)
 

@@ -11,7 +11,7 @@ pieces gets the identity state, which is how queries without keys get their outp
 With fixed splits a sum's bits must not depend on the batch, and they do depend on its layout: there the layout follows
 from a row's own position alone, that is, from how many chunks it sees.
 
-**Ranks** (:mod:`~colonnade.kernels.attention.sharded_cache`): one launch where plain torch takes ten for a few
+**Ranks** (:mod:`~colonnade.kernels.attention.reference`): one launch where plain torch takes ten for a few
 kilobytes. One program per query and head loads all ranks' values in parallel and sums in the order of ranks, so that
 the result is bitwise equal on each.
 """
@@ -23,13 +23,15 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention import sharded_cache
+from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.decode_plan import DevicePlan
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import flat_offsets
+from colonnade.kernels.attention.triton_args import MergeConfig, Output, SharedStates
 from colonnade.kernels.attention.triton_split_kv import FIELDS, LN_2, LOG2_E
 from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.softmax_state import State
+from colonnade.kernels.triton_constants import constexprs
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
@@ -57,10 +59,9 @@ def _initial_sums(n, sinks_ptr, SINKS: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(
-    o, row_max, row_sum, h, slots_o, slots_lse, from_slot, to_slot, rows, place, H: tl.constexpr, PIECES: tl.constexpr
-):
-    """(o, row_max, row_sum) with a row's states of these slots added."""
+def _accumulate(sums, h, slots_o, slots_lse, from_slot, to_slot, rows, place, H: tl.constexpr, PIECES: tl.constexpr):
+    """``sums`` (o, row_max, row_sum) with a row's states of these slots added."""
+    o, row_max, row_sum = sums
     for piece in range(from_slot, to_slot, PIECES):
         s = piece + tl.arange(0, PIECES)
         at_row = s.to(tl.int64) * rows + place
@@ -78,92 +79,77 @@ def _accumulate(
 
 
 @triton.jit
-def _store_row(o, row_max, row_sum, h, line, o_ptr, lse_ptr, H: tl.constexpr):
+def _store_row(sums, h, line, output, H: tl.constexpr):
     """Normalises and stores the elements ``h`` of a row."""
+    o, row_max, row_sum = sums
     safe_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
     o = o / safe_sum
-    tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
-    tl.store(lse_ptr + line, tl.where(row_sum > 0.0, row_max + tl.log2(safe_sum), float("-inf")) * LN_2)
+    tl.store(output.o + line * H + h, o.to(output.o.dtype.element_ty), h < H)
+    tl.store(output.lse + line, tl.where(row_sum > 0.0, row_max + tl.log2(safe_sum), float("-inf")) * LN_2)
 
 
 @triton.jit(do_not_specialize=["merges_at", "shared_at"])
-def merge(
-    o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr,
-    shared_o_ptr, shared_lse_ptr, shared_ptr, members_ptr, merges_at, shared_at,
-    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
-    ROWS: tl.constexpr, USED: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr,
-    SHARED_PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def merge(output, plan_ptr, cu_ptr, sinks_ptr, shared, merges_at, shared_at, cfg: tl.constexpr):
     """Merges split lines; programs take (line, row, part of the width) in turn.
 
     The number of lines comes from the plan, the grid is fixed. No block has more than USED rows. The plan is read
     before WAIT, while the last reads are running. With SHARED_ROWS requests may be in a group (:mod:`cascade`), whose
     states have blocks of so many rows.
     """
-    PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    tasks = tl.load(plan_ptr) * USED * PARTS
+    PARTS: tl.constexpr = (cfg.H + cfg.BLOCK_H - 1) // cfg.BLOCK_H
+    tasks = tl.load(plan_ptr) * cfg.USED * PARTS
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        at = plan_ptr + merges_at + task // (USED * PARTS) * FIELDS
+        at = plan_ptr + merges_at + task // (cfg.USED * PARTS) * FIELDS
         request, head, block = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         first, end = tl.load(at + 3), tl.load(at + 4)
-        row = task // PARTS % USED
-        m = block * ROWS + row
-        t = tl.load(cu_ptr + request) + m // GROUP
+        row = task // PARTS % cfg.USED
+        m = block * cfg.ROWS + row
+        t = tl.load(cu_ptr + request) + m // cfg.GROUP
         valid = t < tl.load(cu_ptr + request + 1)
         shared_first, shared_end, group_row = 0, 0, m
-        if SHARED_ROWS:
-            line = tl.load(members_ptr + request * 4)
-            blocks, before = tl.load(members_ptr + request * 4 + 1), tl.load(members_ptr + request * 4 + 2)
-            group_row = before * GROUP + m
-            line_at = shared_ptr + shared_at + (line + head * blocks + group_row // SHARED_ROWS) * FIELDS
+        if cfg.SHARED_ROWS:
+            line = tl.load(shared.members + request * 4)
+            blocks, before = tl.load(shared.members + request * 4 + 1), tl.load(shared.members + request * 4 + 2)
+            group_row = before * cfg.GROUP + m
+            line_at = shared.plan + shared_at + (line + head * blocks + group_row // cfg.SHARED_ROWS) * FIELDS
             shared_first, shared_end = tl.load(line_at + 3, line >= 0, 0), tl.load(line_at + 4, line >= 0, 0)
-        if WAIT:
+        if cfg.WAIT:
             tl.extra.cuda.gdc_wait()  # returns at once from the second task on
         if valid:
-            n = head * GROUP + m % GROUP
-            h = task % PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
-            o, row_max, row_sum = _initial_sums(n, sinks_ptr, SINKS, BLOCK_H)
-            o, row_max, row_sum = _accumulate(
-                o, row_max, row_sum, h, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, H, PIECES
-            )
-            if SHARED_ROWS:
-                o, row_max, row_sum = _accumulate(
-                    o, row_max, row_sum, h, shared_o_ptr, shared_lse_ptr, shared_first, shared_end, SHARED_ROWS,
-                    group_row % SHARED_ROWS, H, SHARED_PIECES,
+            n = head * cfg.GROUP + m % cfg.GROUP
+            h = task % PARTS * cfg.BLOCK_H + tl.arange(0, cfg.BLOCK_H)
+            sums = _initial_sums(n, sinks_ptr, cfg.SINKS, cfg.BLOCK_H)
+            sums = _accumulate(sums, h, output.slot_o, output.slot_lse, first, end, cfg.ROWS, row, cfg.H, cfg.PIECES)
+            if cfg.SHARED_ROWS:
+                sums = _accumulate(
+                    sums, h, shared.slot_o, shared.slot_lse, shared_first, shared_end, cfg.SHARED_ROWS,
+                    group_row % cfg.SHARED_ROWS, cfg.H, cfg.SHARED_PIECES,
                 )  # fmt: skip
-            _store_row(o, row_max, row_sum, h, t.to(tl.int64) * N + n, o_ptr, lse_ptr, H)
-    if WAIT:
+            _store_row(sums, h, t.to(tl.int64) * cfg.N + n, output, cfg.H)
+    if cfg.WAIT:
         tl.extra.cuda.gdc_wait()  # later kernels rely on the reads being complete, too
 
 
 @triton.jit
 def _merge_row(
-    h_at, n, line, from_slot, to_slot, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
-    H: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    h_at, n, line, first, end, row, output, sinks_ptr, cfg: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr
+):
     """Merges the elements of a row from ``h_at`` on."""
     h = h_at + tl.arange(0, BLOCK_H)
-    o, row_max, row_sum = _initial_sums(n, sinks_ptr, SINKS, BLOCK_H)
-    o, row_max, row_sum = _accumulate(
-        o, row_max, row_sum, h, slot_o_ptr, slot_lse_ptr, from_slot, to_slot, ROWS, row, H, PIECES
-    )
-    _store_row(o, row_max, row_sum, h, line, o_ptr, lse_ptr, H)
+    sums = _initial_sums(n, sinks_ptr, cfg.SINKS, BLOCK_H)
+    sums = _accumulate(sums, h, output.slot_o, output.slot_lse, first, end, cfg.ROWS, row, cfg.H, PIECES)
+    _store_row(sums, h, line, output, cfg.H)
 
 
 @triton.jit(do_not_specialize=["merges_at", "used"])
-def merge_chunks(
-    o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, lengths_ptr, sinks_ptr, merges_at, used,
-    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def merge_chunks(output, plan_ptr, cu_ptr, lengths_ptr, sinks_ptr, merges_at, used, cfg: tl.constexpr):
     """:func:`merge` for fixed splits without a window, where every line starts with key 0.
 
     A row's position determines how many chunks it sees. Up to FEW chunks are added in parallel over the whole width,
     more in parts of it: mostly empty tiles cost a fifth of a step of short requests. Later chunks, of later queries of
     the block or of a plan made ahead, are skipped. If there are many rows, a program takes all parts of one.
     """
-    PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTS: tl.constexpr = (cfg.H + cfg.BLOCK_H - 1) // cfg.BLOCK_H
     rows = tl.load(plan_ptr) * used
     programs_per_row = tl.where(2 * rows <= tl.num_programs(0), PARTS, 1)
     for task in range(tl.program_id(0), rows * programs_per_row, tl.num_programs(0)):
@@ -171,29 +157,23 @@ def merge_chunks(
         at = plan_ptr + merges_at + task % rows // used * FIELDS
         request, head, block = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         first, end = tl.load(at + 3), tl.load(at + 4)
-        m = block * ROWS + row
+        m = block * cfg.ROWS + row
         start = tl.load(cu_ptr + request)
         new = tl.load(cu_ptr + request + 1) - start
-        chunks = tl.maximum(tl.load(lengths_ptr + request) - new + m // GROUP + CHUNK, 0) // CHUNK
+        chunks = tl.maximum(tl.load(lengths_ptr + request) - new + m // cfg.GROUP + cfg.CHUNK, 0) // cfg.CHUNK
         end = tl.minimum(end, first + chunks)
-        if WAIT:
+        if cfg.WAIT:
             tl.extra.cuda.gdc_wait()  # at the second task it is over
-        if m // GROUP < new:
-            n = head * GROUP + m % GROUP
-            line = (start + m // GROUP).to(tl.int64) * N + n
-            if chunks > FEW:
-                for h_at in range(part * BLOCK_H, H, programs_per_row * BLOCK_H):
-                    _merge_row(
-                        h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
-                        H, SINKS, ROWS, PIECES, BLOCK_H,
-                    )  # fmt: skip
+        if m // cfg.GROUP < new:
+            n = head * cfg.GROUP + m % cfg.GROUP
+            line = (start + m // cfg.GROUP).to(tl.int64) * cfg.N + n
+            if chunks > cfg.FEW:
+                for h_at in range(part * cfg.BLOCK_H, cfg.H, programs_per_row * cfg.BLOCK_H):
+                    _merge_row(h_at, n, line, first, end, row, output, sinks_ptr, cfg, cfg.PIECES, cfg.BLOCK_H)
             elif part == 0:
-                for h_at in range(0, H, WHOLE):
-                    _merge_row(
-                        h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
-                        H, SINKS, ROWS, FEW, WHOLE,
-                    )  # fmt: skip
-    if WAIT:
+                for h_at in range(0, cfg.H, cfg.WHOLE):
+                    _merge_row(h_at, n, line, first, end, row, output, sinks_ptr, cfg, cfg.FEW, cfg.WHOLE)
+    if cfg.WAIT:
         tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
 
 
@@ -206,8 +186,8 @@ def allocate_slots(o_TNH: Tensor, ready: DevicePlan) -> State:
 def _part_width(ready: DevicePlan, H: int, max_programs: int) -> int:
     """Elements of a row that one program merges.
 
-    All of them if there are rows enough for ``room`` programs, else as few as the table says. With fixed splits always
-    as the table says, because a sum's bits depend on its layout.
+    All of them if there are rows enough for ``max_programs`` programs, else as few as the table says. With fixed splits
+    always as the table says, because a sum's bits depend on its layout.
     """
     layout = ready.layout
     least, part = min(layout.tiles.part, triton.next_power_of_2(H)), triton.next_power_of_2(H)
@@ -241,49 +221,35 @@ def launch_merge(
     """Merges the split lines of ``ready`` into ``state``; ``shared`` are slots, plan and membership of groups."""
     if not ready.has_merges:
         return
-    (_, N, H), shape = state.o.shape, ready.layout.shape
-    shared_slots, shared_plan, members = shared or (slots, ready, ready.flat)
-    used, max_programs = ready.layout.used_rows, MERGE_PROGRAMS * multiprocessors(state.o.device)
-    part = _part_width(ready, H, max_programs)
-    if ready.layout.chunk is not None and shape.window is None:
-        _launch_merge_chunks(state, slots, table, ready, sinks_N, part, max_programs)
+    (_, N, H), layout, shape = state.o.shape, ready.layout, ready.layout.shape
+    max_programs = MERGE_PROGRAMS * multiprocessors(state.o.device)
+    part, used = _part_width(ready, H, max_programs), layout.used_rows
+    in_chunks = layout.chunk is not None and shape.window is None
+    if in_chunks:  # rows that no request of this step has are skipped
+        used = min(used, shape.group * max(1, table.longest_query))
+    grid = (min(ready.capacity.merges * used * triton.cdiv(H, part), max_programs),)
+    output, sinks, merges_at = Output(*state, *slots), sinks_N, flat_offsets(ready.capacity)[2]
+    if sinks is None:
+        sinks = slots.lse  # stands in for a tensor that is not read
+    config = MergeConfig(N, shape.group, H, part, shape.rows, sinks_N is not None, ready.overlaps_merge)
+    options = {"num_warps": 4, **ready.pdl_options}
+    if in_chunks:
+        # ``used`` is no constant, lest the layout of sums depend on it.
+        whole = min(MAX_WIDTH, triton.next_power_of_2(H))
+        config = config._replace(PIECES=layout.tiles.pieces, CHUNK=layout.chunk, FEW=FEW_CHUNKS, WHOLE=whole)
+        merge_chunks[grid](
+            output, ready.flat, table.cu_queries, table.lengths_R, sinks, merges_at, used, constexprs(config), **options
+        )
         return
-    programs = min(ready.capacity.merges * used * triton.cdiv(H, part), max_programs)
-    merge[programs,](
-        *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
-        *shared_slots, shared_plan.flat, members,
-        flat_offsets(ready.capacity)[2], flat_offsets(shared_plan.capacity)[2],
-        N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps_merge,
-        ROWS=shape.rows, USED=used,
-        SHARED_ROWS=shared_plan.layout.shape.rows if shared else 0, PIECES=_parallel_pieces(ready),
-        SHARED_PIECES=_parallel_pieces(shared_plan), BLOCK_H=part, num_warps=4,
-        **ready.pdl_options,
+    shared_slots, shared_plan, members = shared or (slots, ready, ready.flat)
+    config = config._replace(PIECES=_parallel_pieces(ready), USED=used)
+    if shared:
+        shared_rows = shared_plan.layout.shape.rows
+        config = config._replace(SHARED_ROWS=shared_rows, SHARED_PIECES=_parallel_pieces(shared_plan))
+    merge[grid](
+        output, ready.flat, table.cu_queries, sinks, SharedStates(*shared_slots, shared_plan.flat, members),
+        merges_at, flat_offsets(shared_plan.capacity)[2], constexprs(config), **options,
     )  # fmt: skip
-
-
-def _launch_merge_chunks(
-    state: State,
-    slots: State,
-    table: PageTable,
-    ready: DevicePlan,
-    sinks_N: Tensor | None,
-    part: int,
-    max_programs: int,
-) -> None:
-    # Rows that no request of this step has are skipped. ``used`` is no constexpr, lest the layout of sums depend on it.
-    (_, N, H), layout = state.o.shape, ready.layout
-    used = min(layout.used_rows, layout.shape.group * max(1, table.longest_query))
-    merge_chunks[min(ready.capacity.merges * used * triton.cdiv(H, part), max_programs),](
-        *state, *slots, ready.flat, table.cu_queries, table.lengths_R, slots.lse if sinks_N is None else sinks_N,
-        flat_offsets(ready.capacity)[2], used, N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None,
-        WAIT=ready.overlaps_merge, ROWS=layout.shape.rows, CHUNK=layout.chunk, FEW=FEW_CHUNKS,
-        WHOLE=min(MAX_WIDTH, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4,
-        **ready.pdl_options,
-    )  # fmt: skip
-
-
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 
 @triton.jit
@@ -304,9 +270,9 @@ def _merge_rank_states(
 
 
 def merge_states(each_STNz: Tensor, more: Sequence[State], dtype: torch.dtype) -> Tensor:
-    """o_TNH (see :func:`sharded_cache.merge_states`); with ``more`` states, as long steps have, in plain torch."""
+    """o_TNH (see :func:`reference.merge_states`); with ``more`` states, as long steps have, in plain torch."""
     if more:
-        return sharded_cache.merge_states(each_STNz, more, dtype)
+        return reference.merge_states(each_STNz, more, dtype)
     ranks, T, N, z = each_STNz.shape
     o_TNH = each_STNz.new_empty(T, N, z - 1, dtype=dtype)
     if T:

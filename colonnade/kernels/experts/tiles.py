@@ -43,11 +43,6 @@ class GroupedTiles(NamedTuple):
     library: bool = False
     """Whether torch's grouped GEMM computes it, with a separate pass for our kernel's epilogue."""
 
-    @property
-    def launch_options(self) -> dict[str, int]:
-        """Block sizes and launch options of the Triton kernel."""
-        return {"BM": self.BM, "BN": self.BN, "BK": self.BK, "num_warps": self.warps, "num_stages": self.stages}
-
 
 class LayerShape(NamedTuple):
     """E experts of widths D and F."""

@@ -3,13 +3,12 @@
 Large bodies are parsed and validated in a thread, so that the event loop goes on answering other clients.
 """
 
-import asyncio
 import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable
 from email.message import Message
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -17,11 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import content_type_error, unreadable_body, validation_error
+from colonnade.serve.ipc import run_sized
 
-LARGE_BYTES = 256 << 10
-"""Bodies above this size are handled in a thread [bytes]."""
-
-Result = TypeVar("Result")
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -45,11 +41,6 @@ class BodyRoute(APIRoute):
             return await endpoint(await run_sized(len(raw), parse_body, schema, raw, content_type), request)
 
         return handle
-
-
-async def run_sized(num_bytes: int, work: Callable[..., Result], *args: Any) -> Result:
-    """``work(*args)``, in a thread if ``num_bytes`` is above :data:`LARGE_BYTES`."""
-    return work(*args) if num_bytes <= LARGE_BYTES else await asyncio.to_thread(work, *args)
 
 
 def parse_body(schema: type[Parsed], raw: bytes, content_type: str) -> Parsed:

@@ -60,6 +60,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Body(BaseModel):
@@ -129,6 +130,11 @@ class Body(BaseModel):
     def include_usage(self) -> bool:
         """True if a last chunk with the usage is wanted."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every chunk shall tell the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self) -> SamplingParams:
         """The sampling parameters; raises RequestError for a bad one."""

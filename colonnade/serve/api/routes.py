@@ -18,12 +18,12 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
-from colonnade.serve.api.body import BodyRoute, run_sized
+from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, FinishReason, Usage
 from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.ipc import EngineClient, run_sized
 from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
@@ -112,7 +112,9 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
             first = await _unless_disconnected(request, anext(outputs))
-            events = _events(first, outputs, builder, include_usage=body.include_usage)
+            events = _events(
+                first, outputs, builder, include_usage=body.include_usage, continuous=body.continuous_usage
+            )
             return EventSourceResponse(events, sep="\n")
         return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder)))
 
@@ -153,21 +155,27 @@ async def _complete_reply(outputs: Outputs, builder: CompletionReplies) -> repli
 
 
 async def _events(
-    first: tuple[int, Output], outputs: Outputs, builder: CompletionReplies, *, include_usage: bool
+    first: tuple[int, Output], outputs: Outputs, builder: CompletionReplies, *, include_usage: bool, continuous: bool
 ) -> AsyncGenerator[ServerSentEvent]:
-    """Server-sent events: chunks with text, the end of each completion, the usage if wanted, and [DONE]."""
+    """Server-sent events: chunks with text, the end of each completion, the usage if wanted, and [DONE].
+
+    With ``include_usage`` every chunk has the field, null except in the last, or with ``continuous`` the usage so far.
+    """
     usage, started = Usage(), set[int]()
-    no_usage = {"usage": None} if include_usage else {}
+
+    def usage_field() -> dict[str, Any]:
+        return {"usage": usage.reply() if continuous else None} if include_usage else {}
+
     async with aclosing(outputs):
         try:
             async for index, output in _chain(first, outputs):
                 usage.add(index, output)
                 if index not in started and (chunk := builder.first_chunk(index)):
-                    yield _event({**chunk, **no_usage})
+                    yield _event({**chunk, **usage_field()})
                 started.add(index)
                 if output.text or output.finish_reason:
                     reason = cast(FinishReason | None, output.finish_reason)
-                    yield _event({**builder.chunk(index, output.text, reason), **no_usage})
+                    yield _event({**builder.chunk(index, output.text, reason), **usage_field()})
             if include_usage:
                 yield _event(builder.usage_chunk(usage))
             yield ServerSentEvent("[DONE]", sep="\n")

@@ -1,9 +1,14 @@
-"""Byte-level byte-pair encoding: GPT-2's vocabulary loaded from its own files, or one trained on a corpus.
+"""Trains tokenizers, GPT-2's kind (byte-level BPE) and BERT's (WordPiece), and loads GPT-2's from its own files.
 
-Text is split into words by GPT-2's pattern, words into bytes, and bytes are joined by the learned merges, the most
-frequent first (Sennrich 2016, section 3.2; over bytes instead of characters: Radford 2019, section 2.2). All 256 bytes
-are in the vocabulary, so any text can be encoded without an unknown token. The ``tokenizers`` library counts and
-merges.
+Byte-level BPE: text is split into words by GPT-2's pattern, words into bytes, and bytes are joined by the learned
+merges, the most frequent first (Sennrich 2016, section 3.2; over bytes instead of characters: Radford 2019, section
+2.2). All 256 bytes are in the vocabulary, so any text can be encoded without an unknown token.
+
+WordPiece: text is lower-cased, accents are stripped and punctuation is split off; a word is then split from left to
+right into the longest pieces of the vocabulary, all but the first prefixed by "##" (Wu 2016, arXiv 1609.08144, section
+4.1; Devlin 2019, section 3).
+
+The ``tokenizers`` library counts, merges and splits.
 """
 
 import json
@@ -11,12 +16,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from colonnade.errors import ConfigError, DataError
 
 END = "<|endoftext|>"
 """GPT-2's special token between documents."""
+PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
+SPECIAL = (PAD, UNKNOWN, CLS, SEP, MASK)
+"""BERT's special tokens, with ids 0 to 4."""
+CONTINUATION_PREFIX = "##"
+_MIN_WORDPIECE_SIZE = 256
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = (END,)) -> tokenizers.Tokenizer:
@@ -65,4 +75,38 @@ def _assemble(model: models.BPE) -> tokenizers.Tokenizer:
     core = tokenizers.Tokenizer(model)
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
+    return core
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = True) -> tokenizers.Tokenizer:
+    """Train a WordPiece vocabulary of at most ``vocab_size`` tokens; ids 0 to 4 are BERT's special tokens.
+
+    Raises :class:`ConfigError` below 256, too few for the characters of a text.
+    """
+    if vocab_size < _MIN_WORDPIECE_SIZE:
+        raise ConfigError(
+            f"a WordPiece vocabulary of {vocab_size} is too small for a text's characters; use {_MIN_WORDPIECE_SIZE} "
+            "or more"
+        )
+    core = tokenizers.Tokenizer(models.WordPiece(unk_token=UNKNOWN))
+    core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece(prefix=CONTINUATION_PREFIX)
+    core.train_from_iterator(
+        texts,
+        trainers.WordPieceTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL),
+            continuing_subword_prefix=CONTINUATION_PREFIX,
+            show_progress=False,
+        ),
+    )
+    cls, sep = (core.token_to_id(token) for token in (CLS, SEP))
+    assert cls is not None
+    assert sep is not None
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{CLS} $A {SEP}",
+        pair=f"{CLS} $A {SEP} $B:1 {SEP}:1",
+        special_tokens=[(CLS, cls), (SEP, sep)],
+    )
     return core

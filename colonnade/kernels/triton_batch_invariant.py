@@ -1,0 +1,115 @@
+"""Batch-invariant kernels: a row's result is bitwise the same whatever the other rows of the batch are.
+
+**Linear layers**, y = x Wᵀ + b: a library chooses tiles, and how the summed dimension is split, by the number of rows.
+Here the tile is fixed, and each output is summed over the inputs in order by one program. The cost: the tile is too
+small for many rows and too large for one.
+
+**Norms**: a program per row; the order of a row's sum depends on its width only. torch's reductions also depend on the
+number of rows, so that a row's last bit may change with the batch.
+
+**Paged attention**: a request's result does not depend on the batch or on prompt chunking. Flash-Decoding with splits
+at fixed positions (:mod:`~colonnade.kernels.attention.triton_decode`), also for prompts, in blocks of 16 rows, or as
+many as one query has. The price is that a prompt's keys are read once for every few queries. Which queries share a
+block does not matter: keys that a row does not see are states of weight 0, which do not change a sum.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from colonnade.kernels.attention.decode_plan import KernelLayout
+from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.attention.triton_decode import attend
+
+CHUNK = 512
+"""Keys per split; splits end at multiples of this."""
+TILE = {"BM": 64, "BN": 32, "BK": 128}
+"""Rows, outputs and inputs of a tile; float32 has half the inputs."""
+
+
+@triton.jit
+def _linear(
+    x_ptr, w_ptr, b_ptr, y_ptr, rows, outputs, inputs, x_t, w_f,
+    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    x_row = x_ptr + m[:, None].to(tl.int64) * x_t
+    w_row = w_ptr + n[None, :].to(tl.int64) * w_f
+    total = tl.zeros([BM, BN], tl.float32)
+    for k0 in range(0, inputs, BK):
+        valid = k0 + k < inputs
+        x = tl.load(x_row + (k0 + k)[None, :], mask=(m < rows)[:, None] & valid[None, :], other=0)
+        w = tl.load(w_row + (k0 + k)[:, None], mask=(n < outputs)[None, :] & valid[:, None], other=0)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    if BIASED:
+        total += tl.load(b_ptr + n, mask=n < outputs, other=0).to(tl.float32)[None, :]
+    y_at = y_ptr + m[:, None].to(tl.int64) * outputs + n[None, :]
+    tl.store(y_at, total, mask=(m < rows)[:, None] & (n < outputs)[None, :])
+
+
+def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """y_TF (see :func:`reference.linear`)."""
+    x = x_TD.reshape(-1, x_TD.shape[-1])
+    x, w = (a if a.stride(1) == 1 else a.contiguous() for a in (x, weight_FD))
+    (rows, inputs), outputs = x.shape, len(w)
+    y = x.new_empty(rows, outputs)
+    if y.numel():
+        tile = TILE if x.dtype != torch.float32 else TILE | {"BK": TILE["BK"] // 2}
+        _linear[triton.cdiv(outputs, tile["BN"]), triton.cdiv(rows, tile["BM"])](
+            x, w, y if bias_F is None else bias_F, y, rows, outputs, inputs, x.stride(0), w.stride(0),
+            BIASED=bias_F is not None, **tile, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return y.view(*x_TD.shape[:-1], outputs)
+
+
+@triton.jit
+def _norm(x_ptr, w_ptr, b_ptr, y_ptr, width, eps, LAYER: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    x = tl.load(x_ptr + row + column, mask=mask, other=0).to(tl.float32)
+    if LAYER:
+        x = tl.where(mask, x - tl.sum(x, 0) / width, 0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * tl.load(w_ptr + column, mask=mask, other=0).to(tl.float32)
+    if LAYER:
+        y += tl.load(b_ptr + column, mask=mask, other=0).to(tl.float32)
+    tl.store(y_ptr + row + column, y, mask=mask)
+
+
+def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """y (see :func:`norm.norm`)."""
+    width = len(weight_D)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        _norm[x.numel() // width,](
+            x, weight_D, weight_D if bias_D is None else bias_D, y, width, eps, LAYER=bias_D is not None, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return y
+
+
+def paged(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    window: int | None = None,
+    values: int | None = None,
+) -> Tensor:
+    """o_TNH (see :func:`reference.paged`), for head widths up to 256."""
+    layout = KernelLayout.of(q_TNH, k_PpKH, 1, window=window, chunk=CHUNK)
+    if layout not in table.plan_cache:
+        new, lengths = table.host_lengths
+        plan = layout.plan(lengths, new, max_keys=table.max_keys)
+        table.plan_cache[layout] = (layout.prepare(plan, q_TNH.device),)
+    (ready,) = table.plan_cache[layout]
+    return attend(q_TNH, k_PpKH, v_PpKH, table, ready).o[..., :values]

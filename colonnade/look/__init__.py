@@ -1,1 +1,0 @@
-"""Model inspection: for now, which experts take which tokens."""
