@@ -44,8 +44,7 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
 from colonnade.parallel.pipeline import schedule_supported
 from colonnade.train.model_inputs import VALIDATION
-from colonnade.train.pipeline_step import PipelineStep
-from colonnade.train.train_step import forward
+from colonnade.train.train_step import PipelineStep, forward
 from harness.report import Headline, report
 from harness.training_jobs import Row, durations, enough, filled, forget, kept, parser, place, random_batch
 

@@ -39,7 +39,7 @@ from colonnade.config import ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
-from colonnade.model.linear import Linear
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.weight_only_quant import build
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext

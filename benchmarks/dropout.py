@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.registry import choose
-from colonnade.parallel.rng_keys import keys
+from colonnade.model.dropout import keys
 from harness.paired_timing import Neighbours, timed, turns
 from harness.report import Headline, report
 

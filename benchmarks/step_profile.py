@@ -29,7 +29,7 @@ from colonnade.config import ModelConfig, WeightFormat, WeightGroup
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
 from colonnade.model.ffn import FeedForward
-from colonnade.model.linear import Linear
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.transformer import Block
 from colonnade.parallel.axis import SOLO_AXES
 from decode_model import TINY, made, stepper, steps_of

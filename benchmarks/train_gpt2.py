@@ -24,8 +24,8 @@ from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.train.session import make_optimizer
 from colonnade.train.train_step import TrainStep
+from colonnade.train.training_state import make_optimizer
 from harness.report import Headline, report
 from harness.rows import line
 from harness.training_jobs import filled, forget, random_batch

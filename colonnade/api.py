@@ -39,7 +39,7 @@ from colonnade.config.feature_checks import check_weight_format
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
-from colonnade.model.head import Head
+from colonnade.model.output_heads import Head
 from colonnade.model.score import Score, score
 from colonnade.model.weight_only_quant import quantised_kind
 from colonnade.parallel.distributed_context import DistributedContext

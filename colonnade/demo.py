@@ -29,7 +29,7 @@ from colonnade.data.readers import sotu_documents
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.launch import launch
 from colonnade.train.loop import Trainer
-from colonnade.train.mfu import Throughput
+from colonnade.train.metrics import Throughput
 from colonnade.train.trackers import ROUTING, read_rows
 
 PROMPTS = ("The state of our union is", "My fellow citizens, the year that has passed", "I ask the Congress to")

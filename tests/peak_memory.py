@@ -8,7 +8,7 @@ from pathlib import Path
 from colonnade.config import RunConfig
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.memory_estimate import estimate
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 
 
 def resident(row: str) -> int:
@@ -21,12 +21,12 @@ def measured(run: RunConfig) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # resets the peak
     before = resident("VmRSS")
-    with DistributedContext.build(run.plan, run.device) as context, Session(run, context) as session:
+    with DistributedContext.build(run.plan, run.device) as context, TrainingState(run, context) as training:
         for _ in range(run.train.steps):
-            session.step()
+            training.step()
             if run.train.async_save:
-                session.save()
-                session.finish_save(wait=True)
+                training.save()
+                training.finish_save(wait=True)
     return resident("VmHWM") - before
 
 

@@ -29,16 +29,15 @@ from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer
 from colonnade.model.activation_checkpointing import set_recompute
-from colonnade.model.linear import enable_float8
+from colonnade.model.tensor_parallel_linear import enable_float8
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.cuda_graphs import capture
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
-from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.profiler import Breakdown, breakdown
-from colonnade.train.session import make_optimizer
-from colonnade.train.train_step import TrainStep
+from colonnade.train.train_step import PipelineStep, TrainStep
+from colonnade.train.training_state import make_optimizer
 from harness.report import folder_of
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@
 ``hash`` is "lowbias32", a permutation of the 32-bit integers in which each input bit flips each output bit in very
 nearly half of all cases (Chris Wellons, hash-prospector, 2018). With a generator the mask would depend on the order of
 draws, and so on the parallel layout. Here any slice of the mask can be computed anywhere, and recomputed in the
-backward pass, from a 64-bit key (of seed, step and layer: :mod:`colonnade.parallel.rng_keys`) and the slice's indices.
+backward pass, from a 64-bit key (of seed, step and layer: :mod:`colonnade.model.dropout`) and the slice's indices.
 
 Only the low 32 bits of an index count: the mask would repeat after 4 billion tokens in a step. The integers are torch's
 int32, whose products wrap around; right shifts keep the sign, so they are masked.

@@ -6,9 +6,9 @@
 
 Each rank has n = N/tp query heads and k = K/tp key/value heads: W_qkv is column-parallel and W_out row-parallel, with
 one collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b;
-:mod:`colonnade.model.tensor_parallel`). The rows of W_qkv are grouped by key/value head (its query heads, its key, its
-value), so that a cut between groups is one contiguous range, and three projections are one product. Grouped heads:
-Ainslie et al., arXiv 2305.13245; query/key norms: Qwen3, over all heads OLMoE.
+:mod:`colonnade.model.tensor_parallel_linear`). The rows of W_qkv are grouped by key/value head (its query heads, its
+key, its value), so that a cut between groups is one contiguous range, and three projections are one product. Grouped
+heads: Ainslie et al., arXiv 2305.13245; query/key norms: Qwen3, over all heads OLMoE.
 
 :class:`LatentAttention` (DeepSeek-V2, arXiv 2405.04434, section 2.1):
 
@@ -38,10 +38,9 @@ from colonnade.config import ModelConfig
 from colonnade.kernels.rotary import Rotation, rotate
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.attend import Attend
-from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
 from colonnade.model.rotary import score_factor
-from colonnade.model.tensor_parallel import column_parallel, row_parallel
+from colonnade.model.tensor_parallel_linear import Linear, column_parallel, row_parallel
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import PARTIAL, Placement, residual_placement
 

@@ -2,7 +2,9 @@
 
 A stream with a :class:`Dropout` is trained with dropout, one without has none: there is no switch to forget. Whether an
 element is dropped is a hash of the step's key, the layer, the token's index in the global batch and the feature, so
-every layout and every recomputation drops the same ones (:mod:`colonnade.kernels.dropout`).
+every layout and every recomputation drops the same ones (:mod:`colonnade.kernels.dropout`). What a stateful generator
+returns depends on who drew from it before; here ranks that hold the same token agree without communication, ranks that
+hold different tokens draw independently, and a repeated step draws the same values.
 
 Key 0 is the embedding's, key 1 + i that of block i. Sites in a block: after attention, after the feed-forward part
 (both before the residual addition, as in GPT-2), the attention probabilities, and the experts' hidden units.
@@ -12,16 +14,18 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from colonnade.kernels.dropout import AttentionDropout, uniform
 from colonnade.kernels.registry import choose
-from colonnade.parallel.rng_keys import keys
 
 EMBEDDING, ATTENTION, FFN = 0, 1, 2
 """Sites on the residual stream."""
 POOLED = 3
 """Site of a classifier's input, under the embedding's key."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 class DropoutRates(NamedTuple):
@@ -117,3 +121,21 @@ def apply_dropout(x_TD: Tensor, dropout: BlockDropout | None, site: int) -> Tens
     if dropout is None:
         return x_TD
     return dropout.drop(x_TD, site, dropout.rates.embedding if site == EMBEDDING else dropout.rates.residual)
+
+
+def keys(seed: int, step: int, sites: int, device: torch.device | str = "cpu") -> Tensor:
+    """int64 (sites,): the key of each site in one step of a run."""
+    step_key = _mix(_mix(seed) ^ step)
+    unsigned = [_mix(step_key ^ site) for site in range(sites)]
+    gpu = torch.device(device).type == "cuda"
+    signed = [key - (key >> 63 << 64) for key in unsigned]
+    # A copy from unpinned memory may wait for all queued work of the device.
+    return torch.tensor(signed, dtype=torch.int64, pin_memory=gpu).to(device, non_blocking=gpu)
+
+
+def _mix(x: int) -> int:
+    """splitmix64's first output for the seed ``x`` (Steele, Lea and Flood 2014, figure 16): a permutation."""
+    x = (x + _GOLDEN) & _MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return x ^ x >> 31

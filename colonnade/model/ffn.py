@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.kernels.experts.reference import ACTIVATIONS
-from colonnade.model.linear import Linear
-from colonnade.model.tensor_parallel import column_parallel, row_parallel
+from colonnade.model.tensor_parallel_linear import Linear, column_parallel, row_parallel
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, residual_placement
 

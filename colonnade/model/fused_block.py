@@ -20,8 +20,8 @@ from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
 from colonnade.model.attention import Attention
 from colonnade.model.ffn import FeedForward
-from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
+from colonnade.model.tensor_parallel_linear import Linear
 
 if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer

@@ -17,8 +17,8 @@ from torch import Tensor
 from colonnade.errors import RequestError
 from colonnade.model.attend import Packed
 from colonnade.model.embedding import Stream
-from colonnade.model.head import Loss
 from colonnade.model.loss import IGNORE
+from colonnade.model.output_heads import Loss
 from colonnade.model.transformer import Transformer
 
 BATCH_TOKENS = 4096

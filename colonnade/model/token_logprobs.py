@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.model.head import OutputProjection, project_rows, projection_input
 from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS, IGNORE
+from colonnade.model.output_heads import OutputProjection, project_rows, projection_input
 from colonnade.parallel.axis import SOLO, Axis
 
 

@@ -24,16 +24,15 @@ from colonnade.model import fused_block
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.attend import Attend, AttendBackend
 from colonnade.model.attention import Attention, LatentAttention
-from colonnade.model.bert_heads import BertLayers
 from colonnade.model.dropout import ATTENTION, EMBEDDING, FFN, BlockDropout, apply_dropout
 from colonnade.model.embedding import Embedding, Stream
 from colonnade.model.ffn import FeedForward
-from colonnade.model.head import Head, OutputProjection
-from colonnade.model.linear import Linear
 from colonnade.model.moe import LayerReport, LayerRouting, MixtureOfExperts
 from colonnade.model.moe.losses import attach_model_balance
 from colonnade.model.norm import Norm
+from colonnade.model.output_heads import BertLayers, Head, OutputProjection
 from colonnade.model.rotary import frequencies
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.parallel.axis import SOLO_AXES, Axes
 from colonnade.parallel.layout import Placement, residual_placement
 

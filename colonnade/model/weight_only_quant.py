@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, WeightFormat
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
-from colonnade.model.linear import Linear
 from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import SOLO, Axes
 from colonnade.parallel.layout import layout_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.model.initialise import fill
-from colonnade.model.linear import Linear
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.layout import WHOLE, Placement
 

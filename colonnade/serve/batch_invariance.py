@@ -16,8 +16,8 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer
-from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.weight_only_quant import quantised_kind
 from colonnade.serve.scheduler import Slice, Work
 

@@ -26,8 +26,8 @@ from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.device import upload, upload_into
 from colonnade.kernels.registry import choose
 from colonnade.model import KVCache, Paged, Stream, Transformer
-from colonnade.model.head import LocalVocabRows
-from colonnade.model.sharded_kv_cache import ShardedPaged
+from colonnade.model.context_parallel import ShardedPaged
+from colonnade.model.output_heads import LocalVocabRows
 from colonnade.parallel.cuda_graphs import capture
 from colonnade.serve.model_inputs import CacheShard
 from colonnade.serve.scheduler import Work, padded_batch_size

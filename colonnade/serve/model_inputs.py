@@ -22,7 +22,7 @@ from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Paged, Stream, Transformer
-from colonnade.model.sharded_kv_cache import CachedKeys, ShardedPaged
+from colonnade.model.context_parallel import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
 from colonnade.serve.sampler import NextTokens, PromptTargets
 from colonnade.serve.sampling_params import SampleArgs

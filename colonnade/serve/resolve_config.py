@@ -17,9 +17,9 @@ from colonnade.config import ModelConfig, ServeConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.kernels.registry import LOOKUP
 from colonnade.model import Transformer
+from colonnade.model.context_parallel import MAX_FUSED_HEAD_WIDTH
 from colonnade.model.moe.expert_offload import expert_modules
 from colonnade.model.moe.router import find_router
-from colonnade.model.sharded_kv_cache import MAX_FUSED_HEAD_WIDTH
 
 
 @dataclass(frozen=True)

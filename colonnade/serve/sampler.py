@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from colonnade.kernels.device import upload
 from colonnade.kernels.dropout import column_hash, lowbias32
 from colonnade.kernels.registry import choose
-from colonnade.model.head import OutputProjection, local_logits
+from colonnade.model.output_heads import OutputProjection, local_logits
 from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.sampling_params import SampleArgs

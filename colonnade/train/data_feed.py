@@ -17,7 +17,7 @@ EVAL_EVERY = 100
 
 
 class DataFeed(Protocol):
-    """The samples of a session: of a corpus (:class:`CorpusFeed`) or labelled examples (:mod:`colonnade.tune`)."""
+    """The samples of a run: of a corpus (:class:`CorpusFeed`) or labelled examples (:mod:`colonnade.tune`)."""
 
     samples: Loader
     name: str

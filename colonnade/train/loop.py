@@ -3,14 +3,17 @@
 shards -> pack -> micro-batches of this data rank                                        (data_feed.py)
   -> forward -> loss -> backward                                                         (train_step.py)
   -> global gradient norm -> clip -> AdamW -> learning-rate schedule                     (optimizer_step.py)
-every N steps: log metrics (run_log.py); validate; save(weights, moments, data cursor)   (session.py)
+every N steps: log metrics (run_log.py); validate; save(weights, moments, data cursor)   (training_state.py)
 """
 
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -19,9 +22,9 @@ from colonnade.config import RunConfig
 from colonnade.data import TokenData, Tokenizer, write_tokens
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.router import find_router
-from colonnade.parallel.axis import world_axis
+from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
-from colonnade.parallel.launch import Interrupted, launch, launched
+from colonnade.parallel.launch import STOP_SIGNALS, Interrupted, launch, launched
 from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
@@ -29,10 +32,9 @@ from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
-from colonnade.train.run_lifecycle import RunLock, StopSignal
 from colonnade.train.run_log import RunLog, Summary
-from colonnade.train.session import Session
 from colonnade.train.trackers import OpenTracker, flattened, service_trackers
+from colonnade.train.training_state import RunLock, TrainingState
 
 
 def check_settings(run: RunConfig) -> None:
@@ -146,17 +148,17 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
         with (
             RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watchdog,
-            Session(run, context, watchdog, lock, feed) as session,
-            StopSignal(session.world) as stop,
-            RunLog(session, trackers) as log,
+            TrainingState(run, context, watchdog, lock, feed) as training,
+            StopSignal(training.world) as stop,
+            RunLog(training, trackers) as log,
         ):
-            eval_every = session.feed.eval_every
+            eval_every = training.feed.eval_every
             interrupted = None
-            while session.steps_taken < t.steps and interrupted is None:
-                log.record(session.step())
+            while training.steps_taken < t.steps and interrupted is None:
+                log.record(training.step())
                 log.check_save()
                 interrupted = stop.received()
-                done = session.steps_taken == t.steps
+                done = training.steps_taken == t.steps
                 if interrupted or done or log.due(t.log_every, eval_every, t.save_every):
                     log.report()
                 if interrupted or done or log.due(t.save_every):
@@ -167,6 +169,38 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
         if interrupted is not None:
             raise interrupted
         return summary
+
+
+class StopSignal:
+    """Context manager: SIGTERM and SIGINT are recorded, and end the run after the same step on all ranks.
+
+    Ctrl-C reaches every process of a terminal's group, a scheduler's SIGTERM perhaps only one, and never at the same
+    point of a step. So a handler only records the signal, and after each step the ranks take the maximum of what they
+    recorded. This reduction runs over gloo on the CPU, so it does not wait for the GPU.
+    """
+
+    def __init__(self, world: Axis):
+        self.world = world
+        self._signal = 0
+        self._previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        # Python runs signal handlers in the main thread only, and only that thread may set them.
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handlers = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def received(self) -> Interrupted | None:
+        """The exception to raise after saving, the same on all ranks, if any rank received a signal."""
+        number = int(self.world.max_(torch.tensor(self._signal)).item())
+        return Interrupted(number) if number else None
 
 
 def _shared_settings(run: RunConfig) -> dict[str, str]:

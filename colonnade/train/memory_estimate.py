@@ -25,7 +25,7 @@ from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.train.initial_weights import freeze
-from colonnade.train.optimizer_offload import BUCKET_BYTES
+from colonnade.train.optimizer import BUCKET_BYTES
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 PROGRAM_BYTES = 400 << 20

@@ -35,7 +35,7 @@ READ_SAMPLES = "reads samples"
 STEP_NAME = re.compile(r"ProfilerStep#\d+")
 US = 1e-6
 WARMUP_STEPS = 3
-"""Steps of a session before the traced ones."""
+"""Steps of this process before the traced ones."""
 
 Spans = list[tuple[float, float]]
 """Disjoint intervals in order [µs]."""

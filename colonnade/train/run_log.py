@@ -19,10 +19,8 @@ from rich.text import Text
 from colonnade.checkpoint.atomic_folder import DISK_FULL_ERRNOS
 from colonnade.config import TrainConfig, format_bytes
 from colonnade.errors import CapacityError
-from colonnade.train.metrics import Diverged, Meter, Row, throughput_row
-from colonnade.train.mfu import Throughput
+from colonnade.train.metrics import Diverged, Meter, Row, Throughput, throughput_row
 from colonnade.train.profiler import WARMUP_STEPS, StepProfiler
-from colonnade.train.session import Session
 from colonnade.train.trackers import (
     ROUTING,
     JsonLines,
@@ -33,6 +31,7 @@ from colonnade.train.trackers import (
     service_trackers,
 )
 from colonnade.train.train_step import StepMetrics
+from colonnade.train.training_state import TrainingState
 
 DISPLAYED = (("loss", ".4f"), ("grad_norm", ".2f"))
 
@@ -103,7 +102,7 @@ class Summary:
     loss: float | None = None
     """Training loss of the last step; None when no step was left to take, and for a run that a signal ended."""
     validation_loss: float | None = None
-    """The newest one of this session."""
+    """The newest one of this process."""
     speed: Throughput | None = None
     """Of the newest interval, without validation and saving."""
     stopped: str | None = None
@@ -111,25 +110,25 @@ class Summary:
 
 
 class RunLog:
-    """Context manager around the steps of ``session``."""
+    """Context manager around the steps of ``training``."""
 
-    def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
-        self.session, self.run = session, session.run
-        self.is_rank0 = session.context.rank == 0
-        self.meter = Meter(session.run, session.context, self._on_bad_step, session.feed.sample_tokens)
-        self.display = ProgressDisplay(session.run.train.steps, shown=self.is_rank0)
+    def __init__(self, training: TrainingState, trackers: Sequence[OpenTracker] = ()):
+        self.training, self.run = training, training.run
+        self.is_rank0 = training.context.rank == 0
+        self.meter = Meter(training.run, training.context, self._on_bad_step, training.feed.sample_tokens)
+        self.display = ProgressDisplay(training.run.train.steps, shown=self.is_rank0)
         self.row: Row = {}
         self.validation_loss: float | None = None
         self.speed: Throughput | None = None
-        self._open_trackers = (JsonLines, TensorBoard, *service_trackers(session.run), *trackers)
-        self.profiler = StepProfiler(session.run, session.context)
+        self._open_trackers = (JsonLines, TensorBoard, *service_trackers(training.run), *trackers)
+        self.profiler = StepProfiler(training.run, training.context)
         self._trackers: list[Tracker] = []
         self._routing: JsonLines | None = None
         self._first_step = True
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        folder, steps = self.run.folder, self.session.steps_taken
+        folder, steps = self.run.folder, self.training.steps_taken
         if self.is_rank0:
             folder.mkdir(parents=True, exist_ok=True)
             for open_tracker in self._open_trackers:
@@ -149,18 +148,18 @@ class RunLog:
 
     def due(self, *intervals: int) -> bool:
         """Whether the steps taken are a multiple of one of ``intervals`` (0 is never due)."""
-        return any(every and self.session.steps_taken % every == 0 for every in intervals)
+        return any(every and self.training.steps_taken % every == 0 for every in intervals)
 
     def record(self, metrics: StepMetrics) -> None:
         """Keep the metrics of a step; does not synchronise with the device."""
-        self.meter.add(self.session.steps_taken, metrics)
-        self.display.advance(self.session.steps_taken)
+        self.meter.add(self.training.steps_taken, metrics)
+        self.display.advance(self.training.steps_taken)
         if self._first_step:  # it also allocates and compiles, so its time is not representative
             self.meter.pause()
             self.meter.restart()
             self._first_step = False
         if (breakdown := self.profiler.after_step()) is not None:
-            self._track(self.session.steps_taken, breakdown.row)
+            self._track(self.training.steps_taken, breakdown.row)
             self.display.line(f"{breakdown}\n  {self.profiler.path}")
             self.meter.pause()
             self.meter.restart()  # traced steps are slower
@@ -172,18 +171,18 @@ class RunLog:
         """
         with self._clock_paused():
             rows = self.meter.read()
-            for change in self.session.spread_changes:
+            for change in self.training.spread_changes:
                 self.display.line(change)
-            self.session.spread_changes.clear()
+            self.training.spread_changes.clear()
             if rows and self._routing is not None:
                 self._track_loads(rows[-1][0], self._routing)
             self.speed = self.meter.speed() or self.speed
             for steps, row in rows:
-                newest = steps == self.session.steps_taken
+                newest = steps == self.training.steps_taken
                 self._track(steps, row | (throughput_row(self.speed) if newest and self.speed is not None else {}))
                 self.row = row if "loss" in row else self.row
             if self.row:
-                self.display.metrics(self.session.steps_taken, self.row, self.speed)
+                self.display.metrics(self.training.steps_taken, self.row, self.speed)
 
     def _track_loads(self, steps: int, routing: JsonLines) -> None:
         """Track the load of each expert in ``routing.jsonl`` and as TensorBoard histograms."""
@@ -195,37 +194,37 @@ class RunLog:
 
     def _on_bad_step(self, steps: int, diagnosis: str) -> None:
         """Count a non-finite step as skipped; raise :class:`Diverged` when the run may skip no more."""
-        session, allowed = self.session, self.run.train.skip_bad_batches
-        samples = _shortened(session.samples_of(steps))
-        if session.skipped < allowed:
-            session.skipped += 1
+        training, allowed = self.training, self.run.train.skip_bad_batches
+        samples = _shortened(training.samples_of(steps))
+        if training.skipped < allowed:
+            training.skipped += 1
             self.display.line(
-                f"{diagnosis}; skipped samples {samples} ({session.skipped} of at most {allowed} bad batches)"
+                f"{diagnosis}; skipped samples {samples} ({training.skipped} of at most {allowed} bad batches)"
             )
-            self._track(steps, {"skipped": session.skipped})
+            self._track(steps, {"skipped": training.skipped})
             return
         self.check_save(wait=True)  # a save that is running is of an earlier, good step
-        good = session.checkpoint
-        before = f"; {session.skipped} bad batches were skipped before" if session.skipped else ""
+        good = training.checkpoint
+        before = f"; {training.skipped} bad batches were skipped before" if training.skipped else ""
         where = f"the last good checkpoint is {good}" if good else "no checkpoint was written yet"
         raise Diverged(f"{diagnosis}{before}; {where}; lower --train.lr or look at samples {samples} of the corpus")
 
     def validate(self) -> None:
         """Measure and track the validation loss."""
         with self._clock_paused():
-            self.validation_loss = self.session.validate().item()
-            self._track(self.session.steps_taken, {"validation_loss": self.validation_loss})
-            self.display.line(f"validation loss {self.validation_loss:.4f} after {self.session.steps_taken} steps")
+            self.validation_loss = self.training.validate().item()
+            self._track(self.training.steps_taken, {"validation_loss": self.validation_loss})
+            self.display.line(f"validation loss {self.validation_loss:.4f} after {self.training.steps_taken} steps")
 
     def save(self) -> None:
         """Start writing a checkpoint, after finishing the previous one."""
         with self._clock_paused():
             self.check_save(wait=True)
-            self._print_saved(self.session.save())
+            self._print_saved(self.training.save())
 
     def check_save(self, *, wait: bool = False) -> None:
         """Report a checkpoint that has been written since the last call; raises the error of a failed save."""
-        self._print_saved(self.session.finish_save(wait=wait))
+        self._print_saved(self.training.finish_save(wait=wait))
 
     def _print_saved(self, folder: Path | None) -> None:
         if folder is not None:
@@ -234,37 +233,39 @@ class RunLog:
     def summary(self) -> Summary:
         """Finish the last save, draw the loss curve, and summarise the run."""
         self.check_save(wait=True)
-        checkpoint = self.session.checkpoint
+        checkpoint = self.training.checkpoint
         assert checkpoint is not None, "the last step saves"
         title = f"{self.run.name}: {self.run.model.size}"
         picture = draw_loss_curve(self.run.folder, title) if self.is_rank0 else None
         if picture:
             self.display.line(f"loss curve {picture}")
-        steps = self.session.steps_taken
+        steps = self.training.steps_taken
         return Summary(steps, checkpoint, picture, self.row.get("loss"), self.validation_loss, self.speed)
 
     def _print_header(self) -> None:
-        session, run, line = self.session, self.run, self.display.line
-        steps, total = session.steps_taken, run.train.steps
-        tokens = round(run.train.batch * session.feed.sample_tokens)
+        training, run, line = self.training, self.run, self.display.line
+        steps, total = training.steps_taken, run.train.steps
+        tokens = round(run.train.batch * training.feed.sample_tokens)
         line(
-            f"{run.name}: {run.model.size}, {run.plan} on {session.context.device.type}, "
+            f"{run.name}: {run.model.size}, {run.plan} on {training.context.device.type}, "
             f"{precision_summary(run.train)}, {tokens} tokens a step, {total} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
         options = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]
         if options := options + ["cuda_graph"] * run.train.cuda_graph:
             line(", ".join(options))
-        if session.recompute_summary is not None:
-            line(session.recompute_summary)
-        if session.checkpoint is not None:
-            line(f"resumed {session.checkpoint}" + (f" with {', '.join(session.changes)}" if session.changes else ""))
+        if training.recompute_summary is not None:
+            line(training.recompute_summary)
+        if training.checkpoint is not None:
+            line(
+                f"resumed {training.checkpoint}" + (f" with {', '.join(training.changes)}" if training.changes else "")
+            )
         if run.train.profile and total - steps < (needs := WARMUP_STEPS + run.train.profile):
             line(f"no profile: it takes {needs} steps, and {total - steps} are left")
         if steps >= total:
             line(f"already at step {steps} of {total}; raise --train.steps to go on")
-        if session.feed.no_validation_reason:
-            line(f"validation is off: {session.feed.no_validation_reason}")
+        if training.feed.no_validation_reason:
+            line(f"validation is off: {training.feed.no_validation_reason}")
 
     @contextmanager
     def _clock_paused(self) -> Iterator[None]:

@@ -24,8 +24,7 @@ from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, layout_of, local_part
 from colonnade.train.model_inputs import model_inputs
 from colonnade.train.optimizer import AdamW
-from colonnade.train.pipeline_step import PipelineStep
-from colonnade.train.train_step import StepMetrics, TrainStep
+from colonnade.train.train_step import PipelineStep, StepMetrics, TrainStep
 
 MICRO_BATCHES = 4
 """At least, per step over all data ranks; and two per process, so that each data rank accumulates several, and a

@@ -14,7 +14,7 @@ from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.launch import launch
 from colonnade.train.loop import train
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 
 AT = 9
 """Steps taken when a fault strikes; the checkpoint of step 4 is complete by then, because that of step
@@ -36,20 +36,20 @@ def work(faults: str, run: RunConfig) -> int:
                 time.sleep(1000)
             os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
-    real_write, real_on_device = Writer.write_data, Session._on_device
+    real_write, real_on_device = Writer.write_data, TrainingState._on_device
 
     def write_data(self: Writer, *args: Any) -> Any:
         if self.folder.name == "step-8":
             strike("kill in save")
         return real_write(self, *args)
 
-    def on_device(self: Session, batches: Any) -> Any:
+    def on_device(self: TrainingState, batches: Any) -> Any:
         if self.steps_taken == AT:
             for fault in ("kill in step", "stop", "stuck"):
                 strike(fault)
         return real_on_device(self, batches)
 
-    with patch.object(Writer, "write_data", write_data), patch.object(Session, "_on_device", on_device):
+    with patch.object(Writer, "write_data", write_data), patch.object(TrainingState, "_on_device", on_device):
         return train(run).steps
 
 

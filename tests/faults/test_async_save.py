@@ -16,7 +16,7 @@ from colonnade.errors import CheckpointError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.loop import train
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
@@ -33,19 +33,19 @@ def _save_at_two(config: RunConfig) -> int:
         assert gate.wait(60)
         return real(self, *args)
 
-    with DistributedContext.build(config.plan, "cpu") as context, Session(config, context) as session:
+    with DistributedContext.build(config.plan, "cpu") as context, TrainingState(config, context) as training:
         with patch.object(Writer, "write_data", write_data):
             for _ in range(2):
-                session.step()
-            session.save()
+                training.step()
+            training.save()
             for _ in range(3):
-                session.step()
+                training.step()
                 if config.train.async_save:
-                    assert session.finish_save() is None and session.checkpoint is None
+                    assert training.finish_save() is None and training.checkpoint is None
             gate.set()
-            session.finish_save(wait=True)
-            assert session.checkpoint == config.folder / "step-2"
-        return session.steps_taken
+            training.finish_save(wait=True)
+            assert training.checkpoint == config.folder / "step-2"
+        return training.steps_taken
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2, dp=2)], ids=["one", "tp2dp2"])

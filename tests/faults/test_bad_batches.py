@@ -17,7 +17,7 @@ from colonnade.train import Trainer, train_step
 from colonnade.train.loop import train
 from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.metrics import Diverged
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
@@ -43,18 +43,18 @@ def with_bad_loss(*calls: int, value: float = float("nan")) -> Iterator[None]:
 def _updates_nothing(config: RunConfig, value: float) -> None:
     """Data rank 1 of 2 has a bad second micro-batch in step 3 of a run over tp=2 and dp=2."""
     with DistributedContext.build(config.plan, "cpu") as context:
-        session = Session(config, context)
+        training = TrainingState(config, context)
         is_bad_rank = context.axes.dp.rank == 1
         with with_bad_loss(*([2 * 2 + 1] if is_bad_rank else []), value=value):
             for _ in range(2):
-                session.step()
-            state = {**session.masters.local, **session.optimizer.state}
+                training.step()
+            state = {**training.masters.local, **training.optimizer.state}
             before = {name: x.detach().clone() for name, x in state.items()}
-            assert not session.step().norm.isfinite()
+            assert not training.step().norm.isfinite()
             assert all(torch.equal(x, before[name]) for name, x in state.items())
-            assert (session.steps_taken, session.optimizer.steps) == (3, 2)
-            session.step()
-            assert session.optimizer.steps == 3
+            assert (training.steps_taken, training.optimizer.steps) == (3, 2)
+            training.step()
+            assert training.optimizer.steps == 3
             assert not all(torch.equal(x, before[name]) for name, x in state.items())
 
 
@@ -89,14 +89,18 @@ def test_resumed_run_with_skipped_batches_is_the_same(config: RunConfig) -> None
         Trainer(config.replace(name="whole", train=t)).fit()
         whole = tensors(config.runs / "whole" / "step-12")
     half = config.replace(train=t)
-    with with_bad_loss(4), pytest.raises(KeyboardInterrupt), patch.object(Session, "save", _stop_after(Session.save)):
+    with (
+        with_bad_loss(4),
+        pytest.raises(KeyboardInterrupt),
+        patch.object(TrainingState, "save", _stop_after(TrainingState.save)),
+    ):
         Trainer(half).fit()
     assert Trainer(half).fit().steps == 12
     assert tensors(config.folder / "step-12") == whole
 
 
-def _stop_after(save: Callable[[Session], object]) -> Callable[[Session], None]:
-    def wrapped(self: Session) -> None:
+def _stop_after(save: Callable[[TrainingState], object]) -> Callable[[TrainingState], None]:
+    def wrapped(self: TrainingState) -> None:
         save(self)
         raise KeyboardInterrupt
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from colonnade.config import MoeConfig, Plan, RunConfig
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.metrics import Meter
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
@@ -21,16 +21,16 @@ def _diagnoses(config: RunConfig, bad_rank: int, layer: int) -> list[str]:
     """The diagnoses of three steps; in the second, the scores of ``layer`` are NaN on rank ``bad_rank``."""
     diagnoses: list[str] = []
     with DistributedContext.build(config.plan, "cpu") as context:
-        session = Session(config, context)
+        training = TrainingState(config, context)
         meter = Meter(config, context, lambda steps, diagnosis: diagnoses.append(diagnosis))
         for number in (1, 2, 3):
             hook = None
-            if number == 2 and context.rank == bad_rank and str(layer) in dict(session.model.blocks.named_children()):
-                gate = session.model.get_submodule(f"blocks.{layer}.ffn.router.gates.0")
+            if number == 2 and context.rank == bad_rank and str(layer) in dict(training.model.blocks.named_children()):
+                gate = training.model.get_submodule(f"blocks.{layer}.ffn.router.gates.0")
                 hook = gate.register_forward_hook(_nan_scores)
-            before = {name: x.clone() for name, x in session.model.named_buffers()}
-            meter.add(number, session.step())
-            moved = [name for name, x in session.model.named_buffers() if not torch.equal(x, before[name])]
+            before = {name: x.clone() for name, x in training.model.named_buffers()}
+            meter.add(number, training.step())
+            moved = [name for name, x in training.model.named_buffers() if not torch.equal(x, before[name])]
             assert bool(moved) == (number != 2), "the balancing biases change except in a bad step"
             if hook is not None:
                 hook.remove()

@@ -10,7 +10,7 @@ from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
 from colonnade.model import Hidden, Packed, Stream, Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 
 # torch.compile, which the loss uses on a GPU, emits warnings of its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -46,11 +46,11 @@ def test_steps_do_not_synchronise(tmp_path: Path) -> None:
     data = DataConfig(path=tmp_path / "corpus", sequence=64)
     run = RunConfig(name="it", runs=tmp_path, device="cuda", model=model, data=data, train=t)
     with DistributedContext.build(run.plan, run.device) as context:
-        session = Session(run, context)
-        session.step()
+        training = TrainingState(run, context)
+        training.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            outcomes = [session.step() for _ in range(5)]
+            outcomes = [training.step() for _ in range(5)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert all(torch.isfinite(out.loss_sum) for out in outcomes)

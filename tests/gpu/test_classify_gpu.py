@@ -8,8 +8,8 @@ import torch
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.lr_schedule import learning_rate
-from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
+from colonnade.train.training_state import TrainingState
 from colonnade.tune import Example, fit
 from colonnade.tune.classify import example_feed
 
@@ -50,17 +50,17 @@ def test_skipped_steps_do_not_synchronise_or_advance_schedule(fused: bool, tmp_p
     run = config(tmp_path, dtype="float16", loss_scale=2.0**40, fused_adamw=fused, steps=40)
     with (
         DistributedContext.build(run.plan, run.device) as context,
-        Session(run, context, feed=example_feed(run, EXAMPLES)) as session,
+        TrainingState(run, context, feed=example_feed(run, EXAMPLES)) as training,
     ):
-        outcomes = [session.step()]
+        outcomes = [training.step()]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            outcomes += [session.step() for _ in range(run.train.steps - 1)]
+            outcomes += [training.step() for _ in range(run.train.steps - 1)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         updates = 0
         for outcome in outcomes:
             assert float(outcome.lr) == pytest.approx(learning_rate(updates, run.train), rel=1e-6)
             updates += bool(outcome.norm.isfinite())
-        assert updates == session.optimizer.steps < run.train.steps
+        assert updates == training.optimizer.steps < run.train.steps
         assert updates > 5

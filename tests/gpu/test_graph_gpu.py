@@ -13,7 +13,7 @@ from colonnade.data import build
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.cuda_graph import GraphedForwardBackward
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
 
@@ -85,13 +85,13 @@ def test_replay_does_not_synchronise_and_reports_memory(config: RunConfig) -> No
         train=config.train.replace(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20)
     )
     with DistributedContext.build(config.plan, config.device) as context:
-        session = Session(config, context)
-        outcomes = [session.step() for _ in range(4)]
-        passes = session._step.forward_backward
+        training = TrainingState(config, context)
+        outcomes = [training.step() for _ in range(4)]
+        passes = training._step.forward_backward
         assert isinstance(passes, GraphedForwardBackward) and len(passes._graphs) == 1
         torch.cuda.set_sync_debug_mode("error")
         try:
-            outcomes += [session.step() for _ in range(4)]
+            outcomes += [training.step() for _ in range(4)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         losses = [float(outcome.loss_sum) for outcome in outcomes]

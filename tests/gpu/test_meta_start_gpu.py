@@ -14,7 +14,7 @@ from colonnade.errors import CapacityError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 from colonnade.train import Trainer
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 from tests import corpora
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -33,12 +33,12 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def _peak(run: RunConfig) -> float:
-    """Peak memory while a session starts, in units of the full model; also takes one step."""
+    """Peak memory while a run starts, in units of the full model; also takes one step."""
     with DistributedContext.build(run.plan, "cuda") as context:
         torch.cuda.reset_peak_memory_stats()
-        with Session(run, context) as session:
+        with TrainingState(run, context) as training:
             peak = torch.cuda.max_memory_allocated() / (4 * MODEL.parameters)
-            assert session.step().norm.isfinite()
+            assert training.step().norm.isfinite()
         return peak
 
 

@@ -9,11 +9,10 @@ from colonnade.kernels.registry import choose
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.activation_memory import saved_for_backward_bytes
 from colonnade.train.loss_scaler import LossScaler
-from colonnade.train.optimizer import AdamW
-from colonnade.train.optimizer_offload import OffloadedAdamW
+from colonnade.train.optimizer import AdamW, OffloadedAdamW
 from colonnade.train.run_log import RunLog
-from colonnade.train.session import Session
 from colonnade.train.train_step import forward
+from colonnade.train.training_state import TrainingState
 from tests.gpu.test_train_gpu import config  # noqa: F401  (a fixture)
 
 # torch.compile, which the loss uses on a GPU, emits warnings of its own.
@@ -76,14 +75,14 @@ def test_steps_do_not_synchronise(config: RunConfig, name: str) -> None:  # noqa
     )
     config = config.replace(data=data, train=t)
     with DistributedContext.build(config.plan, config.device) as context:
-        session = Session(config, context)
-        with RunLog(session) as log:
-            log.record(session.step())
-            log.record(session.step())
+        training = TrainingState(config, context)
+        with RunLog(training) as log:
+            log.record(training.step())
+            log.record(training.step())
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(4):
-                    log.record(session.step())
+                    log.record(training.step())
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             log.report()
@@ -125,9 +124,9 @@ def test_activation_budget_is_respected(config: RunConfig, compiled: bool) -> No
     t = config.train.replace(recompute="budget", activation_bytes=1_500_000, compile=compiled)
     config = config.replace(model=config.model.replace(layers=6), train=t)
     with DistributedContext.build(config.plan, config.device) as context:
-        session = Session(config, context)
-        assert session.recompute_summary is not None and "full" in session.recompute_summary
-        batch = session.feed.samples.at(0)[0].to("cuda")
-        saved = saved_for_backward_bytes(session.model, lambda: forward(session.model, batch))
+        training = TrainingState(config, context)
+        assert training.recompute_summary is not None and "full" in training.recompute_summary
+        batch = training.feed.samples.at(0)[0].to("cuda")
+        saved = saved_for_backward_bytes(training.model, lambda: forward(training.model, batch))
         weight = config.model.vocab_size * config.model.width * 4
         assert saved < 1_500_000 + 2 * weight

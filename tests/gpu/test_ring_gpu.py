@@ -6,7 +6,7 @@ import torch
 from colonnade.kernels.attention import chunk, reference
 from colonnade.kernels.softmax_state import State, merge
 from colonnade.model.attend import Packed
-from colonnade.model.ring_attention import zigzag_shards
+from colonnade.model.context_parallel import zigzag_shards
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -12,11 +12,11 @@ from colonnade.data import build
 from colonnade.errors import CapacityError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
+from colonnade.train.loop import StopSignal
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.optimizer import FusedAdamW
-from colonnade.train.run_lifecycle import StopSignal
 from colonnade.train.run_log import RunLog
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
 
@@ -64,13 +64,13 @@ def test_steps_do_not_synchronise(config: RunConfig, dtype: str, separate_docume
     data, t = config.data.replace(separate_documents=separate_documents), config.train.replace(dtype=dtype)
     config = config.replace(data=data, train=t)
     with DistributedContext.build(config.plan, config.device) as context:
-        session = Session(config, context)
-        with StopSignal(session.world) as stop, RunLog(session) as log:
-            log.record(session.step())
+        training = TrainingState(config, context)
+        with StopSignal(training.world) as stop, RunLog(training) as log:
+            log.record(training.step())
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(5):
-                    log.record(session.step())
+                    log.record(training.step())
                     assert stop.received() is None
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -96,11 +96,11 @@ def test_gpu_defaults(config: RunConfig, experts: str, capsys: pytest.CaptureFix
     t = TrainConfig(steps=30, batch=8, warmup=2, lr=3e-3, min_lr=3e-4, save_every=0, eval_every=0, log_every=1)
     config = config.replace(model=MODEL.replace(moe=MOES[experts]), train=t)
     with DistributedContext.build(config.plan, config.device) as context:
-        session = Session(config, context)
-        assert {p.dtype for p in session.model.parameters()} == {torch.bfloat16}
-        assert {w.dtype for w in session.masters.local.values()} == {torch.float32}
-        assert all((block._compiled_call_impl is not None) == dense for block in session.model.blocks)
-        assert isinstance(session.optimizer, FusedAdamW)
+        training = TrainingState(config, context)
+        assert {p.dtype for p in training.model.parameters()} == {torch.bfloat16}
+        assert {w.dtype for w in training.masters.local.values()} == {torch.float32}
+        assert all((block._compiled_call_impl is not None) == dense for block in training.model.blocks)
+        assert isinstance(training.optimizer, FusedAdamW)
     summary = Trainer(config).fit()
     compiled = "compiled, " if dense else ""
     assert f"on cuda, bfloat16 with float32 masters, {compiled}fused AdamW, " in capsys.readouterr().out
@@ -109,10 +109,10 @@ def test_gpu_defaults(config: RunConfig, experts: str, capsys: pytest.CaptureFix
 
 def test_deterministic_disables_fast_defaults(config: RunConfig) -> None:
     with DistributedContext.build(config.plan, config.device) as context:
-        session = Session(config.replace(train=TrainConfig(deterministic=True)), context)
-        assert {p.dtype for p in session.model.parameters()} == {torch.float32}
-        assert all(block._compiled_call_impl is None for block in session.model.blocks)
-        assert not isinstance(session.optimizer, FusedAdamW)
+        training = TrainingState(config.replace(train=TrainConfig(deterministic=True)), context)
+        assert {p.dtype for p in training.model.parameters()} == {torch.float32}
+        assert all(block._compiled_call_impl is None for block in training.model.blocks)
+        assert not isinstance(training.optimizer, FusedAdamW)
 
 
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"recompute": "full"}], ids=str)
@@ -125,8 +125,8 @@ def test_memory_estimate_matches_peak(config: RunConfig, settings: dict) -> None
     torch.cuda.empty_cache()
     with DistributedContext.build(config.plan, config.device) as context:
         before = torch.cuda.memory_allocated()
-        session = Session(config, context)
-        peak = max(session.step().memory_bytes for _ in range(3)) - before
+        training = TrainingState(config, context)
+        peak = max(training.step().memory_bytes for _ in range(3)) - before
     assert sum(estimate(config, "cuda").device.values()) == pytest.approx(peak, rel=0.25)
 
 
@@ -140,5 +140,5 @@ def test_run_larger_than_free_memory_is_refused(config: RunConfig) -> None:
         DistributedContext.build(config.plan, config.device) as context,
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
-        Session(config.replace(model=huge), context)
+        TrainingState(config.replace(model=huge), context)
     assert torch.cuda.memory_allocated() <= before  # less if garbage of other tests is collected meanwhile

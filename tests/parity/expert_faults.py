@@ -12,7 +12,7 @@ from colonnade.model.moe import experts as dropout
 from colonnade.parallel.axis import SOLO, ExpertAxes
 from colonnade.parallel.layout import Experts
 from colonnade.train import moe_stats, optimizer_step, train_step
-from colonnade.train.pipeline_step import PipelineStep
+from colonnade.train.train_step import PipelineStep
 
 Patch = pytest.MonkeyPatch
 

@@ -18,7 +18,7 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.data import Batch
 from colonnade.kernels.attention import chunk
 from colonnade.kernels.registry import choose
-from colonnade.model import IGNORE, Dropout, loss, ring_attention
+from colonnade.model import IGNORE, Dropout, context_parallel, loss
 from colonnade.parallel.axis import Axis
 from colonnade.train import optimizer_step, train_step
 from colonnade.verify import run as verifying
@@ -64,7 +64,7 @@ def ring_backward_by_chunks(patch: Patch) -> None:
     def chosen(operation: str, *rest: Any) -> Callable[..., Any]:
         return backward if operation == "chunk_backward" else choose(operation, *rest)
 
-    patch.setattr(ring_attention, "choose", chosen)
+    patch.setattr(context_parallel, "choose", chosen)
 
 
 def tokens_counted_by_data_rank(patch: Patch) -> None:

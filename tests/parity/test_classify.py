@@ -21,8 +21,8 @@ from colonnade.model.initialise import replace_head
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.loop import train
-from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
+from colonnade.train.training_state import TrainingState
 from colonnade.tune import Example, accuracy, classifier, fit
 from colonnade.tune.classify import Examples, LabelledSamples, example_feed
 from tests.models import BERTS, build, pairs
@@ -81,9 +81,9 @@ def test_losses_norms_and_weights_equal_transformers(name: str, smoothing: float
     run = config(tmp_path, start(tmp_path, name), label_smoothing=smoothing, eval_every=0)
     with (
         DistributedContext.build(run.plan, "cpu") as context,
-        Session(run, context, feed=example_feed(run, given)) as session,
+        TrainingState(run, context, feed=example_feed(run, given)) as training,
     ):
-        write_hf(session.model, tmp_path / "drawn")
+        write_hf(training.model, tmp_path / "drawn")
         auto = transformers.AutoModelForSequenceClassification
         theirs = auto.from_pretrained(tmp_path / "drawn", dtype=torch.float64, attn_implementation="eager").eval()
         groups = [[p for p in theirs.parameters() if (p.dim() >= 2) == matrix] for matrix in (True, False)]
@@ -94,18 +94,18 @@ def test_losses_norms_and_weights_equal_transformers(name: str, smoothing: float
         )  # fmt: skip
         for number in range(4):
             loss = _their_loss(
-                theirs, [given[i] for i in session.feed.samples.numbers(session.samples_seen)], smoothing
+                theirs, [given[i] for i in training.feed.samples.numbers(training.samples_seen)], smoothing
             )
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), run.train.clip)
-            outcome = session.step()
+            outcome = training.step()
             assert_same(outcome.loss_sum / outcome.count, loss.detach(), 1e-6, f"loss {number}")
             assert_same(outcome.norm, norm, 1e-6, f"gradient norm {number}")
             for group in optimizer.param_groups:
                 group["lr"] = outcome.lr
             optimizer.step()
             optimizer.zero_grad()
-        write_hf(session.model, tmp_path / "tuned")
+        write_hf(training.model, tmp_path / "tuned")
     tuned = auto.from_pretrained(tmp_path / "tuned", dtype=torch.float64)
     for (what, ours), (_, parameter) in zip(tuned.named_parameters(), theirs.named_parameters(), strict=True):
         assert_same(ours.detach(), parameter.detach(), 1e-6, what)

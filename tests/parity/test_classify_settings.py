@@ -15,8 +15,8 @@ from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.metrics import Row
 from colonnade.train.run_log import RunLog
-from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
+from colonnade.train.training_state import TrainingState
 from colonnade.tune import fit
 from colonnade.tune.classify import example_feed
 from tests.parity.test_classify import examples, start
@@ -120,9 +120,9 @@ TESTED_BELOW = {"compile", "trackers", "restarts", "sequence", "seed (data)", "c
 """Settings with a test of their own below."""
 
 
-def _session(run: RunConfig) -> Session:
+def _session(run: RunConfig) -> TrainingState:
     with DistributedContext.build(run.plan, "cpu") as context:
-        return Session(run, context, feed=example_feed(run, examples(), examples(7)))
+        return TrainingState(run, context, feed=example_feed(run, examples(), examples(7)))
 
 
 def test_every_setting_is_listed() -> None:

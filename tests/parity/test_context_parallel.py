@@ -8,7 +8,7 @@ import torch
 from colonnade.config import Plan
 from colonnade.model import Dropout, DropoutRates
 from colonnade.model.attend import Packed
-from colonnade.model.ring_attention import Ring
+from colonnade.model.context_parallel import Ring
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from colonnade.train.train_step import forward
@@ -63,7 +63,7 @@ def test_ring_attention_equals_one_process(world: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
 def test_each_token_is_assigned_to_one_rank(lengths: list[int], ranks: int) -> None:
-    from colonnade.model.ring_attention import zigzag_shards
+    from colonnade.model.context_parallel import zigzag_shards
 
     indices = torch.cat([share.both.index_T for share in zigzag_shards(Packed.of(lengths), sum(lengths), ranks)])
     assert indices.sort().values.tolist() == list(range(sum(lengths)))
@@ -71,7 +71,7 @@ def test_each_token_is_assigned_to_one_rank(lengths: list[int], ranks: int) -> N
 
 def test_zigzag_shards_balance_causal_work() -> None:
     """The queries of each rank attend to the same number of keys: the purpose of the zig-zag."""
-    from colonnade.model.ring_attention import zigzag_shards
+    from colonnade.model.context_parallel import zigzag_shards
 
     visible = [int((share.both.index_T + 1).sum()) for share in zigzag_shards(Packed.of([64]), 64, 4)]
     assert len(set(visible)) == 1

@@ -13,8 +13,8 @@ from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model.moe.routing_context import attach
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.train.session import Session
 from colonnade.train.train_step import evaluate
+from colonnade.train.training_state import TrainingState
 from colonnade.tune.classify import example_feed
 from tests.models import BERTS, CONFIGS
 from tests.parity.test_classify import examples
@@ -81,10 +81,10 @@ def test_fine_tuning_stays_in_float64(tmp_path: Path) -> None:
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
     with (
         DistributedContext.build(run.plan, "cpu") as context,
-        Session(run, context, feed=example_feed(run, examples())) as session,
+        TrainingState(run, context, feed=example_feed(run, examples())) as training,
     ):
         with NarrowDtypeRecorder() as narrow:
-            session.step()
+            training.step()
         assert not narrow.found
 
 

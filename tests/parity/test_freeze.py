@@ -17,8 +17,8 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.initial_weights import frozen_names
 from colonnade.train.loop import train
-from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
+from colonnade.train.training_state import TrainingState
 from tests.corpora import small
 from tests.worlds import run as in_world
 
@@ -96,17 +96,17 @@ def test_freezing_is_the_same_under_any_plan(
 
 def test_frozen_parameters_have_no_gradients_or_moments(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, *LOWER)
-    with DistributedContext.build(run.plan, "cpu") as context, Session(run, context) as session:
+    with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context) as training:
         requested = []
-        for name, parameter in session.model.named_parameters():
+        for name, parameter in training.model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda grad, name=name: requested.append(name))
-        batches = session.feed.samples.at(0)
-        outcome = session._step(0, batches)
-        names = {name for name, _ in session.model.named_parameters()}
+        batches = training.feed.samples.at(0)
+        outcome = training._step(0, batches)
+        names = {name for name, _ in training.model.named_parameters()}
         frozen = frozen_names(run.model, LOWER) & names
-        assert frozen and set(requested) == names - frozen == set(session.masters.local)
-        assert {key.partition("/")[2] for key in session.optimizer.state} == names - frozen
+        assert frozen and set(requested) == names - frozen == set(training.masters.local)
+        assert {key.partition("/")[2] for key in training.optimizer.state} == names - frozen
         assert float(outcome.norm) > 0
 
 

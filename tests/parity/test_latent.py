@@ -11,7 +11,7 @@ from colonnade.errors import ConfigError
 from colonnade.kernels.rotary import rotation
 from colonnade.model import KVCache, Packed, Rows, Stream
 from colonnade.model.attention import LatentAttention
-from colonnade.model.ring_attention import Ring
+from colonnade.model.context_parallel import Ring
 from colonnade.model.rotary import frequencies
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of

@@ -10,7 +10,7 @@ from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConf
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.loop import train
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 from tests import corpora
 from tests.worlds import run as in_world
 
@@ -29,16 +29,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def _peak(run: RunConfig, checked: bool) -> float:
-    """Peak memory while a session starts, in units of the full model; checks that its weights equal one process's."""
+    """Peak memory while a run starts, in units of the full model; checks that its weights equal one process's."""
     with DistributedContext.build(run.plan, "cpu") as context:
         with (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-            Session(run, context) as session,
+            TrainingState(run, context) as training,
         ):
             pass
         if checked:
             whole = dict(initialise(Transformer(run.model), run.train.seed).named_parameters())
-            for name, shard in session.masters.local.items():
+            for name, shard in training.masters.local.items():
                 start, stop = context.shard.part(len(whole[name]))
                 assert torch.equal(shard, whole[name][start:stop]), name
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None

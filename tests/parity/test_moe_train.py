@@ -15,7 +15,7 @@ from colonnade.data import Corpus
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import DispatchOptions
-from colonnade.train import Trainer, moe_autotune, session
+from colonnade.train import Trainer, moe_autotune, training_state
 from colonnade.train.loop import train
 from colonnade.train.run_log import ProgressDisplay
 from colonnade.train.trackers import ROUTING, read_rows
@@ -144,7 +144,7 @@ def _adapting(run: RunConfig) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_autotune, "candidates", lambda now, *_: [now, *ways])
         patch.setattr(moe_autotune, "pick_spread", lambda *_: next(turns))
-        patch.setattr(session, "CHECK_INTERVAL", 1)
+        patch.setattr(training_state, "CHECK_INTERVAL", 1)
         patch.setattr(ProgressDisplay, "line", lambda self, text: messages.append(text))
         train(run)
     return [line for line in messages if line.startswith("layer")]

@@ -20,7 +20,6 @@ from colonnade.train import Trainer
 from colonnade.train import out_of_memory as memory
 from colonnade.train.loop import train
 from colonnade.train.memory_estimate import estimate
-from colonnade.train.session import Session
 from colonnade.train.trackers import (
     METRICS,
     SERVICES,
@@ -29,6 +28,7 @@ from colonnade.train.trackers import (
     draw_loss_curve,
     read_rows,
 )
+from colonnade.train.training_state import TrainingState
 from tests import corpora
 from tests.worlds import run as in_world
 
@@ -97,24 +97,24 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 2 GiB")
 
 
-def oom_report(session: Session, step: int) -> str:
+def oom_report(training: TrainingState, step: int) -> str:
     """The report when an allocation fails in the forward pass of ``step``."""
     for _ in range(step - 1):
-        session.step()
-    next(session.model.blocks.children()).register_forward_hook(out_of_memory)
+        training.step()
+    next(training.model.blocks.children()).register_forward_hook(out_of_memory)
     with pytest.raises(CapacityError) as caught:
-        session.step()
+        training.step()
     return str(caught.value)
 
 
-def numel(session: Session) -> int:
-    return sum(w.numel() for w in session.masters.local.values())
+def numel(training: TrainingState) -> int:
+    return sum(w.numel() for w in training.masters.local.values())
 
 
 def oom_reports(config: RunConfig) -> tuple[str, int]:
     with DistributedContext.build(config.plan, "cpu") as context:
-        session = Session(config, context)
-        return oom_report(session, 2), numel(session)
+        training = TrainingState(config, context)
+        return oom_report(training, 2), numel(training)
 
 
 def amount(output: str, row: str) -> str:
@@ -148,15 +148,15 @@ def test_oom_in_a_run_raises_capacity_error(config: RunConfig, monkeypatch: pyte
 
 
 def _oom_at_start(config: RunConfig) -> tuple[str, dict[str, int], memory.MemoryBreakdown]:
-    """The report when the moments cannot be allocated, the estimate, and the memory of a session that starts."""
+    """The report when the moments cannot be allocated, the estimate, and the memory of a run that starts."""
     with DistributedContext.build(config.plan, "cpu") as context:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("colonnade.train.session.make_optimizer", out_of_memory)
+            patch.setattr("colonnade.train.training_state.make_optimizer", out_of_memory)
             with pytest.raises(CapacityError) as caught:
-                Session(config, context)
-        session, estimated = Session(config, context), estimate(config, "cpu", context.axes.pp.rank).device
+                TrainingState(config, context)
+        training, estimated = TrainingState(config, context), estimate(config, "cpu", context.axes.pp.rank).device
         found = memory.memory_breakdown(
-            session.model, session.masters, session.optimizer, context.device, MemoryError()
+            training.model, training.masters, training.optimizer, context.device, MemoryError()
         )
         return str(caught.value), estimated, found
 
@@ -180,7 +180,7 @@ def test_oom_before_the_first_step(config: RunConfig, plan: Plan, dtype: str) ->
 
 
 def test_oom_in_a_validation(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colonnade.train.session.evaluate", out_of_memory)
+    monkeypatch.setattr("colonnade.train.training_state.evaluate", out_of_memory)
     with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which requested 1\.5 GiB more"):
         Trainer(config.replace(train=config.train.replace(eval_every=4))).fit()
 

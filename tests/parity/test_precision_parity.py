@@ -8,14 +8,13 @@ from colonnade.checkpoint.dtensor_view import storage_view
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Loss, Transformer, initialise
 from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
-from colonnade.model.linear import enable_float8
+from colonnade.model.tensor_parallel_linear import enable_float8
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.loss_scaler import LossScaler
-from colonnade.train.optimizer import AdamW
-from colonnade.train.optimizer_offload import OffloadedAdamW
+from colonnade.train.optimizer import AdamW, OffloadedAdamW
 from colonnade.train.train_step import TrainStep
 from tests.models import CONFIGS, build, ragged
 from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches

@@ -24,9 +24,8 @@ from colonnade.data import Corpus, Manifest, build
 from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 from colonnade.parallel.axis import world_axis
 from colonnade.train import Trainer
-from colonnade.train.loop import train
+from colonnade.train.loop import StopSignal, train
 from colonnade.train.metrics import Diverged
-from colonnade.train.run_lifecycle import StopSignal
 from tests import corpora
 from tests.corpora import tensors
 from tests.worlds import run as in_world

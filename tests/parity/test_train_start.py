@@ -11,7 +11,7 @@ from colonnade.data import build
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 from tests.corpora import TEXT
 from tests.worlds import run as in_world
 
@@ -48,9 +48,9 @@ def finished_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def first_step(run: RunConfig) -> tuple[float, float]:
-    """(loss, gradient norm) of the first step of a new session."""
-    with DistributedContext.build(run.plan, "cpu") as context, Session(run, context) as session:
-        outcome = session.step()
+    """(loss, gradient norm) of the first step of a new run."""
+    with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context) as training:
+        outcome = training.step()
         return float(context.axes.global_sum(outcome.loss_sum) / outcome.count), float(outcome.norm)
 
 

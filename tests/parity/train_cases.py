@@ -17,9 +17,8 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, Placement, layout_of, local_part
 from colonnade.train.optimizer import AdamW
-from colonnade.train.pipeline_step import PipelineStep
-from colonnade.train.session import make_optimizer
-from colonnade.train.train_step import TrainStep
+from colonnade.train.train_step import PipelineStep, TrainStep
+from colonnade.train.training_state import make_optimizer
 
 COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
 BERT: dict[str, Any] = {

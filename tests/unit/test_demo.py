@@ -9,7 +9,7 @@ from colonnade.cli.main import parse
 from colonnade.config import RunConfig
 from colonnade.config.presets import preset
 from colonnade.demo import _duration, suggestions
-from colonnade.train.mfu import Throughput
+from colonnade.train.metrics import Throughput
 
 RUN = RunConfig(name="tour", runs=Path("runs/demo"), model=preset("tour-moe").replace(vocab_size=4096))
 

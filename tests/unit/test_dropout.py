@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from colonnade.kernels import dropout
 from colonnade.kernels.dropout import HEADS, KEYS, AttentionDropout, HiddenDropout, keep_mask
 from colonnade.kernels.registry import KERNELS, Kernel
-from colonnade.parallel.rng_keys import keys
+from colonnade.model.dropout import keys
 
 DROPOUT = [row for row in KERNELS if row.operation == "dropout" and "cpu" in row.devices]
 MAX_DEVIATION = 4.5

@@ -7,7 +7,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig
 from colonnade.kernels.linear import float8, reference, scaled_mm
 from colonnade.model.activation_checkpointing import set_recompute
-from colonnade.model.linear import enable_float8
+from colonnade.model.tensor_parallel_linear import enable_float8
 from tests.models import build, ragged
 from tests.unit.test_compile import loss_of
 from tests.worlds import assert_same

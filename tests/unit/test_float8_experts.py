@@ -9,8 +9,8 @@ from colonnade.errors import ConfigError, PlanError
 from colonnade.kernels.experts import float8, grouped_mm, reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.registry import choose
-from colonnade.model import linear
-from colonnade.model.linear import enable_float8
+from colonnade.model import tensor_parallel_linear
+from colonnade.model.tensor_parallel_linear import enable_float8
 from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
 from tests.models import build, ragged
 from tests.unit.test_float8 import rounded
@@ -129,7 +129,7 @@ def test_experts_of_a_model_use_float8() -> None:
         layer = m.blocks.get_submodule("1.ffn")
         layer.experts.float8 = "rowwise" if m is model else None  # type: ignore[union-attr]
     for module in model.blocks.modules():
-        if isinstance(module, linear.Linear):
+        if isinstance(module, tensor_parallel_linear.Linear):
             module.float8 = None  # so that only the experts differ, and no routing decision before them
     x, y = (m(stream, attend, lambda x, *_: x) for m in (plain, model))
     assert 1e-3 < (x - y).norm() / x.norm() < 0.1

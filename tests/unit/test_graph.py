@@ -18,8 +18,8 @@ from colonnade.train import Trainer
 from colonnade.train.cuda_graph import CapturedGraph, GraphedForwardBackward, graph_inputs, graph_key, with_graph_inputs
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.model_inputs import StepContext, step_dropout
-from colonnade.train.session import make_optimizer
 from colonnade.train.train_step import StepMetrics, TrainStep, count_targets, forward_backward, order_loss_weight
+from colonnade.train.training_state import make_optimizer
 from tests.models import build
 from tests.parity.train_cases import CASES, ragged
 

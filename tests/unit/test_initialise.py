@@ -8,7 +8,7 @@ import torch
 
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.rng_keys import generator, name_seed
+from colonnade.model.initialise import generator, name_seed
 
 MODEL = ModelConfig(
     vocab_size=50, layers=1, width=16, heads=2, ffn_width=16, moe=MoeConfig(experts=4, active=2, ffn_width=8)
@@ -37,6 +37,6 @@ def test_each_expert_gets_its_own_initial_weights() -> None:
 
 
 def test_seeds_are_the_same_in_another_process() -> None:
-    command = "from colonnade.parallel.rng_keys import generator; print(generator(3, 'embed.tokens.weight').random())"
+    command = "from colonnade.model.initialise import generator; print(generator(3, 'embed.tokens.weight').random())"
     output = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
     assert float(output) == generator(3, "embed.tokens.weight").random()

@@ -26,8 +26,8 @@ from colonnade.train.activation_memory import saved_for_backward_bytes
 from colonnade.train.memory_advice import REMEDY_SHARE, Machine, check, fits, memory_use, remedies
 from colonnade.train.memory_estimate import block_bytes, estimate
 from colonnade.train.model_inputs import StepContext, step_dropout
-from colonnade.train.session import Session
 from colonnade.train.train_step import forward
+from colonnade.train.training_state import TrainingState
 from tests import corpora
 
 GIB = 1 << 30
@@ -236,7 +236,7 @@ def test_the_smallest_change_is_offered() -> None:
 def test_run_that_does_not_fit_starts_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the command line and from a session: no process, no folder, no model."""
+    """From the command line and from a TrainingState: no process, no folder, no model."""
     words = ["train", "--preset", "llama-3-8b", "--data.path", str(corpus), "--runs", str(tmp_path / "runs")]
     monkeypatch.setattr("colonnade.train.memory_advice.free_host_bytes", lambda: 20 * GIB)
     for more in ([], ["--plan.tp", "2"]):
@@ -245,12 +245,12 @@ def test_run_that_does_not_fit_starts_nothing(
         assert "20 GiB is free; nothing was allocated" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
     run = LLAMA.replace(runs=tmp_path, device="cpu", data=DataConfig(path=corpus))
-    monkeypatch.setattr("colonnade.train.session.Session._build", None)
+    monkeypatch.setattr("colonnade.train.training_state.TrainingState._build", None)
     with (
         DistributedContext.build(run.plan, "cpu") as context,
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
-        Session(run, context)
+        TrainingState(run, context)
 
 
 def test_run_with_the_check_off_starts(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig
-from colonnade.train.mfu import ACCELERATORS, accelerator_named, find_accelerator, throughput
+from colonnade.train.metrics import ACCELERATORS, accelerator_named, find_accelerator, throughput
 
 GPT2_1B = ModelConfig(
     family="gpt2", vocab_size=50257, layers=40, width=1536, heads=16, ffn_width=6144, positions="learned", tied=True,

@@ -15,7 +15,7 @@ from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.kernels.linear import reference, skinny_gemm_cpu
 from colonnade.kernels.linear.quantise import dequantise, quantise, to_float
 from colonnade.kernels.registry import KERNELS
-from colonnade.model.linear import Linear
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.weight_only_quant import quantised_kind, weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine

@@ -19,9 +19,9 @@ from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.registry import KERNELS
 from colonnade.model import Transformer
-from colonnade.model.linear import Linear
 from colonnade.model.moe import expert_modules
 from colonnade.model.moe.experts import Experts
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.weight_only_quant import quantised_kind, weight_bytes, weight_bytes_as
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext

@@ -11,7 +11,7 @@ from colonnade.errors import ConfigError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.run_log import precision_summary
-from colonnade.train.session import Session
+from colonnade.train.training_state import TrainingState
 from tests import corpora
 
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=2, kv_heads=1, ffn_width=32, context=512)
@@ -77,7 +77,7 @@ def test_cpu_run_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str
     Trainer(run).fit()
     assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
     with DistributedContext.build(run.plan, "cpu") as context:
-        t = Session(run, context).run.train
+        t = TrainingState(run, context).run.train
         assert (t.dtype, t.compile, t.fused_adamw) == CPU, "the checkpoint's config must match"
 
 

@@ -27,7 +27,7 @@ from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.dropout import BlockDropout
-from colonnade.model.linear import Float8Module, quantise_finite
+from colonnade.model.tensor_parallel_linear import Float8Module, quantise_finite
 from colonnade.parallel.axis import SOLO, Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.model.dropout import BlockDropout
 from colonnade.model.ffn import FeedForward
-from colonnade.model.linear import Linear
 from colonnade.model.moe.capacity import KeptChoices, apply_capacity
 from colonnade.model.moe.dispatch import choose_dispatch
 from colonnade.model.moe.experts import ExpertDropout, Experts
 from colonnade.model.moe.losses import balance_losses, expert_load, layer_sums
 from colonnade.model.moe.router import Router, RouterOutput
 from colonnade.model.moe.routing_context import LayerReport, LayerRouting, TokenGroups, attach
+from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, residual_placement
 

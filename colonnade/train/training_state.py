@@ -24,16 +24,18 @@ from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint import native
 from colonnade.checkpoint.async_save import AsyncSave
 from colonnade.checkpoint.atomic_folder import Manifest, prune
+from colonnade.checkpoint.file_lock import FileLock
 from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.linear import enable_float8
 from colonnade.model.moe import DispatchOptions
+from colonnade.model.tensor_parallel_linear import enable_float8
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.rendezvous import check_same_settings
+from colonnade.parallel.launch import slurm_job
+from colonnade.parallel.rendezvous import broadcast_text, check_same_settings
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
@@ -42,16 +44,13 @@ from colonnade.train.initial_weights import freeze, initialise_masters
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.memory_advice import check_rank_memory
 from colonnade.train.moe_autotune import CHECK_INTERVAL, MoeAutotuner, has_moe_layers
-from colonnade.train.optimizer import AdamW, FusedAdamW
-from colonnade.train.optimizer_offload import OffloadedAdamW
+from colonnade.train.optimizer import AdamW, FusedAdamW, OffloadedAdamW
 from colonnade.train.out_of_memory import explain_checkpoint_copy_oom, explain_oom, explain_setup_oom, peak_bytes
-from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.profiler import READ_SAMPLES
-from colonnade.train.run_lifecycle import RunLock
-from colonnade.train.train_step import StepMetrics, TrainStep, evaluate
+from colonnade.train.train_step import PipelineStep, StepMetrics, TrainStep, evaluate
 
 
-class Session:
+class TrainingState:
     """A new run, or one resumed from its newest complete checkpoint."""
 
     def __init__(
@@ -59,7 +58,7 @@ class Session:
         run: RunConfig,
         context: DistributedContext,
         watchdog: Watchdog | None = None,
-        lock: RunLock | None = None,
+        lock: "RunLock | None" = None,
         feed: MakeFeed = CorpusFeed,
     ):
         """``watchdog`` records this rank's progress for the other ranks; ``lock`` is checked before each save; ``feed``
@@ -140,7 +139,7 @@ class Session:
         return metrics
 
     def samples_of(self, step: int) -> list[int]:
-        """The sample numbers of step ``step`` (from 1) of this session."""
+        """The sample numbers of step ``step`` (from 1), taken since the run started or resumed."""
         return self.feed.samples.numbers(self.samples_seen - (self.steps_taken - step + 1) * self.run.train.batch)
 
     def validate(self) -> Tensor:
@@ -268,6 +267,38 @@ class Session:
         data = self.run.data
         counts = {"seen": self.samples_seen, "skipped": self.skipped}
         return counts | self.feed.identity | {"sequence": data.sequence, "seed": data.seed}
+
+
+class RunLock:
+    """Context manager: rank 0 locks the folder of a run on behalf of all ranks.
+
+    Entering raises :class:`CheckpointError` on all ranks when another run has locked the folder.
+    """
+
+    def __init__(self, folder: Path, world: Axis):
+        self._lock, self._world = FileLock(folder, slurm_job()), world
+
+    def __enter__(self) -> Self:
+        self._on_rank_0(self._lock.acquire)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._lock.release()
+
+    def check(self) -> None:
+        """Raise :class:`CheckpointError` on all ranks when another run has taken over the folder."""
+        self._on_rank_0(self._lock.check)
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0 and raise its error on all ranks."""
+        failure = ""
+        if self._world.rank == 0:
+            try:
+                action()
+            except CheckpointError as error:
+                failure = str(error)
+        if failure := broadcast_text(failure, self._world):
+            raise CheckpointError(failure)
 
 
 def _short_hash(value: object) -> str:

@@ -1,7 +1,15 @@
-"""Linear layers on this rank's share of the rows and columns; also quantised and in float8."""
+"""Linear layers, also quantised and in float8; column- and row-parallel products on the residual stream.
+
+    column_parallel    x_tD to products with all T tokens             all-gather (or nothing), then W_0, W_1, …
+    row_parallel       the ranks' partial products, summed, to y_tD    W, then all-reduce or reduce-scatter
+
+A :class:`Linear` has this rank's share of the rows or columns. With ``Axes.row_transfer`` (plan.tp_overlap)
+communication overlaps with the products (:mod:`~colonnade.parallel.overlapped_matmul`), if all ranks have the same
+number of rows.
+"""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +19,11 @@ from colonnade.kernels.experts.grouped_mm import SCALED_CAPABILITY, scaled_avail
 from colonnade.kernels.linear import float8
 from colonnade.kernels.linear.quantise import Kind, Quantised, quantise
 from colonnade.kernels.registry import choose
+from colonnade.parallel.axis import Axes
+
+if TYPE_CHECKING:
+    from colonnade.parallel.overlapped_matmul import RowTransfer
+
 
 Float8 = Literal["tensorwise", "rowwise"]
 
@@ -108,3 +121,34 @@ def enable_float8(blocks: nn.Module, scaling: Float8, device: torch.device | Non
     for module in modules:
         if not isinstance(module, Linear) or len(module.weight) > 1:
             module.float8 = scaling
+
+
+def column_parallel(axes: Axes, x_tD: Tensor, T: int, *linears: Linear) -> list[Tensor]:
+    """y_Tz of each of ``linears`` for the T tokens of the residual stream."""
+    mover = _mover(axes, T, linears)
+    if mover is None:
+        x_TD = axes.enter_tp_region(x_tD, T)
+        return [linear(x_TD) for linear in linears]
+    from colonnade.parallel.overlapped_matmul import all_gather_matmul
+
+    ys = all_gather_matmul(x_tD, [linear.weight for linear in linears], mover)
+    return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
+
+
+def row_parallel(axes: Axes, x_Tz: Tensor, linear: Linear) -> Tensor:
+    """y_tD of ``linear``; the bias is added once, after the sum over ranks."""
+    mover = _mover(axes, len(x_Tz), (linear,))
+    if mover is None:
+        y_tD = axes.leave_tp_region(linear.product(x_Tz))
+    else:
+        from colonnade.parallel.overlapped_matmul import matmul_reduce_scatter
+
+        y_tD = matmul_reduce_scatter(x_Tz, linear.weight, mover)
+    return y_tD if linear.bias is None else y_tD + linear.bias
+
+
+def _mover(axes: Axes, T: int, linears: tuple[Linear, ...]) -> "RowTransfer | None":
+    """The mover for these products, if they can overlap."""
+    if axes.row_transfer is None or T == 0 or T % axes.tp.size:
+        return None
+    return None if any(linear.float8 or linear.quantised for linear in linears) else axes.row_transfer
