@@ -31,7 +31,7 @@ LARGE_BYTES = 256 << 10
 """Bodies and messages above this size are parsed and encoded in a thread [bytes]."""
 
 
-async def run_sized(num_bytes: int, work: Callable[..., Result], *args: Any) -> Result:
+async def to_thread_if_large(num_bytes: int, work: Callable[..., Result], *args: Any) -> Result:
     """``work(*args)``, in a thread if ``num_bytes`` is above :data:`LARGE_BYTES`, so that the event loop goes on."""
     return work(*args) if num_bytes <= LARGE_BYTES else await asyncio.to_thread(work, *args)
 
@@ -194,7 +194,7 @@ class EngineClient:
         try:
             self._queues.update(dict.fromkeys(indices, queue))
             submission = submit_message(list(indices), request)
-            self._write(await run_sized(4 * request.size, encode_message, submission))
+            self._write(await to_thread_if_large(4 * request.size, encode_message, submission))
             while live:
                 output = await queue.get()
                 if isinstance(output, RequestError):

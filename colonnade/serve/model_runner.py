@@ -1,5 +1,6 @@
 """Runs the model: allocates the KV cache, and runs one forward pass, with sampling, for each :class:`Work`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -101,9 +102,8 @@ class ModelRunner:
             sampled = sample_and_score(logits_Rv, work.sample_args, axes.tp, vocab_size, rowwise=rowwise)
         elif self._single_tokens:
             passes = [self._run(each) for each in split_into_single_tokens(work, self.cache.page_tokens)]
-            scores, prompt = ([part for part in parts if part] for parts in list(zip(*passes, strict=True))[1:])
-            tokens_R = torch.cat([each.tokens_R for each in passes])
-            sampled = Sampled(tokens_R, _join_scores(scores), _join_scores(prompt))
+            tokens, scores, prompt = zip(*passes, strict=True)
+            sampled = Sampled(torch.cat(tokens), _join_scores(scores), _join_scores(prompt))
         else:
             sampled = self._run(work)
         if work.sample_args:
@@ -120,6 +120,15 @@ class ModelRunner:
         if any(piece.tokens[-1] < 0 for piece in work.slices):
             choose("write_next_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
         return self.model(stream, attend, head)
+
+
+class HostScore(NamedTuple):
+    """One row of :class:`TokenScores`."""
+
+    logp: float
+    greedy: bool
+    top_logp: list[float]
+    top_ids: list[int]
 
 
 class SampledTokens:
@@ -141,30 +150,22 @@ class SampledTokens:
             self._copied.synchronize()
         return self._tokens_R.tolist()
 
-    def scores(self) -> "list[HostScore]":
+    def scores(self) -> list[HostScore]:
         """Those of :attr:`Sampled.scores`; call after :meth:`tolist`."""
         return _to_host_scores(self._scores)
 
-    def prompt(self) -> "list[HostScore]":
+    def prompt(self) -> list[HostScore]:
         """Those of :attr:`Sampled.prompt`; call after :meth:`tolist`."""
         return _to_host_scores(self._prompt)
-
-
-class HostScore(NamedTuple):
-    """One row of :class:`TokenScores`."""
-
-    logp: float
-    greedy: bool
-    top_logp: list[float]
-    top_ids: list[int]
 
 
 def _to_host_scores(scores: TokenScores | None) -> list[HostScore]:
     return [HostScore(*row) for row in zip(*(x.tolist() for x in scores), strict=True)] if scores else []
 
 
-def _join_scores(parts: list[TokenScores]) -> TokenScores | None:
-    """The rows of several passes, padded to the largest number of alternatives."""
+def _join_scores(passes: Sequence[TokenScores | None]) -> TokenScores | None:
+    """The rows of all passes that have scores, padded to the largest number of alternatives."""
+    parts = [part for part in passes if part is not None]
     if not parts:
         return None
     most = max(part.top_ids_RK.shape[1] for part in parts)

@@ -183,7 +183,7 @@ class _LargeRequests:
         self._todo.put(message)
 
     def cancel(self, ids: list[str]) -> bool:
-        """Drop the submission with these ids; False if it is not here (any longer)."""
+        """Drop the submission with these ids; False if none of them is pending."""
         with self._lock:
             found = self._wanted(ids)
             self._pending.difference_update(ids)
@@ -214,7 +214,7 @@ def _text_size(message: Message) -> int:
 
 
 def _tokenize(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool] = lambda: True) -> Message:
-    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; some are left out once it is not ``wanted``."""
+    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False."""
     if message["do"] != "submit":
         return message
     try:

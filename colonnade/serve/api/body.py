@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import content_type_error, unreadable_body, validation_error
-from colonnade.serve.ipc import run_sized
+from colonnade.serve.ipc import to_thread_if_large
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
@@ -38,7 +38,7 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             content_type = request.headers.get("content-type", "")
             raw = await request.body()
-            return await endpoint(await run_sized(len(raw), parse_body, schema, raw, content_type), request)
+            return await endpoint(await to_thread_if_large(len(raw), parse_body, schema, raw, content_type), request)
 
         return handle
 

@@ -146,7 +146,7 @@ class Body(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        """True if every chunk shall tell the usage so far."""
+        """Whether every chunk of the stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self) -> SamplingParams:

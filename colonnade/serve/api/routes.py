@@ -23,7 +23,7 @@ from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
 from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
-from colonnade.serve.ipc import EngineClient, run_sized
+from colonnade.serve.ipc import EngineClient, to_thread_if_large
 from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
@@ -100,7 +100,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
 
     async def answer(body: Body, builder: CompletionReplies, request: Request) -> Response:
         check_model(body.model)
-        generation = await run_sized(len(await request.body()), body.to_generation_request)
+        generation = await to_thread_if_large(len(await request.body()), body.to_generation_request)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
                 f"{generation.num_completions} prompts; at most {config.max_waiting} in one request "
