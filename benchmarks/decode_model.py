@@ -48,7 +48,8 @@ from colonnade.parallel.symmetric_memory import with_small_allreduce
 from colonnade.serve.batch_invariance import make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.model_runner import ModelRunner, SampledTokens
-from colonnade.serve.sampling_params import SampleArgs, SamplingParams
+from colonnade.serve.sample_args import SampleArgs
+from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 from decoding.context_plot import draw
 from decoding.decode_cells import read_bandwidth

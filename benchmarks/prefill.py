@@ -21,7 +21,8 @@ from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
 from colonnade.serve.model_runner import ModelRunner
-from colonnade.serve.sampling_params import SampleArgs, SamplingParams
+from colonnade.serve.sample_args import SampleArgs
+from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 from harness.clock import Clock
 from harness.report import RESULTS, Cell, Headline, report

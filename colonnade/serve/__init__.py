@@ -10,10 +10,17 @@ if TYPE_CHECKING:
     from colonnade.serve.engine import Engine
     from colonnade.serve.request import Completion, Output
     from colonnade.serve.sampling_params import SamplingParams
+    from colonnade.serve.structured_outputs import StructuredOutputs
 
-__all__ = ["Completion", "Engine", "Output", "SamplingParams"]
+__all__ = ["Completion", "Engine", "Output", "SamplingParams", "StructuredOutputs"]
 
-_MODULES = {"Completion": "request", "Engine": "engine", "Output": "request", "SamplingParams": "sampling_params"}
+_MODULES = {
+    "Completion": "request",
+    "Engine": "engine",
+    "Output": "request",
+    "SamplingParams": "sampling_params",
+    "StructuredOutputs": "structured_outputs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,8 @@ from colonnade.errors import RequestError
 from colonnade.model import Transformer
 from colonnade.serve.batch_invariance import make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+from colonnade.serve.grammar import GrammarCompiler
+from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.memory_estimate import scratch_pages
 from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_work, receive_work
 from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_cache, check_model
@@ -39,7 +41,7 @@ from colonnade.serve.request import (
     Stats,
     Timing,
     TokenLogprob,
-    not_finite,
+    failure,
 )
 from colonnade.serve.resolve_config import EngineTraits, check_fixed_steps, check_plan, resolve_config
 from colonnade.serve.sampler import NOT_FINITE
@@ -100,6 +102,8 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
         )
         self._runner = ModelRunner(model, self.cache, graphs, share=self.config.shared_reading, invariant=invariant)
+        self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        """Used by :meth:`add`; another thread may compile a request's grammar before."""
         self._in_flight: tuple[Work, SampledTokens] | None = None
         self._stats = Stats(pages=pages)
         self._live: dict[str, _Generation] = {}
@@ -119,12 +123,15 @@ class Engine:
         params, context, vocab_size = check_params(params), self.model.config.context, self.model.config.vocab_size
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
+        wanted = params.structured_outputs
+        matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(
             id=request_id or uuid.uuid4().hex,
             prompt=ids,
             params=params,
             seed=uuid.uuid4().int >> 65 if params.seed is None else params.seed,
             limit_tokens=limit_tokens(ids, params, context=context, vocab_size=vocab_size, pool=self.scheduler.pool),
+            processor=LogitsProcessor.of(ids, params, self.tokenizer, matcher),
         )
         if request.id in self._live:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
@@ -211,12 +218,19 @@ class Engine:
         if score is not None and token != NOT_FINITE:
             logprobs = self._token_logprob(token, score, params.logprobs or 0, live.echoed + live.text.characters)
 
+        matcher = None
+        if request.processor is not None and token != NOT_FINITE:
+            request.processor.accept(token)
+            matcher = request.processor.matcher
         is_end = token in params.stop_token_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
-        text = "" if is_end or token == NOT_FINITE else live.text.push(token)
+        may_stop = request.generated >= params.min_tokens
+        text = "" if is_end or token == NOT_FINITE else live.text.push(token, may_stop=may_stop)
         reason: FinishReason | None = None
         if token == NOT_FINITE:
             reason = "error"
-        elif is_end or live.text.stopped:
+        elif matcher is not None and matcher.error:
+            reason = "grammar_error"
+        elif is_end or live.text.stopped or (matcher is not None and matcher.finished):
             reason = "stop"
         elif request.generated == request.limit_tokens:
             reason = "length"
@@ -315,8 +329,8 @@ class Engine:
                         return  # the caller has cancelled it
                     self._step_and_deliver()
                 output = queue.popleft()
-                if output.finish_reason == "error":
-                    raise not_finite()
+                if error := failure(output.finish_reason):
+                    raise error
                 yield output
                 if output.finish_reason:
                     return

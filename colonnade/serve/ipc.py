@@ -1,6 +1,7 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params"}  {"do": "cancel", "ids"}  {"do": "stop"}
+    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n"}
+                      {"do": "cancel", "ids"}                                   {"do": "stop"}
     engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
 
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 from colonnade.errors import CapacityError, ColonnadeError, RequestError
 from colonnade.serve.prompts import context_error
-from colonnade.serve.request import Alternative, Output, Stats, Timing, TokenLogprob, not_finite
+from colonnade.serve.request import Alternative, Output, Stats, Timing, TokenLogprob, failure
 from colonnade.serve.sampling_params import SamplingParams
 
 Message = dict[str, Any]
@@ -43,11 +44,13 @@ class GenerationRequest:
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    """Choices for each prompt."""
 
     @property
     def num_completions(self) -> int:
-        """One for each prompt, or one for a chat."""
-        return len(self.prompts) if self.messages is None else 1
+        """``n`` for each prompt, or for a chat; those of a prompt follow one another."""
+        return self.n * (len(self.prompts) if self.messages is None else 1)
 
     @property
     def size(self) -> int:
@@ -201,8 +204,8 @@ class EngineClient:
                     raise output
                 if output.finish_reason:
                     live.discard(output.id)
-                if output.finish_reason == "error":
-                    raise not_finite()
+                if error := failure(output.finish_reason):
+                    raise error
                 yield indices[output.id], output
         finally:
             for key in indices:

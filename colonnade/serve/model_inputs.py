@@ -2,15 +2,17 @@
 
 Rank 0 broadcasts each work as int64 tensors, without pickling: a corrupt message is at worst a wrong schedule.
 
-    header  [kind, length of the payload]
+    header  [kind, length of the payload, bytes of the masks]
     payload [slices, then start, batch row, tokens, pages, samples, targets, alternatives of each;
              then all tokens, page tables, targets, sample args]
+    masks   the grammar masks of the sample args that have one, as bytes
 
 Under context parallelism page p is page p // ranks of rank p mod ranks (:mod:`colonnade.serve.page_pool`). Each rank
 runs all tokens, reads its own pages of each page table, in order, and stores the keys and values of the tokens in these
 pages. Those of the other tokens go to the scratch page, the last one of its cache. One rank alone has all pages.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
@@ -24,8 +26,8 @@ from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.context_parallel import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
+from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import NextTokens, PromptTargets
-from colonnade.serve.sampling_params import SampleArgs
 from colonnade.serve.scheduler import Slice, Work
 
 RUN, IDLE, STOP = 1, 2, 3
@@ -35,41 +37,47 @@ RUN, IDLE, STOP = 1, 2, 3
 def broadcast_work(axis: Axis, kind: int, work: Work | None = None) -> None:
     """Send a message from rank 0 of ``axis`` to all others, which call :func:`receive_work`."""
     if axis.size > 1:
-        payload = pack_work(work) if work else []
-        axis.broadcast_(torch.tensor([kind, len(payload)], dtype=torch.int64))
+        payload, masks = pack_work(work) if work else ([], b"")
+        axis.broadcast_(torch.tensor([kind, len(payload), len(masks)], dtype=torch.int64))
         if payload:
             axis.broadcast_(torch.tensor(payload, dtype=torch.int64))
+        if masks:
+            axis.broadcast_(torch.frombuffer(bytearray(masks), dtype=torch.uint8))
 
 
 def receive_work(axis: Axis) -> tuple[int, Work | None]:
     """The next message of rank 0: its kind and, for RUN, its work."""
-    kind, length = axis.broadcast_(torch.zeros(2, dtype=torch.int64)).tolist()
-    return kind, unpack_work(axis.broadcast_(torch.zeros(length, dtype=torch.int64)).tolist()) if length else None
+    kind, length, mask_bytes = axis.broadcast_(torch.zeros(3, dtype=torch.int64)).tolist()
+    if not length:
+        return kind, None
+    payload = axis.broadcast_(torch.zeros(length, dtype=torch.int64)).tolist()
+    masks = torch.zeros(mask_bytes, dtype=torch.uint8)
+    return kind, unpack_work(payload, bytes(axis.broadcast_(masks).numpy()) if mask_bytes else b"")
 
 
-def pack_work(work: Work) -> list[int]:
-    """The payload of ``work``, without its requests."""
-    heads = (
+def pack_work(work: Work) -> tuple[list[int], bytes]:
+    """The payload of ``work``, without its requests, and its masks."""
+    heads = [
         (s.start, s.batch_row, len(s.tokens), len(s.pages), s.sample_args is not None, len(s.targets), s.alternatives)
         for s in work.slices
-    )
+    ]
     tokens = chain.from_iterable(s.tokens for s in work.slices)
     pages = chain.from_iterable(s.pages for s in work.slices)
     targets = chain.from_iterable(s.targets for s in work.slices)
     args = chain.from_iterable(each.pack() for each in work.sample_args)
-    return [len(work.slices), *map(int, chain.from_iterable(heads)), *tokens, *pages, *targets, *args]
+    masks = [each.changes.mask for each in work.sample_args if each.changes and each.changes.mask]
+    return [len(work.slices), *map(int, chain.from_iterable(heads)), *tokens, *pages, *targets, *args], b"".join(masks)
 
 
-def unpack_work(payload: Sequence[int]) -> Work:
+def unpack_work(payload: Sequence[int], masks: bytes = b"") -> Work:
     """The inverse of :func:`pack_work`."""
-    count = payload[0]
-    heads = [tuple(payload[1 + 7 * i : 8 + 7 * i]) for i in range(count)]
-    rest = iter(payload[1 + 7 * count :])
+    rest = iter(payload)
+    heads = [tuple(islice(rest, 7)) for _ in range(next(rest))]
     tokens = [tuple(islice(rest, head[2])) for head in heads]
     pages = [tuple(islice(rest, head[3])) for head in heads]
     targets = [tuple(islice(rest, head[5])) for head in heads]
-    width = len(SampleArgs._fields)
-    args = [SampleArgs.unpack(tuple(islice(rest, width))) if head[4] else None for head in heads]
+    mask_bytes = io.BytesIO(masks)
+    args = [SampleArgs.unpack(rest, mask_bytes) if head[4] else None for head in heads]
     pieces = zip(heads, tokens, pages, args, targets, strict=True)
     return Work(tuple(Slice(h[0], t, p, a, h[1], wanted, h[6]) for h, t, p, a, wanted in pieces))
 

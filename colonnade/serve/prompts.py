@@ -114,6 +114,7 @@ def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vo
     checked by :meth:`PagePool.check_fits`.
     """
     check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
+    check_vocabulary(params.logit_bias, vocab_size, "logit_bias")
     left, wanted = context - len(ids), params.max_tokens
     if left < (1 if wanted is None else wanted):
         raise context_error(len(ids), wanted, context)

@@ -9,13 +9,17 @@ tokens have reached the host: the request's next token is then unknown here, and
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from colonnade.errors import RequestError
 from colonnade.serve.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "error"]
-"""stop: an end token or a stop string. length: max_tokens or the context. error: the logits were not finite."""
+if TYPE_CHECKING:
+    from colonnade.serve.logits_processor import LogitsProcessor
+
+FinishReason = Literal["stop", "length", "error", "grammar_error"]
+"""stop: an end token, a stop string, or the end of the grammar. length: max_tokens or the context. error: the logits
+were not finite. grammar_error: the grammar needs more work for a token than is allowed."""
 
 
 class Status(Enum):
@@ -40,6 +44,8 @@ class Request:
     """params.seed, or a random one."""
     limit_tokens: int
     """Tokens to generate, at most."""
+    processor: "LogitsProcessor | None" = None
+    """Changes the logits; None samples them unchanged."""
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     """The page table: token i is in pages[i // page_tokens]."""
@@ -81,6 +87,11 @@ class Request:
     def length(self) -> int:
         """Tokens so far, including those in flight."""
         return len(self.ids) + self.in_flight
+
+    @property
+    def needs_commit(self) -> bool:
+        """True if its next token cannot be sampled before those in flight are known."""
+        return self.in_flight > 0 and self.processor is not None and self.processor.needs_history
 
     @property
     def complete(self) -> bool:
@@ -170,8 +181,8 @@ class Completion:
         outputs = list(outputs)
         reason = outputs[-1].finish_reason
         assert reason is not None, "the request has not finished"
-        if reason == "error":
-            raise not_finite()
+        if error := failure(reason):
+            raise error
         text = "".join(output.text for output in outputs)
         tokens = tuple(output.token for output in outputs if output.token is not None)
         logprobs = tuple(output.logprobs for output in outputs if output.logprobs is not None)
@@ -179,8 +190,16 @@ class Completion:
         return Completion(text, tokens, reason, outputs[-1].prompt_tokens, logprobs or None, prompt)
 
 
-def not_finite() -> RequestError:
-    """The error of a request with the finish reason "error"."""
+def failure(reason: FinishReason | None) -> RequestError | None:
+    """The error of a request that ended for ``reason``, if it failed."""
+    if reason == "grammar_error":
+        return RequestError(
+            "the grammar is too complex: the next token needs more work than is allowed; simplify structured_outputs",
+            param="structured_outputs",
+            code="grammar_too_complex",
+        )
+    if reason != "error":
+        return None
     return RequestError(
         "the model's logits were not finite (overflow in its dtype, or damaged weights); try --dtype float32",
         status=500,

@@ -31,7 +31,8 @@ from colonnade.kernels.registry import choose
 from colonnade.model.output_heads import OutputProjection, local_logits
 from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
-from colonnade.serve.sampling_params import SampleArgs
+from colonnade.serve.logits_changes import apply_changes
+from colonnade.serve.sample_args import SampleArgs
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures equal greedy sampling in float32, but could divide by zero."""
@@ -86,8 +87,9 @@ class NextTokens:
 def sample_and_score(
     logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis, vocab_size: int, *, rowwise: bool = False
 ) -> Sampled:
-    """Sample, and score the tokens of the rows whose arguments ask for log-probabilities."""
-    tokens_R = (sample_rowwise if rowwise else sample)(logits_Rv, args, tp, vocab_size)
+    """Sample, after the changes of each row, and score the tokens of the rows that ask for log-probabilities."""
+    changed_Rv = apply_changes(logits_Rv, args, tp.part(vocab_size)[0])
+    tokens_R = (sample_rowwise if rowwise else sample)(changed_Rv, args, tp, vocab_size)
     rows = [r for r, each in enumerate(args) if each.logprobs >= 0]
     if not rows:
         return Sampled(tokens_R)

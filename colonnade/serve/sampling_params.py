@@ -1,24 +1,35 @@
-"""Sampling parameters of a request: a frozen, validated record, and what sampling one token needs of it.
+"""Sampling parameters of a request: a frozen, validated record.
 
 A bad value raises :class:`colonnade.errors.RequestError` whose ``param`` is the field's name, so that the HTTP layer
 can report it as OpenAI does.
 """
 
+import hashlib
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from colonnade.config import did_you_mean
 from colonnade.errors import RequestError
+from colonnade.serve.structured_outputs import StructuredOutputs
 
 MAX_STOPS = 64
 """Limit for the stop strings, and for the stop tokens, of one request."""
 
 MAX_LOGPROBS = 20
 """Limit for the alternatives returned with a token's log-probability."""
+
+MAX_LOGIT_BIASES = 1024
+"""Limit for the tokens of one request's ``logit_bias``."""
+
+MAX_BAD_WORDS = 64
+"""Limit for the bad words of one request."""
+
+MAX_BAD_WORD_CHARACTERS = 512
+"""Length limit of a bad word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +63,29 @@ class SamplingParams:
     """The same for each token of the prompt but the first. Such a prompt is not read from the prefix cache."""
     echo: bool = False
     """Begin the text with the prompt's."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output (Keskar 2019)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it is in the output, -2 to 2."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output, -2 to 2."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens, -100 to 100; at most 1,024 tokens."""
+    min_tokens: int = 0
+    """Tokens to generate before an end token or a stop string may end the text."""
+    bad_words: Sequence[str] = ()
+    """Words that are not generated, alone or after a space; at most 64."""
+    structured_outputs: StructuredOutputs | None = None
+    """A JSON schema, a regular expression, a grammar or a list of choices that the text must match."""
 
     def __post_init__(self):
-        for name in ("temperature", "top_p", "min_p"):
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             _check(name, getattr(self, name), _is_a(Real, getattr(self, name)), "a number")
-        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
+        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "min_tokens"):
             value = getattr(self, name)
-            _check(name, value, _is_a(Integral, value) or (value is None and name != "top_k"), "a whole number")
+            optional = name not in ("top_k", "min_tokens")
+            _check(name, value, _is_a(Integral, value) or (value is None and optional), "a whole number")
         for name in ("ignore_eos", "echo"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         stop = (
@@ -81,9 +108,30 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             _check(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "from -2 to 2")
+        allowed = "above 0, and at most 1000"
+        _check("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 1000, allowed)
+        self._check_banned_and_biased()
         only_prompt = self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
         allowed = "1 or more (0 only with echo or prompt_logprobs)"
         _check("max_tokens", self.max_tokens, only_prompt or self.max_tokens is None or self.max_tokens >= 1, allowed)
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, "from 0 to max_tokens")
+
+    def _check_banned_and_biased(self) -> None:
+        bias, pairs = self.logit_bias, "a map from token ids to numbers from -100 to 100"
+        _check("logit_bias", bias, isinstance(bias, Mapping), pairs)
+        _check("logit_bias", None, len(bias) <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES:,} tokens")
+        for token, value in bias.items():
+            valid = _is_a(Integral, token) and _is_a(Real, value) and -100 <= value <= 100
+            _check("logit_bias", {token: value}, valid, pairs)
+        words = _to_tuple("bad_words", self.bad_words, "a list of strings")
+        object.__setattr__(self, "bad_words", words)
+        _check("bad_words", None, len(words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} strings")
+        for word in words:
+            valid = isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARACTERS
+            _check("bad_words", word, valid, f"strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters")
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
@@ -100,46 +148,12 @@ class SamplingParams:
         return self.temperature == 0
 
 
-class SampleArgs(NamedTuple):
-    """Everything that the sampling of one token depends on, except the logits."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    index: int
-    """Number of tokens generated before it."""
-    logprobs: int = -1
-    """How many alternatives to return with the token's log-probability; negative for no log-probability."""
-
-    @staticmethod
-    def of(params: SamplingParams, seed: int, index: int) -> "SampleArgs":
-        """Arguments for token ``index`` of a request."""
-        logprobs = -1 if params.logprobs is None else params.logprobs
-        return SampleArgs(params.temperature, params.top_k, params.top_p, params.min_p, seed, index, logprobs)
-
-    @property
-    def greedy(self) -> bool:
-        """True if the most probable token is taken."""
-        return self.temperature == 0
-
-    @property
-    def filtered(self) -> bool:
-        """True if tokens must be sorted (top-k or top-p)."""
-        return self.top_k > 0 or self.top_p < 1
-
-    def pack(self) -> tuple[int, ...]:
-        """Encode as int64 values, the floats by their bits."""
-        floats = struct.unpack("<3q", struct.pack("<3d", self.temperature, self.top_p, self.min_p))
-        return (*floats, self.seed, self.index, self.top_k, self.logprobs)
-
-    @staticmethod
-    def unpack(values: Sequence[int]) -> "SampleArgs":
-        """The inverse of :meth:`pack`."""
-        temperature, top_p, min_p = struct.unpack("<3d", struct.pack("<3q", *values[:3]))
-        seed, index, top_k, logprobs = values[3:]
-        return SampleArgs(temperature, top_k, top_p, min_p, seed, index, logprobs)
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice ``choice`` of a request with several: the first choice has the request's own."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<qq", seed, choice), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _is_a(kind: type, value: object) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from colonnade.errors import RequestError
 from colonnade.serve.page_pool import PagePool, extend_page_hashes
 from colonnade.serve.request import Request, Status
-from colonnade.serve.sampling_params import SampleArgs
+from colonnade.serve.sample_args import SampleArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Scheduler:
         """
         budget, chosen = self.token_budget, []
 
-        for request in [r for r in self.running if r.pending == 1 and not r.complete]:
+        for request in [r for r in self.running if r.pending == 1 and not r.complete and not r.needs_commit]:
             if request.status is Status.RUNNING and self._grow(request):
                 chosen.append(self._slice(request, 1))
                 budget -= 1
@@ -171,7 +171,10 @@ class Scheduler:
         tokens = request.ids[start:end] + [-1 - request.sample_index] * (end - max(start, len(request.ids)))
         args = None
         if end == request.length:
-            args = SampleArgs.of(request.params, request.seed, request.generated + request.in_flight)
+            index, changes = request.generated + request.in_flight, None
+            if request.processor is not None:
+                changes = request.processor.changes(request.ids, index)
+            args = SampleArgs.of(request.params, request.seed, index, changes)
         pages = tuple(request.pages[: self.pool.pages_for(end)])
         request.computed = end
         self._cache_full_pages(request)

@@ -30,16 +30,19 @@ class StopFilter:
         self.stopped = False
         self._buffer = ""
 
-    def push(self, text: str) -> str:
-        """The text that is certain after ``text`` was added; empty once :attr:`stopped`."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that is certain after ``text`` was added; empty once :attr:`stopped`.
+
+        Without ``may_stop`` stop strings are not searched for in ``text``.
+        """
         if self.stopped:
             return ""
-        if not self.stops:
+        text, self._buffer = self._buffer + text, ""
+        if not self.stops or not may_stop:
             return text
-        text = self._buffer + text
         matches = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if matches:
-            self.stopped, self._buffer = True, ""
+            self.stopped = True
             return text[: min(matches)[1]]
         certain = len(text) - self._partial_stop(text)
         self._buffer = text[certain:]
@@ -69,11 +72,11 @@ class TextStream:
         """True once a stop string was completed."""
         return self._filter.stopped
 
-    def push(self, token: int) -> str:
-        """The text that is certain after ``token``."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that is certain after ``token``; without ``may_stop`` its text cannot complete a stop string."""
         text = self._detokenizer.push(token)
         self.characters += len(text)
-        return self._filter.push(text)
+        return self._filter.push(text, may_stop=may_stop)
 
     def finish(self) -> str:
         """The remaining text, once no token follows."""

@@ -25,7 +25,8 @@ from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
-from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams, choice_seed
+from colonnade.serve.structured_outputs import StructuredOutputs
 
 Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
@@ -78,7 +79,7 @@ def open_context(plan: Plan, device: str) -> Iterator[DistributedContext]:
 def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-    threading.Thread(target=_read_messages, args=(connection, engine.tokenizer, inbox), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(connection, engine, inbox), daemon=True).start()
     limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
     limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
     connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
@@ -118,14 +119,28 @@ def _handle(engine: Engine, message: Message) -> Message | None:
         return message["refusal"]
     try:
         _check_queue(engine, len(message["ids"]))
-        params = SamplingParams(**message["params"])
-        for key, tokens in zip(message["ids"], message["tokens"], strict=True):
-            engine.add(tokens, params, request_id=key)
+        params, n = _sampling_params(message["params"]), message["n"]
+        for i, key in enumerate(message["ids"]):
+            engine.add(message["tokens"][i // n], _choice_params(params, i % n), request_id=key)
     except ColonnadeError as error:
         for key in message["ids"]:  # none of them has run yet
             engine.cancel(key)
         return _refusal(message, error)
     return None
+
+
+def _sampling_params(values: Message) -> SamplingParams:
+    """The sampling parameters of a submission: in JSON, the keys of ``logit_bias`` are strings."""
+    changed: Message = {"logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}}
+    if values["structured_outputs"] is not None:
+        changed["structured_outputs"] = StructuredOutputs(**values["structured_outputs"])
+    return SamplingParams(**{**values, **changed})
+
+
+def _choice_params(params: SamplingParams, choice: int) -> SamplingParams:
+    if params.seed is None or choice == 0:
+        return params
+    return dataclasses.replace(params, seed=choice_seed(params.seed, choice))
 
 
 def _check_queue(engine: Engine, count: int) -> None:
@@ -148,27 +163,27 @@ def _refusal(message: Message, error: ColonnadeError) -> Message:
     return {"event": "refused", "ids": message["ids"], "error": details}
 
 
-def _read_messages(connection: socket.socket, tokenizer: Tokenizer, inbox: queue.SimpleQueue) -> None:
+def _read_messages(connection: socket.socket, engine: Engine, inbox: queue.SimpleQueue) -> None:
     """In a thread: put messages, with prompts as token ids, into the inbox; a stop at the end of the connection."""
-    large = _LargeRequests(tokenizer, inbox)
+    large = _LargeRequests(engine, inbox)
     try:
         with suppress(OSError), connection.makefile("rb") as lines:  # OSError: the HTTP process was killed
             for line in lines:
                 message = decode_message(line)
-                if message["do"] == "submit" and _text_size(message) > LARGE_TEXT:
+                if message["do"] == "submit" and _is_slow(message):
                     large.add(message)
                 elif message["do"] != "cancel" or not large.cancel(message["ids"]):
-                    inbox.put(_tokenize(message, tokenizer))
+                    inbox.put(_prepare(message, engine))
         inbox.put({"do": "stop"})
     except BaseException as bug:  # noqa: BLE001 - raised again by the main thread, which would otherwise wait for ever
         inbox.put(bug)
 
 
 class _LargeRequests:
-    """Tokenises submissions in a thread, in order of arrival, and drops those that are cancelled meanwhile."""
+    """Tokenises submissions, and compiles their grammars, in a thread in order of arrival; drops cancelled ones."""
 
-    def __init__(self, tokenizer: Tokenizer, inbox: queue.SimpleQueue):
-        self._tokenizer, self._inbox = tokenizer, inbox
+    def __init__(self, engine: Engine, inbox: queue.SimpleQueue):
+        self._engine, self._inbox = engine, inbox
         self._todo: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._pending: set[str] = set()
         """Ids of the submissions that have not reached the inbox."""
@@ -197,13 +212,18 @@ class _LargeRequests:
             while True:
                 message = self._todo.get()
                 ids = message["ids"]
-                message = _tokenize(message, self._tokenizer, partial(self._wanted, ids))
+                message = _prepare(message, self._engine, partial(self._wanted, ids))
                 with self._lock:
                     if self._wanted(ids):
                         self._pending.difference_update(ids)
                         self._inbox.put(message)
         except BaseException as bug:  # noqa: BLE001 - raised again by the main thread
             self._inbox.put(bug)
+
+
+def _is_slow(message: Message) -> bool:
+    """Whether the submission has much text, or a grammar, which takes milliseconds to compile."""
+    return message["params"]["structured_outputs"] is not None or _text_size(message) > LARGE_TEXT
 
 
 def _text_size(message: Message) -> int:
@@ -213,12 +233,17 @@ def _text_size(message: Message) -> int:
     return sum(len(prompt) for prompt in message["prompts"] if isinstance(prompt, str))
 
 
-def _tokenize(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool] = lambda: True) -> Message:
-    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False."""
+def _prepare(message: Message, engine: Engine, wanted: Callable[[], bool] = lambda: True) -> Message:
+    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False.
+
+    Compiles its grammar, which the engine keeps.
+    """
     if message["do"] != "submit":
         return message
     try:
-        return {**message, "tokens": _prompt_ids(message, tokenizer, wanted)}
+        if (grammar := _sampling_params(message["params"]).structured_outputs) is not None:
+            engine.grammars.matcher(grammar)
+        return {**message, "tokens": _prompt_ids(message, engine.tokenizer, wanted)}
     except ColonnadeError as error:
         return {**message, "refusal": _refusal(message, error)}
 

@@ -8,8 +8,8 @@ from colonnade.config import LatentConfig, ServeConfig
 from colonnade.errors import CheckpointError
 from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import sample
-from colonnade.serve.sampling_params import SampleArgs
 from tests.serve import tiny
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.serve.model_inputs import pack_work, unpack_work
-from colonnade.serve.sampling_params import SampleArgs
+from colonnade.serve.sample_args import LogitsChanges, SampleArgs
 from colonnade.serve.scheduler import Slice, Work
 from colonnade.serve.text_stream import StopFilter
 
@@ -47,6 +47,12 @@ def test_only_possible_stop_prefixes_are_held_back(text: str, stops: list[str]):
 
 
 whole_numbers, fractions = st.integers(0, 2**40), st.floats(0, 1e300)
+entries = st.lists(st.tuples(whole_numbers, fractions, st.floats(-1e9, 1e9)), max_size=4)
+changes = st.builds(
+    lambda rows, mask: LogitsChanges(*(tuple(row[i] for row in rows) for i in range(3)), mask),  # type: ignore[arg-type]
+    entries,
+    st.none() | st.binary(min_size=1, max_size=9),
+)
 slices = st.builds(
     Slice,
     start=whole_numbers,
@@ -62,6 +68,7 @@ slices = st.builds(
         whole_numbers.map(int.__neg__),
         whole_numbers,
         st.integers(-1, 20),
+        st.none() | changes,
     ),
     targets=st.lists(st.integers(-1, 2**40), max_size=5).map(tuple),
     alternatives=st.integers(0, 20),
@@ -70,4 +77,4 @@ slices = st.builds(
 
 @given(st.lists(slices, max_size=5))
 def test_work_round_trips_through_encoding(pieces: list[Slice]):
-    assert unpack_work(pack_work(Work(tuple(pieces)))) == Work(tuple(pieces))
+    assert unpack_work(*pack_work(Work(tuple(pieces)))) == Work(tuple(pieces))

@@ -246,12 +246,11 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.Op
         ({"prompt": "x", "top_p": 2}, "top_p", "above 0 and at most 1"),
         ({"prompt": "x", "stop": [""]}, "stop", "not empty"),
         ({"prompt": "x", "temprature": 1}, "temprature", "unknown parameter 'temprature'; did you mean 'temperature'?"),
-        ({"prompt": "x", "n": 2}, "n", "n=2 is not supported"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21; it must be from 0 to 20"),
         ({"prompt": "x", "logprobs": True}, "logprobs", "valid integer"),
         ({"prompt": "x", "top_logprobs": 1}, "top_logprobs", "top_logprobs=1 is not supported"),
         ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not part of a stream"),
-        ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "suffix='y' is not supported"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "belong to stream=true"),
         ({}, "prompt", "'prompt' is missing"),
         ({"prompt": ""}, "prompt", "the prompt is empty"),
@@ -371,7 +370,7 @@ def test_a_large_body_is_refused_before_it_is_parsed(running: Running, client: o
 
 def test_prompts_beyond_the_queue_are_refused_together(running: Running, client: openai.OpenAI):
     before = metric(running, "request_success_total")
-    with pytest.raises(openai.BadRequestError, match="1025 prompts; at most 1024 in one request") as refusal:
+    with pytest.raises(openai.BadRequestError, match="1025 completions; at most 1024 in one request") as refusal:
         client.completions.create(model="tiny", prompt=["x"] * 1025)
     assert (refusal.value.param, refusal.value.code) == ("prompt", "too_many_prompts")
     settle(running)

@@ -1,5 +1,6 @@
 """The sampler draws from the documented distribution, determined by the seed alone."""
 
+import io
 import math
 import pickle
 from dataclasses import replace
@@ -12,8 +13,9 @@ import torch
 from colonnade.errors import RequestError
 from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.serve import sampler
+from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import NOT_FINITE, SamplingTensors, top_candidates
-from colonnade.serve.sampling_params import SampleArgs, SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 from tests.worlds import run
 
 
@@ -191,7 +193,7 @@ def test_vocabulary_parallel_ranks_choose_as_one_rank(V: int):
 
 def test_draw_round_trips_through_packing():
     draw = request(-(2**63), 7, temperature=0.1, top_p=1 / 3, min_p=1e-300, top_k=40)
-    assert SampleArgs.unpack(draw.pack()) == draw and all(isinstance(n, int) for n in draw.pack())
+    assert SampleArgs.unpack(iter(draw.pack()), io.BytesIO()) == draw and all(isinstance(n, int) for n in draw.pack())
 
 
 def test_batch_without_rows():

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from colonnade.serve.request import Alternative, Output, TokenLogprob
 
 FinishReason = Literal["stop", "length"]
-"""stop: an end token or a stop string. length: max_tokens or the context."""
+"""stop: an end token, a stop string, or the end of the grammar. length: max_tokens or the context."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -206,6 +206,8 @@ class Readiness(Reply):
 class Usage:
     """Counts the tokens of all completions of one request."""
 
+    n: int = 1
+    """Choices for each prompt, whose tokens are counted once."""
     prompt: dict[int, int] = field(default_factory=dict)
     generated: dict[int, int] = field(default_factory=dict)
 
@@ -215,7 +217,8 @@ class Usage:
 
     def reply(self) -> TokenUsage:
         """The totals."""
-        prompt, generated = sum(self.prompt.values()), sum(self.generated.values())
+        prompt = sum(count for index, count in self.prompt.items() if index % self.n == 0)
+        generated = sum(self.generated.values())
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 

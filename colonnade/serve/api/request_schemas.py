@@ -1,39 +1,39 @@
 """OpenAI's request bodies, validated before anything reaches the engine.
 
-An unsupported parameter is refused by name, unless its value has no effect (``n=1``): an answer that silently ignores a
-penalty is a wrong answer. Parameters that never change the text (``user``, ``metadata``) are
+An unsupported parameter is refused by name, unless its value has no effect (``suffix=""``): an answer that silently
+ignores a parameter is a wrong answer. Parameters that never change the text (``user``, ``metadata``) are
 accepted. An unknown parameter is refused, with the nearest known one.
 """
 
 import difflib
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
 from colonnade.serve.api.replies import LogprobsOptions
 from colonnade.serve.ipc import GenerationRequest
 from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
+from colonnade.serve.structured_outputs import StructuredOutputs
 
 MAX_STOP_CHARACTERS = 512
 """Length limit of a stop string: each is searched for at every token."""
+
+MAX_CHOICES = 16
+"""Largest ``n``."""
+
+MAX_TOKEN_DIGITS = 9
+"""Longest token id of ``logit_bias``."""
 
 SIMILARITY_CUTOFF = 0.75
 """Least similarity of an unknown name to the one suggested in its place (difflib's ratio)."""
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "min_tokens": (0,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -65,6 +65,40 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+class JsonSchema(BaseModel):
+    """``response_format.json_schema``; only ``schema`` has an effect, and it is always strict."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """``response_format``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                "response_format.json_schema and the type 'json_schema' belong together; send both or neither",
+                param="response_format",
+            )
+        return self
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """What the text must match, if anything."""
+        if self.json_schema is not None and self.json_schema.schema_ is not None:
+            return StructuredOutputs(json=self.json_schema.schema_)
+        return None if self.type == "text" else StructuredOutputs(json_object=True)
+
+
 class Body(BaseModel):
     """The fields of both endpoints. None, also an explicit null, means the default."""
 
@@ -82,6 +116,20 @@ class Body(BaseModel):
     max_tokens: int | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -139,6 +187,25 @@ class Body(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of} and n is {self.n or 1}: all choices are returned; leave best_of out",
+                param="best_of",
+            )
+        return self
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token in bias or ():
+            if not token.isascii() or not token.isdigit() or len(token) > MAX_TOKEN_DIGITS:
+                raise RequestError(
+                    f"logit_bias has the key '{token[:80]}'; its keys must be token ids", param="logit_bias"
+                )
+        return bias
+
     @property
     def include_usage(self) -> bool:
         """True if a last chunk with the usage is wanted."""
@@ -153,14 +220,30 @@ class Body(BaseModel):
         """The sampling parameters; raises RequestError for a bad one."""
         names = (
             "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos",
-            "prompt_logprobs",
+            "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "bad_words",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        given["structured_outputs"] = self._structured_outputs()
         return SamplingParams(**{"max_tokens": self.default_max_tokens, **given, **self._more_params()})
 
     def _more_params(self) -> dict[str, Any]:
         """Sampling parameters that the endpoints spell differently."""
         return {}
+
+    def _structured_outputs(self) -> StructuredOutputs | None:
+        """What the text must match, from the one field that says it: OpenAI's, vLLM's, or vLLM's older ones."""
+        found: dict[str, StructuredOutputs] = {}
+        if self.response_format is not None and (wanted := self.response_format.structured_outputs):
+            found["response_format"] = wanted
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = _structured_outputs(self.structured_outputs)
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, name := f"guided_{kind}")) is not None:
+                found[name] = StructuredOutputs(**{kind: value})
+        if len(found) > 1:
+            raise RequestError(f"{' and '.join(found)} exclude one another; send one", param=[*found][1])
+        return next(iter(found.values()), None)
 
     @property
     def logprobs_options(self) -> LogprobsOptions:
@@ -170,6 +253,17 @@ class Body(BaseModel):
     def to_generation_request(self) -> GenerationRequest:
         """The request for the engine."""
         raise NotImplementedError
+
+
+def _structured_outputs(values: dict[str, Any]) -> StructuredOutputs:
+    known = [each.name for each in fields(StructuredOutputs)]
+    given = {name: value for name, value in values.items() if value is not None}
+    if unknown := next((name for name in given if name not in known), None):
+        raise RequestError(
+            f"structured_outputs has the unknown field '{unknown[:80]}'; it may have one of {', '.join(known)}",
+            param="structured_outputs",
+        )
+    return StructuredOutputs(**given)
 
 
 PROMPT: dict[str, Any] = {
@@ -215,7 +309,7 @@ class CompletionBody(Body):
     def to_generation_request(self) -> GenerationRequest:
         """One completion for each prompt."""
         several = isinstance(self.prompt, list) and not _are_ids(self.prompt)
-        return GenerationRequest(prompts=self.prompt if several else [self.prompt], params=self.params())
+        return GenerationRequest(prompts=self.prompt if several else [self.prompt], params=self.params(), n=self.n or 1)
 
 
 CONTENT: dict[str, Any] = {
@@ -297,7 +391,8 @@ class ChatBody(Body):
         """The answer to the conversation."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return GenerationRequest(messages=messages, params=self.model_copy(update={"max_tokens": limit}).params())
+        params = self.model_copy(update={"max_tokens": limit}).params()
+        return GenerationRequest(messages=messages, params=params, n=self.n or 1)
 
 
 def _are_ids(value: object) -> bool:

@@ -103,7 +103,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
         generation = await to_thread_if_large(len(await request.body()), body.to_generation_request)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
-                f"{generation.num_completions} prompts; at most {config.max_waiting} in one request "
+                f"{generation.num_completions} completions; at most {config.max_waiting} in one request "
                 "(--serve.max_waiting); send the others in another",
                 param="prompt",
                 code="too_many_prompts",
@@ -113,10 +113,11 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
             # The first output decides between a stream and an error with a status of its own.
             first = await _unless_disconnected(request, anext(outputs))
             events = _events(
-                first, outputs, builder, include_usage=body.include_usage, continuous=body.continuous_usage
-            )
+                first, outputs, builder, Usage(body.n or 1), include_usage=body.include_usage,
+                continuous=body.continuous_usage,
+            )  # fmt: skip
             return EventSourceResponse(events, sep="\n")
-        return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder)))
+        return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder, Usage(body.n or 1))))
 
     return app
 
@@ -142,9 +143,10 @@ async def _with_metrics(outputs: Outputs, metrics: Metrics) -> Outputs:
             yield index, output
 
 
-async def _complete_reply(outputs: Outputs, builder: CompletionReplies) -> replies.CompletionReply | replies.ChatReply:
+async def _complete_reply(
+    outputs: Outputs, builder: CompletionReplies, usage: Usage
+) -> replies.CompletionReply | replies.ChatReply:
     completions: dict[int, list[Output]] = {}
-    usage = Usage()
     async with aclosing(outputs):
         async for index, output in outputs:
             completions.setdefault(index, []).append(output)
@@ -153,13 +155,19 @@ async def _complete_reply(outputs: Outputs, builder: CompletionReplies) -> repli
 
 
 async def _events(
-    first: tuple[int, Output], outputs: Outputs, builder: CompletionReplies, *, include_usage: bool, continuous: bool
+    first: tuple[int, Output],
+    outputs: Outputs,
+    builder: CompletionReplies,
+    usage: Usage,
+    *,
+    include_usage: bool,
+    continuous: bool,
 ) -> AsyncGenerator[ServerSentEvent]:
     """Server-sent events: chunks with text, the end of each completion, the usage if wanted, and [DONE].
 
     With ``include_usage`` every chunk has the field, null except in the last, or with ``continuous`` the usage so far.
     """
-    usage, started = Usage(), set[int]()
+    started = set[int]()
 
     def usage_field() -> dict[str, Any]:
         return {"usage": usage.reply() if continuous else None} if include_usage else {}

@@ -1,0 +1,150 @@
+"""Compiles :class:`StructuredOutputs` to matchers that say which tokens may come next.
+
+The grammar engine is llguidance (Microsoft): its limits on lexer and parser work bound the time of a compilation and of
+a mask, whatever the grammar. It compiles lazily, so most of a schema costs nothing until the text reaches it.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import RequestError
+from colonnade.serve.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:  # of the extra 'serve': other requests need no grammar engine
+    import llguidance
+
+CACHED_GRAMMARS = 256
+"""Compiled grammars that are kept, the least recently used ones dropped first."""
+
+WHITESPACE = r"(\n[ \t]{0,64}| )?"
+"""Between the parts of JSON: nothing, a space, or a new line with its indentation. Where any whitespace is allowed, a
+weak model may generate nothing else."""
+
+
+class Matcher:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher", mask_bytes: int):
+        self._matcher, self._mask_bytes = matcher, mask_bytes
+
+    def mask(self) -> bytes:
+        """Which tokens may come next: bit i % 8 of byte i // 8 is token i's."""
+        data = self._matcher.compute_bitmask()
+        return data[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
+
+    def accept(self, token: int) -> None:
+        """Advance by ``token``, which the last mask allows."""
+        self._matcher.consume_token(token)
+
+    @property
+    def finished(self) -> bool:
+        """True if the text is complete and nothing can follow it."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the matcher gave up: its limits were exceeded, or a token was not allowed."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+class GrammarCompiler:
+    """Makes matchers for the vocabulary of ``tokenizer``; may be used by several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer, self._mask_bytes = tokenizer, -(-vocab_size // 8)
+        self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        """Held while ``_compiled`` is read or changed, and while the vocabulary is prepared."""
+
+    def matcher(self, wanted: StructuredOutputs) -> Matcher:
+        """A matcher at the start of the text; raises :class:`RequestError` for a grammar that cannot be compiled."""
+        key = (wanted.kind, wanted.source)
+        with self._lock:
+            compiled = self._compiled.get(key)
+            if compiled is not None:
+                self._compiled.move_to_end(key)
+        if compiled is None:
+            compiled = self._compile(wanted)
+            with self._lock:
+                self._compiled[key] = compiled
+                while len(self._compiled) > CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+        return Matcher(compiled.deep_copy(), self._mask_bytes)
+
+    def _compile(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
+        try:
+            import llguidance
+        except ImportError:
+            raise RequestError(
+                "structured outputs need the package llguidance, which is not installed here; leave them out, or run: "
+                "pip install 'colonnade[serve]'",
+                param="structured_outputs",
+            ) from None
+        with self._lock:
+            vocabulary = self._vocabulary
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(vocabulary, _to_grammar(wanted), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds grammars that match nothing
+        if matcher.is_error():
+            raise RequestError(
+                f"structured_outputs.{wanted.kind} cannot be compiled: {_first_line(matcher.get_error())}",
+                param="structured_outputs",
+                code="invalid_grammar",
+            )
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> "llguidance.LLTokenizer":
+        import llguidance
+
+        return llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)), eos_token=list(self._tokenizer.eos_ids)
+        )
+
+
+class _Vocabulary:
+    """The interface of a tokenizer that llguidance expects."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_ids[0], tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode_documents([text.decode()])[0]
+
+
+def _to_grammar(wanted: StructuredOutputs) -> str:
+    """llguidance's form of ``wanted``."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match wanted.kind:
+        case "regex":
+            return LLMatcher.grammar_from_regex(wanted.source)
+        case "choice":
+            choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in wanted.choice or ())
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "grammar":
+            try:
+                return LLMatcher.grammar_from_lark(any_to_lark(wanted.source))
+            except (ValueError, RecursionError, IndexError, KeyError) as error:
+                raise RequestError(
+                    f"structured_outputs.grammar cannot be read: {_first_line(str(error))}",
+                    param="structured_outputs",
+                    code="invalid_grammar",
+                ) from None
+        case _:
+            schema = {"type": "object"} if wanted.kind == "json_object" else wanted.json
+            text = json.dumps(schema)
+            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _first_line(text: str, most: int = 300) -> str:
+    return text.partition("\n")[0][:most]

@@ -1,0 +1,76 @@
+"""What a constrained answer must match: a JSON schema, a regular expression, a list of choices, or a grammar."""
+
+import json as json_library
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from colonnade.errors import RequestError
+
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Size limit of a schema, an expression, a grammar, or all choices of one request [bytes]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """Exactly one of these is given; vLLM has the same names."""
+
+    json: Mapping[str, Any] | bool | str | None = None
+    """A JSON schema, as an object or as its text."""
+    regex: str | None = None
+    """A regular expression that the whole text matches."""
+    choice: Sequence[str] | None = None
+    """The text is one of these strings."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's or llama.cpp's (GBNF) notation."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+
+    def __post_init__(self):
+        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(each.name for each in fields(self))
+            what = " and ".join(given) or "none"
+            raise _error(f"structured_outputs has {what} of {names}; give exactly one")
+        if isinstance(self.json, str):
+            object.__setattr__(self, "json", _parse_schema(self.json))
+        if self.json is not None and not isinstance(self.json, Mapping | bool):
+            raise _error("structured_outputs.json is no JSON schema; give an object")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
+                raise _error(f"structured_outputs.{name} must be a string that is not empty")
+        if self.choice is not None:
+            self._check_choices()
+        if not isinstance(self.json_object, bool | None):
+            raise _error("structured_outputs.json_object must be true or false")
+        size = len(self.source.encode())
+        if size > MAX_GRAMMAR_BYTES:
+            raise _error(f"structured_outputs.{self.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
+
+    def _check_choices(self) -> None:
+        choices = self.choice
+        valid = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
+        if not valid or not all(isinstance(each, str) and each for each in choices or ()):
+            raise _error("structured_outputs.choice must be a list of strings that are not empty")
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(each.name for each in fields(self) if getattr(self, each.name) not in (None, False))
+
+    @property
+    def source(self) -> str:
+        """What is given, as text."""
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else json_library.dumps(value, ensure_ascii=False)
+
+
+def _parse_schema(text: str) -> Any:
+    try:
+        return json_library.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _error(f"structured_outputs.json cannot be read as JSON: {error}") from None
+
+
+def _error(message: str) -> RequestError:
+    return RequestError(message, param="structured_outputs")
