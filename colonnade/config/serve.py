@@ -13,6 +13,10 @@ CacheFormat = Literal["stored", "int8", "float8"]
 """Storage format of the key/value cache: the model's type, or 8 bits."""
 
 
+ToolFormat = Literal["hermes", "llama3", "mistral"]
+"""Notation of tool calls: that of Qwen and Hermes, of Llama 3, of Mistral."""
+
+
 class ServeConfig(Config):
     """Memory, batching and HTTP settings of one serving engine."""
 
@@ -64,6 +68,8 @@ class ServeConfig(Config):
     """TCP port; 0: any free port."""
     model_name: str | None = None
     """Model name in the HTTP API; None: the last part of the model's path."""
+    tool_format: ToolFormat | None = None
+    """How the model writes tool calls; None: as in its chat template."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
     """Largest request body; a larger one is refused (413) [bytes]."""
     drain_s: float = Field(default=25.0, ge=0, le=1e6)

@@ -130,15 +130,34 @@ class ChatEncoder:
         # A special token that is matched after normalisation has many spellings.
         self._exact = core.normalizer is None or not any(token.normalized for token in tokens)
 
-    def encode(self, messages: list[Message], render: Callable[[list[Message]], str]) -> list[int]:
-        """The ids of ``render(messages)``, with special tokens only where the template wrote them.
+    def encode(
+        self,
+        messages: list[Message],
+        render: Callable[..., str],
+        *,
+        continue_last: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of ``render(messages, **variables)``, with special tokens only where the template wrote them.
 
-        Raises what ``render`` raises, TypeError for a lone surrogate, and :class:`RequestError` if the vocabulary
-        cannot spell a message as plain text.
+        With ``continue_last`` the prompt ends where the last message's content ends. Raises what ``render`` raises,
+        TypeError for a lone surrogate, and :class:`RequestError` if the vocabulary cannot spell a message as plain
+        text.
         """
         marker = "".join(chr(secrets.choice(_MARKER_SYMBOLS)) for _ in range(8))  # random, so no message contains it
-        marked = [{key: self._mark(value, marker) for key, value in message.items()} for message in messages]
-        text = render(marked)
+        marked, values = self._mark([messages, variables], marker)
+        if not continue_last:
+            text = render(marked, **values)
+        else:
+            end = marker[::-1] + marker
+            marked[-1]["content"] += end
+            text, found, _ = render(marked, **values).partition(end)
+            if not found:
+                raise RequestError(
+                    "the model's chat template does not show the last message's content, which cannot be continued; "
+                    "leave continue_final_message out",
+                    param="continue_final_message",
+                )
         if marker not in text:
             return self._core.encode(text, add_special_tokens=False).ids
         return list(self._encode_pieces(text, marker))
@@ -159,8 +178,12 @@ class ChatEncoder:
                 yield token
             begin = end
 
-    def _mark(self, value: object, marker: str) -> object:
-        """``value`` with a marker around each character of what would become a special token."""
+    def _mark(self, value: Any, marker: str) -> Any:
+        """``value`` with a marker around each character of what would become a special token, at any depth."""
+        if isinstance(value, dict):
+            return {self._mark(key, marker): self._mark(each, marker) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._mark(each, marker) for each in value]
         if not isinstance(value, str) or (self._exact and not any(spelling in value for spelling in self._spellings)):
             return value
         parts, begin = list[str](), 0

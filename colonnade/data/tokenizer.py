@@ -235,15 +235,18 @@ class Tokenizer:
         arguments = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._chat.render(messages, **arguments | tokens | variables)
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
-        """The ids of :meth:`chat`, where special tokens spelled in a message stay text.
+    def encode_chat(self, messages: list[Message], *, continue_last: bool = False, **variables: Any) -> list[int]:
+        """The ids of :meth:`chat`, where special tokens spelled in a message or a variable stay text.
 
-        Raises what :meth:`chat` raises, and :class:`RequestError` for a lone surrogate.
+        ``continue_last`` ends the prompt after the last message's content, for the model to continue it; ``variables``
+        are those of :meth:`chat`. Raises what :meth:`chat` raises, and :class:`RequestError` for a lone surrogate.
         """
+        if continue_last:
+            variables["add_generation_prompt"] = False
         try:
-            return self._chat_encoder.encode(messages, self.chat)
+            return self._chat_encoder.encode(messages, self.chat, continue_last=continue_last, **variables)
         except TypeError:
-            raise _surrogate_error(self.chat(messages)) from None
+            raise _surrogate_error(self.chat(messages, **variables)) from None
 
     @functools.cached_property
     def _chat_encoder(self) -> ChatEncoder:

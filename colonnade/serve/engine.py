@@ -136,7 +136,7 @@ class Engine:
         if request.id in self._live:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
         self.scheduler.add(request)
-        text = TextStream(self.tokenizer.detokenizer(), params.stop)
+        text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         self._live[request.id] = _Generation(request, text, arrived_s=time.monotonic())
         return request.id
 

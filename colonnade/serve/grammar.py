@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING
 
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
-from colonnade.serve.structured_outputs import StructuredOutputs
+from colonnade.serve.structured_outputs import WHITESPACE, StructuredOutputs
 
 if TYPE_CHECKING:  # of the extra 'serve': other requests need no grammar engine
     import llguidance
 
 CACHED_GRAMMARS = 256
 """Compiled grammars that are kept, the least recently used ones dropped first."""
-
-WHITESPACE = r"(\n[ \t]{0,64}| )?"
-"""Between the parts of JSON: nothing, a space, or a new line with its indentation. Where any whitespace is allowed, a
-weak model may generate nothing else."""
 
 
 class Matcher:

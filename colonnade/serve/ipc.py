@@ -1,8 +1,8 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n"}
+    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "template"}
                       {"do": "cancel", "ids"}                                   {"do": "stop"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "stats": {…}}
+    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
 
 All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
@@ -24,6 +24,7 @@ from colonnade.errors import CapacityError, ColonnadeError, RequestError
 from colonnade.serve.prompts import context_error
 from colonnade.serve.request import Alternative, Output, Stats, Timing, TokenLogprob, failure
 from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.tool_calls import ToolNotation
 
 Message = dict[str, Any]
 Result = TypeVar("Result")
@@ -46,6 +47,8 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     """Choices for each prompt."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of :meth:`Tokenizer.encode_chat`: ``tools``, ``continue_last``, and variables of the template."""
 
     @property
     def num_completions(self) -> int:
@@ -156,6 +159,8 @@ class EngineClient:
         """Largest number of tokens of one request: what the model supports, and what the cache holds."""
         self.longest_token_bytes = 0
         """The most bytes of text that one token stands for."""
+        self.tools: ToolNotation | None = None
+        """How the model writes tool calls, once it is loaded."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -257,6 +262,7 @@ class EngineClient:
         if message["event"] == "ready":
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
             self.longest_token_bytes = message["longest_token_bytes"]
+            self.tools = ToolNotation.from_dict(message["tools"])
             self.ready.set()
         for values in message.get("outputs", ()):
             self._deliver(values["id"], output_from_dict(values))

@@ -75,6 +75,8 @@ class SamplingParams:
     """Tokens to generate before an end token or a stop string may end the text."""
     bad_words: Sequence[str] = ()
     """Words that are not generated, alone or after a space; at most 64."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputs | None = None
     """A JSON schema, a regular expression, a grammar or a list of choices that the text must match."""
 
@@ -86,7 +88,7 @@ class SamplingParams:
             value = getattr(self, name)
             optional = name not in ("top_k", "min_tokens")
             _check(name, value, _is_a(Integral, value) or (value is None and optional), "a whole number")
-        for name in ("ignore_eos", "echo"):
+        for name in ("ignore_eos", "echo", "skip_special_tokens"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         stop = (
             (self.stop,)

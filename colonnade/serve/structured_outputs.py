@@ -10,6 +10,10 @@ from colonnade.errors import RequestError
 MAX_GRAMMAR_BYTES = 64 << 10
 """Size limit of a schema, an expression, a grammar, or all choices of one request [bytes]."""
 
+WHITESPACE = r"(\n[ \t]{0,64}| )?"
+"""Between the parts of JSON: nothing, a space, or a new line with its indentation. Where any whitespace is allowed, a
+weak model may generate nothing else."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:

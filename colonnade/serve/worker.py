@@ -27,6 +27,7 @@ from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
 from colonnade.serve.sampling_params import SamplingParams, choice_seed
 from colonnade.serve.structured_outputs import StructuredOutputs
+from colonnade.serve.tool_calls import ToolNotation
 
 Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
@@ -80,8 +81,10 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(connection, engine, inbox), daemon=True).start()
-    limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
+    limits: Message = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
     limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
+    notation = ToolNotation.of(engine.tokenizer, engine.config.tool_format)
+    limits["tools"] = notation.to_dict()
     connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
     while True:
         for message in receive_messages(engine, inbox):
@@ -156,10 +159,12 @@ def _check_queue(engine: Engine, count: int) -> None:
 
 
 def _refusal(message: Message, error: ColonnadeError) -> Message:
-    """The event that refuses ``message``; a chat's ``prompt`` is called ``messages``, as the client knows it."""
+    """The event that refuses ``message``, with the name of the parameter that the client has sent."""
     details = error_to_dict(error)
     if message["messages"] is not None and details["param"] == "prompt":
         details["param"] = "messages"
+    if message["template"].get("tools") and details["param"] == "structured_outputs":
+        details["param"] = "tools"
     return {"event": "refused", "ids": message["ids"], "error": details}
 
 
@@ -222,8 +227,9 @@ class _LargeRequests:
 
 
 def _is_slow(message: Message) -> bool:
-    """Whether the submission has much text, or a grammar, which takes milliseconds to compile."""
-    return message["params"]["structured_outputs"] is not None or _text_size(message) > LARGE_TEXT
+    """Whether the submission has much text, tools, or a grammar, which takes milliseconds to compile."""
+    grammar, tools = message["params"]["structured_outputs"], message["template"].get("tools")
+    return bool(grammar or tools) or _text_size(message) > LARGE_TEXT
 
 
 def _text_size(message: Message) -> int:
@@ -257,4 +263,4 @@ def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], boo
             "this model has no chat template; send a prompt to /v1/completions, or use colonnade generate",
             param="messages",
         )
-    return [tokenizer.encode_chat(message["messages"])]
+    return [tokenizer.encode_chat(message["messages"], **message["template"])]

@@ -27,9 +27,16 @@ TEMPLATE = (
 )
 
 
+TOOL_TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.arguments.a }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ mood }}{% endif %}"
+)
+
+
 @cache
-def tokenizer(chat: bool = True) -> Tokenizer:
-    """A byte-level BPE of about 300 tokens, whose end token separates documents."""
+def tokenizer(chat: bool = True, tools: bool = False) -> Tokenizer:
+    """A byte-level BPE of about 300 tokens, whose end token separates documents; ``tools``: Mistral's tool calls."""
     parts = tokenizers.Tokenizer(tokenizers.models.BPE())
     parts.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     parts.decoder = tokenizers.decoders.ByteLevel()
@@ -40,7 +47,10 @@ def tokenizer(chat: bool = True) -> Tokenizer:
         show_progress=False,
     )
     parts.train_from_iterator(TEXT, trainer)
-    return Tokenizer(parts, bos_id=None, eos_ids=(0,), chat_template=TEMPLATE if chat else None)
+    if tools:
+        parts.add_special_tokens(["[TOOL_CALLS]"])
+    template = TOOL_TEMPLATE if tools else TEMPLATE
+    return Tokenizer(parts, bos_id=None, eos_ids=(0,), chat_template=template if chat else None)
 
 
 def config(**changes: object) -> ModelConfig:
@@ -77,22 +87,24 @@ def load(
     quick_steps: int = 0,
     wait_for: str | None = None,
     gate: str | None = None,
+    tools: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """Load the model in a server's engine processes, once the file ``wait_for`` exists.
 
     Texts of over 500 characters are tokenised once the file ``gate`` exists.
+    With ``tools`` the template shows tools, and the context is 1,024 tokens.
     The embedding of token ``poison`` is NaN; each forward pass after the first ``quick_steps`` takes ``slow_s`` longer.
     """
     while wait_for and not Path(wait_for).exists():
         time.sleep(0.01)
-    it = model(context.axes.serving(), dtype=torch.float32)
+    it = model(context.axes.serving(), dtype=torch.float32, context=1024 if tools else 128)
     if poison is not None:
         with torch.no_grad():
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan
     if slow_s:
         steps = count()
         it.register_forward_pre_hook(lambda *_: time.sleep(slow_s) if next(steps) >= quick_steps else None)
-    return it, _gated(tokenizer(chat), Path(gate)) if gate else tokenizer(chat)
+    return it, _gated(tokenizer(chat), Path(gate)) if gate else tokenizer(chat, tools)
 
 
 def _gated(tokenizer: Tokenizer, gate: Path) -> Tokenizer:

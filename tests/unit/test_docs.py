@@ -174,14 +174,14 @@ def _rows(page: str, heading: str) -> set[str]:
 def test_reference_of_requests_and_metrics_is_complete():
     """The page lists exactly the server's request fields, metrics and flags."""
     from colonnade.config import ServeConfig
-    from colonnade.serve.api import request_schemas
+    from colonnade.serve.api import chat_schemas, request_schemas
     from colonnade.serve.api.metrics import Metrics
     from colonnade.serve.request import Stats
 
     page = "docs/reference/serve.md"
     known = {
         *request_schemas.CompletionBody.model_fields,
-        *request_schemas.ChatBody.model_fields,
+        *chat_schemas.ChatBody.model_fields,
         *request_schemas.UNSUPPORTED,
     }
     assert _rows(page, "Request fields") == known

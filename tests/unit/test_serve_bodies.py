@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from colonnade.config import ServeConfig
-from colonnade.serve.api.request_schemas import IGNORED, UNSUPPORTED, ChatBody, CompletionBody
+from colonnade.serve.api.chat_schemas import ChatBody
+from colonnade.serve.api.request_schemas import IGNORED, UNSUPPORTED, CompletionBody
 from colonnade.serve.api.routes import build_app
 from colonnade.serve.ipc import EngineClient
 

@@ -14,9 +14,11 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from colonnade.serve.request import Alternative, Output, TokenLogprob
+from colonnade.serve.tool_calls import ToolCallDelta, ToolCallParser, ToolFormat
 
-FinishReason = Literal["stop", "length"]
-"""stop: an end token, a stop string, or the end of the grammar. length: max_tokens or the context."""
+FinishReason = Literal["stop", "length", "tool_calls"]
+"""stop: an end token, a stop string, or the end of the grammar. tool_calls: the same, after calls. length: max_tokens
+or the context."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -101,12 +103,37 @@ class CompletionChunk(ReplyBase):
     usage: NotRequired[TokenUsage | None]
 
 
+class CalledFunction(Reply):
+    """The function that the model calls; ``arguments`` is JSON."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCall(Reply):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallChunk(Reply):
+    """A piece of a call: first its id, type and name, then more of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
 class AssistantMessage(Reply):
-    """The model's message."""
+    """The model's message; ``content`` is null if it only calls tools."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class TopLogprob(Reply):
@@ -153,6 +180,7 @@ class Delta(Reply):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallChunk]]
 
 
 class ChatChunkChoice(Reply):
@@ -284,12 +312,20 @@ class ChatReplies(CompletionReplies):
 
     prefix: ClassVar = "chatcmpl"
 
+    def __init__(self, model: str, logprobs: LogprobsOptions, tool_format: ToolFormat | None = None):
+        """With ``tool_format`` the text is parsed for tool calls."""
+        super().__init__(model, logprobs)
+        self._tool_format = tool_format
+        self._parsers: dict[int, ToolCallParser] = {}
+
     def whole(self, completions: list[list[Output]], usage: Usage) -> ChatReply:
         """The complete answer, from all outputs of each completion."""
         choices: list[ChatChoice] = []
         for index, outputs in enumerate(completions):
             message: AssistantMessage = {"role": "assistant", "content": _text(outputs), "refusal": None}
             reason = cast(FinishReason, outputs[-1].finish_reason)
+            if self._tool_format is not None:
+                message, reason = _parse_calls(self._tool_format, _text(outputs), reason)
             logprobs = self._chat_logprobs(outputs)
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
         reply: ChatReply = {**self._base, "object": "chat.completion", "choices": choices, "usage": usage.reply()}
@@ -314,7 +350,17 @@ class ChatReplies(CompletionReplies):
     def chunk(self, index: int, output: Output) -> ChatChunk:
         """New text, or the end."""
         delta: Delta = {"content": output.text} if output.text else {}
-        return self._chunk(index, delta, cast(FinishReason | None, output.finish_reason), output)
+        reason = cast(FinishReason | None, output.finish_reason)
+        if self._tool_format is not None:
+            parser = self._parsers.setdefault(index, ToolCallParser(self._tool_format))
+            parsed = parser.push(output.text)
+            if reason is not None:
+                parsed.content += parser.finish().content
+                reason = "tool_calls" if parser.calls and reason == "stop" else reason
+            delta = {"content": parsed.content} if parsed.content else {}
+            if parsed.calls:
+                delta["tool_calls"] = [_tool_call_chunk(call) for call in parsed.calls]
+        return self._chunk(index, delta, reason, output)
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         """The last chunk, with only the usage."""
@@ -324,6 +370,30 @@ class ChatReplies(CompletionReplies):
         logprobs = None if output is None else self._chat_logprobs([output])
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
+
+
+def _parse_calls(tool_format: ToolFormat, text: str, reason: FinishReason) -> tuple[AssistantMessage, FinishReason]:
+    """The message with its calls."""
+    parser = ToolCallParser(tool_format)
+    parts = [parser.push(text), parser.finish()]
+    content = "".join(part.content for part in parts)
+    calls: list[ToolCall] = []
+    for delta in (delta for part in parts for delta in part.calls):
+        if delta.name is not None:
+            calls.append({"id": delta.id or "", "type": "function", "function": {"name": delta.name, "arguments": ""}})
+        calls[-1]["function"]["arguments"] += delta.arguments
+    message: AssistantMessage = {"role": "assistant", "content": content, "refusal": None}
+    if not calls:
+        return message, reason
+    message = {**message, "content": content or None, "tool_calls": calls}
+    return message, "tool_calls" if reason == "stop" else reason
+
+
+def _tool_call_chunk(delta: ToolCallDelta) -> ToolCallChunk:
+    if delta.name is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function: CalledFunction = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.id or "", "type": "function", "function": function}
 
 
 def _text(outputs: list[Output]) -> str:

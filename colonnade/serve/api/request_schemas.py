@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, validated before anything reaches the engine.
+"""OpenAI's request bodies, validated before anything reaches the engine: what both have, and completions.
 
 An unsupported parameter is refused by name, unless its value has no effect (``suffix=""``): an answer that silently
 ignores a parameter is a wrong answer. Parameters that never change the text (``user``, ``metadata``) are
@@ -15,7 +15,7 @@ from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
 from colonnade.serve.api.replies import LogprobsOptions
 from colonnade.serve.ipc import GenerationRequest
-from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
 
 MAX_STOP_CHARACTERS = 512
@@ -36,6 +36,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -51,7 +52,7 @@ A body that has a field of that name accepts it.
 """
 
 IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prediction",
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
 }  # fmt: skip
 """Parameters that never change the text."""
@@ -124,6 +125,7 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -221,6 +223,7 @@ class Body(BaseModel):
         names = (
             "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos",
             "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "bad_words",
+            "skip_special_tokens",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
@@ -310,89 +313,6 @@ class CompletionBody(Body):
         """One completion for each prompt."""
         several = isinstance(self.prompt, list) and not _are_ids(self.prompt)
         return GenerationRequest(prompts=self.prompt if several else [self.prompt], params=self.params(), n=self.n or 1)
-
-
-CONTENT: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-    ]
-}
-"""Text, or parts of text that :class:`ChatMessage` joins."""
-
-
-class ChatMessage(BaseModel):
-    """One message of a conversation; other fields are refused, since a template might read them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, WithJsonSchema(CONTENT)]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, values: object) -> object:
-        """Drop nulls: clients send an earlier answer back as they received it."""
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _only_text(cls, content: object) -> object:
-        """Join OpenAI's list of parts, if all of them are text."""
-        if not isinstance(content, list):
-            return content
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise RequestError("only parts of type 'text' are supported; leave the others out", param="messages")
-        return "".join(parts)  # type: ignore[arg-type]
-
-
-class ChatBody(Body):
-    """POST /v1/chat/completions."""
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if not self.messages:
-            raise RequestError("messages is empty; send at least one", param="messages")
-        if None not in (self.max_tokens, self.max_completion_tokens):
-            raise RequestError("max_tokens and max_completion_tokens mean the same; send one", param="max_tokens")
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs belong to logprobs=true; set it", param="top_logprobs")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
-            raise RequestError(
-                f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}", param="top_logprobs"
-            )
-        return self
-
-    def _more_params(self) -> dict[str, Any]:
-        return {"logprobs": self.logprobs_options.top}
-
-    @property
-    def logprobs_options(self) -> LogprobsOptions:
-        """Which log-probabilities the reply has."""
-        return LogprobsOptions((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs)
-
-    def to_generation_request(self) -> GenerationRequest:
-        """The answer to the conversation."""
-        messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self.model_copy(update={"max_tokens": limit}).params()
-        return GenerationRequest(messages=messages, params=params, n=self.n or 1)
 
 
 def _are_ids(value: object) -> bool:

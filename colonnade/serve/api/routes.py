@@ -6,8 +6,9 @@ is closed however the handler ends.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -19,11 +20,12 @@ from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
 from colonnade.serve.api.body import BodyRoute
+from colonnade.serve.api.chat_schemas import ChatBody
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
-from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
-from colonnade.serve.ipc import EngineClient, to_thread_if_large
+from colonnade.serve.api.request_schemas import Body, CompletionBody
+from colonnade.serve.ipc import EngineClient, GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
@@ -54,12 +56,17 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await answer(body, CompletionReplies(model, body.logprobs_options), request)
+        builder = CompletionReplies(model, body.logprobs_options)
+        return await answer(body, builder, request, body.to_generation_request)
 
     @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, with the model's chat template."""
-        return await answer(body, ChatReplies(model, body.logprobs_options), request)
+        if engine.tools is None:
+            raise engine.unavailable()
+        options = body.tool_options(engine.tools)
+        builder = ChatReplies(model, body.logprobs_options, options and options.format)
+        return await answer(body, builder, request, partial(body.to_generation_request, options))
 
     @app.get("/v1/models", responses=replies.refusals(503, "4XX"))
     async def models() -> replies.ModelList:
@@ -98,9 +105,11 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
                 f"there is no model '{name}' here; use '{model}'", param="model", status=404, code="model_not_found"
             )
 
-    async def answer(body: Body, builder: CompletionReplies, request: Request) -> Response:
+    async def answer(
+        body: Body, builder: CompletionReplies, request: Request, prepare: Callable[[], GenerationRequest]
+    ) -> Response:
         check_model(body.model)
-        generation = await to_thread_if_large(len(await request.body()), body.to_generation_request)
+        generation = await to_thread_if_large(len(await request.body()), prepare)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
                 f"{generation.num_completions} completions; at most {config.max_waiting} in one request "
