@@ -1,6 +1,7 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params"}  {"do": "cancel", "ids"}  {"do": "stop"}
+    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "client", "priority", "timeout_s"}
+                      {"do": "cancel", "ids"}                                   {"do": "stop"}
     engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
 
@@ -43,6 +44,12 @@ class GenerationRequest:
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
+    client: str = ""
+    """Whose request it is: the name of an API key, or an address. Clients take turns in the queue."""
+    priority: int = 0
+    """Its class in the queue; lower ones first."""
+    timeout_s: float | None = None
+    """It is refused if it would wait longer, and ended with an error if it takes longer; None: no limit [s]."""
 
     @property
     def num_completions(self) -> int:
@@ -136,10 +143,20 @@ def _logprob_from_list(values: list[Any]) -> TokenLogprob:
     return TokenLogprob(token, data.encode("latin-1"), logprob, offset, alternatives)
 
 
+def _timed_out(timeout_s: float) -> RequestError:
+    return RequestError(
+        f"the request did not finish within its timeout_s of {timeout_s:g} s; allow more, or ask for fewer tokens",
+        param="timeout_s",
+        status=504,
+        code="timeout",
+    )
+
+
 def error_to_dict(error: ColonnadeError) -> Message:
     """The fields of the :class:`RequestError` that the client gets for ``error``."""
     if isinstance(error, RequestError):
-        return {"message": str(error), "param": error.param, "status": error.status, "code": error.code}
+        names = ("param", "status", "code", "retry_after_s")
+        return {"message": str(error), **{name: getattr(error, name) for name in names}}
     if isinstance(error, CapacityError):
         return {"message": str(error), "param": "prompt", "status": 400, "code": "cache_too_small"}
     return {"message": str(error), "param": None, "status": 500, "code": "server_error"}
@@ -191,6 +208,10 @@ class EngineClient:
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
         live = set(indices)
         self.idle.clear()
+        timer = None
+        if request.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(request.timeout_s, queue.put_nowait, _timed_out(request.timeout_s))
         try:
             self._queues.update(dict.fromkeys(indices, queue))
             submission = submit_message(list(indices), request)
@@ -205,6 +226,8 @@ class EngineClient:
                     raise not_finite()
                 yield indices[output.id], output
         finally:
+            if timer:
+                timer.cancel()
             for key in indices:
                 self._queues.pop(key, None)
             if live:

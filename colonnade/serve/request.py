@@ -40,6 +40,10 @@ class Request:
     """params.seed, or a random one."""
     limit_tokens: int
     """Tokens to generate, at most."""
+    client: str = ""
+    """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
+    priority: int = 0
+    """Its class in the queue; lower ones first."""
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     """The page table: token i is in pages[i // page_tokens]."""

@@ -118,9 +118,10 @@ def _handle(engine: Engine, message: Message) -> Message | None:
         return message["refusal"]
     try:
         _check_queue(engine, len(message["ids"]))
+        _check_wait(engine, message)
         params = SamplingParams(**message["params"])
         for key, tokens in zip(message["ids"], message["tokens"], strict=True):
-            engine.add(tokens, params, request_id=key)
+            engine.add(tokens, params, request_id=key, client=message["client"], priority=message["priority"])
     except ColonnadeError as error:
         for key in message["ids"]:  # none of them has run yet
             engine.cancel(key)
@@ -137,6 +138,22 @@ def _check_queue(engine: Engine, count: int) -> None:
             "--serve.max_waiting allows; try again later, or with fewer prompts",
             status=429,
             code="queue_full",
+        )
+
+
+def _check_wait(engine: Engine, message: Message) -> None:
+    """Raise :class:`RequestError` (429) for a request that would probably not start within its ``timeout_s``."""
+    if (timeout_s := message["timeout_s"]) is None:
+        return
+    wait_s = engine.expected_wait_s(message["client"], message["priority"], len(message["ids"]))
+    if wait_s > timeout_s:
+        raise RequestError(
+            f"the request would wait about {wait_s:.2g} s before it starts, longer than its timeout_s of "
+            f"{timeout_s:g} s; try again later, or allow more",
+            param="timeout_s",
+            status=429,
+            code="timeout_expected",
+            retry_after_s=wait_s - timeout_s,
         )
 
 

@@ -1,6 +1,7 @@
 """Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for every failed request."""
 
 import json
+import math
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -12,10 +13,12 @@ from colonnade.serve.api.replies import ErrorReply
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 """OpenAI's error type by status; "invalid_request_error" for all others."""
 
@@ -23,7 +26,7 @@ MAX_VALUE_CHARACTERS = 80
 """Longer values are cut off in error messages."""
 
 RETRY_AFTER_S = 1
-"""Retry-After of a 429 and a 503 [s]."""
+"""Retry-After of a 429 and a 503 if the time is not known [s]."""
 
 
 def error_body(error: RequestError) -> ErrorReply:
@@ -34,7 +37,8 @@ def error_body(error: RequestError) -> ErrorReply:
 
 def error_reply(error: RequestError) -> JSONResponse:
     """The response that refuses a request."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
+    wait_s = RETRY_AFTER_S if error.retry_after_s is None else max(1, math.ceil(error.retry_after_s))
+    headers = {"Retry-After": str(wait_s)} if error.status in (429, 503) else None
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 

@@ -8,7 +8,7 @@ accepted. An unknown parameter is refused, with the nearest known one.
 import difflib
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
@@ -18,6 +18,12 @@ from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_CHARACTERS = 512
 """Length limit of a stop string: each is searched for at every token."""
+
+MAX_PRIORITY = 100
+"""Largest absolute value of a priority: a request rises one class in 30 s, and each must become the first some day."""
+
+MAX_TIMEOUT_S = 1e6
+"""Largest timeout [s]."""
 
 SIMILARITY_CUTOFF = 0.75
 """Least similarity of an unknown name to the one suggested in its place (difflib's ratio)."""
@@ -82,6 +88,8 @@ class Body(BaseModel):
     max_tokens: int | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -5,6 +5,7 @@ is closed however the handler ends.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
 from colonnade.serve.api.body import BodyRoute
+from colonnade.serve.api.caller import address_of
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
@@ -108,6 +110,9 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
                 param="prompt",
                 code="too_many_prompts",
             )
+        generation = dataclasses.replace(
+            generation, client=address_of(request.scope), priority=body.priority or 0, timeout_s=body.timeout_s
+        )
         outputs = _with_metrics(engine.run(generation), metrics)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
