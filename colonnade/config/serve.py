@@ -66,6 +66,14 @@ class ServeConfig(Config):
     """Model name in the HTTP API; None: the last part of the model's path."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
     """Largest request body; a larger one is refused (413) [bytes]."""
+    keys: str | None = None
+    """File of API keys with their limits, in TOML or JSON lines; SIGHUP reads it again. Requests then need a key,
+    except to /health, /ready and /."""
+    api_key: str | None = Field(default=None, min_length=1, repr=False)
+    """One API key without limits. Better in the environment variable COLONNADE_API_KEY: other users of the machine see
+    the command line."""
+    admin_key: str | None = Field(default=None, min_length=1, repr=False)
+    """Key for POST /admin/drain and /admin/cache/reset, which are refused without; also COLONNADE_ADMIN_KEY."""
     drain_s: float = Field(default=25.0, ge=0, le=1e6)
     """Time for running requests to finish after the server is asked to stop [s]; the default leaves 5 of the 30 s that
     Kubernetes waits."""

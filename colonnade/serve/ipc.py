@@ -1,9 +1,10 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "client", "priority", "timeout_s"}
-                      {"do": "cancel", "ids"}                                   {"do": "stop"}
+                      {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
     engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
+                      {"event": "answer", "ids", …}           to messages that generate nothing
 
 All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
 that only its user may enter, and nothing is unpickled. A dead engine shows as the end of the stream.
@@ -181,8 +182,12 @@ class EngineClient:
         self.idle = asyncio.Event()
         """Set while no request runs."""
         self.idle.set()
+        self.stop_requested = asyncio.Event()
+        """Set to ask the server to drain and stop."""
         self._queues: dict[str, asyncio.Queue[Output | RequestError]] = {}
         """By completion id; all completions of one request have the same queue."""
+        self._answers: dict[str, asyncio.Future[Message]] = {}
+        """By the id of the message that asked."""
         self._writer: asyncio.StreamWriter | None = None
 
     @property
@@ -235,8 +240,25 @@ class EngineClient:
             if not self._queues:
                 self.idle.set()
 
+    async def ask(self, do: str, **fields: Any) -> Message:
+        """Send the message ``do`` and return its answer; raises :class:`RequestError` like :meth:`run`."""
+        if self.failure or self.draining or not self.ready.is_set():
+            raise self.unavailable()
+        key = uuid.uuid4().hex
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"do": do, "ids": [key], **fields})
+            return await answer
+        finally:
+            del self._answers[key]
+            if answer.cancelled():
+                self._send({"do": "cancel", "ids": [key]})
+
     def abort(self) -> None:
         """End all running requests with an error."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self.unavailable())
         for queue in set(self._queues.values()):
             queue.put_nowait(self.unavailable())
 
@@ -271,7 +293,14 @@ class EngineClient:
     def _receive(self, message: Message) -> None:
         if message["event"] == "refused":
             error = dict(message["error"])
-            self._deliver(message["ids"][0], RequestError(error.pop("message"), **error))
+            refusal = RequestError(error.pop("message"), **error)
+            self._deliver(message["ids"][0], refusal)
+            if (answer := self._answers.get(message["ids"][0])) and not answer.done():
+                answer.set_exception(refusal)
+            return
+        if message["event"] == "answer":
+            if (answer := self._answers.get(message["ids"][0])) and not answer.done():
+                answer.set_result(message)
             return
         self.stats = Stats(**message["stats"])
         if message["event"] == "ready":

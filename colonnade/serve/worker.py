@@ -88,8 +88,8 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
                 raise message
             if message["do"] == "stop":
                 return
-            if refusal := _handle(engine, message):
-                connection.sendall(encode_message(refusal))
+            if reply := _handle(engine, message):
+                connection.sendall(encode_message(reply))
         outputs = [output_to_dict(output) for output in engine.step()]
         event = {"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}
         connection.sendall(encode_message(event))
@@ -109,11 +109,14 @@ def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message |
 
 
 def _handle(engine: Engine, message: Message) -> Message | None:
-    """Add or cancel the requests of ``message``; returns the refusal to send if they cannot be added."""
+    """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
     if message["do"] == "cancel":
         for key in message["ids"]:
             engine.cancel(key)
         return None
+    if message["do"] == "reset_cache":
+        engine.scheduler.pool.forget_cached()
+        return {"event": "answer", "ids": message["ids"]}
     if "refusal" in message:
         return message["refusal"]
     try:

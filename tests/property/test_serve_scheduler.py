@@ -98,6 +98,11 @@ class Serving(RuleBasedStateMachine):
         self.scheduler.finish(request)  # finishing twice is harmless
         assert request.status is Status.FINISHED and not request.pages
 
+    @rule()
+    def reset_cache(self):
+        self.pool.forget_cached()
+        assert not self.texts or not self.pool.find_cached(self.live[0].page_hashes if self.live else [])
+
     @precondition(lambda self: self.live)
     @rule(steps=st.integers(1, 4), step_s=st.sampled_from([0.0, 0.5, 20.0]))
     def step(self, steps: int, step_s: float):

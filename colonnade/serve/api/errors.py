@@ -38,7 +38,9 @@ def error_body(error: RequestError) -> ErrorReply:
 def error_reply(error: RequestError) -> JSONResponse:
     """The response that refuses a request."""
     wait_s = RETRY_AFTER_S if error.retry_after_s is None else max(1, math.ceil(error.retry_after_s))
-    headers = {"Retry-After": str(wait_s)} if error.status in (429, 503) else None
+    headers = {"Retry-After": str(wait_s)} if error.status in (429, 503) else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 

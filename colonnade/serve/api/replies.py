@@ -381,6 +381,8 @@ SCHEMA = "#/components/schemas/{model}"
 
 _REFUSALS = {
     400: "A bad value, or more tokens than the context or the cache allows",
+    401: "No API key, or an unknown one",
+    403: "The API key may not do this",
     404: "No model of this name",
     413: "A body over --serve.max_body_bytes",
     429: "The queue is full, or a wait over timeout_s is expected; Retry-After says when to try again",
