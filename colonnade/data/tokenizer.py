@@ -235,15 +235,16 @@ class Tokenizer:
         arguments = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._chat.render(messages, **arguments | tokens | variables)
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
+    def encode_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
         """The ids of :meth:`chat`, where special tokens spelled in a message stay text.
 
         Raises what :meth:`chat` raises, and :class:`RequestError` for a lone surrogate.
         """
+        chat = functools.partial(self.chat, add_generation_prompt=add_generation_prompt)
         try:
-            return self._chat_encoder.encode(messages, self.chat)
+            return self._chat_encoder.encode(messages, chat)
         except TypeError:
-            raise _surrogate_error(self.chat(messages)) from None
+            raise _surrogate_error(chat(messages)) from None
 
     @functools.cached_property
     def _chat_encoder(self) -> ChatEncoder:

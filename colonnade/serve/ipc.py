@@ -2,7 +2,9 @@
 
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "client", "priority", "timeout_s"}
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "stats": {…}}
+                      {"do": "tokenize", "ids", "prompt", "messages", …}
+                      {"do": "detokenize", "ids", "tokens"}
+    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "pid", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
                       {"event": "answer", "ids", …}           to messages that generate nothing
 
@@ -16,9 +18,11 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import resource
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from colonnade.errors import CapacityError, ColonnadeError, RequestError
@@ -78,6 +82,15 @@ class GenerationRequest:
         else:
             size = sum(_num_bytes(message["content"]) for message in self.messages)
             _check_text_bytes(size, context, longest_token_bytes, "messages")
+
+
+def _size(value: Any) -> int:
+    """Characters of text and numbers in ``value``, about."""
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    if isinstance(value, list):
+        return len(value) + sum(_size(each) for each in value if isinstance(each, Mapping))
+    return len(value) if isinstance(value, str) else 1
 
 
 def _num_bytes(text: str) -> int:
@@ -171,6 +184,8 @@ class EngineClient:
         """Largest number of tokens of one request: what the model supports, and what the cache holds."""
         self.longest_token_bytes = 0
         """The most bytes of text that one token stands for."""
+        self.pid = 0
+        """Of the engine process (rank 0)."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -194,6 +209,13 @@ class EngineClient:
     def max_request_tokens(self) -> int:
         """Tokens that a request may have, prompt and output."""
         return min(self.context, self.cache_tokens)
+
+    def resident_bytes(self) -> int:
+        """RSS of the engine process; 0 if it is not known (before it has loaded, or where there is no /proc)."""
+        with contextlib.suppress(OSError):
+            if self.pid:
+                return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return 0
 
     @property
     def running(self) -> int:
@@ -247,7 +269,8 @@ class EngineClient:
         key = uuid.uuid4().hex
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"do": do, "ids": [key], **fields})
+            message = {"do": do, "ids": [key], **fields}
+            self._write(await to_thread_if_large(4 * _size(fields), encode_message, message))
             return await answer
         finally:
             del self._answers[key]
@@ -305,7 +328,7 @@ class EngineClient:
         self.stats = Stats(**message["stats"])
         if message["event"] == "ready":
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
-            self.longest_token_bytes = message["longest_token_bytes"]
+            self.longest_token_bytes, self.pid = message["longest_token_bytes"], message["pid"]
             self.ready.set()
         for values in message.get("outputs", ()):
             self._deliver(values["id"], output_from_dict(values))

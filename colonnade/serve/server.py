@@ -22,7 +22,7 @@ from colonnade.config import Plan, ServeConfig
 from colonnade.config.base import plural
 from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.api_keys import KeyRing
-from colonnade.serve.api.middleware import ACCESS_LOG
+from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
 from colonnade.serve.engine_process import engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
@@ -90,8 +90,8 @@ async def _serve(
             build_app(engine, name, config, keys),
             lifespan="off",
             ws="none",
-            log_config=ACCESS_LOG if config.log else None,
-            access_log=config.log,
+            log_config={"off": None, "text": ACCESS_LOG, "json": JSON_LOG}[config.log],
+            access_log=config.log == "text",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,

@@ -11,6 +11,7 @@ HTTP process exits, the connection closes and the engine stops.
 
 import dataclasses
 import gc
+import os
 import queue
 import socket
 import threading
@@ -26,6 +27,7 @@ from colonnade.parallel.distributed_context import DistributedContext, choose_de
 from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
 from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.tokenize_messages import answer_message, work_size
 
 Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
@@ -81,7 +83,9 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     threading.Thread(target=_read_messages, args=(connection, engine.tokenizer, inbox), daemon=True).start()
     limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
     limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
-    connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
+    connection.sendall(
+        encode_message({"event": "ready", **limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)})
+    )
     while True:
         for message in receive_messages(engine, inbox):
             if isinstance(message, BaseException):
@@ -114,6 +118,8 @@ def _handle(engine: Engine, message: Message) -> Message | None:
         for key in message["ids"]:
             engine.cancel(key)
         return None
+    if message["do"] == "answer":
+        return message["event"]
     if message["do"] == "reset_cache":
         engine.scheduler.pool.forget_cached()
         return {"event": "answer", "ids": message["ids"]}
@@ -175,7 +181,7 @@ def _read_messages(connection: socket.socket, tokenizer: Tokenizer, inbox: queue
         with suppress(OSError), connection.makefile("rb") as lines:  # OSError: the HTTP process was killed
             for line in lines:
                 message = decode_message(line)
-                if message["do"] == "submit" and _text_size(message) > LARGE_TEXT:
+                if _text_size(message) > LARGE_TEXT:
                     large.add(message)
                 elif message["do"] != "cancel" or not large.cancel(message["ids"]):
                     inbox.put(_tokenize(message, tokenizer))
@@ -227,14 +233,23 @@ class _LargeRequests:
 
 
 def _text_size(message: Message) -> int:
-    """Characters of text that must be tokenised."""
+    """Characters of text that must be tokenised, or ids to decode."""
+    if message["do"] in ("tokenize", "detokenize"):
+        return work_size(message)
+    if message["do"] != "submit":
+        return 0
     if message["messages"] is not None:
         return sum(len(each["content"]) for each in message["messages"])
     return sum(len(prompt) for prompt in message["prompts"] if isinstance(prompt, str))
 
 
 def _tokenize(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool] = lambda: True) -> Message:
-    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False."""
+    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False.
+
+    A request to tokenise or decode becomes its answer.
+    """
+    if message["do"] in ("tokenize", "detokenize"):
+        return {"do": "answer", "event": answer_message(message, tokenizer)}
     if message["do"] != "submit":
         return message
     try:

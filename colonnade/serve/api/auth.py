@@ -85,8 +85,7 @@ class Authenticate:
         return state
 
     def _may_use_model(self, scope: Scope, state: KeyState) -> bool:
-        uses = scope["path"].startswith("/v1/") and scope["method"] == "POST"
-        return not uses or state.key.models is None or self.model in state.key.models
+        return scope["method"] != "POST" or state.key.models is None or self.model in state.key.models
 
     def _model_refused(self) -> RequestError:
         return RequestError(

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.replies import ErrorReply
+from colonnade.serve.api.request_record import record_of
 
 TYPES = {
     401: "authentication_error",
@@ -59,8 +60,11 @@ def install(app: FastAPI) -> None:
         return error_reply(RequestError(what, status=error.status_code))
 
     @app.exception_handler(Exception)
-    async def internal_error(_request: Request, error: Exception) -> JSONResponse:
-        return error_reply(RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error"))
+    async def internal_error(request: Request, error: Exception) -> JSONResponse:
+        what = RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error")
+        reply = error_reply(what)
+        reply.headers["x-request-id"] = record_of(request.scope).id  # this is outside of the middleware that adds it
+        return reply
 
 
 def format_value(value: object) -> str:

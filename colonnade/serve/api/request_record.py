@@ -26,6 +26,8 @@ class RequestRecord:
 
     client: str
     """In the fair queue."""
+    id: str = ""
+    """Its x-request-id."""
     key: KeyState | None = None
     """The API key, if it comes from a key file."""
     prompt_tokens: dict[int, int] = field(default_factory=dict)

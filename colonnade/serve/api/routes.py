@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.middleware.cors import CORSMiddleware
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
@@ -24,10 +25,12 @@ from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.auth import Authenticate
 from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.metrics import Metrics
-from colonnade.serve.api.middleware import BodyLimit
+from colonnade.serve.api.middleware import BodyLimit, cors_options
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
+from colonnade.serve.api.request_log import RequestLog
 from colonnade.serve.api.request_record import RequestRecord, record_of
 from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
+from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.ipc import EngineClient, to_thread_if_large
 from colonnade.serve.request import Output
 
@@ -47,9 +50,12 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
     app.add_middleware(
         Authenticate, keys=keys, admin_key=config.admin_key, model=model, max_body_bytes=config.max_body_bytes
     )
+    if config.origins:
+        app.add_middleware(CORSMiddleware, **cors_options(config.origins))
+    metrics = Metrics(engine, model, config.metrics_prefix)
+    app.add_middleware(RequestLog, model=model, count=metrics.count_request, log=config.log == "json")
     errors.install(app)
     replies.describe_chunks(app)
-    metrics = Metrics(engine, model)
     created = int(time.time())
 
     def card() -> replies.ModelCard:
@@ -101,8 +107,6 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
         """Prometheus metrics."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    install_admin(app, engine)
-
     def check_model(name: str | None) -> None:
         if name not in (None, model):
             raise RequestError(
@@ -132,6 +136,8 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
             return EventSourceResponse(events, sep="\n")
         return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder)))
 
+    install_admin(app, engine)
+    install_tokenize(app, engine, check_model)
     return app
 
 
