@@ -43,11 +43,22 @@ class CapacityError(ColonnadeError):
 
 
 class RequestError(ColonnadeError):
-    """A generation request that cannot be served; ``param`` names the invalid field, as in OpenAI's errors."""
+    """A generation request that cannot be served; ``param`` names the invalid field, as in OpenAI's errors.
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
+    ``retry_after_s`` is the time after which it would be accepted, if that is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ):
         super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+        self.param, self.status, self.code, self.retry_after_s = param, status, code, retry_after_s
 
 
 class DataError(ColonnadeError):

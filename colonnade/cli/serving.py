@@ -3,6 +3,7 @@
 The flags are validated before anything is imported that takes seconds.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -128,6 +129,13 @@ def chat(
     chat(spec, system, params)
 
 
+def _with_environment_keys(config: ServeConfig) -> ServeConfig:
+    """``config`` with the keys of the environment, where it has none."""
+    names = {"api_key": "COLONNADE_API_KEY", "admin_key": "COLONNADE_ADMIN_KEY"}
+    found = {field: os.environ[name] for field, name in names.items() if name in os.environ}
+    return config.replace(**{field: key for field, key in found.items() if getattr(config, field) is None})
+
+
 def serve(
     model: Positional[GenerativeModel],
     serve: ServeConfig = ServeConfig(),
@@ -141,6 +149,7 @@ def serve(
         placement: Where the model runs.
     """
     refuse_torchrun("serve")
+    serve = _with_environment_keys(serve)
     spec = placement.spec(model, serve)
     from colonnade.chat import batching_note
 

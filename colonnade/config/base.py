@@ -108,7 +108,7 @@ class Config(DerivingModel):
 
         A section that is passed whole (``moe=...``) is used as it is.
         """
-        values: dict[str, Any] = dict(self) | changes
+        values: dict[str, Any] = dict(iter(self)) | changes  # dict(self) would call a field named keys
         sections: dict[str, dict[str, object]] = {}
         for path, value in derive(self, changes).items():
             section, _, field = path.rpartition(".")

@@ -1,16 +1,22 @@
 """Settings of the serving engine and its HTTP server."""
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from colonnade.config.base import Config
+from colonnade.config.base import Config, short_repr
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.model import ModelConfig
 from colonnade.errors import ConfigError
 
 CacheFormat = Literal["stored", "int8", "float8"]
 """Storage format of the key/value cache: the model's type, or 8 bits."""
+
+LogFormat = Literal["off", "text", "json"]
+"""How requests are logged."""
+
+_ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
@@ -72,11 +78,32 @@ class ServeConfig(Config):
     """How the model writes tool calls; None: as in its chat template."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
     """Largest request body; a larger one is refused (413) [bytes]."""
+    keys: str | None = None
+    """File of API keys with their limits, in TOML or JSON lines; SIGHUP reads it again. Requests then need a key,
+    except to /health, /ready and /."""
+    api_key: str | None = Field(default=None, min_length=1, repr=False)
+    """One API key without limits. Better in the environment variable COLONNADE_API_KEY: other users of the machine see
+    the command line."""
+    admin_key: str | None = Field(default=None, min_length=1, repr=False)
+    """Key for POST /admin/drain and /admin/cache/reset, which are refused without; also COLONNADE_ADMIN_KEY."""
     drain_s: float = Field(default=25.0, ge=0, le=1e6)
     """Time for running requests to finish after the server is asked to stop [s]; the default leaves 5 of the 30 s that
     Kubernetes waits."""
-    log: bool = True
-    """Log a line to stderr for each request: time, client, path and status, never its text."""
+    log: LogFormat = "text"
+    """What to log to stderr for each request, never its text: text: a line with time, client, path and status; json: an
+    object with id, key, tokens, times and finish reason too; off: nothing."""
+    metrics_prefix: str = Field(default="colonnade", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", max_length=64)
+    """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
+    origins: tuple[str, ...] = ()
+    """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+
+    @field_validator("origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"serve.origins has {short_repr(origin)}; an origin is SCHEME://HOST[:PORT], or *")
+        return origins
 
     @property
     def page(self) -> int:

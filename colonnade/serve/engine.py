@@ -48,6 +48,7 @@ from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
 from colonnade.serve.text_stream import TextStream
+from colonnade.serve.wait_estimate import WaitEstimate
 
 
 @dataclass(slots=True)
@@ -106,6 +107,7 @@ class Engine:
         """Used by :meth:`add`; another thread may compile a request's grammar before."""
         self._in_flight: tuple[Work, SampledTokens] | None = None
         self._stats = Stats(pages=pages)
+        self._wait_estimate = WaitEstimate()
         self._live: dict[str, _Generation] = {}
         self._queues: dict[str, deque[Output]] = {}
         """Outputs for the readers of :meth:`stream` and :meth:`generate`."""
@@ -114,8 +116,18 @@ class Engine:
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> str:
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        client: str = "",
+        priority: int = 0,
+    ) -> str:
         """Queue a request and return its id; :meth:`step` returns its outputs.
+
+        Requests with a lower ``priority`` start first, and the ``client``s of equal ones in turn.
 
         Outputs gained while a stream was read, or :meth:`generate` ran, are returned by the next step. Raises
         :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (larger than the cache).
@@ -132,12 +144,15 @@ class Engine:
             seed=uuid.uuid4().int >> 65 if params.seed is None else params.seed,
             limit_tokens=limit_tokens(ids, params, context=context, vocab_size=vocab_size, pool=self.scheduler.pool),
             processor=LogitsProcessor.of(ids, params, self.tokenizer, matcher),
+            client=client,
+            priority=priority,
         )
         if request.id in self._live:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
-        self.scheduler.add(request)
+        now_s = time.monotonic()
+        self.scheduler.add(request, now_s)
         text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
-        self._live[request.id] = _Generation(request, text, arrived_s=time.monotonic())
+        self._live[request.id] = _Generation(request, text, arrived_s=now_s)
         return request.id
 
     def step(self) -> list[Output]:
@@ -150,7 +165,7 @@ class Engine:
         """Run one forward pass; returns its outputs, with ``run_ahead`` those of the pass before."""
         if not self.scheduler.busy:
             return []
-        work = self.scheduler.schedule()
+        work = self.scheduler.schedule(time.monotonic())
         ready = (work, self._run(work)) if work.slices else None
         if self.config.run_ahead:
             ready, self._in_flight = self._in_flight, ready
@@ -165,6 +180,13 @@ class Engine:
         if live := request_id in self._live:
             self._finish(self._live[request_id], "cancelled")
         return live
+
+    def expected_wait_s(self, client: str, priority: int, count: int = 1) -> float:
+        """How long the last of ``count`` new requests would wait, about; 0 if a request could start now."""
+        if not self.scheduler.waiting and len(self.scheduler.running) + count <= self.config.max_requests:
+            return 0.0
+        admissions = self.scheduler.waiting.count_before(client, priority, count) + 1
+        return self._wait_estimate.expected_s(time.monotonic(), admissions)
 
     @property
     def busy(self) -> bool:
@@ -184,8 +206,10 @@ class Engine:
 
     def _run(self, work: Work) -> SampledTokens:
         now_s = time.monotonic()
-        for live in (self._live[request.id] for request in work.requests):
-            live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
+        new = [live for request in work.requests if (live := self._live[request.id]).admitted_s is None]
+        for live in new:
+            live.admitted_s = now_s
+        self._wait_estimate.observe(now_s, len(new), len(self.scheduler.waiting))
         broadcast_work(self.model.axes.token_replicas, RUN, work)
         return self._runner(work)
 

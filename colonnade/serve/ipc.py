@@ -1,9 +1,13 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "template"}
-                      {"do": "cancel", "ids"}                                   {"do": "stop"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "stats": {…}}
+    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "template", "client", "priority",
+                       "timeout_s"}
+                      {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
+                      {"do": "tokenize", "ids", "prompt", "messages", …}
+                      {"do": "detokenize", "ids", "tokens"}
+    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
+                      {"event": "answer", "ids", …}           to messages that generate nothing
 
 All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
 that only its user may enter, and nothing is unpickled. A dead engine shows as the end of the stream.
@@ -15,9 +19,11 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import resource
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from colonnade.errors import CapacityError, ColonnadeError, RequestError
@@ -49,6 +55,12 @@ class GenerationRequest:
     """Choices for each prompt."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :meth:`Tokenizer.encode_chat`: ``tools``, ``continue_last``, and variables of the template."""
+    client: str = ""
+    """Whose request it is: the name of an API key, or an address. Clients take turns in the queue."""
+    priority: int = 0
+    """Its class in the queue; lower ones first."""
+    timeout_s: float | None = None
+    """It is refused if it would wait longer, and ended with an error if it takes longer; None: no limit [s]."""
 
     @property
     def num_completions(self) -> int:
@@ -76,6 +88,15 @@ class GenerationRequest:
         else:
             size = sum(_num_bytes(message["content"]) for message in self.messages)
             _check_text_bytes(size, context, longest_token_bytes, "messages")
+
+
+def _size(value: Any) -> int:
+    """Characters of text and numbers in ``value``, about."""
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    if isinstance(value, list):
+        return len(value) + sum(_size(each) for each in value if isinstance(each, Mapping))
+    return len(value) if isinstance(value, str) else 1
 
 
 def _num_bytes(text: str) -> int:
@@ -142,10 +163,20 @@ def _logprob_from_list(values: list[Any]) -> TokenLogprob:
     return TokenLogprob(token, data.encode("latin-1"), logprob, offset, alternatives)
 
 
+def _timed_out(timeout_s: float) -> RequestError:
+    return RequestError(
+        f"the request did not finish within its timeout_s of {timeout_s:g} s; allow more, or ask for fewer tokens",
+        param="timeout_s",
+        status=504,
+        code="timeout",
+    )
+
+
 def error_to_dict(error: ColonnadeError) -> Message:
     """The fields of the :class:`RequestError` that the client gets for ``error``."""
     if isinstance(error, RequestError):
-        return {"message": str(error), "param": error.param, "status": error.status, "code": error.code}
+        names = ("param", "status", "code", "retry_after_s")
+        return {"message": str(error), **{name: getattr(error, name) for name in names}}
     if isinstance(error, CapacityError):
         return {"message": str(error), "param": "prompt", "status": 400, "code": "cache_too_small"}
     return {"message": str(error), "param": None, "status": 500, "code": "server_error"}
@@ -161,6 +192,8 @@ class EngineClient:
         """The most bytes of text that one token stands for."""
         self.tools: ToolNotation | None = None
         """How the model writes tool calls, once it is loaded."""
+        self.pid = 0
+        """Of the engine process (rank 0)."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -172,14 +205,25 @@ class EngineClient:
         self.idle = asyncio.Event()
         """Set while no request runs."""
         self.idle.set()
+        self.stop_requested = asyncio.Event()
+        """Set to ask the server to drain and stop."""
         self._queues: dict[str, asyncio.Queue[Output | RequestError]] = {}
         """By completion id; all completions of one request have the same queue."""
+        self._answers: dict[str, asyncio.Future[Message]] = {}
+        """By the id of the message that asked."""
         self._writer: asyncio.StreamWriter | None = None
 
     @property
     def max_request_tokens(self) -> int:
         """Tokens that a request may have, prompt and output."""
         return min(self.context, self.cache_tokens)
+
+    def resident_bytes(self) -> int:
+        """RSS of the engine process; 0 if it is not known (before it has loaded, or where there is no /proc)."""
+        with contextlib.suppress(OSError):
+            if self.pid:
+                return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return 0
 
     @property
     def running(self) -> int:
@@ -199,6 +243,10 @@ class EngineClient:
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
         live = set(indices)
         self.idle.clear()
+        timer = None
+        if request.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(request.timeout_s, queue.put_nowait, _timed_out(request.timeout_s))
         try:
             self._queues.update(dict.fromkeys(indices, queue))
             submission = submit_message(list(indices), request)
@@ -213,6 +261,8 @@ class EngineClient:
                     raise error
                 yield indices[output.id], output
         finally:
+            if timer:
+                timer.cancel()
             for key in indices:
                 self._queues.pop(key, None)
             if live:
@@ -220,8 +270,26 @@ class EngineClient:
             if not self._queues:
                 self.idle.set()
 
+    async def ask(self, do: str, **fields: Any) -> Message:
+        """Send the message ``do`` and return its answer; raises :class:`RequestError` like :meth:`run`."""
+        if self.failure or self.draining or not self.ready.is_set():
+            raise self.unavailable()
+        key = uuid.uuid4().hex
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        try:
+            message = {"do": do, "ids": [key], **fields}
+            self._write(await to_thread_if_large(4 * _size(fields), encode_message, message))
+            return await answer
+        finally:
+            del self._answers[key]
+            if answer.cancelled():
+                self._send({"do": "cancel", "ids": [key]})
+
     def abort(self) -> None:
         """End all running requests with an error."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self.unavailable())
         for queue in set(self._queues.values()):
             queue.put_nowait(self.unavailable())
 
@@ -256,12 +324,19 @@ class EngineClient:
     def _receive(self, message: Message) -> None:
         if message["event"] == "refused":
             error = dict(message["error"])
-            self._deliver(message["ids"][0], RequestError(error.pop("message"), **error))
+            refusal = RequestError(error.pop("message"), **error)
+            self._deliver(message["ids"][0], refusal)
+            if (answer := self._answers.get(message["ids"][0])) and not answer.done():
+                answer.set_exception(refusal)
+            return
+        if message["event"] == "answer":
+            if (answer := self._answers.get(message["ids"][0])) and not answer.done():
+                answer.set_result(message)
             return
         self.stats = Stats(**message["stats"])
         if message["event"] == "ready":
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
-            self.longest_token_bytes = message["longest_token_bytes"]
+            self.longest_token_bytes, self.pid = message["longest_token_bytes"], message["pid"]
             self.tools = ToolNotation.from_dict(message["tools"])
             self.ready.set()
         for values in message.get("outputs", ()):

@@ -132,6 +132,14 @@ class PagePool:
                 else:
                     self._free[page % self.ranks].append(page)
 
+    def forget_cached(self) -> None:
+        """Empty the prefix cache: no page is found any more; those with references stay with their requests."""
+        for free, evictable in zip(self._free, self._evictable, strict=True):
+            free.extend(evictable)
+            evictable.clear()
+        self._hash_of.clear()
+        self._page_of.clear()
+
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
         """Check that ``tables``, all the page tables there are, account for every reference and every free page."""
         references = Counter(page for table in tables for page in table)

@@ -46,6 +46,10 @@ class Request:
     """Tokens to generate, at most."""
     processor: "LogitsProcessor | None" = None
     """Changes the logits; None samples them unchanged."""
+    client: str = ""
+    """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
+    priority: int = 0
+    """Its class in the queue; lower ones first."""
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     """The page table: token i is in pages[i // page_tokens]."""

@@ -2,27 +2,31 @@
 
 Requests join and leave at every step (Yu 2022, Orca, §3.1), and long prompts are split into chunks that run together
 with the decodes, so that a new prompt never stalls the others (Agrawal 2024, Sarathi-Serve, §4). Each step is filled in
-this order, first come, first served:
+this order:
 
     1. decodes          one token each; they always fit, because requests are admitted only into unused budget
-    2. running prefills as many tokens as the budget allows
-    3. new prompts      admitted, in order, while pages for all their tokens are free
+    2. running prefills as many tokens as the budget allows, in order of admission
+    3. new prompts      admitted in the order of the fair queue, while pages for all the tokens of its first are free
 
-When a decode finds no free page, the youngest running request is preempted: it gives up its pages, returns to the head
-of the queue and is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output
-unchanged. A request starts after the pages of its prefix that are still cached, whichever request computed them.
-``running + waiting`` is therefore always in order of arrival, the oldest request always advances, and since any single
-request fits into the pool, every request ends.
+The queue (:mod:`colonnade.serve.fair_queue`) orders requests by priority, and clients in turn. When a decode finds no
+free page, the request that was admitted last is preempted: it gives up its pages, returns to the head of the queue and
+is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output unchanged. A request
+starts after the pages of its prefix that are still cached, whichever request computed them.
 
-Pure Python: no tensors, no clock, no model.
+No request starves. ``running`` and then the preempted requests are always in order of first admission, so the one that
+was admitted first always advances, and since any single request fits into the pool, every admitted request ends. In the
+queue a request that others overtake rises a class every 30 s, so it becomes the first, and the first is admitted as
+soon as enough of the running requests have ended.
+
+Pure Python: no tensors, no clock (the caller passes the time), no model.
 """
 
 import heapq
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import RequestError
+from colonnade.serve.fair_queue import FairQueue
 from colonnade.serve.page_pool import PagePool, extend_page_hashes
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sample_args import SampleArgs
@@ -81,7 +85,7 @@ class Scheduler:
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
         self.batch_rows = BatchRows(max_requests)
-        self.waiting: deque[Request] = deque()
+        self.waiting = FairQueue()
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         """Tokens of admitted requests looked up in the prefix cache, and found there."""
@@ -96,8 +100,11 @@ class Scheduler:
         """True if one more request would be refused."""
         return len(self.waiting) >= self.max_waiting
 
-    def add(self, request: Request) -> None:
-        """Queue ``request``; RequestError (429) if the queue is full, CapacityError if it can never fit."""
+    def add(self, request: Request, now_s: float = 0.0) -> None:
+        """Queue ``request`` at the time ``now_s``.
+
+        Raises RequestError (429) if the queue is full, CapacityError if the request can never fit.
+        """
         self.pool.check_fits(len(request.prompt) + request.limit_tokens - 1)  # the last token is never run
         if self.full:
             raise RequestError(
@@ -106,14 +113,15 @@ class Scheduler:
                 status=429,
                 code="queue_full",
             )
-        self.waiting.append(request)
+        self.waiting.append(request, now_s)
 
-    def schedule(self) -> Work:
-        """Choose the tokens of the next forward pass; at most one scheduled pass may be uncommitted.
+    def schedule(self, now_s: float = 0.0) -> Work:
+        """Choose the tokens of the next forward pass, at the time ``now_s``; at most one may be uncommitted.
 
         Empty if there are no requests, or if all wait for the commit.
         """
         budget, chosen = self.token_budget, []
+        self.waiting.advance(now_s)
 
         for request in [r for r in self.running if r.pending == 1 and not r.complete and not r.needs_commit]:
             if request.status is Status.RUNNING and self._grow(request):
@@ -152,7 +160,11 @@ class Scheduler:
         A pass in flight may still write into them: that is safe, because whatever is scheduled later runs later.
         """
         if request.status is not Status.FINISHED:
-            (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+            if request.status is Status.RUNNING:
+                self.running.remove(request)
+                self.waiting.refund(request)
+            else:
+                self.waiting.remove(request)
             self._release(request, Status.FINISHED)
 
     def audit(self) -> None:
@@ -188,10 +200,11 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Start the first waiting request, with pages for all its tokens, if they are free."""
-        if not self.waiting or len(self.running) == self.max_requests or self.waiting[0].in_flight:
+        first = self.waiting.first
+        if first is None or len(self.running) == self.max_requests or first.in_flight:
             return None
-        prefix = self._cached_prefix(self.waiting[0])
-        needed = self.pool.pages_for(len(self.waiting[0].ids)) - len(prefix)
+        prefix = self._cached_prefix(first)
+        needed = self.pool.pages_for(len(first.ids)) - len(prefix)
         if needed > self.pool.free - self.pool.count_unreferenced(prefix):
             return None
         request = self.waiting.popleft()
@@ -231,11 +244,11 @@ class Scheduler:
         if self.pool.pages_for(request.length) == len(request.pages):
             return True
         while not self.pool.free:
-            youngest = self.running.pop()
-            self._release(youngest, Status.WAITING)
-            self.waiting.appendleft(youngest)
+            last = self.running.pop()
+            self._release(last, Status.WAITING)
+            self.waiting.appendleft(last)
             self.preemptions += 1
-            if youngest is request:
+            if last is request:
                 return False
         request.pages += self.pool.allocate(1, request.pages)
         return True

@@ -21,7 +21,8 @@ import uvicorn
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.base import plural
 from colonnade.errors import ConfigError, Interrupted, PlanError
-from colonnade.serve.api.middleware import ACCESS_LOG
+from colonnade.serve.api.api_keys import KeyRing
+from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
 from colonnade.serve.engine_process import engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
@@ -54,7 +55,8 @@ def serve(
     """Serve the model that ``load(context)`` returns in each engine process, until SIGINT or SIGTERM.
 
     Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
-    stops. Must run in the main thread. Raises :class:`ConfigError` if the port cannot be bound, whatever loading
+    stops. Must run in the main thread. Raises :class:`ConfigError` if the port cannot be bound
+    or the key file cannot be read, whatever loading
     raises, :class:`PlanError` if an engine process died, and :class:`Interrupted` for a signal while it loads or for a
     second signal.
     """
@@ -64,8 +66,9 @@ def serve(
             f"a server lays its model out over tp and cp ranks only, not over {plan}; set only --plan.tp, "
             "--plan.cp, --plan.ep and --plan.sh"
         )
+    keys = KeyRing(config.keys, config.api_key)
     with _listen(config) as listener:
-        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce))
+        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, keys, announce))
 
 
 async def _serve(
@@ -75,17 +78,20 @@ async def _serve(
     config: ServeConfig,
     name: str,
     device: str,
+    keys: KeyRing,
     announce: Callable[[str], object],
 ) -> None:
     stop, engine = _StopSignals(), EngineClient()
+    if config.keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, keys, announce)
     announce(f"loading {name}")
     server = _Server(
         uvicorn.Config(
-            build_app(engine, name, config),
+            build_app(engine, name, config, keys),
             lifespan="off",
             ws="none",
-            log_config=ACCESS_LOG if config.log else None,
-            access_log=config.log,
+            log_config={"off": None, "text": ACCESS_LOG, "json": JSON_LOG}[config.log],
+            access_log=config.log == "text",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
@@ -99,9 +105,10 @@ async def _serve(
             announce(f"stopped before {name} was loaded")
             raise Interrupted(stop.signal)
         announce(_ready_message(name, _url(listener), engine, config))
-        await wait_first(stop.graceful.wait(), engine.exited.wait(), server.closed.wait())
+        ends = (stop.graceful, engine.stop_requested, engine.exited, server.closed)
+        await wait_first(*(event.wait() for event in ends))
         engine.draining = True
-        if stop.signal:
+        if stop.signal or engine.stop_requested.is_set():
             announce(_shutdown_message(engine.running, config.drain_s))
         await wait_first(engine.idle.wait(), stop.immediate.wait(), timeout_s=config.drain_s)
         engine.abort()
@@ -161,6 +168,14 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
+    """Read the key file again, or keep the keys and say why."""
+    try:
+        announce(keys.reload())
+    except ConfigError as error:
+        announce(f"{error}; the old keys stay valid")
 
 
 def _ready_message(name: str, url: str, engine: EngineClient, config: ServeConfig) -> str:

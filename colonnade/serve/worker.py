@@ -11,6 +11,7 @@ HTTP process exits, the connection closes and the engine stops.
 
 import dataclasses
 import gc
+import os
 import queue
 import socket
 import threading
@@ -27,6 +28,7 @@ from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
 from colonnade.serve.sampling_params import SamplingParams, choice_seed
 from colonnade.serve.structured_outputs import StructuredOutputs
+from colonnade.serve.tokenize_messages import answer_message, work_size
 from colonnade.serve.tool_calls import ToolNotation
 
 Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
@@ -83,17 +85,18 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     threading.Thread(target=_read_messages, args=(connection, engine, inbox), daemon=True).start()
     limits: Message = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
     limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
-    notation = ToolNotation.of(engine.tokenizer, engine.config.tool_format)
-    limits["tools"] = notation.to_dict()
-    connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
+    limits["tools"] = ToolNotation.of(engine.tokenizer, engine.config.tool_format).to_dict()
+    connection.sendall(
+        encode_message({"event": "ready", **limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)})
+    )
     while True:
         for message in receive_messages(engine, inbox):
             if isinstance(message, BaseException):
                 raise message
             if message["do"] == "stop":
                 return
-            if refusal := _handle(engine, message):
-                connection.sendall(encode_message(refusal))
+            if reply := _handle(engine, message):
+                connection.sendall(encode_message(reply))
         outputs = [output_to_dict(output) for output in engine.step()]
         event = {"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}
         connection.sendall(encode_message(event))
@@ -113,18 +116,25 @@ def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message |
 
 
 def _handle(engine: Engine, message: Message) -> Message | None:
-    """Add or cancel the requests of ``message``; returns the refusal to send if they cannot be added."""
+    """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
     if message["do"] == "cancel":
         for key in message["ids"]:
             engine.cancel(key)
         return None
+    if message["do"] == "answer":
+        return message["event"]
+    if message["do"] == "reset_cache":
+        engine.scheduler.pool.forget_cached()
+        return {"event": "answer", "ids": message["ids"]}
     if "refusal" in message:
         return message["refusal"]
     try:
         _check_queue(engine, len(message["ids"]))
+        _check_wait(engine, message)
         params, n = _sampling_params(message["params"]), message["n"]
+        who = {"client": message["client"], "priority": message["priority"]}
         for i, key in enumerate(message["ids"]):
-            engine.add(message["tokens"][i // n], _choice_params(params, i % n), request_id=key)
+            engine.add(message["tokens"][i // n], _choice_params(params, i % n), request_id=key, **who)
     except ColonnadeError as error:
         for key in message["ids"]:  # none of them has run yet
             engine.cancel(key)
@@ -158,6 +168,22 @@ def _check_queue(engine: Engine, count: int) -> None:
         )
 
 
+def _check_wait(engine: Engine, message: Message) -> None:
+    """Raise :class:`RequestError` (429) for a request that would probably not start within its ``timeout_s``."""
+    if (timeout_s := message["timeout_s"]) is None:
+        return
+    wait_s = engine.expected_wait_s(message["client"], message["priority"], len(message["ids"]))
+    if wait_s > timeout_s:
+        raise RequestError(
+            f"the request would wait about {wait_s:.2g} s before it starts, longer than its timeout_s of "
+            f"{timeout_s:g} s; try again later, or allow more",
+            param="timeout_s",
+            status=429,
+            code="timeout_expected",
+            retry_after_s=wait_s - timeout_s,
+        )
+
+
 def _refusal(message: Message, error: ColonnadeError) -> Message:
     """The event that refuses ``message``, with the name of the parameter that the client has sent."""
     details = error_to_dict(error)
@@ -175,7 +201,7 @@ def _read_messages(connection: socket.socket, engine: Engine, inbox: queue.Simpl
         with suppress(OSError), connection.makefile("rb") as lines:  # OSError: the HTTP process was killed
             for line in lines:
                 message = decode_message(line)
-                if message["do"] == "submit" and _is_slow(message):
+                if _is_slow(message):
                     large.add(message)
                 elif message["do"] != "cancel" or not large.cancel(message["ids"]):
                     inbox.put(_prepare(message, engine))
@@ -228,12 +254,17 @@ class _LargeRequests:
 
 def _is_slow(message: Message) -> bool:
     """Whether the submission has much text, tools, or a grammar, which takes milliseconds to compile."""
-    grammar, tools = message["params"]["structured_outputs"], message["template"].get("tools")
-    return bool(grammar or tools) or _text_size(message) > LARGE_TEXT
+    if message["do"] == "submit" and (message["params"]["structured_outputs"] or message["template"].get("tools")):
+        return True
+    return _text_size(message) > LARGE_TEXT
 
 
 def _text_size(message: Message) -> int:
-    """Characters of text that must be tokenised."""
+    """Characters of text that must be tokenised, or ids to decode."""
+    if message["do"] in ("tokenize", "detokenize"):
+        return work_size(message)
+    if message["do"] != "submit":
+        return 0
     if message["messages"] is not None:
         return sum(len(each["content"]) for each in message["messages"])
     return sum(len(prompt) for prompt in message["prompts"] if isinstance(prompt, str))
@@ -242,8 +273,10 @@ def _text_size(message: Message) -> int:
 def _prepare(message: Message, engine: Engine, wanted: Callable[[], bool] = lambda: True) -> Message:
     """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False.
 
-    Compiles its grammar, which the engine keeps.
+    Compiles its grammar, which the engine keeps. A request to tokenise or decode becomes its answer.
     """
+    if message["do"] in ("tokenize", "detokenize"):
+        return {"do": "answer", "event": answer_message(message, engine.tokenizer)}
     if message["do"] != "submit":
         return message
     try:

@@ -1,4 +1,4 @@
-"""Any interleaving of arrivals, steps, cancellations and preemptions: no leaks, first come first served."""
+"""Any interleaving of arrivals, steps, cancellations and preemptions: no leaks, and no request starves."""
 
 import pytest
 from hypothesis import settings
@@ -54,7 +54,8 @@ class Serving(RuleBasedStateMachine):
         self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> the token whose key and value it holds
         self.live: list[Request] = []
         self.arrived = 0
-        self.admitted: list[int] = []
+        self.admitted: list[Request] = []
+        self.now_s = 1000.0
         self.texts: list[list[int]] = []
         self.run_ahead, self.flying, self.last = run_ahead, None, []
 
@@ -64,23 +65,27 @@ class Serving(RuleBasedStateMachine):
         limit=st.integers(1, 12),
     )  # fmt: skip
     def arrive_with_a_known_beginning(self, which: int, length: int, more: list[int], limit: int):
-        self.arrive(self.texts[which % len(self.texts)][:length] + more, limit)
+        self.arrive(self.texts[which % len(self.texts)][:length] + more, limit, "a", 0)
 
-    @rule(prompt=st.lists(st.integers(0, 96), min_size=1, max_size=20), limit=st.integers(1, 12))
-    def arrive(self, prompt: list[int], limit: int):
+    @rule(
+        prompt=st.lists(st.integers(0, 96), min_size=1, max_size=20), limit=st.integers(1, 12),
+        client=st.sampled_from("ab"), priority=st.integers(-1, 1),
+    )  # fmt: skip
+    def arrive(self, prompt: list[int], limit: int, client: str, priority: int):
         request = Request(
-            id=str(self.arrived), prompt=tuple(prompt), params=SamplingParams(), seed=0, limit_tokens=limit
-        )
+            id=str(self.arrived), prompt=tuple(prompt), params=SamplingParams(), seed=0, limit_tokens=limit,
+            client=client, priority=priority,
+        )  # fmt: skip
         full = len(self.scheduler.waiting) >= self.scheduler.max_waiting
         if self.pool.pages_for(len(prompt) + limit - 1) > self.pool.pages:
             with pytest.raises(CapacityError, match=r"needs \d+ cache pages .* --serve.cache_bytes"):
-                self.scheduler.add(request)
+                self.scheduler.add(request, self.now_s)
         elif full:
             with pytest.raises(RequestError) as refusal:
-                self.scheduler.add(request)
+                self.scheduler.add(request, self.now_s)
             assert refusal.value.status == 429
         else:
-            self.scheduler.add(request)
+            self.scheduler.add(request, self.now_s)
             self.texts.append(request.ids)
             self.live.append(request)
             self.arrived += 1
@@ -93,23 +98,30 @@ class Serving(RuleBasedStateMachine):
         self.scheduler.finish(request)  # finishing twice is harmless
         assert request.status is Status.FINISHED and not request.pages
 
+    @rule()
+    def reset_cache(self):
+        self.pool.forget_cached()
+        assert not self.texts or not self.pool.find_cached(self.live[0].page_hashes if self.live else [])
+
     @precondition(lambda self: self.live)
-    @rule(steps=st.integers(1, 4))
-    def step(self, steps: int):
+    @rule(steps=st.integers(1, 4), step_s=st.sampled_from([0.0, 0.5, 20.0]))
+    def step(self, steps: int, step_s: float):
         for _ in range(steps):
+            self.now_s += step_s
             self.one_step()
 
     def one_step(self):
         if not self.live:
             return
         before = self.scheduler.preemptions, list(self.scheduler.running)
-        work = self.scheduler.schedule()
+        queued = list(self.scheduler.waiting)
+        work = self.scheduler.schedule(self.now_s)
         if self.scheduler.preemptions > before[0]:  # pages are short: no new request may get any in the same step
             assert set(work.requests) <= set(before[1])
         assert work.tokens <= self.scheduler.token_budget
         assert len(self.scheduler.running) <= self.scheduler.max_requests
         assert sum(not r.complete for r in self.scheduler.running) <= self.scheduler.token_budget
-        self.check_first_come_first_served(work.requests)
+        self.check_order(queued)
         ready = (work, self.run_work(work)) if work.slices else None
         if self.run_ahead:
             ready, self.flying = self.flying, ready
@@ -154,11 +166,16 @@ class Serving(RuleBasedStateMachine):
             ids.append(next_token(ids))
         return ids[:length]
 
-    def check_first_come_first_served(self, requests: tuple[Request, ...]):
-        for request in requests:
-            if int(request.id) not in self.admitted:
-                self.admitted.append(int(request.id))
-        assert self.admitted == sorted(self.admitted)
+    def check_order(self, queued: list[Request]):
+        """Running and preempted requests are in order of admission, and so are a client's requests of one class."""
+        for request in (request for request in self.scheduler.running if request not in self.admitted):
+            before = [r for r in queued if (r.client, r.priority) == (request.client, request.priority)]
+            rest = [r for r in before if r not in self.admitted]
+            assert rest[0] is request, "an earlier request of the same client still waits"
+            assert not any(r in self.admitted for r in self.scheduler.waiting), "a preempted request was overtaken"
+            self.admitted.append(request)
+        preempted = [r for r in self.scheduler.waiting if r in self.admitted]
+        assert [*self.scheduler.running, *preempted] == [r for r in self.admitted if r in self.live]
 
     def check_output(self, request: Request):
         assert request.ids == self.text_of(request, len(request.ids))
@@ -170,7 +187,7 @@ class Serving(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.audit()
             alive = [*self.scheduler.running, *self.scheduler.waiting]
-            assert [r.id for r in alive] == [r.id for r in self.live]  # both in order of arrival
+            assert len(alive) == len(self.live) and set(alive) == set(self.live)
             assert self.pool.used + self.pool.free == self.pool.pages
 
     def teardown(self):

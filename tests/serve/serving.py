@@ -60,7 +60,7 @@ class Running:
 @contextmanager
 def start(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
     """A server that is still starting, without a URL; killed at the end if it still runs."""
-    options = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, "log": False, **config}})
+    options = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, "log": "off", **config}})
     command = [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", options]
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         process = subprocess.Popen(

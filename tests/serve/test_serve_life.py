@@ -253,7 +253,7 @@ def test_signal_while_loading_stops_the_server(number: signal.Signals, delay_s: 
 
 
 def test_cache_limit_is_advertised_and_log_omits_prompts():
-    with server(log=True, pages=3) as running:
+    with server(log="text", pages=3) as running:
         assert "; the cache limits a request to 48 tokens of the model's 128: raise --serve.pages" in running.greeting
         model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
         assert model["max_model_len"] == 48

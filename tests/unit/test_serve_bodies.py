@@ -107,7 +107,7 @@ def test_openapi_lists_status_codes_and_schemas():
         ("/v1/chat/completions", "ChatReply", "ChatChunk"),
     ):
         responses = description["paths"][path]["post"]["responses"]
-        assert set(responses) == {"200", "400", "404", "413", "429", "500", "503", "4XX"}
+        assert set(responses) == {"200", "400", "401", "403", "404", "413", "429", "500", "503", "504", "4XX"}
         shapes = {status: reply["content"]["application/json"]["schema"]["$ref"] for status, reply in responses.items()}
         assert shapes.pop("200").endswith(f"/{whole}")
         assert {shape.rsplit("/")[-1] for shape in shapes.values()} == {"ErrorReply"}

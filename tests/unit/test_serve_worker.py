@@ -66,10 +66,10 @@ class GatedTokenizer:
     def __init__(self):
         self.gate = threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         if len(text) > LARGE_TEXT:
             assert self.gate.wait(60)
-        return tiny.tokenizer().encode(text)
+        return tiny.tokenizer().encode(text, special)
 
 
 def test_a_large_prompt_is_tokenised_beside_the_others(engine: Engine):
@@ -91,11 +91,17 @@ def test_a_large_prompt_is_tokenised_beside_the_others(engine: Engine):
         near.sendall(encode_message({"do": "cancel", "ids": ["small"]}))
         assert inbox.get(timeout=60) == {"do": "cancel", "ids": ["small"]}
         send("last", LARGE_TEXT + 1)
+        for name, length in (("long", LARGE_TEXT + 1), ("short", 3)):
+            asked = {"prompt": "a" * length, "messages": None, "special": True, "strings": False}
+            near.sendall(encode_message({"do": "tokenize", "ids": [name], **asked}))
+        answer = inbox.get(timeout=60)
+        assert answer["event"]["ids"] == ["short"] and answer["event"]["tokens"] == tiny.tokenizer().encode("aaa")
         tokenizer.gate.set()
         large = inbox.get(timeout=60)
         assert large["ids"] == ["large"]
         assert large["tokens"] == [tiny.tokenizer().encode("a" * (LARGE_TEXT + 1))]
         assert inbox.get(timeout=60)["ids"] == ["last"], "the cancelled one is dropped"
+        assert inbox.get(timeout=60)["event"]["ids"] == ["long"]
         near.shutdown(socket.SHUT_WR)
         assert inbox.get(timeout=60) == {"do": "stop"}
     reader.join(60)

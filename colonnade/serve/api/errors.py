@@ -1,6 +1,7 @@
 """Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for every failed request."""
 
 import json
+import math
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -9,13 +10,16 @@ from starlette.exceptions import HTTPException
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.replies import ErrorReply
+from colonnade.serve.api.request_record import record_of
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 """OpenAI's error type by status; "invalid_request_error" for all others."""
 
@@ -23,7 +27,7 @@ MAX_VALUE_CHARACTERS = 80
 """Longer values are cut off in error messages."""
 
 RETRY_AFTER_S = 1
-"""Retry-After of a 429 and a 503 [s]."""
+"""Retry-After of a 429 and a 503 if the time is not known [s]."""
 
 
 def error_body(error: RequestError) -> ErrorReply:
@@ -34,7 +38,10 @@ def error_body(error: RequestError) -> ErrorReply:
 
 def error_reply(error: RequestError) -> JSONResponse:
     """The response that refuses a request."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
+    wait_s = RETRY_AFTER_S if error.retry_after_s is None else max(1, math.ceil(error.retry_after_s))
+    headers = {"Retry-After": str(wait_s)} if error.status in (429, 503) else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
@@ -53,8 +60,11 @@ def install(app: FastAPI) -> None:
         return error_reply(RequestError(what, status=error.status_code))
 
     @app.exception_handler(Exception)
-    async def internal_error(_request: Request, error: Exception) -> JSONResponse:
-        return error_reply(RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error"))
+    async def internal_error(request: Request, error: Exception) -> JSONResponse:
+        what = RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error")
+        reply = error_reply(what)
+        reply.headers["x-request-id"] = record_of(request.scope).id  # this is outside of the middleware that adds it
+        return reply
 
 
 def format_value(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names with the prefix ``colonnade:``, so that vLLM's dashboards need one change.
+"""Prometheus metrics under vLLM's names with the prefix ``colonnade:``, or with ``vllm:`` for vLLM's dashboards.
 
 Counters and gauges are the engine's, read at each scrape; latencies are measured here, as clients see them.
 """
@@ -6,7 +6,7 @@ Counters and gauges are the engine's, read at each scrape; latencies are measure
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,18 +26,31 @@ LATENCIES = {
 }
 
 
+LENGTH_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+"""Buckets of the histograms of lengths [tokens]."""
+
+LENGTHS = {
+    "request_prompt_tokens": "Tokens of the prompt.",
+    "request_generation_tokens": "Tokens generated.",
+}
+
+
 class Metrics:
     """The metrics of one server; ``model`` is their label."""
 
-    def __init__(self, engine: EngineClient, model: str):
+    def __init__(self, engine: EngineClient, model: str, prefix: str = "colonnade"):
         self._registry, self._model = CollectorRegistry(), model
-        self._registry.register(_EngineStats(engine, model))
+        self._registry.register(_EngineStats(engine, model, prefix))
+        ProcessCollector(registry=self._registry)
+        names = [(name, text, LATENCY_BUCKETS_S) for name, text in LATENCIES.items()]
+        names += [(name, text, LENGTH_BUCKETS) for name, text in LENGTHS.items()]
         self._histograms = {
-            name: Histogram(
-                f"colonnade:{name}", text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry
-            )
-            for name, text in LATENCIES.items()
+            name: Histogram(f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
+            for name, text, buckets in names
         }
+        self._requests = Counter(
+            f"{prefix}:http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry
+        )
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -47,9 +60,13 @@ class Metrics:
         """A timer for a request that arrives now."""
         return RequestTimer(self)
 
-    def observe(self, name: str, seconds: float) -> None:
-        """Record a latency [s]."""
-        self._histograms[name].labels(self._model).observe(seconds)
+    def observe(self, name: str, value: float) -> None:
+        """Record a latency [s] or a length [tokens]."""
+        self._histograms[name].labels(self._model).observe(value)
+
+    def count_request(self, route: str, status: int) -> None:
+        """Count an answer; ``route`` is the pattern of its path, empty if there is none."""
+        self._requests.labels(route, str(status)).inc()
 
 
 class RequestTimer:
@@ -72,16 +89,24 @@ class RequestTimer:
             observe("request_queue_time_seconds", output.timing.queue_s)
             observe("request_prefill_time_seconds", output.timing.prefill_s)
             observe("request_decode_time_seconds", output.timing.decode_s)
+            observe("request_prompt_tokens", output.prompt_tokens)
+            observe("request_generation_tokens", output.generated_tokens)
 
 
 class _EngineStats(Collector):
     """The engine's counters, as of its last message."""
 
-    def __init__(self, engine: EngineClient, model: str):
-        self._engine, self._model = engine, model
+    def __init__(self, engine: EngineClient, model: str, prefix: str):
+        self._engine, self._model, self._prefix = engine, model, prefix
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
+        if rss_bytes := self._engine.resident_bytes():
+            family = GaugeMetricFamily(
+                f"{self._prefix}:engine_resident_memory_bytes", "RSS of the engine process.", labels=["model_name"]
+            )
+            family.add_metric([self._model], rss_bytes)
+            yield family
         gauges = {
             "num_requests_running": (stats.running, "Requests with cache pages."),
             "num_requests_waiting": (stats.waiting, "Requests in the queue."),
@@ -98,11 +123,13 @@ class _EngineStats(Collector):
         }
         for families, kind in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
             for name, (value, text) in families.items():
-                family = kind(f"colonnade:{name}", text, labels=["model_name"])
+                family = kind(f"{self._prefix}:{name}", text, labels=["model_name"])
                 family.add_metric([self._model], value)
                 yield family
         ended = CounterMetricFamily(
-            "colonnade:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
+            f"{self._prefix}:request_success",
+            "Requests that ended, by reason.",
+            labels=["model_name", "finished_reason"],
         )
         for reason, count in stats.finished.items():
             ended.add_metric([self._model, reason], count)

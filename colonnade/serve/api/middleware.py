@@ -7,6 +7,7 @@ line a request on stderr, with the route and the status but never a prompt or an
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,6 +57,17 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
 
+def cors_options(origins: Sequence[str]) -> dict[str, Any]:
+    """Arguments of Starlette's CORSMiddleware that allow ``origins`` to use every route, without cookies."""
+    limits = (f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens"))
+    return {
+        "allow_origins": list(origins),
+        "allow_methods": ["GET", "HEAD", "POST"],
+        "allow_headers": ["*"],
+        "expose_headers": ["x-request-id", "retry-after", *limits],
+    }
+
+
 PROBES = ("/health", "/ready", "/metrics")
 """Routes that monitoring requests every few seconds; only failures are logged."""
 
@@ -85,4 +97,12 @@ ACCESS_LOG: dict[str, Any] = {
     "handlers": {"access": {"class": "logging.StreamHandler", "formatter": "access", "filters": ["probes"]}},
     "loggers": {"uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False}},
 }
-"""Configuration for :func:`logging.config.dictConfig`."""
+"""Configuration for :func:`logging.config.dictConfig`: uvicorn's lines."""
+
+JSON_LOG: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"requests": {"class": "logging.StreamHandler"}},
+    "loggers": {"colonnade.requests": {"handlers": ["requests"], "level": "INFO", "propagate": False}},
+}
+"""The same for the lines of :mod:`colonnade.serve.api.request_log`."""

@@ -454,11 +454,14 @@ SCHEMA = "#/components/schemas/{model}"
 
 _REFUSALS = {
     400: "A bad value, or more tokens than the context or the cache allows",
+    401: "No API key, or an unknown one",
+    403: "The API key may not do this",
     404: "No model of this name",
     413: "A body over --serve.max_body_bytes",
-    429: "The queue is full; Retry-After says when to try again",
+    429: "The queue is full, or a wait over timeout_s is expected; Retry-After says when to try again",
     500: "The model's logits were not finite, or a bug",
     503: "The server is loading or stopping, or its engine died; Retry-After says when to try again",
+    504: "The request took longer than its timeout_s",
     "4XX": "Any other refusal",  # without it, FastAPI would add its own 422, which is never sent
 }
 

@@ -26,6 +26,11 @@ MAX_CHOICES = 16
 
 MAX_TOKEN_DIGITS = 9
 """Longest token id of ``logit_bias``."""
+MAX_PRIORITY = 100
+"""Largest absolute value of a priority: a request rises one class in 30 s, and each must become the first some day."""
+
+MAX_TIMEOUT_S = 1e6
+"""Largest timeout [s]."""
 
 SIMILARITY_CUTOFF = 0.75
 """Least similarity of an unknown name to the one suggested in its place (difflib's ratio)."""
@@ -132,6 +137,8 @@ class Body(BaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -5,6 +5,7 @@ is closed however the handler ends.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -15,16 +16,23 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.middleware.cors import CORSMiddleware
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
+from colonnade.serve.api.admin import install_admin
+from colonnade.serve.api.api_keys import KeyRing
+from colonnade.serve.api.auth import Authenticate
 from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.chat_schemas import ChatBody
 from colonnade.serve.api.metrics import Metrics
-from colonnade.serve.api.middleware import BodyLimit
+from colonnade.serve.api.middleware import BodyLimit, cors_options
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
+from colonnade.serve.api.request_log import RequestLog
+from colonnade.serve.api.request_record import RequestRecord, record_of
 from colonnade.serve.api.request_schemas import Body, CompletionBody
+from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.ipc import EngineClient, GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
 
@@ -35,14 +43,21 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that has disconnected; it appears in the log only."""
 
 
-def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
-    """The application that serves ``engine`` under the name ``model``."""
+def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRing | None = None) -> FastAPI:
+    """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    keys = keys or KeyRing(None, None)
+    app.add_middleware(
+        Authenticate, keys=keys, admin_key=config.admin_key, model=model, max_body_bytes=config.max_body_bytes
+    )
+    if config.origins:
+        app.add_middleware(CORSMiddleware, **cors_options(config.origins))
+    metrics = Metrics(engine, model, config.metrics_prefix)
+    app.add_middleware(RequestLog, model=model, count=metrics.count_request, log=config.log == "json")
     errors.install(app)
     replies.describe_chunks(app)
-    metrics = Metrics(engine, model)
     created = int(time.time())
 
     def card() -> replies.ModelCard:
@@ -117,7 +132,10 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
                 param="prompt",
                 code="too_many_prompts",
             )
-        outputs = _with_metrics(engine.run(generation), metrics)
+        record = record_of(request.scope)
+        priority = record.priority(body.priority)
+        generation = dataclasses.replace(generation, client=record.client, priority=priority, timeout_s=body.timeout_s)
+        outputs = _with_metrics(engine.run(generation), metrics, record)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
             first = await _unless_disconnected(request, anext(outputs))
@@ -128,6 +146,8 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
             return EventSourceResponse(events, sep="\n")
         return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder, Usage(body.n or 1))))
 
+    install_admin(app, engine)
+    install_tokenize(app, engine, check_model)
     return app
 
 
@@ -143,12 +163,13 @@ def _readiness(
     return "queue full" if engine.stats.waiting >= config.max_waiting else "ready"
 
 
-async def _with_metrics(outputs: Outputs, metrics: Metrics) -> Outputs:
-    """``outputs``, each observed by a timer."""
+async def _with_metrics(outputs: Outputs, metrics: Metrics, record: RequestRecord) -> Outputs:
+    """``outputs``, each observed by a timer and ``record``."""
     timer = metrics.start_timer()
     async with aclosing(outputs):
         async for index, output in outputs:
             timer.observe_output(index, output)
+            record.observe(index, output)
             yield index, output
 
 

@@ -1,0 +1,125 @@
+"""ASGI middleware that asks for API keys and applies their limits.
+
+    401   no key, or an unknown one          403   a model that the key may not use; /admin without the admin key
+    429   over a rate limit, with Retry-After
+
+It comes before anything that reads a body. Every answer to a limited key has OpenAI's x-ratelimit headers.
+"""
+
+import hmac
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from colonnade.errors import RequestError
+from colonnade.serve.api.api_keys import KeyRing, KeyState
+from colonnade.serve.api.errors import error_reply
+from colonnade.serve.api.rate_limit import Excess
+from colonnade.serve.api.request_record import record_of
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""Paths that need no key."""
+
+ADMIN_PREFIX = "/admin/"
+
+
+class Authenticate:
+    """ASGI middleware around the application that serves ``model``."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, admin_key: str | None, model: str, max_body_bytes: int):
+        self.app, self.keys, self.model, self.max_body_bytes = app, keys, model, max_body_bytes
+        self._admin_key = None if admin_key is None else admin_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application, or refuse the request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            state = self._authenticate(scope)
+        except RequestError as refusal:
+            await self._refuse(refusal, scope, receive, send)
+            return
+        if state is None:
+            await self.app(scope, receive, send)
+            return
+        limiter, record = state.limiter, record_of(scope)
+        record.key, record.client = state, state.key.name
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(limiter.headers(time.monotonic()))
+            await send(message)
+
+        excess = limiter.start(time.monotonic())
+        if excess:
+            await self._refuse(_over_limit(excess), scope, receive, send_with_limits)
+            return
+        try:
+            if not self._may_use_model(scope, state):
+                await self._refuse(self._model_refused(), scope, receive, send_with_limits)
+            else:
+                await self.app(scope, receive, send_with_limits)
+        finally:
+            limiter.end()
+
+    def _authenticate(self, scope: Scope) -> KeyState | None:
+        """The state of the request's key, if it has one; raises :class:`RequestError` (401, 403)."""
+        secret = _bearer(Headers(scope=scope))
+        if scope["path"].startswith(ADMIN_PREFIX):
+            if self._admin_key is None or not hmac.compare_digest(secret or b"", self._admin_key):
+                raise RequestError(
+                    "this address needs the admin key; send it in the header 'authorization: Bearer KEY'",
+                    status=403,
+                    code="admin_key_required",
+                )
+            return None
+        if not self.keys.required or scope["path"] in OPEN_PATHS:
+            return None
+        if secret is None:
+            raise _unauthorised("there is no API key; send one in the header 'authorization: Bearer KEY'")
+        known, state = self.keys.find(secret)
+        if not known:
+            raise _unauthorised("the API key is not valid; check it, or ask the operator of this server for one")
+        return state
+
+    def _may_use_model(self, scope: Scope, state: KeyState) -> bool:
+        return scope["method"] != "POST" or state.key.models is None or self.model in state.key.models
+
+    def _model_refused(self) -> RequestError:
+        return RequestError(
+            f"this API key may not use the model '{self.model}'; use another key",
+            param="model",
+            status=403,
+            code="model_not_allowed",
+        )
+
+    async def _refuse(self, refusal: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send ``refusal``, after its body has been read and dropped: a client that still writes would miss it."""
+        seen, more = 0, True
+        while more and seen <= self.max_body_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
+        await error_reply(refusal)(scope, receive, send)
+
+
+def _bearer(headers: Headers) -> bytes | None:
+    """The key in the authorization header."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip().encode("latin-1") if scheme.lower() == "bearer" and secret.strip() else None
+
+
+def _unauthorised(what: str) -> RequestError:
+    return RequestError(what, status=401, code="invalid_api_key")
+
+
+def _over_limit(excess: Excess) -> RequestError:
+    if excess.wait_s is None:
+        what, remedy = f"{excess.limit} requests of this API key run already, as many as it may", "wait for one to end"
+    else:
+        what = f"this API key has used its {excess.limit} {excess.name} a minute"
+        remedy = f"try again in {excess.wait_s:.3g} s"
+    return RequestError(f"{what}; {remedy}", status=429, code="rate_limit_exceeded", retry_after_s=excess.wait_s)

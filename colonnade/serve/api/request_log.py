@@ -1,0 +1,80 @@
+"""ASGI middleware that gives each request an id, counts it and logs it.
+
+An ``x-request-id`` of 1 to 128 letters, digits, ``_``, ``.`` and ``-`` is kept, any other is replaced by a new one; the
+answer has it. With ``--serve.log json`` each request is one JSON object on stderr, without any text of the client's:
+
+    {"time": "2026-11-22T03:15:32.118Z", "id": "5f0c…", "client": "127.0.0.1", "key": null, "method": "POST",
+     "route": "/v1/completions", "model": "smollm2", "status": 200, "prompt_tokens": 5, "generated_tokens": 16,
+     "queue_s": 0.0004, "prefill_s": 0.0121, "decode_s": 0.2381, "total_s": 0.2531, "finish_reason": "length"}
+"""
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from colonnade.serve.api.middleware import PROBES
+from colonnade.serve.api.request_record import RequestRecord, record_of
+
+LOGGER = logging.getLogger("colonnade.requests")
+
+_REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+
+
+class RequestLog:
+    """ASGI middleware; ``count(route, status)`` is called for each request, and with ``log`` a line is written."""
+
+    def __init__(self, app: ASGIApp, model: str, count: Callable[[str, int], object], *, log: bool):
+        self.app, self.model, self.count, self.log = app, model, count, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application, and record how it answered."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start_s, status, record = time.monotonic(), 500, record_of(scope)
+        given = Headers(scope=scope).get("x-request-id", "")
+        record.id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            route = getattr(scope.get("route"), "path", "")
+            self.count(route, status)
+            if self.log and not (route in PROBES and status == 200):
+                LOGGER.info(json.dumps(self._line(scope, record, route, status, time.monotonic() - start_s)))
+
+    def _line(self, scope: Scope, record: RequestRecord, route: str, status: int, total_s: float) -> dict[str, Any]:
+        times = {
+            name: round(max(getattr(timing, name) for timing in record.timings), 6) if record.timings else None
+            for name in ("queue_s", "prefill_s", "decode_s")
+        }
+        return {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "id": record.id,
+            "client": (scope.get("client") or ("",))[0],
+            "key": record.key and record.key.key.name,
+            "method": scope["method"],
+            "route": route,
+            "model": self.model,
+            "status": status,
+            "prompt_tokens": sum(record.prompt_tokens.values()),
+            "generated_tokens": sum(record.generated_tokens.values()),
+            **times,
+            "total_s": round(total_s, 6),
+            "finish_reason": ",".join(sorted(set(record.finish_reasons.values()))) or None,
+        }

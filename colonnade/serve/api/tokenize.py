@@ -1,0 +1,113 @@
+"""vLLM's POST /tokenize and /detokenize, and GET /version. The engine process has the tokenizer and does the work."""
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Self
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import to_json
+
+from colonnade.errors import RequestError
+from colonnade.serve.api import replies
+from colonnade.serve.api.chat_schemas import ChatMessage
+from colonnade.serve.ipc import EngineClient
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    """Add the tokens that begin or end every text, as /v1/completions does; by default so for a prompt. The chat
+    template writes those of ``messages``."""
+    add_generation_prompt: bool | None = None
+    """Whether the beginning of an answer follows the messages; true by default."""
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("send either prompt or messages", param="prompt")
+        if self.messages is not None and not self.messages:
+            raise RequestError("messages is empty; send at least one", param="messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise RequestError(
+                "the chat template writes the special tokens of messages; leave add_special_tokens out",
+                param="add_special_tokens",
+            )
+        if self.prompt is not None and self.add_generation_prompt is not None:
+            raise RequestError("add_generation_prompt belongs to messages; leave it out", param="add_generation_prompt")
+        return self
+
+
+class TokenizeReply(replies.Reply):
+    """POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+    """The vocabulary's spellings, such as ``Ġthe``."""
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeReply(replies.Reply):
+    """POST /detokenize."""
+
+    prompt: str
+
+
+class Version(replies.Reply):
+    """GET /version."""
+
+    version: str
+
+
+def install_tokenize(app: FastAPI, engine: EngineClient, check_model: Callable[[str | None], None]) -> None:
+    """Add the routes to ``app``; ``check_model`` raises for the name of another model."""
+
+    @app.post("/tokenize", responses={200: {"model": TokenizeReply}, **replies.refusals()})
+    async def tokenize(body: TokenizeBody, _request: Request) -> Response:
+        """The token ids of a prompt, or of the messages of a chat."""
+        check_model(body.model)
+        messages = body.messages and [message.for_template() for message in body.messages]
+        answer = await engine.ask(
+            "tokenize",
+            prompt=body.prompt,
+            messages=messages,
+            special=body.add_special_tokens is not False,
+            generation_prompt=body.add_generation_prompt is not False,
+            strings=bool(body.return_token_strs),
+        )
+        tokens = answer["tokens"]
+        reply: TokenizeReply = {
+            "count": len(tokens), "max_model_len": engine.max_request_tokens, "tokens": tokens,
+            "token_strs": answer["strings"],
+        }  # fmt: skip
+        return Response(to_json(reply), media_type="application/json")
+
+    @app.post("/detokenize", responses={200: {"model": DetokenizeReply}, **replies.refusals()})
+    async def detokenize(body: DetokenizeBody, _request: Request) -> Response:
+        """The text of token ids."""
+        check_model(body.model)
+        answer = await engine.ask("detokenize", tokens=body.tokens)
+        reply: DetokenizeReply = {"prompt": answer["text"]}
+        return Response(to_json(reply), media_type="application/json")
+
+    @app.get("/version", responses=replies.refusals("4XX"))
+    async def version() -> Version:
+        """Colonnade's version."""
+        return {"version": importlib.metadata.version("colonnade")}

@@ -1,0 +1,210 @@
+"""The queue of waiting requests: by priority class, and within a class clients in turn, weighted by tokens.
+
+Start-time fair queueing (Goyal 1996, §2), with clients as flows and tokens as packet lengths. In each class:
+
+    start        = max(virtual time, finish of the client's last admitted request)
+    finish       = start + tokens of the prompt + tokens that may be generated
+    virtual time = start of the last admitted request (after a rise, see below: the smallest start that waits)
+
+The client whose first request has the smallest start comes first. While two clients both have requests waiting, the
+tokens admitted for them differ by at most the largest request of each, however many requests either has sent. Requests
+of one client are first come, first served. We differ from the paper in three points. A start is computed when a request
+becomes the first of its client, not on arrival, so that cancelled requests cost nothing. Tokens that a request did not
+generate are refunded when it ends. And a request that has been the first of its client for :data:`RISE_S` rises one
+class, again and again, so that no request waits for ever behind better classes or new clients; it stays ahead of the
+requests whose own class that is. Time spent behind other requests of the same client does not count, or else a client
+with a long backlog would overtake all others after :data:`RISE_S`.
+
+Preempted requests come before all others, in the order in which they were admitted; they are not charged again.
+
+Pure Python without a clock: the caller passes the time.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from colonnade.serve.request import Request
+
+RISE_S = 30.0
+"""Time as the first of a client after which a request rises one class [s]."""
+
+UPDATE_S = 1.0
+"""Interval at which waiting times are compared with :data:`RISE_S` [s]."""
+
+FORGET_S = 60.0
+"""A client without waiting requests starts anew after this time [s]."""
+
+
+def cost_tokens(request: Request) -> int:
+    """What a client is charged for ``request`` when it is admitted [tokens]."""
+    return len(request.prompt) + request.limit_tokens
+
+
+_Entry = tuple[int, int, int, int, "_Line"]
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """The waiting requests of one client in one class."""
+
+    requests: OrderedDict[Request, int] = field(default_factory=OrderedDict)
+    """With their numbers in order of arrival."""
+    start: int = 0
+    """Start of the first request."""
+    finish: int = 0
+    """Finish of the last admitted request."""
+    since_s: float = 0.0
+    """When the first request became the first, or the last one left."""
+    rises: int = 0
+    """Classes that the first request has risen."""
+    entry: _Entry | None = None
+    """Its entry in the heap; others are out of date."""
+
+
+@dataclass(slots=True)
+class _Class:
+    virtual_time: int = 0
+    waiting: int = 0
+    lines: dict[str, _Line] = field(default_factory=dict)
+    """By client; some have no requests, but a finish."""
+
+
+class FairQueue:
+    """Waiting requests; all operations take O(log clients), :meth:`advance` O(clients) once in :data:`UPDATE_S`."""
+
+    def __init__(self):
+        self._preempted: OrderedDict[Request, None] = OrderedDict()
+        self._classes: dict[int, _Class] = {}
+        """By priority; only those with waiting requests."""
+        self._heap: list[_Entry] = []
+        """(class, -rises, start, number, line) of the first request of each line."""
+        self._size = self._number = 0
+        self._now_s = self._updated_s = 0.0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        """Preempted requests, then those of each client in order of arrival."""
+        yield from self._preempted
+        for group in self._classes.values():
+            for line in group.lines.values():
+                yield from line.requests
+
+    @property
+    def first(self) -> Request | None:
+        """The request to admit next."""
+        if self._preempted:
+            return next(iter(self._preempted))
+        line = self._first_line()
+        return None if line is None else next(iter(line.requests))
+
+    def advance(self, now_s: float) -> None:
+        """Let requests rise that have waited long enough at ``now_s``, on any clock that never goes back."""
+        self._now_s = now_s
+        if now_s - self._updated_s < UPDATE_S:
+            return
+        self._updated_s, self._heap = now_s, []
+        for priority, group in self._classes.items():
+            for client, line in list(group.lines.items()):
+                if line.requests:
+                    line.rises = int((now_s - line.since_s) // RISE_S)
+                    self._push(line, priority)
+                elif line.finish <= group.virtual_time or now_s - line.since_s > FORGET_S:
+                    del group.lines[client]
+
+    def append(self, request: Request, now_s: float) -> None:
+        """Add a new request."""
+        group = self._classes.setdefault(request.priority, _Class())
+        line = group.lines.setdefault(request.client, _Line())
+        self._number += 1
+        self._size += 1
+        group.waiting += 1
+        line.requests[request] = self._number
+        if len(line.requests) == 1:
+            self._place(line, group, request.priority, now_s)
+
+    def appendleft(self, request: Request) -> None:
+        """Add a preempted request, before all others."""
+        self._preempted[request] = None
+        self._preempted.move_to_end(request, last=False)
+        self._size += 1
+
+    def popleft(self) -> Request:
+        """Remove :attr:`first` and charge its client."""
+        if self._preempted:
+            self._size -= 1
+            return self._preempted.popitem(last=False)[0]
+        line = self._first_line()
+        assert line is not None, "the queue is empty"
+        request = next(iter(line.requests))
+        group = self._classes[request.priority]
+        line.finish, group.virtual_time = line.start + cost_tokens(request), line.start
+        if line.rises:  # others with an earlier start may still wait
+            group.virtual_time = min(each.start for each in group.lines.values() if each.requests)
+        self._take(request, line)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that was cancelled."""
+        if request in self._preempted:
+            del self._preempted[request]
+            self._size -= 1
+            self.refund(request)
+        else:
+            self._take(request, self._classes[request.priority].lines[request.client])
+
+    def refund(self, request: Request) -> None:
+        """Give the client of an admitted request, which has ended, the tokens back that were not generated."""
+        group = self._classes.get(request.priority)
+        line = group and group.lines.get(request.client)
+        if not group or not line:
+            return
+        line.finish -= request.limit_tokens - request.generated
+        start = max(group.virtual_time, line.finish)
+        if line.requests and start < line.start:
+            line.start = start
+            self._push(line, request.priority)
+
+    def count_before(self, client: str, priority: int, count: int = 1) -> int:
+        """How many requests would be admitted before the last of ``count`` new ones, if all cost the same."""
+        before = len(self._preempted) + count - 1
+        for other_priority, group in self._classes.items():
+            if other_priority < priority:
+                before += group.waiting
+            elif other_priority == priority:
+                line = group.lines.get(client)
+                own = len(line.requests) if line else 0
+                others = (len(each.requests) for each in group.lines.values() if each is not line)
+                before += own + sum(min(number, own + count) for number in others)
+        return before
+
+    def _first_line(self) -> _Line | None:
+        while self._heap and self._heap[0][-1].entry is not self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][-1] if self._heap else None
+
+    def _take(self, request: Request, line: _Line) -> None:
+        """Remove ``request`` from ``line``."""
+        was_first = next(iter(line.requests)) is request
+        del line.requests[request]
+        self._size -= 1
+        group = self._classes[request.priority]
+        group.waiting -= 1
+        if was_first:
+            self._place(line, group, request.priority, self._now_s)
+        if not group.waiting:  # nobody is left to be fair to
+            del self._classes[request.priority]
+
+    def _place(self, line: _Line, group: _Class, priority: int, now_s: float) -> None:
+        """Order ``line`` by its new first request, if it has one."""
+        line.start, line.since_s, line.rises, line.entry = max(group.virtual_time, line.finish), now_s, 0, None
+        if line.requests:
+            self._push(line, priority)
+
+    def _push(self, line: _Line, priority: int) -> None:
+        number = next(iter(line.requests.values()))
+        line.entry = (priority - line.rises, -line.rises, line.start, number, line)
+        heapq.heappush(self._heap, line.entry)
