@@ -56,17 +56,17 @@ class GenerationRequest:
             return sum(map(len, self.prompts))
         return sum(len(message["content"]) for message in self.messages)
 
-    def check_lengths(self, context: int, longest_token_bytes: int) -> None:
+    def check_lengths(self, context: int, longest_token_bytes: int, limit: int | None = None) -> None:
         """Raise :class:`RequestError` for a prompt that exceeds the context whatever its text is, without tokenising.
 
-        T tokens hold at most T · ``longest_token_bytes`` bytes of text.
+        T tokens hold at most T · ``longest_token_bytes`` bytes of text. The cache holds ``limit`` tokens of a request.
         """
         if self.messages is None:
             for prompt in self.prompts:
                 if isinstance(prompt, str):
                     _check_text_bytes(_num_bytes(prompt), context, longest_token_bytes, "prompt")
-                elif len(prompt) >= context:
-                    raise context_error(len(prompt), self.params.max_tokens, context)
+                elif len(prompt) > context - (self.params.max_tokens != 0):
+                    raise context_error(len(prompt), self.params.max_tokens, context, limit)
         else:
             size = sum(_num_bytes(message["content"]) for message in self.messages)
             _check_text_bytes(size, context, longest_token_bytes, "messages")
@@ -138,11 +138,12 @@ def _logprob_from_list(values: list[Any]) -> TokenLogprob:
 
 def error_to_dict(error: ColonnadeError) -> Message:
     """The fields of the :class:`RequestError` that the client gets for ``error``."""
+    fields = {"message": error.message, "operator_hint": error.operator_hint}
     if isinstance(error, RequestError):
-        return {"message": str(error), "param": error.param, "status": error.status, "code": error.code}
+        return {**fields, "param": error.param, "status": error.status, "code": error.code}
     if isinstance(error, CapacityError):
-        return {"message": str(error), "param": "prompt", "status": 400, "code": "cache_too_small"}
-    return {"message": str(error), "param": None, "status": 500, "code": "server_error"}
+        return {**fields, "param": "prompt", "status": 400, "code": "cache_too_small"}
+    return {**fields, "param": None, "status": 500, "code": "server_error"}
 
 
 class EngineClient:
@@ -186,7 +187,7 @@ class EngineClient:
         """
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
-        request.check_lengths(self.context, self.longest_token_bytes)
+        request.check_lengths(self.context, self.longest_token_bytes, self.cache_tokens)
         queue: asyncio.Queue[Output | RequestError] = asyncio.Queue()
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
         live = set(indices)

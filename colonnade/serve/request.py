@@ -182,9 +182,10 @@ class Completion:
 def not_finite() -> RequestError:
     """The error of a request with the finish reason "error"."""
     return RequestError(
-        "the model's logits were not finite (overflow in its dtype, or damaged weights); try --dtype float32",
+        "the model's logits were not finite (overflow in its dtype, or damaged weights)",
         status=500,
         code="not_finite",
+        operator_hint="try --dtype float32",
     )
 
 

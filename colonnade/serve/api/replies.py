@@ -382,7 +382,7 @@ SCHEMA = "#/components/schemas/{model}"
 _REFUSALS = {
     400: "A bad value, or more tokens than the context or the cache allows",
     404: "No model of this name",
-    413: "A body over --serve.max_body_bytes",
+    413: "A body over the size limit, which the message has",
     429: "The queue is full; Retry-After says when to try again",
     500: "The model's logits were not finite, or a bug",
     503: "The server is loading or stopping, or its engine died; Retry-After says when to try again",

@@ -103,10 +103,10 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
         generation = await to_thread_if_large(len(await request.body()), body.to_generation_request)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
-                f"{generation.num_completions} prompts; at most {config.max_waiting} in one request "
-                "(--serve.max_waiting); send the others in another",
+                f"{generation.num_completions:,} prompts; send at most {config.max_waiting:,} in one request",
                 param="prompt",
                 code="too_many_prompts",
+                operator_hint="raise --serve.max_waiting for more prompts in a request",
             )
         outputs = _with_metrics(engine.run(generation), metrics)
         if body.stream:
