@@ -81,7 +81,9 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     threading.Thread(target=_read_messages, args=(connection, engine.tokenizer, inbox), daemon=True).start()
     limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.max_request_tokens}
     limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
-    connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
+    capabilities = ["completions", *(["chat"] if engine.tokenizer.chat_template else [])]
+    ready = {"event": "ready", **limits, "capabilities": capabilities}
+    connection.sendall(encode_message({**ready, "stats": dataclasses.asdict(engine.stats)}))
     while True:
         for message in receive_messages(engine, inbox):
             if isinstance(message, BaseException):

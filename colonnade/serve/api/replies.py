@@ -181,6 +181,8 @@ class ModelCard(Reply):
     owned_by: Literal["colonnade"]
     max_model_len: int
     """Tokens that a request may have, prompt and output: the model's context, or what the cache holds of it."""
+    capabilities: list[str]
+    """What the model is served for: "completions", and "chat" if it has a chat template."""
 
 
 class ModelList(Reply):

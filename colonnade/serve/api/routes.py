@@ -19,6 +19,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
 from colonnade.serve.api.body import BodyRoute
+from colonnade.serve.api.chat_page import add_chat_page
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
@@ -40,6 +41,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     errors.install(app)
     replies.describe_chunks(app)
+    add_chat_page(app)
     metrics = Metrics(engine, model)
     created = int(time.time())
 
@@ -48,7 +50,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
             raise engine.unavailable()
         return {
             "id": model, "object": "model", "created": created, "owned_by": "colonnade",
-            "max_model_len": engine.max_request_tokens,
+            "max_model_len": engine.max_request_tokens, "capabilities": engine.capabilities,
         }  # fmt: skip
 
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
