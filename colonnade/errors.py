@@ -19,7 +19,23 @@ import signal
 
 
 class ColonnadeError(Exception):
-    """Base class: ``except ColonnadeError`` catches every error that a user can fix."""
+    """Base class: ``except ColonnadeError`` catches every error that a user can fix.
+
+    ``operator_hint`` names a setting that whoever runs the engine can change. It is the end of ``str(error)``; the HTTP
+    API sends ``message``, which does not have it.
+    """
+
+    def __init__(self, *args: object, operator_hint: str | None = None):
+        super().__init__(*args)
+        self.operator_hint = operator_hint
+
+    @property
+    def message(self) -> str:
+        """The text without the hint."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.operator_hint}" if self.operator_hint else self.message
 
 
 class ConfigError(ColonnadeError):
@@ -56,8 +72,9 @@ class RequestError(ColonnadeError):
         status: int = 400,
         code: str | None = None,
         retry_after_s: float | None = None,
+        operator_hint: str | None = None,
     ):
-        super().__init__(message)
+        super().__init__(message, operator_hint=operator_hint)
         self.param, self.status, self.code, self.retry_after_s = param, status, code, retry_after_s
 
 

@@ -61,8 +61,9 @@ class CacheArgs:
     """Tokens in one page of the cache; None: 16, on a GPU 64."""
     pages: int | None = None
     """Pages of the cache; None: as many as fit into cache_bytes."""
-    cache_bytes: int = 1 << 28
-    """Memory for the key/value cache of one rank, at most, unless pages is given [bytes]."""
+    cache_bytes: int | None = None
+    """Memory for the key/value cache of one rank, at most, unless pages is given [bytes]; None: of the free memory 90%
+    on a GPU and a quarter on a CPU. At most one whole context is allocated."""
     memory_bytes: int | None = None
     """Memory for the weights, cache, graphs and activations of one rank together, in addition to what Python and torch
     need (some 400 MB; on a GPU its context); None: what is free on its device at the start [bytes]."""

@@ -40,8 +40,10 @@ class ServeConfig(Config):
     scales per token."""
     pages: int | None = Field(default=None, gt=0)
     """Pages of the key/value cache, over all context-parallel ranks; None: as many as fit into cache_bytes."""
-    cache_bytes: int = Field(default=1 << 28, gt=0)
-    """Memory for the key/value cache of one rank if pages is not set [bytes]."""
+    cache_bytes: int | None = Field(default=None, gt=0)
+    """Memory for the key/value cache of one rank if pages is not set [bytes]; at most max_requests whole contexts are
+    allocated. None: of the memory that is free beside weights, activations and CUDA graphs 90% on a GPU and a quarter
+    on a CPU, or all that memory_bytes leaves."""
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory limit of one rank for weights, cache, CUDA graphs and activations together [bytes]; Python, torch and the
     CUDA context come on top (about 400 MB). None: the memory that is free on the device at the start."""

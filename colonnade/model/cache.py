@@ -1,7 +1,9 @@
 """The key/value cache: pages of a fixed number of tokens, one pair of pools a layer (Kwon et al., arXiv 2309.06180)."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from colonnade.config import CacheFormat, ModelConfig
 from colonnade.kernels.attention import cache_write
 from colonnade.kernels.registry import choose
 from colonnade.parallel.axis import SOLO_AXES, Axes
+
+ALIGNMENT = 64
+"""Of the pools' addresses, as of torch's own allocations on a CPU [bytes]."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +93,14 @@ class KVCache:
         shape = (pages, page_tokens, *_head_shape(config, axes))
         # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.
         element = cache_write.DTYPES.get(kind, dtype)
-        self.k = [torch.zeros(shape, dtype=element, device=device) for _ in range(config.layers)]
-        self.v = self.k if config.latent else [torch.zeros_like(k) for k in self.k]
+        self.k = [_zeros(shape, element, device) for _ in range(config.layers)]
+        self.v = self.k if config.latent else [_zeros(shape, element, device) for _ in range(config.layers)]
         self.value_width = config.latent.kv_rank if config.latent else None
         """How many elements of a cached vector are its value; None: that of ``v``."""
         self.scales: list[Tensor] | None = None
         if kind != "stored" and config.latent:
             two = (pages, page_tokens, cache_write.SCALES_PER_TOKEN)
-            self.scales = [torch.zeros(two, dtype=torch.float32, device=device) for _ in range(config.layers)]
+            self.scales = [_zeros(two, torch.float32, device) for _ in range(config.layers)]
 
     def at(self, layer: int) -> Pools:
         """The pools of one layer."""
@@ -118,6 +123,16 @@ class KVCache:
         """Memory of the whole cache on this rank [bytes]."""
         pools = self.k if self.v is self.k else (*self.k, *self.v)
         return sum(t.nbytes for t in (*pools, *(self.scales or ())))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on a CPU the system provides them when they are first written (calloc), torch.zeros writes them all."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    buffer = torch.from_numpy(np.zeros(size + ALIGNMENT, dtype=np.uint8))
+    start = -buffer.data_ptr() % ALIGNMENT
+    return buffer[start : start + size].view(dtype).view(shape)
 
 
 def _head_shape(config: ModelConfig, axes: Axes) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Total and free memory of a device: a GPU's, or the host's within its control groups.
 
-    free(host) = min(MemAvailable, limit − usage + file cache of each control group of this process)
+    free(host) = min(MemAvailable, limit − usage + file cache of each control group of this process,
+                     RLIMIT_AS − address space in use)
 
 Containers and job schedulers limit memory by control groups (cgroups), version 1 or 2, often nested; the tightest limit
 counts. The kernel drops the file cache before it kills a process, so the cache counts as free. psutil does not read
@@ -8,6 +9,7 @@ cgroup limits, so it would replace only the three lines that parse /proc/meminfo
 """
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -49,13 +51,23 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes(proc: Path = PROC) -> int:
-    """Free host memory within the limits of this process's control groups."""
-    return min([_meminfo_bytes(proc / "meminfo", "MemAvailable"), *(free for _, free in _cgroup_limits(proc))])
+    """Free host memory within the limits of this process and of its control groups."""
+    available = _meminfo_bytes(proc / "meminfo", "MemAvailable")
+    return min([available, *(free for _, free in _cgroup_limits(proc)), *_free_address_space(proc)])
 
 
 def host_bytes(proc: Path = PROC) -> int:
     """Total host memory, or the tightest limit of a control group."""
     return min([_meminfo_bytes(proc / "meminfo", "MemTotal"), *(limit for limit, _ in _cgroup_limits(proc))])
+
+
+def _free_address_space(proc: Path) -> list[int]:
+    """What RLIMIT_AS (``ulimit -v``) leaves to this process, if it is set."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    statm = proc / "self" / "statm"
+    if limit == resource.RLIM_INFINITY or not statm.is_file():
+        return []
+    return [max(0, limit - int(statm.read_text(encoding="ascii").split()[0]) * resource.getpagesize())]
 
 
 def _meminfo_bytes(meminfo: Path, row: str) -> int:

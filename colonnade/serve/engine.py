@@ -89,6 +89,7 @@ class Engine:
         invariant = make_batch_invariant(model) if self.config.batch_invariant else None
         graphs, ranks = None, model.axes.cp.size
         pages = (self.cache.pages - scratch_pages(model.axes, self.config)) * ranks
+        page_bytes = self.cache.bytes // self.cache.pages if self.config.pages is None else None
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
             share = self.config.shared_reading and not invariant
@@ -96,7 +97,7 @@ class Engine:
                 model, self.cache, self.config.max_requests, context, share=share, kernels=invariant
             )
         self.scheduler = Scheduler(
-            PagePool(pages, self.cache.page_tokens, ranks, sized_in_pages=self.config.pages is not None),
+            PagePool(pages, self.cache.page_tokens, ranks, page_bytes=page_bytes),
             max_requests=self.config.max_requests,
             token_budget=self.config.budget,
             max_waiting=self.config.max_waiting,

@@ -5,7 +5,8 @@
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid", "stats": {…}}
+    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
+                       "capabilities", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
                       {"event": "answer", "ids", …}           to messages that generate nothing
 
@@ -74,17 +75,17 @@ class GenerationRequest:
             return sum(map(len, self.prompts))
         return sum(len(message["content"]) for message in self.messages)
 
-    def check_lengths(self, context: int, longest_token_bytes: int) -> None:
+    def check_lengths(self, context: int, longest_token_bytes: int, limit: int | None = None) -> None:
         """Raise :class:`RequestError` for a prompt that exceeds the context whatever its text is, without tokenising.
 
-        T tokens hold at most T · ``longest_token_bytes`` bytes of text.
+        T tokens hold at most T · ``longest_token_bytes`` bytes of text. The cache holds ``limit`` tokens of a request.
         """
         if self.messages is None:
             for prompt in self.prompts:
                 if isinstance(prompt, str):
                     _check_text_bytes(_num_bytes(prompt), context, longest_token_bytes, "prompt")
-                elif len(prompt) >= context:
-                    raise context_error(len(prompt), self.params.max_tokens, context)
+                elif len(prompt) > context - (self.params.max_tokens != 0):
+                    raise context_error(len(prompt), self.params.max_tokens, context, limit)
         else:
             size = sum(_num_bytes(message["content"]) for message in self.messages)
             _check_text_bytes(size, context, longest_token_bytes, "messages")
@@ -174,12 +175,13 @@ def _timed_out(timeout_s: float) -> RequestError:
 
 def error_to_dict(error: ColonnadeError) -> Message:
     """The fields of the :class:`RequestError` that the client gets for ``error``."""
+    fields = {"message": error.message, "operator_hint": error.operator_hint}
     if isinstance(error, RequestError):
         names = ("param", "status", "code", "retry_after_s")
-        return {"message": str(error), **{name: getattr(error, name) for name in names}}
+        return {**fields, **{name: getattr(error, name) for name in names}}
     if isinstance(error, CapacityError):
-        return {"message": str(error), "param": "prompt", "status": 400, "code": "cache_too_small"}
-    return {"message": str(error), "param": None, "status": 500, "code": "server_error"}
+        return {**fields, "param": "prompt", "status": 400, "code": "cache_too_small"}
+    return {**fields, "param": None, "status": 500, "code": "server_error"}
 
 
 class EngineClient:
@@ -194,6 +196,8 @@ class EngineClient:
         """How the model writes tool calls, once it is loaded."""
         self.pid = 0
         """Of the engine process (rank 0)."""
+        self.capabilities: list[str] = []
+        """What the model is served for: "completions" and, with a chat template, "chat"."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -238,7 +242,7 @@ class EngineClient:
         """
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
-        request.check_lengths(self.context, self.longest_token_bytes)
+        request.check_lengths(self.context, self.longest_token_bytes, self.cache_tokens)
         queue: asyncio.Queue[Output | RequestError] = asyncio.Queue()
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
         live = set(indices)
@@ -338,6 +342,7 @@ class EngineClient:
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
             self.longest_token_bytes, self.pid = message["longest_token_bytes"], message["pid"]
             self.tools = ToolNotation.from_dict(message["tools"])
+            self.capabilities = message["capabilities"]
             self.ready.set()
         for values in message.get("outputs", ()):
             self._deliver(values["id"], output_from_dict(values))

@@ -12,11 +12,10 @@ from colonnade.config.memory_remedies import Changes, Option, combine, flags, me
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import expert_modules
-from colonnade.parallel.device_memory import usable_bytes
+from colonnade.serve.cache_size import available_bytes, size_cache
 from colonnade.serve.memory_estimate import (
     EngineSpec,
     MemoryNeeds,
-    bytes_per_page,
     page_count,
     scratch_pages,
     supports_float8,
@@ -26,22 +25,25 @@ CACHE_SIZE = {"serve.pages", "serve.cache_bytes"}
 """Settings of the cache's size."""
 
 
-def check_memory(spec: EngineSpec, in_use: int = 0) -> None:
-    """Raise :class:`CapacityError` if the cache holds no page, or, with a table, if ``spec`` does not fit.
+def check_memory(spec: EngineSpec, in_use: int = 0) -> EngineSpec:
+    """Return ``spec`` with the size of its cache.
 
-    Available are the free memory of its device plus the ``in_use`` bytes of a loaded model, or serve.memory_bytes.
+    Raises :class:`CapacityError` if the cache holds no page, or, with a table, if ``spec`` does not fit. Available are
+    the free memory of its device plus the ``in_use`` bytes of a loaded model, or serve.memory_bytes.
     """
+    available = available_bytes(spec, in_use)
+    spec = size_cache(spec, available)
     serve, context = spec.resolved, spec.model.context
     if not page_count(spec.model, spec.axes, serve, spec.dtype):
-        page_bytes = bytes_per_page(spec.model, spec.axes, serve, spec.dtype)
         raise CapacityError(
-            f"--serve.cache_bytes {serve.cache_bytes} holds no page of {serve.page} tokens, which takes {page_bytes} "
-            f"bytes; give {page_bytes * -(-context // serve.page)} for one whole context of {context} tokens"
+            f"--serve.cache_bytes {serve.cache_bytes} holds no page of {serve.page} tokens, which takes "
+            f"{spec.page_bytes} bytes; give {spec.page_bytes * -(-context // serve.page)} for one whole context of "
+            f"{context} tokens"
         )
-    available = spec.serve.memory_bytes or usable_bytes(spec.device) + in_use
     needs = spec.needs()
     if needs.total > available:
         raise CapacityError(refusal(spec, needs, available))
+    return spec
 
 
 def refusal(spec: EngineSpec, needs: MemoryNeeds, available: int) -> str:
@@ -152,8 +154,9 @@ class _Search:
         """Pages of a rank's cache that fit beside everything else; below 1 where none does."""
         spec, needs = self.changed(changes), self.needs(changes)
         assert needs is not None, "the model supports the changes"
-        page_bytes = bytes_per_page(spec.model, spec.axes, spec.resolved, spec.dtype)
-        return (self.available - (needs.total - needs.cache)) // page_bytes - scratch_pages(spec.axes, spec.resolved)
+        return (self.available - (needs.total - needs.cache)) // spec.page_bytes - scratch_pages(
+            spec.axes, spec.resolved
+        )
 
 
 def _pages(spec: EngineSpec) -> int:
@@ -177,8 +180,7 @@ def _cache_option(spec: EngineSpec, pages: int) -> Option:
     cost = f"{_tokens(spec, pages)} tokens instead of {_tokens(spec, _pages(spec))}"
     if spec.serve.pages:
         return Option(cost, [{"serve.pages": pages * spec.cp}])
-    page_bytes = bytes_per_page(spec.model, spec.axes, spec.resolved, spec.dtype)
-    return Option(cost, [{"serve.cache_bytes": pages * page_bytes}])
+    return Option(cost, [{"serve.cache_bytes": pages * spec.page_bytes}])
 
 
 def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:

@@ -90,13 +90,10 @@ class EngineSpec:
 
     def needs(self) -> MemoryNeeds:
         """The needs of the first rank, which has the largest shards."""
-        shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
-        weights = self.weights
-        if weights is None:
-            storage = partial(weight_bytes_as, weights=self.serve.weights, group=self.serve.weight_group)
-            weights = device_bytes(shape, self.resident, storage)
-        pages = page_count(self.model, shape.axes, self.resolved, self.dtype)
-        page_bytes = bytes_per_page(self.model, shape.axes, self.resolved, self.dtype)
+        return self.needs_with(page_count(self.model, self.axes, self.resolved, self.dtype))
+
+    def needs_with(self, pages: int) -> MemoryNeeds:
+        """The needs with ``pages`` pages on the rank, including a scratch page."""
         context = min(self.model.context, pages * self.resolved.page * self.cp)
         graphs = 0
         if self.resolved.fixed_steps and self.device.type == "cuda":
@@ -105,8 +102,24 @@ class EngineSpec:
             logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
             tables = 4 * -(-context // self.resolved.page)
             graphs = sum(sizes) * (logits + tables) + self._layer_bytes(most)
-        activations = self._activation_bytes(context) + self._dequantised_bytes(shape)
-        return MemoryNeeds(weights, pages * page_bytes, graphs, activations)
+        activations = self._activation_bytes(context) + self._dequantised_bytes
+        return MemoryNeeds(self._weight_bytes, pages * self.page_bytes, graphs, activations)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Memory of one page of the rank's cache [bytes]."""
+        return bytes_per_page(self.model, self.axes, self.resolved, self.dtype)
+
+    @cached_property
+    def _shape(self) -> Transformer:
+        return Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        if self.weights is not None:
+            return self.weights
+        storage = partial(weight_bytes_as, weights=self.serve.weights, group=self.serve.weight_group)
+        return device_bytes(self._shape, self.resident, storage)
 
     def _layer_bytes(self, tokens: int) -> int:
         """Peak activations of ``tokens`` tokens in a layer [bytes]."""
@@ -132,7 +145,8 @@ class EngineSpec:
         logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
         return max(self._layer_bytes(budget) + gathered, logits)
 
-    def _dequantised_bytes(self, shape: Transformer) -> int:
+    @cached_property
+    def _dequantised_bytes(self) -> int:
         """Bytes of quantised matrices dequantised at a time.
 
         On a GPU the largest matrix (except experts, which are dequantised inside their GEMMs); on a CPU a band of it,
@@ -142,7 +156,7 @@ class EngineSpec:
             return 0
         on_gpu = self.device.type == "cuda"
         sizes = [
-            outputs * inputs for name, (_, outputs, inputs) in quantisable_shapes(shape).items()
+            outputs * inputs for name, (_, outputs, inputs) in quantisable_shapes(self._shape).items()
             if not (on_gpu and ".experts." in name)
         ]  # fmt: skip
         return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND_ELEMENTS) * 16
@@ -161,11 +175,11 @@ def page_count(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.
     """Pages of a rank's cache; 0 when none fits. ``serve`` is resolved (:mod:`colonnade.serve.resolve_config`).
 
     As many as configured, but no more than ``max_requests`` whole contexts fill, divided by the ranks that share it.
+    Without a configured size that is the most that an engine uses (:func:`colonnade.serve.cache_size.size_cache`).
     """
-    page_bytes = bytes_per_page(model, axes, serve, dtype)
     pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page)) // axes.cp.size)
-    if serve.pages is None:
-        pages = min(serve.cache_bytes // page_bytes, pages)
+    if serve.pages is None and serve.cache_bytes is not None:
+        pages = min(serve.cache_bytes // bytes_per_page(model, axes, serve, dtype), pages)
     return pages and pages + scratch_pages(axes, serve)
 
 

@@ -48,23 +48,25 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
 def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     """Allocate this rank's part of the KV cache that ``config`` allows, at most ``max_requests`` whole contexts.
 
-    Raises :class:`CapacityError` if not one page fits and, with a table, if there is not enough memory.
+    All ranks allocate as many pages as the one with the least memory. Raises :class:`CapacityError` if not one page
+    fits and, with a table, if there is not enough memory.
     """
     weight = next(model.parameters())
-    pages = page_count(model.config, model.axes, config, weight.dtype)
     weight_bytes = sum(x.nbytes for x in weight_tensors(model) if x.device == weight.device)
     asked = EngineSpec(
         model.config, config.replace(weights=quantised_kind(model) or "stored"), weight.dtype, weight.device,
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.experts.ep.size, sh=model.axes.experts.sh.size,
         weights=weight_bytes,
     )  # fmt: skip
-    check_memory(asked, weight_bytes)
+    asked = check_memory(asked, weight_bytes)
+    pages = page_count(model.config, model.axes, asked.resolved, weight.dtype)
+    pages = min(model.axes.token_replicas.all_gather_int(pages))
     try:
         return KVCache(
             model.config, model.axes, pages=pages, page_tokens=config.page, dtype=weight.dtype,
             device=weight.device, kind=config.cache,
         )  # fmt: skip
-    except RuntimeError:  # a failed allocation on a CPU raises no subclass; on a GPU memory may be fragmented
+    except (RuntimeError, MemoryError):  # the system refuses the allocation, or a GPU's memory is fragmented
         raise CapacityError(refusal(asked, asked.needs(), usable_bytes(weight.device) + weight_bytes)) from None
 
 

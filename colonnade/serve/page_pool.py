@@ -28,6 +28,12 @@ from hashlib import blake2b
 from colonnade.errors import CapacityError
 
 
+def fewer_tokens(prompt_tokens: int, limit: int) -> str:
+    """The remedy for a request of more than ``limit`` tokens, with the largest number that is accepted."""
+    left = limit - prompt_tokens
+    return f"ask for at most {left:,}" if left > 0 else f"shorten the prompt to at most {limit - 1:,}"
+
+
 def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int) -> None:
     """Append to ``hashes`` those of the further full pages of ``ids``."""
     for start in range(len(hashes) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
@@ -38,11 +44,12 @@ def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int
 class PagePool:
     """``pages`` pages of ``page_tokens`` tokens each, numbered from 0, with reference counts, on ``ranks`` ranks.
 
-    ``sized_in_pages`` says that the user set the number of pages, not of bytes; it only changes an error's remedy.
+    ``page_bytes`` is the memory of a page if the user set the cache's size in bytes, not in pages; it only changes an
+    error's remedy.
     """
 
-    def __init__(self, pages: int, page_tokens: int, ranks: int = 1, *, sized_in_pages: bool = False):
-        self.pages, self.page_tokens, self.ranks, self.sized_in_pages = pages, page_tokens, ranks, sized_in_pages
+    def __init__(self, pages: int, page_tokens: int, ranks: int = 1, *, page_bytes: int | None = None):
+        self.pages, self.page_tokens, self.ranks, self.page_bytes = pages, page_tokens, ranks, page_bytes
         self._references = [0] * pages
         # A stack for each rank: the page freed last is the warmest, so it is allocated first.
         self._free = [[*reversed(range(rank, pages, ranks))] for rank in range(ranks)]
@@ -66,22 +73,30 @@ class PagePool:
         """Capacity of the pool in tokens."""
         return self.pages * self.page_tokens
 
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens of one request, prompt and output; the last one is never run, so it has no key."""
+        return self.tokens + 1
+
     def pages_for(self, tokens: int) -> int:
         """Number of pages that ``tokens`` tokens take."""
         return -(-tokens // self.page_tokens)
 
-    def check_fits(self, tokens: int) -> None:
-        """Raise :class:`CapacityError` if one request of ``tokens`` tokens does not fit into an empty pool."""
-        needs = self.pages_for(tokens)
-        if needs > self.pages:
-            if self.sized_in_pages:
-                remedy = f"raise --serve.pages to {needs} or more"
-            else:
-                remedy = f"raise --serve.cache_bytes at least {-(-needs * 100 // self.pages) / 100:g}-fold"
-            raise CapacityError(
-                f"one request of {tokens} tokens needs {needs} cache pages of {self.page_tokens} tokens, but the pool "
-                f"has {self.pages}; {remedy}, or ask for fewer tokens"
-            )
+    def check_fits(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Raise :class:`CapacityError` if one request of so many tokens does not fit into an empty pool."""
+        total = prompt_tokens + new_tokens
+        if total <= self.max_request_tokens:
+            return
+        needs = self.pages_for(total - 1)
+        if self.page_bytes is None:
+            remedy = f"set --serve.pages to {needs} or more"
+        else:
+            remedy = f"set --serve.cache_bytes to {-(-needs // self.ranks) * self.page_bytes} or more"
+        raise CapacityError(
+            f"the prompt's {prompt_tokens:,} tokens and {new_tokens:,} to generate make {total:,}; this server holds "
+            f"{self.max_request_tokens:,} for a request: {fewer_tokens(prompt_tokens, self.max_request_tokens)}",
+            operator_hint=remedy,
+        )
 
     def allocate(self, count: int, after: Sequence[int] = ()) -> list[int]:
         """``count`` free pages to append to the page table ``after``; the caller has checked :attr:`free`."""

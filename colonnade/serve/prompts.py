@@ -11,7 +11,7 @@ from typing import Any
 
 from colonnade.config import short_repr
 from colonnade.errors import RequestError
-from colonnade.serve.page_pool import PagePool
+from colonnade.serve.page_pool import PagePool, fewer_tokens
 from colonnade.serve.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -95,13 +95,16 @@ def check_params_list(params: object, count: int) -> list[SamplingParams]:
     return items
 
 
-def context_error(length: int, max_tokens: int | None, context: int) -> RequestError:
-    """The error for a prompt of ``length`` tokens that, with ``max_tokens``, exceeds the context."""
-    total = f" and max_tokens {max_tokens} make {length + max_tokens}" if max_tokens else ""
-    left = context - length
-    remedy = f"ask for at most {left}" if left > 0 else f"shorten the prompt to at most {context - 1}"
+def context_error(length: int, max_tokens: int | None, context: int, limit: int | None = None) -> RequestError:
+    """The error for a prompt of ``length`` tokens that, with ``max_tokens``, exceeds the context.
+
+    ``limit`` is the number of tokens that the cache holds for a request, if that is less.
+    """
+    total = f" and max_tokens {max_tokens:,} make {length + max_tokens:,}" if max_tokens else ""
+    accepted = context + (max_tokens == 0)
+    remedy = fewer_tokens(length, accepted if limit is None else min(accepted, limit))
     return RequestError(
-        f"the prompt's {length} tokens{total}: too many for the model's context of {context}; {remedy}",
+        f"the prompt's {length:,} tokens{total}: too many for the model's context of {context:,}; {remedy}",
         param="prompt",
         code="context_length_exceeded",
     )
@@ -110,14 +113,14 @@ def context_error(length: int, max_tokens: int | None, context: int) -> RequestE
 def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:
     """How many tokens a request may generate; :class:`RequestError` if prompt and max_tokens exceed the context.
 
-    Without ``max_tokens`` it is what the context and the cache allow, at least 1; whether that fits into the cache is
-    checked by :meth:`PagePool.check_fits`.
+    Without ``max_tokens`` it is what the context and the cache allow, at least 1. Where the cache holds less than the
+    context, :meth:`PagePool.check_fits` refuses both, with the largest number that is accepted.
     """
     check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
     check_vocabulary(params.logit_bias, vocab_size, "logit_bias")
     left, wanted = context - len(ids), params.max_tokens
-    if left < (1 if wanted is None else wanted):
+    if context <= pool.max_request_tokens and left < (1 if wanted is None else wanted):
         raise context_error(len(ids), wanted, context)
     if wanted is not None:
         return max(1, wanted)  # without a token to generate, the step that scores the prompt's end samples one
-    return max(1, min(left, pool.tokens + 1 - len(ids)))
+    return max(1, min(left, pool.max_request_tokens - len(ids)))

@@ -205,9 +205,10 @@ def failure(reason: FinishReason | None) -> RequestError | None:
     if reason != "error":
         return None
     return RequestError(
-        "the model's logits were not finite (overflow in its dtype, or damaged weights); try --dtype float32",
+        "the model's logits were not finite (overflow in its dtype, or damaged weights)",
         status=500,
         code="not_finite",
+        operator_hint="try --dtype float32",
     )
 
 

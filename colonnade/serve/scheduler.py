@@ -105,13 +105,13 @@ class Scheduler:
 
         Raises RequestError (429) if the queue is full, CapacityError if the request can never fit.
         """
-        self.pool.check_fits(len(request.prompt) + request.limit_tokens - 1)  # the last token is never run
+        self.pool.check_fits(len(request.prompt), request.limit_tokens)
         if self.full:
             raise RequestError(
-                f"the queue is full: {len(self.waiting)} requests wait already, as many as --serve.max_waiting allows; "
-                "try again later",
+                f"the queue is full: {len(self.waiting):,} requests wait already; try again later",
                 status=429,
                 code="queue_full",
+                operator_hint="raise --serve.max_waiting for a longer queue",
             )
         self.waiting.append(request, now_s)
 

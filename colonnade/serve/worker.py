@@ -83,12 +83,18 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(connection, engine, inbox), daemon=True).start()
-    limits: Message = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
-    limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
-    limits["tools"] = ToolNotation.of(engine.tokenizer, engine.config.tool_format).to_dict()
-    connection.sendall(
-        encode_message({"event": "ready", **limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)})
-    )
+    tokenizer = engine.tokenizer
+    ready = {
+        "event": "ready",
+        "context": engine.model.config.context,
+        "cache_tokens": engine.scheduler.pool.max_request_tokens,
+        "longest_token_bytes": tokenizer.longest_token_bytes,
+        "tools": ToolNotation.of(tokenizer, engine.config.tool_format).to_dict(),
+        "pid": os.getpid(),
+        "capabilities": ["completions", *(["chat"] if tokenizer.chat_template else [])],
+        "stats": dataclasses.asdict(engine.stats),
+    }
+    connection.sendall(encode_message(ready))
     while True:
         for message in receive_messages(engine, inbox):
             if isinstance(message, BaseException):
@@ -160,11 +166,13 @@ def _check_queue(engine: Engine, count: int) -> None:
     """Raise :class:`RequestError` (429) if the queue has no room for all of ``count`` prompts."""
     waiting, most = len(engine.scheduler.waiting), engine.config.max_waiting
     if waiting + count > most and count > 1:  # for one, the scheduler raises
+        fewer = f", or with at most {most - waiting:,} prompts" if waiting < most else ""
         raise RequestError(
-            f"the queue has no room for {count} prompts: {waiting} requests wait already, of {most} that "
-            "--serve.max_waiting allows; try again later, or with fewer prompts",
+            f"the queue has no room for {count:,} prompts: {waiting:,} requests wait already, of {most:,}; "
+            f"try again later{fewer}",
             status=429,
             code="queue_full",
+            operator_hint="raise --serve.max_waiting for a longer queue",
         )
 
 
@@ -292,8 +300,5 @@ def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], boo
         prompts = (prompt for prompt in message["prompts"] if wanted())
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     if tokenizer.chat_template is None:
-        raise RequestError(
-            "this model has no chat template; send a prompt to /v1/completions, or use colonnade generate",
-            param="messages",
-        )
+        raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
     return [tokenizer.encode_chat(message["messages"], **message["template"])]

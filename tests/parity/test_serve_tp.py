@@ -3,15 +3,20 @@
 import queue
 
 import pytest
+import torch
 
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, Plan, ServeConfig
 from colonnade.errors import PlanError
+from colonnade.parallel import device_memory
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams, model_inputs, worker
+from colonnade.serve.cache_size import affordable_pages
+from colonnade.serve.memory_estimate import EngineSpec
 from tests.serve import ranks, tiny
 from tests.worlds import run
 
+CPU = torch.device("cpu")
 PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
 LIMITS = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3)
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -67,6 +72,20 @@ def test_greedy_tokens_equal_the_reference_forward(name: str, tp: int) -> None:
     assert texts == ranks.expected(changes)
     assert preemptions > 0
     assert found > 0
+
+
+def _pages_with_unequal_memory() -> int:
+    with DistributedContext.build(Plan(tp=2)) as context, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory, "free_host_bytes", lambda: (40, 30)[context.rank] << 20)
+        limits = ServeConfig(max_requests=1 << 14, token_budget=16)
+        return Engine(tiny.model(context.axes), tiny.tokenizer(), limits).cache.pages
+
+
+@pytest.mark.xdist_group("worlds")
+def test_all_ranks_have_the_pages_of_the_one_with_least_memory() -> None:
+    first, second = run(2, _pages_with_unequal_memory)
+    least = EngineSpec(tiny.config(), ServeConfig(max_requests=1 << 14, token_budget=16), torch.float64, CPU, tp=2)
+    assert first == second == pytest.approx(affordable_pages(least, int(0.95 * (30 << 20))), rel=0.01)
 
 
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"sh": 2}, {}], ids=["ep", "sh", "copies"])

@@ -78,7 +78,7 @@ class Serving(RuleBasedStateMachine):
         )  # fmt: skip
         full = len(self.scheduler.waiting) >= self.scheduler.max_waiting
         if self.pool.pages_for(len(prompt) + limit - 1) > self.pool.pages:
-            with pytest.raises(CapacityError, match=r"needs \d+ cache pages .* --serve.cache_bytes"):
+            with pytest.raises(CapacityError, match=r"this server holds \d+ .*; set --serve.pages to \d+ or more"):
                 self.scheduler.add(request, self.now_s)
         elif full:
             with pytest.raises(RequestError) as refusal:

@@ -1,5 +1,7 @@
 """The engine generates the model's tokens under chunking, interleaving, preemption and cancellation."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -302,12 +304,41 @@ def test_cancelled_stream_ends(model):
 
 
 def test_capacity_errors_give_the_numbers_and_the_remedy(model):
-    with pytest.raises(CapacityError, match=r"40 tokens needs 10 cache pages of 4 tokens, but the pool has 5; raise"):
-        engine(model, pages=5).add([1] * 31, SamplingParams(max_tokens=10))
-    with pytest.raises(CapacityError, match=r"the pool has 5; raise --serve.pages to 10 or more, or ask"):
-        engine(model, pages=5).add([1] * 31, SamplingParams(max_tokens=10))
-    with pytest.raises(CapacityError, match=r"the pool has 5; raise --serve.cache_bytes at least 2-fold, or ask"):
-        engine(model, pages=None, cache_bytes=1536 * 5).add([1] * 31, SamplingParams(max_tokens=10))
+    for sized, remedy in (
+        ({"pages": 5}, "set --serve.pages to 11 or more"),
+        ({"pages": None, "cache_bytes": 1536 * 5}, "set --serve.cache_bytes to 16896 or more"),
+    ):
+        it = engine(model, **sized)
+        with pytest.raises(CapacityError, match=r"31 tokens and 11 to generate make 42; this server holds 21") as over:
+            it.add([1] * 31, SamplingParams(max_tokens=11))
+        assert over.value.message.endswith("for a request: shorten the prompt to at most 20")
+        assert str(over.value).endswith(f"at most 20; {remedy}") and over.value.operator_hint == remedy
+
+
+@pytest.mark.parametrize("pages", [5, 40], ids=["cache", "context"])
+@pytest.mark.parametrize("prompt", [1, 15, 20, 21, 100, 127, 128, 200])
+@pytest.mark.parametrize("wanted", [None, 0, 1, 30, 500])
+def test_a_refusal_has_the_largest_number_that_is_accepted(model, pages: int, prompt: int, wanted: int | None):
+    """What it asks for is accepted, and one token more is refused."""
+    it = engine(model, pages=pages)
+
+    def add(prompt: int, max_tokens: int | None) -> None:
+        echo = {"echo": True, "prompt_logprobs": 0} if max_tokens == 0 else {}
+        it.cancel(it.add([1] * prompt, SamplingParams(max_tokens=max_tokens, **echo)))
+
+    try:
+        add(prompt, wanted)
+    except (RequestError, CapacityError) as refusal:
+        kind, number = re.search(r"(ask for|prompt to) at most (\d+)", refusal.message).groups()
+        requests = [
+            (prompt, int(number) + more) if kind == "ask for" else (int(number) + more, wanted and 1) for more in (0, 1)
+        ]
+        add(*requests[0])
+        with pytest.raises((RequestError, CapacityError)):
+            add(*requests[1])
+
+
+def test_a_cache_below_one_page_is_refused(model):
     with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 4 tokens, .* 1536 bytes; give 49152"):
         Engine(model, tiny.tokenizer(), ServeConfig(cache_bytes=100, page_tokens=4))
     with pytest.raises(CapacityError, match=r"key/value cache +\d+.*(.|\n)*--serve.(cache_bytes|pages) \d+"):

@@ -356,7 +356,7 @@ def test_all_errors_have_the_same_format(running: Running):
 
 
 def test_a_large_body_is_refused_before_it_is_parsed(running: Running, client: openai.OpenAI):
-    with pytest.raises(openai.APIStatusError, match="over the limit of 20000") as refusal:
+    with pytest.raises(openai.APIStatusError, match="bytes or more; send at most 20,000") as refusal:
         client.completions.create(model="tiny", prompt="x" * 100_000)
     assert refusal.value.status_code == 413
 
@@ -370,11 +370,27 @@ def test_a_large_body_is_refused_before_it_is_parsed(running: Running, client: o
 
 def test_prompts_beyond_the_queue_are_refused_together(running: Running, client: openai.OpenAI):
     before = metric(running, "request_success_total")
-    with pytest.raises(openai.BadRequestError, match="1025 completions; at most 1024 in one request") as refusal:
+    with pytest.raises(
+        openai.BadRequestError, match=r"1,025 completions; send at most 1,024 in one request$"
+    ) as refusal:
         client.completions.create(model="tiny", prompt=["x"] * 1025)
     assert (refusal.value.param, refusal.value.code) == ("prompt", "too_many_prompts")
     settle(running)
     assert metric(running, "request_success_total") == before
+
+
+def test_no_refusal_names_a_flag_of_the_server(running: Running):
+    """Each has the numbers that a client needs, in every description and message."""
+    bodies: list[dict] = [
+        {"prompt": "x" * 30_000}, {"prompt": ["x"] * 1025}, {"prompt": [1] * 100, "max_tokens": 100},
+        {"prompt": [1] * 200}, {"prompt": "x" * 10_000}, {"prompt": "x", "top_p": 7}, {"prompt": "x", "n": 99},
+    ]  # fmt: skip
+    replies = [httpx.post(f"{running.url}/v1/completions", json=body) for body in bodies]
+    texts = [reply.json()["error"]["message"] for reply in replies]
+    assert {reply.status_code for reply in replies} <= {400, 413}
+    assert not [text for text in texts if "--" in text], texts
+    assert "--" not in httpx.get(f"{running.url}/openapi.json").text
+    assert "make 200: too many for the model's context of 128; ask for at most 28" in texts[2]
 
 
 def test_a_message_cannot_forge_control_tokens(client: openai.OpenAI):

@@ -217,7 +217,7 @@ def test_a_large_body_does_not_delay_others(tmp_path: Path):
         reply = large.result()
         assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
         ids = _ask(running.url, prompt=[1] * 1_000_000)
-        assert "1000000 tokens and max_tokens 2 make 1000002" in ids.json()["error"]["message"]
+        assert "1,000,000 tokens and max_tokens 2 make 1,000,002" in ids.json()["error"]["message"]
         text = _ask(running.url, prompt="a" * 1_000_000)
         assert text.status_code == 400 and "the text has 1000000 bytes" in text.json()["error"]["message"]
 
@@ -254,13 +254,18 @@ def test_signal_while_loading_stops_the_server(number: signal.Signals, delay_s: 
 
 def test_cache_limit_is_advertised_and_log_omits_prompts():
     with server(log="text", pages=3) as running:
-        assert "; the cache limits a request to 48 tokens of the model's 128: raise --serve.pages" in running.greeting
+        assert "; the cache limits a request to 49 tokens of the model's 128: raise --serve.pages" in running.greeting
         model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
-        assert model["max_model_len"] == 48
+        assert model["max_model_len"] == 49
         whole = _ask(running.url, prompt=[1] * 40, max_tokens=model["max_model_len"] - 40)
-        assert whole.json()["usage"]["total_tokens"] == 48
+        assert whole.json()["usage"]["total_tokens"] == 49
         over = _ask(running.url, prompt=[1] * 40, max_tokens=10)
         assert over.status_code == 400 and over.json()["error"]["code"] == "cache_too_small"
+        assert over.json()["error"]["message"] == (
+            "the prompt's 40 tokens and 10 to generate make 50; this server holds 49 for a request: ask for at most 9"
+        )
+        assert _ask(running.url, prompt=[1] * 40, max_tokens=11).status_code == 400
+        assert _ask(running.url, prompt=[1] * 128).json()["error"]["message"].endswith("the prompt to at most 48")
         assert _ask(running.url, prompt="a secret").status_code == 200
         assert _ask(running.url, prompt="a secret", top_p=7).status_code == 400
         assert httpx.get(f"{running.url}/health").status_code == 200
@@ -270,10 +275,12 @@ def test_cache_limit_is_advertised_and_log_omits_prompts():
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ 127\.0\.0\.1:\d+"
     asked = [
         *('"GET /v1/models HTTP/1.1" 200 OK', '"POST /v1/completions HTTP/1.1" 200 OK'),
-        *('"POST /v1/completions HTTP/1.1" 400 Bad Request', '"POST /v1/completions HTTP/1.1" 200 OK'),
-        '"POST /v1/completions HTTP/1.1" 400 Bad Request',
+        r"refused \(cache_too_small, logged once\): the prompt's 40 .* at most 9; set --serve.pages to 4 or more",
+        *['"POST /v1/completions HTTP/1.1" 400 Bad Request'] * 3,
+        *('"POST /v1/completions HTTP/1.1" 200 OK', '"POST /v1/completions HTTP/1.1" 400 Bad Request'),
     ]
-    assert re.fullmatch("".join(rf"{when} {line}\n" for line in asked), err), err
+    when = {'"': rf"{when} ", "r": r"\S+ \S+ "}
+    assert re.fullmatch("".join(rf"{when[line[0]]}{line}\n" for line in asked), err), err
 
 
 def test_foreign_address_gives_a_one_line_error():

@@ -1,6 +1,7 @@
 """Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for every failed request."""
 
 import json
+import logging
 import math
 
 from fastapi import FastAPI, Request
@@ -30,10 +31,21 @@ RETRY_AFTER_S = 1
 """Retry-After of a 429 and a 503 if the time is not known [s]."""
 
 
+HINTS = logging.getLogger("colonnade.serve.hints")
+"""Settings that would have avoided a refusal: the log has them, once for each kind of refusal, and no client."""
+HINTS.addHandler(logging.NullHandler())  # without it, a server that logs nothing would print them
+
+_hinted: set[str | None] = set()
+"""Codes of the refusals whose hint has been logged."""
+
+
 def error_body(error: RequestError) -> ErrorReply:
     """The JSON object for ``error``; also sent in a stream that fails midway."""
+    if error.operator_hint and error.code not in _hinted:
+        _hinted.add(error.code)
+        HINTS.info("refused (%s, logged once): %s", error.code, error)
     kind = TYPES.get(error.status, "invalid_request_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_reply(error: RequestError) -> JSONResponse:

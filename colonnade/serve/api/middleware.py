@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colonnade.errors import RequestError
-from colonnade.serve.api.errors import error_reply
+from colonnade.serve.api.errors import HINTS, error_reply
 
 MAX_READ_RATIO = 8
 """A body over the limit is read, and dropped, up to this multiple of it: a client that is cut off while it still writes
@@ -42,10 +42,10 @@ class BodyLimit:
             more = message.get("more_body", False)
         if seen > self.max_bytes:
             refusal = RequestError(
-                f"the body has {seen} bytes or more, over the limit of {self.max_bytes}; "
-                "send less, or raise --serve.max_body_bytes",
+                f"the body has {seen:,} bytes or more; send at most {self.max_bytes:,}",
                 status=413,
                 code="body_too_large",
+                operator_hint="raise --serve.max_body_bytes for larger bodies",
             )
             await error_reply(refusal)(scope, receive, send)
             return
@@ -88,14 +88,21 @@ ACCESS_LOG: dict[str, Any] = {
     "disable_existing_loggers": False,
     "filters": {"probes": {"()": ProbeFilter}},
     "formatters": {
+        "plain": {"format": "%(asctime)s %(message)s"},
         "access": {
             "()": "uvicorn.logging.AccessFormatter",
             "fmt": '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s',
             "use_colors": False,
-        }
+        },
     },
-    "handlers": {"access": {"class": "logging.StreamHandler", "formatter": "access", "filters": ["probes"]}},
-    "loggers": {"uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False}},
+    "handlers": {
+        "access": {"class": "logging.StreamHandler", "formatter": "access", "filters": ["probes"]},
+        "hints": {"class": "logging.StreamHandler", "formatter": "plain"},
+    },
+    "loggers": {
+        "uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
+        HINTS.name: {"handlers": ["hints"], "level": "INFO", "propagate": False},
+    },
 }
 """Configuration for :func:`logging.config.dictConfig`: uvicorn's lines."""
 

@@ -209,6 +209,8 @@ class ModelCard(Reply):
     owned_by: Literal["colonnade"]
     max_model_len: int
     """Tokens that a request may have, prompt and output: the model's context, or what the cache holds of it."""
+    capabilities: list[str]
+    """What the model is served for: "completions", and "chat" if it has a chat template."""
 
 
 class ModelList(Reply):
@@ -457,7 +459,7 @@ _REFUSALS = {
     401: "No API key, or an unknown one",
     403: "The API key may not do this",
     404: "No model of this name",
-    413: "A body over --serve.max_body_bytes",
+    413: "A body over the size limit, which the message has",
     429: "The queue is full, or a wait over timeout_s is expected; Retry-After says when to try again",
     500: "The model's logits were not finite, or a bug",
     503: "The server is loading or stopping, or its engine died; Retry-After says when to try again",

@@ -25,6 +25,7 @@ from colonnade.serve.api.admin import install_admin
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.auth import Authenticate
 from colonnade.serve.api.body import BodyRoute
+from colonnade.serve.api.chat_page import add_chat_page
 from colonnade.serve.api.chat_schemas import ChatBody
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit, cors_options
@@ -58,6 +59,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
     app.add_middleware(RequestLog, model=model, count=metrics.count_request, log=config.log == "json")
     errors.install(app)
     replies.describe_chunks(app)
+    add_chat_page(app)
     created = int(time.time())
 
     def card() -> replies.ModelCard:
@@ -65,7 +67,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
             raise engine.unavailable()
         return {
             "id": model, "object": "model", "created": created, "owned_by": "colonnade",
-            "max_model_len": engine.max_request_tokens,
+            "max_model_len": engine.max_request_tokens, "capabilities": engine.capabilities,
         }  # fmt: skip
 
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
@@ -127,10 +129,10 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
         generation = await to_thread_if_large(len(await request.body()), prepare)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
-                f"{generation.num_completions} completions; at most {config.max_waiting} in one request "
-                "(--serve.max_waiting); send the others in another",
+                f"{generation.num_completions:,} completions; send at most {config.max_waiting:,} in one request",
                 param="prompt",
                 code="too_many_prompts",
+                operator_hint="raise --serve.max_waiting for more prompts in a request",
             )
         record = record_of(request.scope)
         priority = record.priority(body.priority)
