@@ -165,6 +165,13 @@ class Engine:
         return self.scheduler.busy or bool(self._undelivered)
 
     @property
+    def limits(self) -> dict[str, Any]:
+        """What the HTTP process must know about the model and the cache."""
+        context, cache_tokens = self.model.config.context, self.scheduler.pool.tokens
+        longest = self.tokenizer.longest_token_bytes
+        return {"context": context, "cache_tokens": cache_tokens, "longest_token_bytes": longest}
+
+    @property
     def stats(self) -> Stats:
         """Counters, and the state after the last call."""
         stats, scheduler = self._stats, self.scheduler

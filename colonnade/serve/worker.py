@@ -17,17 +17,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 from colonnade.config import Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
+from colonnade.serve import pooling_request
 from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
+from colonnade.serve.pooler_spec import PoolerSpec
+from colonnade.serve.pooling_engine import PoolingEngine
 from colonnade.serve.sampling_params import SamplingParams
 
-Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
+Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, PoolerSpec]
+"""A model that generates text, or one with what is made of its hidden states."""
+
+Load = Callable[[DistributedContext], Loaded]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
 
 LARGE_TEXT = 1 << 15
@@ -40,7 +47,7 @@ HEARTBEAT_S = 20.0
 def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
     """Run one rank of a server's engine until the HTTP process stops it or exits."""
     with open_context(plan, device) as context:
-        engine = Engine(*load(context), config)
+        engine = build_engine(load(context), config)
         with _frozen_gc():
             if context.rank:
                 engine.follow()
@@ -52,6 +59,14 @@ def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address
                         _serve_requests(engine, connection)
                 finally:
                     engine.stop()
+
+
+def build_engine(loaded: Loaded, config: ServeConfig) -> Engine | PoolingEngine:
+    """The engine for a loaded model."""
+    if len(loaded) == 3:
+        model, tokenizer, spec = loaded
+        return PoolingEngine(model, tokenizer, config, spec)
+    return Engine(*loaded, config)
 
 
 @contextmanager
@@ -75,13 +90,11 @@ def open_context(plan: Plan, device: str) -> Iterator[DistributedContext]:
             yield context
 
 
-def _serve_requests(engine: Engine, connection: socket.socket) -> None:
+def _serve_requests(engine: Engine | PoolingEngine, connection: socket.socket) -> None:
     """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(connection, engine.tokenizer, inbox), daemon=True).start()
-    limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
-    limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
-    connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
+    connection.sendall(encode_message({"event": "ready", **engine.limits, "stats": dataclasses.asdict(engine.stats)}))
     while True:
         for message in receive_messages(engine, inbox):
             if isinstance(message, BaseException):
@@ -95,7 +108,7 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
         connection.sendall(encode_message(event))
 
 
-def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
+def receive_messages(engine: Engine | PoolingEngine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
     """All messages that have arrived; while the engine is idle, wait for one and send heartbeats."""
     messages: list[Message | BaseException] = []
     while not messages or not inbox.empty():
@@ -108,7 +121,7 @@ def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message |
     return messages
 
 
-def _handle(engine: Engine, message: Message) -> Message | None:
+def _handle(engine: Engine | PoolingEngine, message: Message) -> Message | None:
     """Add or cancel the requests of ``message``; returns the refusal to send if they cannot be added."""
     if message["do"] == "cancel":
         for key in message["ids"]:
@@ -117,6 +130,10 @@ def _handle(engine: Engine, message: Message) -> Message | None:
     if "refusal" in message:
         return message["refusal"]
     try:
+        if isinstance(engine, PoolingEngine):
+            options = message["pooling"]
+            engine.add(message["ids"], message["tokens"], fields=options["fields"], dimensions=options["dimensions"])
+            return None
         _check_queue(engine, len(message["ids"]))
         params = SamplingParams(**message["params"])
         for key, tokens in zip(message["ids"], message["tokens"], strict=True):
@@ -208,6 +225,8 @@ class _LargeRequests:
 
 def _text_size(message: Message) -> int:
     """Characters of text that must be tokenised."""
+    if "pooling" in message:
+        return pooling_request.text_size(message)
     if message["messages"] is not None:
         return sum(len(each["content"]) for each in message["messages"])
     return sum(len(prompt) for prompt in message["prompts"] if isinstance(prompt, str))
@@ -223,7 +242,9 @@ def _tokenize(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool]
         return {**message, "refusal": _refusal(message, error)}
 
 
-def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool]) -> list[list[int]]:
+def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool]) -> list[Any]:
+    if "pooling" in message:
+        return pooling_request.tokenize(message, tokenizer, wanted)
     if message["messages"] is None:
         prompts = (prompt for prompt in message["prompts"] if wanted())
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

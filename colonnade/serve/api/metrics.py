@@ -73,6 +73,10 @@ class RequestTimer:
             observe("request_prefill_time_seconds", output.timing.prefill_s)
             observe("request_decode_time_seconds", output.timing.decode_s)
 
+    def observe_end(self) -> None:
+        """Record that a request without generated tokens has ended."""
+        self._metrics.observe("e2e_request_latency_seconds", time.monotonic() - self._start_s)
+
 
 class _EngineStats(Collector):
     """The engine's counters, as of its last message."""

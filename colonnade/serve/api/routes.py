@@ -4,11 +4,10 @@ When a client disconnects its request is cancelled: closing the generator of :me
 is closed however the handler ends.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -17,8 +16,9 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
-from colonnade.serve.api import errors, replies
+from colonnade.serve.api import errors, pooling_routes, replies
 from colonnade.serve.api.body import BodyRoute
+from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
@@ -27,10 +27,6 @@ from colonnade.serve.ipc import EngineClient, to_thread_if_large
 from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
-Result = TypeVar("Result")
-
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that has disconnected; it appears in the log only."""
 
 
 def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
@@ -98,8 +94,11 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
                 f"there is no model '{name}' here; use '{model}'", param="model", status=404, code="model_not_found"
             )
 
+    pooling_routes.install(app, engine, model, metrics, check_model)
+
     async def answer(body: Body, builder: CompletionReplies, request: Request) -> Response:
         check_model(body.model)
+        pooling_routes.check_generates(engine, model)
         generation = await to_thread_if_large(len(await request.body()), body.to_generation_request)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
@@ -111,12 +110,12 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
         outputs = _with_metrics(engine.run(generation), metrics)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
-            first = await _unless_disconnected(request, anext(outputs))
+            first = await unless_disconnected(request, anext(outputs))
             events = _events(
                 first, outputs, builder, include_usage=body.include_usage, continuous=body.continuous_usage
             )
             return EventSourceResponse(events, sep="\n")
-        return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder)))
+        return JSONResponse(await unless_disconnected(request, _complete_reply(outputs, builder)))
 
     return app
 
@@ -188,22 +187,3 @@ async def _chain(first: tuple[int, Output], outputs: Outputs) -> Outputs:
 
 def _event(reply: Mapping[str, Any]) -> ServerSentEvent:
     return ServerSentEvent(to_json(reply).decode(), sep="\n")
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of ``work``, which is cancelled if the client disconnects first."""
-    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnect(request))
-    try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise RequestError("the client closed the connection", status=CLIENT_CLOSED_REQUEST, code="client_gone")
-    finally:
-        for each in (task, disconnect):
-            each.cancel()
-        await asyncio.gather(task, disconnect, return_exceptions=True)
-
-
-async def _wait_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
