@@ -46,10 +46,12 @@ def model(it: ModelConfig, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.fl
     return initialise(Transformer(it, axes, dtype=dtype), seed=3).eval().requires_grad_(False)
 
 
-def write(folder: Path, it: ModelConfig) -> Path:
-    """A Hugging Face folder with a model of ``it``."""
-    context = DistributedContext.solo(torch.device("cpu"))
-    return save(Model(model(it), tokenizer(), context, "tiny"), folder, format="hf")
+def write(folder: Path, it: ModelConfig, poison: int | None = None) -> Path:
+    """A Hugging Face folder with a model of ``it``; the embedding of token ``poison`` is NaN."""
+    written, context = model(it), DistributedContext.solo(torch.device("cpu"))
+    if poison is not None:
+        written.get_parameter("embed.tokens.weight")[poison] = torch.nan
+    return save(Model(written, tokenizer(), context, "tiny"), folder, format="hf")
 
 
 def hidden(it: Transformer, ids: list[int]) -> Tensor:
