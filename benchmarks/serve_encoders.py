@@ -7,11 +7,13 @@ Texts are passages of speeches with 5 to 200 words, half of them under 32. ``col
 of its own, on the same cores as its clients: 16 connections, each of which sends its next request when the last one is
 answered, with 1 text or with 8. The peer is transformers' BertModel with sentence-transformers' arithmetic on all of
 the texts at once, in batches of 32, in order of arrival and sorted by length: no HTTP, no JSON, no wait. Both tokenise,
-and both give normalised means in float32. Rounds alternate; the median counts.
+and both give normalised means in float32. Rounds alternate; the median counts. CPU time is that of the server's
+processes, without the clients', or of the peer: neighbours on the machine change it little.
 """
 
 import argparse
 import asyncio
+import os
 import random
 import signal
 import statistics
@@ -67,8 +69,8 @@ class Peer:
 
 
 @contextmanager
-def server() -> Iterator[str]:
-    """The URL of ``colonnade serve minilm``."""
+def server() -> Iterator[tuple[str, int]]:
+    """The URL of ``colonnade serve minilm``, and its process id."""
     command = [sys.executable, "-u", "-m", "colonnade", "serve", "minilm", "--serve.port", "0", "--serve.no_log"]
     with subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -76,7 +78,7 @@ def server() -> Iterator[str]:
             lines = [process.stderr.readline() for _ in range(2)]
             if not lines[1].startswith("serving "):
                 raise RuntimeError(f"the server did not start: {lines}")
-            yield lines[1].split()[3]
+            yield lines[1].split()[3], process.pid
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=60)
@@ -99,6 +101,19 @@ async def ask(url: str, texts: Sequence[str], at_once: int, encoding: str) -> li
     return [replies[i] for i in sorted(replies)]
 
 
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and of its children's so far, from Linux' /proc [s]."""
+    total = 0.0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if str(pid) in (file.parent.name, fields[1]):
+            total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
 def check(url: str, peer: Peer, texts: Sequence[str]) -> float:
     """The largest difference between both embeddings of ``texts``; more than 1e-5 is an error."""
     body = {"input": list(texts), "truncate_prompt_tokens": -1}
@@ -113,15 +128,22 @@ def measure(count: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
     texts, neighbours = passages(count), Neighbours()
     peer = Peer(find_packaged("minilm"))
     by_length = sorted(texts, key=len)
-    with server() as url:
+    with server() as (url, pid):
         error = check(url, peer, texts[:64])
 
-        def ours(at_once: int, encoding: str) -> Callable[[int], float]:
-            return timed(lambda _: asyncio.run(ask(url, texts, at_once, encoding)))
+        def measured(pid: int, run: Callable[[], object]) -> Callable[[int], tuple[float, float]]:
+            def seconds(i: int) -> tuple[float, float]:
+                before = cpu_s(pid)
+                return timed(lambda _: run())(i), cpu_s(pid) - before
+
+            return seconds
+
+        def ours(at_once: int, encoding: str) -> Callable[[int], tuple[float, float]]:
+            return measured(pid, lambda: asyncio.run(ask(url, texts, at_once, encoding)))
 
         runs = {
-            "transformers, padded": timed(lambda _: peer.embed(texts)),
-            "transformers, sorted and padded": timed(lambda _: peer.embed(by_length)),
+            "transformers, padded": measured(os.getpid(), lambda: peer.embed(texts)),
+            "transformers, sorted and padded": measured(os.getpid(), lambda: peer.embed(by_length)),
             "colonnade, 1 text": ours(1, "base64"),
             "colonnade, 8 texts": ours(8, "base64"),
             "colonnade, 8 texts, numbers": ours(8, "float"),
@@ -130,13 +152,15 @@ def measure(count: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
     rows: list[dict[str, Cell]] = []
     for who, each in seconds.items():
         at_once = 8 if "8" in who else 1
-        median = statistics.median(each)
+        walls = [wall_s for wall_s, _ in each]
+        median = statistics.median(walls)
         rows.append(
             {
                 "who": who,
                 "texts_per_s": round(count / median, 1),
                 "requests_per_s": round(count / at_once / median, 1) if who.startswith("colonnade") else None,
-                "slowest_round_texts_per_s": round(count / max(each), 1),
+                "slowest_round_texts_per_s": round(count / max(walls), 1),
+                "cpu_ms_per_text": round(1e3 * statistics.median(used_s for _, used_s in each) / count, 2),
                 "texts": count,
                 "largest_difference": float(f"{error:.1e}"),
                 "threads": torch.get_num_threads(),
