@@ -25,6 +25,7 @@ from colonnade.serve.engine_process import engine_process
 from colonnade.serve.ipc import EngineClient, GenerationRequest
 from colonnade.serve.memory_advice import check_memory
 from colonnade.serve.memory_estimate import EngineSpec
+from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.worker import Load, open_context
 
@@ -54,6 +55,10 @@ class ModelSpec:
     def loader(self, opened: OpenedModel) -> Load:
         """A picklable function that loads the ``opened`` model in an engine process."""
         return functools.partial(_load, replace(self, model=str(opened.path)))
+
+    def pooling_loader(self, opened: OpenedModel, pooler: PoolerSpec) -> Load:
+        """The same for a model whose hidden states are pooled."""
+        return functools.partial(_load_pooling, replace(self, model=str(opened.path)), pooler)
 
     def open_generative(self) -> OpenedModel:
         """Like :meth:`open`; raises :class:`ConfigError` for a model that cannot generate text."""
@@ -105,6 +110,14 @@ def _load(spec: ModelSpec, context: DistributedContext) -> tuple[Transformer, To
     check_memory(EngineSpec(config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident))
     model = spec.load(context)
     return model.transformer, model.tokenizer
+
+
+def _load_pooling(
+    spec: ModelSpec, pooler: PoolerSpec, context: DistributedContext
+) -> tuple[Transformer, Tokenizer, PoolerSpec]:
+    """Called in each engine process; there is no cache, and the weights' memory is checked while they are loaded."""
+    model = spec.load(context)
+    return model.transformer, model.tokenizer, pooler
 
 
 def generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import GenerativeModel, LogConsole, ServingPlacementArgs, is_main_process, refuse_torchrun
+from colonnade.cli.common import (
+    GenerativeModel,
+    LogConsole,
+    Model,
+    ServingPlacementArgs,
+    is_main_process,
+    refuse_torchrun,
+)
 from colonnade.config import CacheFormat as CacheKind
 from colonnade.config import ServeConfig, WeightFormat, WeightGroup
 from colonnade.errors import ConfigError, RequestError
@@ -138,11 +145,14 @@ def _with_environment_keys(config: ServeConfig) -> ServeConfig:
 
 
 def serve(
-    model: Positional[GenerativeModel],
+    model: Positional[Model],
     serve: ServeConfig = ServeConfig(),
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
+    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, or /v1/embeddings.
+
+    Encoders answer /v1/embeddings, /v1/score and /v1/rerank, classifiers /classify; --serve.task embed serves the
+    embeddings of a model that also generates text.
 
     Args:
         model: The model to serve.
@@ -153,8 +163,10 @@ def serve(
     serve = _with_environment_keys(serve)
     spec = placement.spec(model, serve)
     from colonnade.chat import batching_note
+    from colonnade.serve.resolve_pooler import resolve_pooler
 
-    opened = spec.open_generative()
+    opened = spec.open()
+    pooler = resolve_pooler(opened.config, opened.path, serve, model, cp=placement.plan.cp)
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
@@ -163,4 +175,5 @@ def serve(
     announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
     if note := batching_note(opened.config):
         announce(note)
-    run(spec.loader(opened), spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)
+    load = spec.loader(opened) if pooler is None else spec.pooling_loader(opened, pooler)
+    run(load, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)

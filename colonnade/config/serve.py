@@ -18,14 +18,25 @@ LogFormat = Literal["off", "text", "json"]
 
 _ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
-
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 """Notation of tool calls: that of Qwen and Hermes, of Llama 3, of Mistral."""
+
+Pooling = Literal["mean", "cls", "last"]
+"""What an embedding is made of: the mean of all tokens' hidden states, the first token's, or the last token's."""
+
+ClassActivation = Literal["softmax", "sigmoid", "identity"]
+"""What turns a classifier's logits into probabilities or scores."""
 
 
 class ServeConfig(Config):
     """Memory, batching and HTTP settings of one serving engine."""
 
+    task: Literal["auto", "generate", "embed"] = "auto"
+    """What the server answers: text (generate), or embeddings, scores and rankings (embed). auto: text by a causal
+    model, classes by an encoder with a class head, embeddings by any other encoder."""
+    pooling: Pooling | None = None
+    """What an embedding is made of: the mean of all tokens' hidden states, the first token's, or the last token's;
+    None: as sentence-transformers' files beside the weights say, else the mean, for causal models the last."""
     page_tokens: int | None = Field(default=None, gt=0, le=1 << 20)
     """Tokens per page of the key/value cache; None: 16 on a CPU, 64 on a GPU."""
     weights: WeightFormat = "stored"

@@ -22,6 +22,9 @@ from colonnade.errors import DataError, RequestError
 
 _CONFIG_KEY = "colonnade"  # our key in tokenizer_config.json for the BOS and EOS ids; transformers ignores it
 
+TRUNCATION_RATIO = 16
+"""The beginning of a long text that is read to truncate it to k tokens, in multiples of the k longest tokens."""
+
 _BERT_TOKENS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 
 
@@ -155,6 +158,42 @@ class Tokenizer:
         except TypeError:
             raise _surrogate_error(first + second) from None
         return encoding.ids, encoding.type_ids
+
+    def encode_truncated(
+        self, first: str, second: str | None = None, *, special: bool = True, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """(ids, segments) of a text or a pair, of which at most ``max_tokens`` are kept, from the beginning.
+
+        Special tokens count, and are added after truncating (``special``). Of a pair the longer text is truncated
+        first. Raises :class:`RequestError` for a lone surrogate, and if the special tokens alone are too many.
+        """
+        parts = [self._encode_beginning(text, max_tokens) for text in (first, second) if text is not None]
+        if max_tokens is not None:
+            added = self._core.num_special_tokens_to_add(len(parts) == 2) if special else 0
+            room = max_tokens - added
+            if room < len(parts):
+                raise RequestError(
+                    f"truncate_prompt_tokens is {max_tokens}, and {added} tokens are the special ones; set it to "
+                    f"{added + len(parts)} or more",
+                    param="truncate_prompt_tokens",
+                )
+            lengths = [len(part) for part in parts]
+            kept = min(lengths[0], max(room - sum(lengths[1:]), room - room // 2))
+            for part, most in zip(parts, (kept, room - kept), strict=False):
+                part.truncate(most)
+        encoding = self._core.post_process(parts[0], parts[1] if len(parts) == 2 else None, special)
+        return encoding.ids, encoding.type_ids
+
+    def _encode_beginning(self, text: str, max_tokens: int | None) -> tokenizers.Encoding:
+        """At least the first ``max_tokens`` of ``text``, without special ones; the rest of a long text is not read."""
+        head = text if max_tokens is None else text[: TRUNCATION_RATIO * self.longest_token_bytes * max_tokens]
+        try:
+            encoding = self._core.encode(head, add_special_tokens=False)
+            if len(head) < len(text) and max_tokens is not None and len(encoding) <= max_tokens:  # spaces, mostly
+                encoding = self._core.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise _surrogate_error(text) from None
+        return encoding
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts, in parallel on all cores, without added tokens.

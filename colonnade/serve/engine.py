@@ -48,6 +48,7 @@ from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
 from colonnade.serve.text_stream import TextStream
+from colonnade.serve.tool_calls import ToolNotation
 from colonnade.serve.wait_estimate import WaitEstimate
 
 
@@ -193,6 +194,17 @@ class Engine:
     def busy(self) -> bool:
         """True while :meth:`step` has something to do."""
         return self.scheduler.busy or bool(self._undelivered)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What the HTTP process must know about the model and the cache."""
+        return {
+            "context": self.model.config.context,
+            "cache_tokens": self.scheduler.pool.max_request_tokens,
+            "longest_token_bytes": self.tokenizer.longest_token_bytes,
+            "tools": ToolNotation.of(self.tokenizer, self.config.tool_format).to_dict(),
+            "capabilities": ["completions", *(["chat"] if self.tokenizer.chat_template else [])],
+        }
 
     @property
     def stats(self) -> Stats:

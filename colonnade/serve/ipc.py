@@ -25,9 +25,11 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from colonnade.errors import CapacityError, ColonnadeError, RequestError
+from colonnade.serve.pooler_spec import PoolerSpec
+from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest
 from colonnade.serve.prompts import context_error
 from colonnade.serve.request import Alternative, Output, Stats, Timing, TokenLogprob, failure
 from colonnade.serve.sampling_params import SamplingParams
@@ -125,8 +127,10 @@ def decode_message(line: bytes) -> Message:
     return json.loads(line)
 
 
-def submit_message(ids: Sequence[str], request: GenerationRequest) -> Message:
+def submit_message(ids: Sequence[str], request: GenerationRequest | PoolingRequest) -> Message:
     """The message that submits ``request``, with an id for each completion."""
+    if isinstance(request, PoolingRequest):
+        return request.message(ids)
     values = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
     return {"do": "submit", "ids": list(ids), **values, "params": dataclasses.asdict(request.params)}
 
@@ -134,8 +138,10 @@ def submit_message(ids: Sequence[str], request: GenerationRequest) -> Message:
 _OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
 
 
-def output_to_dict(output: Output) -> Message:
+def output_to_dict(output: Output | PoolingOutput) -> Message:
     """The fields of an :class:`Output`; ``asdict``, which copies every value, takes ten times as long."""
+    if isinstance(output, PoolingOutput):
+        return {name: getattr(output, name) for name in PoolingOutput.__slots__}
     values = {name: getattr(output, name) for name in _OUTPUT_FIELDS}
     if output.logprobs is not None:
         values["logprobs"] = _logprob_to_list(output.logprobs)
@@ -144,8 +150,10 @@ def output_to_dict(output: Output) -> Message:
     return values if output.timing is None else values | {"timing": dataclasses.asdict(output.timing)}
 
 
-def output_from_dict(values: Message) -> Output:
+def output_from_dict(values: Message) -> Output | PoolingOutput:
     """The inverse of :func:`output_to_dict`."""
+    if "vector" in values:
+        return PoolingOutput(**values)
     timing, logprobs, prompt = (values[name] for name in ("timing", "logprobs", "prompt_logprobs"))
     changed: Message = {"timing": timing and Timing(**timing), "logprobs": logprobs and _logprob_from_list(logprobs)}
     changed["prompt_logprobs"] = None if prompt is None else tuple(map(_logprob_from_list, prompt))
@@ -198,6 +206,8 @@ class EngineClient:
         """Of the engine process (rank 0)."""
         self.capabilities: list[str] = []
         """What the model is served for: "completions" and, with a chat template, "chat"."""
+        self.pooler: PoolerSpec | None = None
+        """What is made of the hidden states; None if the model generates text."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -211,7 +221,7 @@ class EngineClient:
         self.idle.set()
         self.stop_requested = asyncio.Event()
         """Set to ask the server to drain and stop."""
-        self._queues: dict[str, asyncio.Queue[Output | RequestError]] = {}
+        self._queues: dict[str, asyncio.Queue[Output | PoolingOutput | RequestError]] = {}
         """By completion id; all completions of one request have the same queue."""
         self._answers: dict[str, asyncio.Future[Message]] = {}
         """By the id of the message that asked."""
@@ -234,7 +244,11 @@ class EngineClient:
         """Number of HTTP requests that wait for outputs."""
         return len(set(self._queues.values()))
 
-    async def run(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, Output]]:
+    @overload
+    def run(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, Output]]: ...
+    @overload
+    def run(self, request: PoolingRequest) -> AsyncGenerator[tuple[int, PoolingOutput]]: ...
+    async def run(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[tuple[int, Any]]:
         """Yield (index of the completion, output) as outputs arrive; closing the generator cancels the request.
 
         Raises :class:`RequestError` if the request is refused and, with status 503, if the engine died or the server
@@ -243,7 +257,7 @@ class EngineClient:
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
         request.check_lengths(self.context, self.longest_token_bytes, self.cache_tokens)
-        queue: asyncio.Queue[Output | RequestError] = asyncio.Queue()
+        queue: asyncio.Queue[Output | PoolingOutput | RequestError] = asyncio.Queue()
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
         live = set(indices)
         self.idle.clear()
@@ -341,13 +355,14 @@ class EngineClient:
         if message["event"] == "ready":
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
             self.longest_token_bytes, self.pid = message["longest_token_bytes"], message["pid"]
-            self.tools = ToolNotation.from_dict(message["tools"])
+            self.tools = ToolNotation.from_dict(message["tools"]) if "tools" in message else None
+            self.pooler = PoolerSpec(**message["pooler"]) if "pooler" in message else None
             self.capabilities = message["capabilities"]
             self.ready.set()
         for values in message.get("outputs", ()):
             self._deliver(values["id"], output_from_dict(values))
 
-    def _deliver(self, key: str, output: Output | RequestError) -> None:
+    def _deliver(self, key: str, output: Output | PoolingOutput | RequestError) -> None:
         if (queue := self._queues.get(key)) is not None:  # otherwise its client has left, and it is being cancelled
             queue.put_nowait(output)
 

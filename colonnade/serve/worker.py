@@ -3,10 +3,8 @@
     rank 0      loads, connects to the HTTP process, and loops:  receive messages -> step -> send outputs
     rank > 0    loads and follows rank 0
 
-A thread of rank 0 reads the socket, applies chat templates and tokenises (the tokenizer releases the GIL), so that a
-prompt delays neither the event loop nor the running requests. Another thread tokenises large requests, so that they do
-not delay the others' prompts. Everything else happens in the main thread. When the
-HTTP process exits, the connection closes and the engine stops.
+Threads of rank 0 read the socket and tokenise (:mod:`colonnade.serve.message_reader`); everything else happens in the
+main thread. When the HTTP process exits, the connection closes and the engine stops.
 """
 
 import dataclasses
@@ -17,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 
 from colonnade.config import Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
@@ -25,17 +22,17 @@ from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.engine import Engine
-from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
+from colonnade.serve.ipc import Message, encode_message, output_to_dict
+from colonnade.serve.message_reader import read_messages, refusal, sampling_params
+from colonnade.serve.pooler_spec import PoolerSpec
+from colonnade.serve.pooling_engine import PoolingEngine
 from colonnade.serve.sampling_params import SamplingParams, choice_seed
-from colonnade.serve.structured_outputs import StructuredOutputs
-from colonnade.serve.tokenize_messages import answer_message, work_size
-from colonnade.serve.tool_calls import ToolNotation
 
-Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
+Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, PoolerSpec]
+"""A model that generates text, or one with what is made of its hidden states."""
+
+Load = Callable[[DistributedContext], Loaded]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
-
-LARGE_TEXT = 1 << 15
-"""Requests with more text than this are tokenised in a thread of their own [characters]."""
 
 HEARTBEAT_S = 20.0
 """Interval of an idle engine's heartbeats to its other ranks [s]; collectives time out after minutes."""
@@ -44,7 +41,7 @@ HEARTBEAT_S = 20.0
 def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
     """Run one rank of a server's engine until the HTTP process stops it or exits."""
     with open_context(plan, device) as context:
-        engine = Engine(*load(context), config)
+        engine = build_engine(load(context), config)
         with _frozen_gc():
             if context.rank:
                 engine.follow()
@@ -56,6 +53,14 @@ def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address
                         _serve_requests(engine, connection)
                 finally:
                     engine.stop()
+
+
+def build_engine(loaded: Loaded, config: ServeConfig) -> Engine | PoolingEngine:
+    """The engine for a loaded model."""
+    if len(loaded) == 3:
+        model, tokenizer, spec = loaded
+        return PoolingEngine(model, tokenizer, config, spec)
+    return Engine(*loaded, config)
 
 
 @contextmanager
@@ -79,21 +84,11 @@ def open_context(plan: Plan, device: str) -> Iterator[DistributedContext]:
             yield context
 
 
-def _serve_requests(engine: Engine, connection: socket.socket) -> None:
+def _serve_requests(engine: Engine | PoolingEngine, connection: socket.socket) -> None:
     """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-    threading.Thread(target=_read_messages, args=(connection, engine, inbox), daemon=True).start()
-    tokenizer = engine.tokenizer
-    ready = {
-        "event": "ready",
-        "context": engine.model.config.context,
-        "cache_tokens": engine.scheduler.pool.max_request_tokens,
-        "longest_token_bytes": tokenizer.longest_token_bytes,
-        "tools": ToolNotation.of(tokenizer, engine.config.tool_format).to_dict(),
-        "pid": os.getpid(),
-        "capabilities": ["completions", *(["chat"] if tokenizer.chat_template else [])],
-        "stats": dataclasses.asdict(engine.stats),
-    }
+    threading.Thread(target=read_messages, args=(connection, engine, inbox), daemon=True).start()
+    ready = {"event": "ready", **engine.limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)}
     connection.sendall(encode_message(ready))
     while True:
         for message in receive_messages(engine, inbox):
@@ -108,7 +103,7 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
         connection.sendall(encode_message(event))
 
 
-def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
+def receive_messages(engine: Engine | PoolingEngine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
     """All messages that have arrived; while the engine is idle, wait for one and send heartbeats."""
     messages: list[Message | BaseException] = []
     while not messages or not inbox.empty():
@@ -121,7 +116,7 @@ def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message |
     return messages
 
 
-def _handle(engine: Engine, message: Message) -> Message | None:
+def _handle(engine: Engine | PoolingEngine, message: Message) -> Message | None:
     """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
     if message["do"] == "cancel":
         for key in message["ids"]:
@@ -130,30 +125,27 @@ def _handle(engine: Engine, message: Message) -> Message | None:
     if message["do"] == "answer":
         return message["event"]
     if message["do"] == "reset_cache":
-        engine.scheduler.pool.forget_cached()
+        if isinstance(engine, Engine):  # a pooling engine has no cache
+            engine.scheduler.pool.forget_cached()
         return {"event": "answer", "ids": message["ids"]}
     if "refusal" in message:
         return message["refusal"]
     try:
+        if isinstance(engine, PoolingEngine):
+            options = message["pooling"]
+            engine.add(message["ids"], message["tokens"], fields=options["fields"], dimensions=options["dimensions"])
+            return None
         _check_queue(engine, len(message["ids"]))
         _check_wait(engine, message)
-        params, n = _sampling_params(message["params"]), message["n"]
+        params, n = sampling_params(message["params"]), message["n"]
         who = {"client": message["client"], "priority": message["priority"]}
         for i, key in enumerate(message["ids"]):
             engine.add(message["tokens"][i // n], _choice_params(params, i % n), request_id=key, **who)
     except ColonnadeError as error:
         for key in message["ids"]:  # none of them has run yet
             engine.cancel(key)
-        return _refusal(message, error)
+        return refusal(message, error)
     return None
-
-
-def _sampling_params(values: Message) -> SamplingParams:
-    """The sampling parameters of a submission: in JSON, the keys of ``logit_bias`` are strings."""
-    changed: Message = {"logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}}
-    if values["structured_outputs"] is not None:
-        changed["structured_outputs"] = StructuredOutputs(**values["structured_outputs"])
-    return SamplingParams(**{**values, **changed})
 
 
 def _choice_params(params: SamplingParams, choice: int) -> SamplingParams:
@@ -190,115 +182,3 @@ def _check_wait(engine: Engine, message: Message) -> None:
             code="timeout_expected",
             retry_after_s=wait_s - timeout_s,
         )
-
-
-def _refusal(message: Message, error: ColonnadeError) -> Message:
-    """The event that refuses ``message``, with the name of the parameter that the client has sent."""
-    details = error_to_dict(error)
-    if message["messages"] is not None and details["param"] == "prompt":
-        details["param"] = "messages"
-    if message["template"].get("tools") and details["param"] == "structured_outputs":
-        details["param"] = "tools"
-    return {"event": "refused", "ids": message["ids"], "error": details}
-
-
-def _read_messages(connection: socket.socket, engine: Engine, inbox: queue.SimpleQueue) -> None:
-    """In a thread: put messages, with prompts as token ids, into the inbox; a stop at the end of the connection."""
-    large = _LargeRequests(engine, inbox)
-    try:
-        with suppress(OSError), connection.makefile("rb") as lines:  # OSError: the HTTP process was killed
-            for line in lines:
-                message = decode_message(line)
-                if _is_slow(message):
-                    large.add(message)
-                elif message["do"] != "cancel" or not large.cancel(message["ids"]):
-                    inbox.put(_prepare(message, engine))
-        inbox.put({"do": "stop"})
-    except BaseException as bug:  # noqa: BLE001 - raised again by the main thread, which would otherwise wait for ever
-        inbox.put(bug)
-
-
-class _LargeRequests:
-    """Tokenises submissions, and compiles their grammars, in a thread in order of arrival; drops cancelled ones."""
-
-    def __init__(self, engine: Engine, inbox: queue.SimpleQueue):
-        self._engine, self._inbox = engine, inbox
-        self._todo: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._pending: set[str] = set()
-        """Ids of the submissions that have not reached the inbox."""
-        self._lock = threading.Lock()
-        """Held while a submission leaves ``_pending`` for the inbox: a cancellation comes before or after both."""
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def add(self, message: Message) -> None:
-        """Tokenise ``message`` later, then put it into the inbox."""
-        with self._lock:
-            self._pending.update(message["ids"])
-        self._todo.put(message)
-
-    def cancel(self, ids: list[str]) -> bool:
-        """Drop the submission with these ids; False if none of them is pending."""
-        with self._lock:
-            found = self._wanted(ids)
-            self._pending.difference_update(ids)
-        return found
-
-    def _wanted(self, ids: list[str]) -> bool:
-        return not self._pending.isdisjoint(ids)
-
-    def _run(self) -> None:
-        try:
-            while True:
-                message = self._todo.get()
-                ids = message["ids"]
-                message = _prepare(message, self._engine, partial(self._wanted, ids))
-                with self._lock:
-                    if self._wanted(ids):
-                        self._pending.difference_update(ids)
-                        self._inbox.put(message)
-        except BaseException as bug:  # noqa: BLE001 - raised again by the main thread
-            self._inbox.put(bug)
-
-
-def _is_slow(message: Message) -> bool:
-    """Whether the submission has much text, tools, or a grammar, which takes milliseconds to compile."""
-    if message["do"] == "submit" and (message["params"]["structured_outputs"] or message["template"].get("tools")):
-        return True
-    return _text_size(message) > LARGE_TEXT
-
-
-def _text_size(message: Message) -> int:
-    """Characters of text that must be tokenised, or ids to decode."""
-    if message["do"] in ("tokenize", "detokenize"):
-        return work_size(message)
-    if message["do"] != "submit":
-        return 0
-    if message["messages"] is not None:
-        return sum(len(each["content"]) for each in message["messages"])
-    return sum(len(prompt) for prompt in message["prompts"] if isinstance(prompt, str))
-
-
-def _prepare(message: Message, engine: Engine, wanted: Callable[[], bool] = lambda: True) -> Message:
-    """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False.
-
-    Compiles its grammar, which the engine keeps. A request to tokenise or decode becomes its answer.
-    """
-    if message["do"] in ("tokenize", "detokenize"):
-        return {"do": "answer", "event": answer_message(message, engine.tokenizer)}
-    if message["do"] != "submit":
-        return message
-    try:
-        if (grammar := _sampling_params(message["params"]).structured_outputs) is not None:
-            engine.grammars.matcher(grammar)
-        return {**message, "tokens": _prompt_ids(message, engine.tokenizer, wanted)}
-    except ColonnadeError as error:
-        return {**message, "refusal": _refusal(message, error)}
-
-
-def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool]) -> list[list[int]]:
-    if message["messages"] is None:
-        prompts = (prompt for prompt in message["prompts"] if wanted())
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    if tokenizer.chat_template is None:
-        raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
-    return [tokenizer.encode_chat(message["messages"], **message["template"])]

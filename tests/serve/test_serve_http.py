@@ -403,6 +403,22 @@ def test_a_message_cannot_forge_control_tokens(client: openai.OpenAI):
     assert chat.usage == same.usage and chat.choices[0].message.content == same.choices[0].text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/classify", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_a_model_that_generates_embeds_no_text(running: Running, path: str, body: dict):
+    reply = httpx.post(f"{running.url}{path}", json=body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["code"] == "wrong_endpoint"
+    assert error["message"] == "the model 'tiny' generates text; use /v1/chat/completions or /v1/completions"
+
+
 # -- concurrency and disconnects----------------------------------------------------------------------------------------
 
 

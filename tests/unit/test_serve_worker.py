@@ -10,7 +10,8 @@ from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.ipc import GenerationRequest, Message, encode_message, submit_message
-from colonnade.serve.worker import LARGE_TEXT, _handle, _prepare, _read_messages, receive_messages
+from colonnade.serve.message_reader import LARGE_TEXT, prepare, read_messages
+from colonnade.serve.worker import _handle, receive_messages
 from tests.serve import tiny
 
 
@@ -23,7 +24,7 @@ def submit_batch(engine: Engine, name: str, *prompts: str) -> Message | None:
     """The error, if the request is refused."""
     request = GenerationRequest(prompts=prompts, params=SamplingParams(max_tokens=2, ignore_eos=True))
     message = submit_message([f"{name}{i}" for i in range(len(prompts))], request)
-    return _handle(engine, _prepare(message, engine))
+    return _handle(engine, prepare(message, engine))
 
 
 def waiting(engine: Engine) -> list[str]:
@@ -76,7 +77,7 @@ def test_a_large_prompt_is_tokenised_beside_the_others(engine: Engine):
     tokenizer, inbox = GatedTokenizer(), queue.SimpleQueue()
     engine.tokenizer = tokenizer  # type: ignore[assignment]
     near, far = socket.socketpair()
-    reader = threading.Thread(target=_read_messages, args=(far, engine, inbox))
+    reader = threading.Thread(target=read_messages, args=(far, engine, inbox))
     reader.start()
 
     def send(name: str, length: int) -> None:

@@ -39,6 +39,8 @@ _IGNORED_BY_REASON: dict[str, str] = {
     "classification heads and tasks (bert.py reads the labels itself)": """
         finetuning_task id2label label2id num_labels _num_labels problem_type task_specific_params
         n_special predict_special_tokens""",
+    "a cross-encoder's activation (pooling.py reads it)": """
+        sentence_transformers sbert_ce_default_activation_function""",
     "read only by BERT's classes; GPT-2's second name for its context length": """
         is_decoder n_ctx""",
     "defaults of generate()": """

@@ -92,6 +92,10 @@ class RequestTimer:
             observe("request_prompt_tokens", output.prompt_tokens)
             observe("request_generation_tokens", output.generated_tokens)
 
+    def observe_end(self) -> None:
+        """Record that a request without generated tokens has ended."""
+        self._metrics.observe("e2e_request_latency_seconds", time.monotonic() - self._start_s)
+
 
 class _EngineStats(Collector):
     """The engine's counters, as of its last message."""

@@ -4,13 +4,12 @@ When a client disconnects its request is cancelled: closing the generator of :me
 is closed however the handler ends.
 """
 
-import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -20,13 +19,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
-from colonnade.serve.api import errors, replies
+from colonnade.serve.api import errors, pooling_routes, replies
 from colonnade.serve.api.admin import install_admin
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.auth import Authenticate
 from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.chat_page import add_chat_page
 from colonnade.serve.api.chat_schemas import ChatBody
+from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit, cors_options
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
@@ -38,10 +38,6 @@ from colonnade.serve.ipc import EngineClient, GenerationRequest, to_thread_if_la
 from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
-Result = TypeVar("Result")
-
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that has disconnected; it appears in the log only."""
 
 
 def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRing | None = None) -> FastAPI:
@@ -122,10 +118,13 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
                 f"there is no model '{name}' here; use '{model}'", param="model", status=404, code="model_not_found"
             )
 
+    pooling_routes.install(app, engine, model, metrics, check_model)
+
     async def answer(
         body: Body, builder: CompletionReplies, request: Request, prepare: Callable[[], GenerationRequest]
     ) -> Response:
         check_model(body.model)
+        pooling_routes.check_generates(engine, model)
         generation = await to_thread_if_large(len(await request.body()), prepare)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
@@ -140,13 +139,13 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
         outputs = _with_metrics(engine.run(generation), metrics, record)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
-            first = await _unless_disconnected(request, anext(outputs))
+            first = await unless_disconnected(request, anext(outputs))
             events = _events(
                 first, outputs, builder, Usage(body.n or 1), include_usage=body.include_usage,
                 continuous=body.continuous_usage,
             )  # fmt: skip
             return EventSourceResponse(events, sep="\n")
-        return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder, Usage(body.n or 1))))
+        return JSONResponse(await unless_disconnected(request, _complete_reply(outputs, builder, Usage(body.n or 1))))
 
     install_admin(app, engine)
     install_tokenize(app, engine, check_model)
@@ -228,22 +227,3 @@ async def _chain(first: tuple[int, Output], outputs: Outputs) -> Outputs:
 
 def _event(reply: Mapping[str, Any]) -> ServerSentEvent:
     return ServerSentEvent(to_json(reply).decode(), sep="\n")
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of ``work``, which is cancelled if the client disconnects first."""
-    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnect(request))
-    try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise RequestError("the client closed the connection", status=CLIENT_CLOSED_REQUEST, code="client_gone")
-    finally:
-        for each in (task, disconnect):
-            each.cancel()
-        await asyncio.gather(task, disconnect, return_exceptions=True)
-
-
-async def _wait_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
