@@ -42,6 +42,7 @@ from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.output_heads import Head
 from colonnade.model.score import Score, score
 from colonnade.model.weight_only_quant import quantised_kind
+from colonnade.parallel.device_memory import usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launched
 from colonnade.serve.engine import Engine as _Engine
@@ -184,9 +185,13 @@ class Model:
 
     @property
     def _serving_engine(self) -> "Engine":
-        """An engine with the default configuration, made when it is first used."""
+        """An engine made when it is first used, with a quarter of the free memory, at most, for its cache.
+
+        On a GPU an engine's default is most of the memory; this process may load other models, or train.
+        """
         if self._engine is None:
-            self._engine = Engine(self, ServeConfig())
+            quarter = usable_bytes(next(self.transformer.parameters()).device) // 4
+            self._engine = Engine(self, ServeConfig(cache_bytes=max(1, quarter)))
         return self._engine
 
     def score(self, text: str | list[int], **windows: Any) -> Score:

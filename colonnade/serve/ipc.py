@@ -369,7 +369,9 @@ class EngineClient:
     def unavailable(self) -> RequestError:
         """The error (503) of a request that the engine cannot run now: it failed, loads, or is stopping."""
         if self.failure:
-            return RequestError(f"the engine failed: {self.failure}", status=503, code="engine_failed")
+            # What is wrong, without the remedy, which is for whoever runs the server; the server prints it as it exits.
+            reason = self.failure.message.partition("\n")[0].partition(";")[0]
+            return RequestError(f"the engine failed: {reason}", status=503, code="engine_failed")
         if not self.draining and not self.ready.is_set():
             return RequestError("the model is still loading; try again later", status=503, code="loading")
         return RequestError("the server is shutting down; try again later", status=503, code="shutting_down")

@@ -14,7 +14,7 @@ from colonnade.model import KVCache, Paged, Transformer, fused_block
 from colonnade.model.token_logprobs import TokenScores
 from colonnade.model.weight_only_quant import quantised_kind, weight_tensors
 from colonnade.parallel.device_memory import usable_bytes
-from colonnade.serve.batch_invariance import split_into_single_tokens
+from colonnade.serve.batch_invariance import check_ranks, split_into_single_tokens
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.memory_advice import check_memory, refusal
 from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, page_count, supports_float8
@@ -39,6 +39,8 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
             f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; leave --serve.cache out"
         )
+    if config.batch_invariant:
+        check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
     if config.batch_invariant and config.fixed_steps and device.type == "cpu":
         raise ConfigError(
             "serve.batch_invariant runs one token at a time on a CPU, which serve.fixed_steps cannot pad; leave one out"
