@@ -87,6 +87,11 @@ class ServeConfig(Config):
     """TCP port; 0: any free port."""
     model_name: str | None = None
     """Model name in the HTTP API; None: the last part of the model's path."""
+    draft: Literal["ngram"] | None = None
+    """Speculative decoding, which does not change the text: ngram drafts tokens that followed the newest three tokens
+    before (prompt look-up). None: off."""
+    draft_tokens: int = Field(default=5, gt=0, le=64)
+    """Tokens to draft, at most, for one step of a request."""
     tool_format: ToolFormat | None = None
     """How the model writes tool calls; None: as in its chat template."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)

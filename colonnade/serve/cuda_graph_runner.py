@@ -59,8 +59,10 @@ class CudaGraphRunner:
         self.pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
 
     def accepts(self, work: Work) -> bool:
-        """Whether every request of ``work`` decodes one token."""
-        return all(len(piece.tokens) == 1 and piece.sample_args is not None for piece in work.slices)
+        """Whether every slice of ``work`` decodes one token, and there are not too many."""
+        return len(work.slices) <= self.most and all(
+            len(piece.tokens) == 1 and piece.sample_args is not None for piece in work.slices
+        )
 
     def __call__(self, work: Work, last_R: Tensor) -> Tensor:
         """logits_Rv, this rank's vocabulary shard; overwritten by the next call."""

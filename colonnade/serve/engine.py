@@ -146,6 +146,7 @@ class Engine:
             seed=uuid.uuid4().int >> 65 if params.seed is None else params.seed,
             limit_tokens=limit_tokens(ids, params, context=context, vocab_size=vocab_size, pool=self.scheduler.pool),
             processor=LogitsProcessor.of(ids, params, self.tokenizer, matcher),
+            draft_tokens=self.config.draft_tokens if self.config.draft else 0,
             client=client,
             priority=priority,
         )
@@ -212,6 +213,8 @@ class Engine:
         stats, scheduler = self._stats, self.scheduler
         stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
         stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions
+        stats.drafts, stats.draft_tokens = scheduler.drafts, scheduler.draft_tokens
+        stats.accepted_draft_tokens = scheduler.accepted_draft_tokens
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
         if (graphs := self._runner.graphs) is not None:
             stats.shared_keys, stats.spared_keys = graphs.shared_keys, graphs.spared_keys
@@ -230,15 +233,13 @@ class Engine:
         tokens, now_s = sampled.tolist(), time.monotonic()
         self._stats.steps += 1
         scores, prompt = iter(sampled.scores()), iter(sampled.prompt())
-        scored: dict[int, HostScore] = {}
         for request, piece in zip(work.requests, work.slices, strict=True):
             rows = [next(prompt) for target in piece.targets if target >= 0]
             if rows and (live := self._live.get(request.id)) is not None and live.request is request:
                 live.prompt_scores += rows
-            if piece.sample_args is not None and piece.sample_args.logprobs >= 0:
-                scored[id(request)] = next(scores)
-        grown = self.scheduler.commit(work, tokens)
-        return [self._advance(self._live[r.id], token, scored.get(id(r)), now_s) for r, token in grown]
+        scored = [next(scores) if args.logprobs >= 0 else None for args in work.sample_args]
+        grown = self.scheduler.commit(work, tokens)  # one by one: a token that ends a request drops those after it
+        return [self._advance(self._live[r.id], token, scored[i], now_s) for r, token, i in grown]
 
     def _advance(self, live: _Generation, token: int, score: HostScore | None, now_s: float) -> Output:
         """The output for one new token: the text that it completes, and whether the request ends."""

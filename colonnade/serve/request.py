@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from colonnade.errors import RequestError
 from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.speculation import NgramDrafter
 
 if TYPE_CHECKING:
     from colonnade.serve.logits_processor import LogitsProcessor
@@ -46,6 +47,8 @@ class Request:
     """Tokens to generate, at most."""
     processor: "LogitsProcessor | None" = None
     """Changes the logits; None samples them unchanged."""
+    draft_tokens: int = 0
+    """Tokens to draft at most for a step; 0 for no speculative decoding."""
     client: str = ""
     """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
     priority: int = 0
@@ -68,9 +71,13 @@ class Request:
     batch_row: int = -1
     """Its row in a padded decode batch (:class:`~colonnade.serve.scheduler.BatchRows`); negative for none."""
     status: Status = Status.WAITING
+    drafter: NgramDrafter | None = field(init=False, default=None)
 
     def __post_init__(self):
         self.ids = list(self.prompt)
+        history = self.processor is not None and self.processor.needs_history
+        if self.draft_tokens and not history:
+            self.drafter = NgramDrafter(self.ids, self.draft_tokens)
 
     @property
     def generated(self) -> int:
@@ -95,7 +102,10 @@ class Request:
     @property
     def needs_commit(self) -> bool:
         """True if its next token cannot be sampled before those in flight are known."""
-        return self.in_flight > 0 and self.processor is not None and self.processor.needs_history
+        if not self.in_flight:
+            return False
+        drafts = self.drafter is not None and self.drafter.active
+        return drafts or (self.processor is not None and self.processor.needs_history)
 
     @property
     def complete(self) -> bool:
@@ -239,6 +249,12 @@ class Stats:
     """Tokens of the prompts that were run, each prompt counted once."""
     generation_tokens: int = 0
     """Tokens sampled."""
+    drafts: int = 0
+    """Times that tokens were drafted for a request."""
+    draft_tokens: int = 0
+    """Tokens drafted, and checked by a forward pass."""
+    accepted_draft_tokens: int = 0
+    """Drafted tokens that were generated."""
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by finish reason."""
 

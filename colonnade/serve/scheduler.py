@@ -4,7 +4,8 @@ Requests join and leave at every step (Yu 2022, Orca, §3.1), and long prompts a
 with the decodes, so that a new prompt never stalls the others (Agrawal 2024, Sarathi-Serve, §4). Each step is filled in
 this order:
 
-    1. decodes          one token each; they always fit, because requests are admitted only into unused budget
+    1. decodes          one token each; they always fit, because requests are admitted only into unused budget;
+                        with speculative decoding followed by drafted tokens, as far as budget, rows and pages are free
     2. running prefills as many tokens as the budget allows, in order of admission
     3. new prompts      admitted in the order of the fair queue, while pages for all the tokens of its first are free
 
@@ -22,8 +23,9 @@ Pure Python: no tensors, no clock (the caller passes the time), no model.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from colonnade.errors import RequestError
 from colonnade.serve.fair_queue import FairQueue
@@ -87,6 +89,8 @@ class Scheduler:
         self.batch_rows = BatchRows(max_requests)
         self.waiting = FairQueue()
         self.preemptions = 0
+        self.drafts = self.draft_tokens = self.accepted_draft_tokens = 0
+        """Drafts tried, their tokens, and those of them that were generated."""
         self.prefix_queries = self.prefix_hits = 0
         """Tokens of admitted requests looked up in the prefix cache, and found there."""
 
@@ -127,32 +131,82 @@ class Scheduler:
             if request.status is Status.RUNNING and self._grow(request):
                 chosen.append(self._slice(request, 1))
                 budget -= 1
+        chosen, budget = self._with_drafts(chosen, budget)
         for request in self.running:
             if request.pending > 1 and budget:
                 chosen.append(self._slice(request, min(request.pending, budget)))
                 budget -= len(chosen[-1][1].tokens)
+        budget -= sum(r.needs_commit and not r.complete for r in self.running)  # for their decodes in the next step
         # A request preempted in this step is not admitted again: one of the pages that it needs is taken.
-        while budget and (request := self._admit()):
+        while budget > 0 and (request := self._admit()):
             chosen.append(self._slice(request, min(request.pending, budget)))
             budget -= len(chosen[-1][1].tokens)
 
-        sampling = (request for request, piece in chosen if piece.sample_args is not None)
+        sampling = [request for request, piece in chosen if piece.sample_args is not None]
         for index, request in enumerate(sampling):
+            if index and sampling[index - 1] is request:  # a draft, which may or may not give a token
+                continue
             request.sample_index, request.in_flight = index, request.in_flight + 1
             if request.complete:
                 self.batch_rows.remove(request)  # no further step runs it, though its last token is still in flight
         return Work(tuple(piece for _, piece in chosen), tuple(request for request, _ in chosen))
 
-    def commit(self, work: Work, tokens: Sequence[int]) -> list[tuple[Request, int]]:
-        """Append the sampled ``tokens`` of ``work``; returns them with their requests, without finished ones."""
-        sampled = [r for r, piece in zip(work.requests, work.slices, strict=True) if piece.sample_args is not None]
-        grown = []
-        for request, token in zip(sampled, tokens, strict=True):
+    def commit(self, work: Work, tokens: Sequence[int]) -> Iterator[tuple[Request, int, int]]:
+        """Append the sampled ``tokens`` of ``work``; yields (request, token, index of the sample) after each.
+
+        The caller may :meth:`finish` a request before it asks for the next one. Of drafts, the samples are appended
+        that follow from accepted ones; no token is appended to a finished request.
+        """
+        sampled = [(r, p) for r, p in zip(work.requests, work.slices, strict=True) if p.sample_args is not None]
+        rows = [
+            (request, piece, token, i) for i, ((request, piece), token) in enumerate(zip(sampled, tokens, strict=True))
+        ]
+        for _, group in groupby(rows, key=lambda row: id(row[0])):
+            drafts = list(group)
+            request = drafts[0][0]
             request.in_flight -= 1
-            if request.status is not Status.FINISHED:
+            for i, (_, piece, token, index) in enumerate(drafts):
+                if request.status is Status.FINISHED or (i and piece.tokens[0] != request.ids[-1]):
+                    break
+                self.accepted_draft_tokens += i > 0
                 request.ids.append(token)
-                grown.append((request, token))
-        return grown
+                yield request, token, index
+            if len(drafts) > 1 and request.status is Status.RUNNING:
+                request.computed = len(request.ids) - 1  # keys of refused drafts are overwritten
+
+    def _with_drafts(self, chosen: list[tuple[Request, Slice]], budget: int) -> tuple[list[tuple[Request, Slice]], int]:
+        """``chosen`` decodes, each followed by a decode for each token drafted for its request, and what is left.
+
+        Drafts take only pages, tokens and rows that are free: they never delay another request.
+        """
+        rows, result = self.max_requests - len(chosen), []
+        for request, piece in chosen:
+            result.append((request, piece))
+            if request.drafter is None:
+                continue
+            request.drafter.update()
+            if request.in_flight:  # the newest token is not known yet
+                continue
+            most = min(budget, rows, request.limit_tokens - request.generated - 1)
+            tokens = request.drafter.draft(most) if most > 0 else []
+            room = (len(request.pages) + self.pool.free) * self.pool.page_tokens - len(request.ids)
+            tokens = tokens[: max(0, room)]
+            if not tokens:
+                continue
+            missing = self.pool.pages_for(len(request.ids) + len(tokens)) - len(request.pages)
+            request.pages += self.pool.allocate(max(0, missing), request.pages)
+            result += [(request, self._draft_slice(request, i, token)) for i, token in enumerate(tokens, 1)]
+            request.computed += len(tokens)
+            budget, rows = budget - len(tokens), rows - len(tokens)
+            self.drafts, self.draft_tokens = self.drafts + 1, self.draft_tokens + len(tokens)
+        return result, budget
+
+    def _draft_slice(self, request: Request, i: int, token: int) -> Slice:
+        """A decode of the ``i``-th draft, as if the drafts before it had been generated."""
+        start, index = len(request.ids) - 1 + i, request.generated + i
+        changes = request.processor.changes(request.ids, index) if request.processor is not None else None
+        args = SampleArgs.of(request.params, request.seed, index, changes)
+        return Slice(start, (token,), tuple(request.pages[: self.pool.pages_for(start + 1)]), args)
 
     def finish(self, request: Request) -> None:
         """Remove ``request``, complete or cancelled, and release its pages.
@@ -241,7 +295,7 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Allocate a page for the next token of ``request`` if it needs one; False if ``request`` was preempted."""
-        if self.pool.pages_for(request.length) == len(request.pages):
+        if self.pool.pages_for(request.length) <= len(request.pages):  # fewer after refused drafts
             return True
         while not self.pool.free:
             last = self.running.pop()

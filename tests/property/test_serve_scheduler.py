@@ -1,20 +1,23 @@
 """Any interleaving of arrivals, steps, cancellations and preemptions: no leaks, and no request starves."""
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from colonnade.errors import CapacityError, RequestError
+from colonnade.serve import speculation
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler
 
 
-def next_token(ids: list[int]) -> int:
-    """A fake model: the next token is a function of all tokens so far, as for greedy decoding."""
-    return hash(tuple(ids)) % 97
+def next_token(ids: list[int], tokens: int) -> int:
+    """A fake model of so many tokens: the next one is a function of all so far, as for greedy decoding."""
+    return hash(tuple(ids)) % tokens
 
 
 END = 13
@@ -32,6 +35,8 @@ class Serving(RuleBasedStateMachine):
         max_waiting=st.integers(1, 5),
         prefix_cache=st.booleans(),
         run_ahead=st.booleans(),
+        draft_tokens=st.integers(0, 3),
+        model_tokens=st.sampled_from([97, 2]),
     )
     def start(
         self,
@@ -42,7 +47,12 @@ class Serving(RuleBasedStateMachine):
         max_waiting: int,
         prefix_cache: bool,
         run_ahead: bool,
+        draft_tokens: int,
+        model_tokens: int,
     ):
+        self.patch = patch.object(speculation, "LEAST_RATE", 0.0)  # wrong drafts too
+        self.patch.start()
+        self.draft_tokens, self.model_tokens = draft_tokens, model_tokens
         self.pool = PagePool(pages, page_tokens)
         self.scheduler = Scheduler(
             self.pool,
@@ -74,7 +84,7 @@ class Serving(RuleBasedStateMachine):
     def arrive(self, prompt: list[int], limit: int, client: str, priority: int):
         request = Request(
             id=str(self.arrived), prompt=tuple(prompt), params=SamplingParams(), seed=0, limit_tokens=limit,
-            client=client, priority=priority,
+            client=client, priority=priority, draft_tokens=self.draft_tokens,
         )  # fmt: skip
         full = len(self.scheduler.waiting) >= self.scheduler.max_waiting
         if self.pool.pages_for(len(prompt) + limit - 1) > self.pool.pages:
@@ -126,7 +136,7 @@ class Serving(RuleBasedStateMachine):
         if self.run_ahead:
             ready, self.flying = self.flying, ready
         assert ready or self.flying, "no step is finished and none is in flight"
-        for request, token in self.scheduler.commit(*ready) if ready else ():
+        for request, token, _ in self.scheduler.commit(*ready) if ready else ():
             assert request.ids[-1] == token
             if request.generated == request.limit_tokens or token == END:
                 self.scheduler.finish(request)
@@ -146,14 +156,19 @@ class Serving(RuleBasedStateMachine):
                 ]
                 assert set(holders) <= {request, *(r for r in holders if r.ids[: at + 1] == request.ids[: at + 1])}
                 self.slots[piece.pages[at // size], at % size] = token if token >= 0 else self.last[-1 - token]
+        drafts: list[int] = []
+        before = None
         for request, piece in zip(work.requests, work.slices, strict=True):
             # What attention would read through the page table must be exactly the request's own tokens.
             end = piece.start + len(piece.tokens)
             seen = [self.slots[piece.pages[i // size], i % size] for i in range(end)]
-            assert seen == self.text_of(request, end)
+            drafts = [*drafts, *piece.tokens] if request is before else []
+            before = request
+            assert seen == self.text_of(request, end - len(drafts)) + drafts
+            assert end < len(request.prompt) + request.limit_tokens
             if piece.sample_args is not None:
                 assert piece.sample_args.index == end - len(request.prompt)
-                tokens.append(next_token(seen))
+                tokens.append(next_token(seen, self.model_tokens))
             else:
                 assert end < len(request.ids)
         self.last = tokens
@@ -163,7 +178,7 @@ class Serving(RuleBasedStateMachine):
         """The first tokens of a request, including those still in flight."""
         ids = list(request.prompt)
         while len(ids) < length:
-            ids.append(next_token(ids))
+            ids.append(next_token(ids, self.model_tokens))
         return ids[:length]
 
     def check_order(self, queued: list[Request]):
@@ -194,6 +209,7 @@ class Serving(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             for _ in range(10_000):
                 self.one_step()
+            self.patch.stop()
             assert not self.live, "a request never finished"
             assert not self.scheduler.busy and self.pool.free == self.pool.pages
 

@@ -1,0 +1,68 @@
+"""Speculative decoding by prompt look-up: guesses the next tokens, which one forward pass then checks together.
+
+    draft    the tokens that followed the last occurrence of the newest three tokens     (Saxena 2023)
+    check    a pass decodes the newest token and the drafts, each as a row of its own, and samples after each
+    accept   samples while they equal the next draft; the first other one replaces it
+
+A sample is a function of the logits, the seed and the number of tokens before it (:mod:`colonnade.serve.sampler`), not
+of how it was scheduled. So an accepted token is the one that decoding without drafts gives, for every seed and every
+temperature: the text does not change.
+
+Whether drafts pay is known before any is tried: each new token is compared with the look-up's guess, and only requests
+whose recent guesses were right are drafted for.
+"""
+
+from collections.abc import Sequence
+
+NGRAM = 3
+"""Tokens that must occur again."""
+
+INDEXED_TOKENS = 4096
+"""Tokens at the end of a prompt that are searched."""
+
+RATE_STEP = 1 / 16
+"""Weight of the newest guess in the rate of right ones."""
+
+LEAST_RATE = 0.5
+"""Rate of right guesses from which on drafts are tried: a wrong draft costs a row of a pass."""
+
+
+class NgramDrafter:
+    """Drafts for one request; ``ids`` is its list of tokens, to which others append."""
+
+    def __init__(self, ids: Sequence[int], most: int):
+        self.most = most
+        self.rate = 0.0
+        """Share of the recent tokens that the look-up guessed right."""
+        self._ids = ids
+        self._following: dict[tuple[int, ...], int] = {}
+        """Where the token after the last occurrence of an n-gram is."""
+        self._indexed = max(0, len(ids) - INDEXED_TOKENS)
+        self.update()
+
+    @property
+    def active(self) -> bool:
+        """Whether drafts are worth a try."""
+        return self.rate >= LEAST_RATE
+
+    def update(self) -> None:
+        """Take note of new tokens."""
+        for position in range(max(self._indexed, NGRAM), len(self._ids)):
+            key = tuple(self._ids[position - NGRAM : position])
+            found = self._following.get(key)
+            right = found is not None and self._ids[found] == self._ids[position]
+            self.rate += RATE_STEP * (right - self.rate)
+            self._following[key] = position
+        self._indexed = len(self._ids)
+
+    def draft(self, most: int) -> list[int]:
+        """At most ``most`` tokens that may come next; more of them the better the guesses were."""
+        found = self._following.get(tuple(self._ids[-NGRAM:]))
+        if found is None or not self.active:
+            return []
+        count = min(most, self.most, int(1 / max(1 - self.rate, 1e-3)))
+        tokens: list[int] = []
+        for position in range(found, found + count):
+            past = position - len(self._ids)  # a text that repeats itself continues with its own drafts
+            tokens.append(tokens[past] if past >= 0 else self._ids[position])
+        return tokens
