@@ -13,11 +13,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colonnade.serve.api.middleware import PROBES
@@ -29,10 +30,21 @@ _REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 class RequestLog:
-    """ASGI middleware; ``count(route, status)`` is called for each request, and with ``log`` a line is written."""
+    """ASGI middleware; ``count(route, status)`` is called for each request, and with ``log`` a line is written.
 
-    def __init__(self, app: ASGIApp, model: str, count: Callable[[str, int], object], *, log: bool):
-        self.app, self.model, self.count, self.log = app, model, count, log
+    ``routes`` are those of the application: a request that is refused before it is routed is counted under its path.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        model: str,
+        routes: Sequence[BaseRoute],
+        count: Callable[[str, int], object],
+        *,
+        log: bool,
+    ):
+        self.app, self.model, self.routes, self.count, self.log = app, model, routes, count, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, and record how it answered."""
@@ -53,10 +65,16 @@ class RequestLog:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
-            route = getattr(scope.get("route"), "path", "")
+            route = self._route(scope)
             self.count(route, status)
             if self.log and not (route in PROBES and status == 200):
                 LOGGER.info(json.dumps(self._line(scope, record, route, status, time.monotonic() - start_s)))
+
+    def _route(self, scope: Scope) -> str:
+        """The pattern of the path; empty for an unknown path, so that clients cannot add labels to metrics."""
+        if route := getattr(scope.get("route"), "path", ""):
+            return route
+        return scope["path"] if any(getattr(each, "path", None) == scope["path"] for each in self.routes) else ""
 
     def _line(self, scope: Scope, record: RequestRecord, route: str, status: int, total_s: float) -> dict[str, Any]:
         times = {

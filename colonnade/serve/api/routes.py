@@ -53,7 +53,9 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
     if config.origins:
         app.add_middleware(CORSMiddleware, **cors_options(config.origins))
     metrics = Metrics(engine, model, config.metrics_prefix)
-    app.add_middleware(RequestLog, model=model, count=metrics.count_request, log=config.log == "json")
+    app.add_middleware(
+        RequestLog, model=model, routes=app.routes, count=metrics.count_request, log=config.log == "json"
+    )
     errors.install(app)
     replies.describe_chunks(app)
     created = int(time.time())
