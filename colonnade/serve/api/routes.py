@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -34,6 +34,9 @@ from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.ipc import EngineClient, to_thread_if_large
 from colonnade.serve.request import Output
 
+if TYPE_CHECKING:  # needs the extra trace
+    from colonnade.serve.api.tracing import Tracer
+
 Outputs = AsyncGenerator[tuple[int, Output]]
 Result = TypeVar("Result")
 
@@ -41,7 +44,13 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that has disconnected; it appears in the log only."""
 
 
-def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRing | None = None) -> FastAPI:
+def build_app(
+    engine: EngineClient,
+    model: str,
+    config: ServeConfig,
+    keys: KeyRing | None = None,
+    tracer: "Tracer | None" = None,
+) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -53,9 +62,10 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
     if config.origins:
         app.add_middleware(CORSMiddleware, **cors_options(config.origins))
     metrics = Metrics(engine, model, config.metrics_prefix)
-    app.add_middleware(
-        RequestLog, model=model, routes=app.routes, count=metrics.count_request, log=config.log == "json"
-    )
+    if tracer:
+        metrics.watch_exporter(tracer.exporter)
+    log, count = config.log == "json", metrics.count_request
+    app.add_middleware(RequestLog, model=model, routes=app.routes, count=count, log=log, tracer=tracer)
     errors.install(app)
     replies.describe_chunks(app)
     created = int(time.time())
