@@ -84,7 +84,7 @@ $(VENV)/.docs-$(KEY): $(VENV)/.base-$(KEY)
 
 $(VENV)/.test-$(KEY): $(VENV)/.base-$(KEY)
 	@echo "  installing all packages of the tests (a few minutes the first time)"
-	$(call step,install,$(PIP) install --editable '.[serve$(COMMA)hub$(COMMA)gguf$(COMMA)track]' --group test --group docs && $(PIP) install --no-deps -r assets.txt)
+	$(call step,install,$(PIP) install --editable '.[serve$(COMMA)hub$(COMMA)gguf$(COMMA)track$(COMMA)trace]' --group test --group docs && $(PIP) install --no-deps -r assets.txt)
 	@touch $@ $(VENV)/.demo-$(KEY) $(VENV)/.docs-$(KEY)
 
 COMMA := ,

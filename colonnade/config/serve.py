@@ -110,6 +110,9 @@ class ServeConfig(Config):
     log: LogFormat = "text"
     """What to log to stderr for each request, never its text: text: a line with time, client, path and status; json: an
     object with id, key, tokens, times and finish reason too; off: nothing."""
+    trace: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
+    """URL to which an OpenTelemetry collector accepts traces by OTLP over HTTP, such as
+    http://127.0.0.1:4318/v1/traces; needs the extra trace."""
     metrics_prefix: str = Field(default="colonnade", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", max_length=64)
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()

@@ -14,7 +14,8 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -27,6 +28,9 @@ from colonnade.serve.api.routes import build_app
 from colonnade.serve.engine_process import engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.worker import Load
+
+if TYPE_CHECKING:  # needs the extra trace
+    from colonnade.serve.api.tracing import Tracer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -66,9 +70,10 @@ def serve(
             f"a server lays its model out over tp and cp ranks only, not over {plan}; set only --plan.tp, "
             "--plan.cp, --plan.ep and --plan.sh"
         )
+    name = config.model_name or name
     keys = KeyRing(config.keys, config.api_key)
-    with _listen(config) as listener:
-        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, keys, announce))
+    with _listen(config) as listener, _tracing(config, name) as tracer:
+        asyncio.run(_serve(listener, load, plan, config, name, device, keys, tracer, announce))
 
 
 async def _serve(
@@ -79,6 +84,7 @@ async def _serve(
     name: str,
     device: str,
     keys: KeyRing,
+    tracer: "Tracer | None",
     announce: Callable[[str], object],
 ) -> None:
     stop, engine = _StopSignals(), EngineClient()
@@ -87,7 +93,7 @@ async def _serve(
     announce(f"loading {name}")
     server = _Server(
         uvicorn.Config(
-            build_app(engine, name, config, keys),
+            build_app(engine, name, config, keys, tracer),
             lifespan="off",
             ws="none",
             log_config={"off": None, "text": ACCESS_LOG, "json": JSON_LOG}[config.log],
@@ -168,6 +174,21 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+@contextlib.contextmanager
+def _tracing(config: ServeConfig, name: str) -> Iterator["Tracer | None"]:
+    """The tracer, if there is a collector."""
+    if config.trace is None:
+        yield None
+        return
+    from colonnade.serve.api.tracing import Tracer
+
+    tracer = Tracer(config.trace, name)
+    try:
+        yield tracer
+    finally:
+        tracer.close()
 
 
 def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:

@@ -137,12 +137,14 @@ def test_metrics_have_the_prefix_and_count_answers(running: Running):
     before = float(re.search(r'vllm:request_prompt_tokens_count\{model_name="tiny"\} (\S+)', text)[1])
     post(running, "/v1/completions", body(prompt=["a", "b"]))
     post(running, "/nowhere", {})
+    post(running, "/admin/drain", {})
     text = httpx.get(f"{running.url}/metrics").text
     after = float(re.search(r'vllm:request_prompt_tokens_count\{model_name="tiny"\} (\S+)', text)[1])
     assert after == before + 2
     assert re.search(r'vllm:request_generation_tokens_bucket\{le="5.0",model_name="tiny"\} [1-9]', text)
     assert re.search(r'vllm:http_requests_total\{route="/v1/completions",status="200"\} [1-9]', text)
     assert re.search(r'vllm:http_requests_total\{route="",status="404"\} [1-9]', text)
+    assert re.search(r'vllm:http_requests_total\{route="/admin/drain",status="403"\} [1-9]', text)
     assert "/nowhere" not in text, "clients could add labels without end"
     for name in ("process_resident_memory_bytes ", 'vllm:engine_resident_memory_bytes{model_name="tiny"} '):
         assert float(text[text.index(f"\n{name}") + 1 + len(name) :].split()[0]) > 1 << 20

@@ -5,8 +5,9 @@ Counters and gauges are the engine's, read at each scrape; latencies are measure
 
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -35,11 +36,18 @@ LENGTHS = {
 }
 
 
+class SpanCounts(Protocol):
+    """Counts of a span exporter (:mod:`colonnade.serve.api.tracing`)."""
+
+    sent: int
+    failed: int
+
+
 class Metrics:
     """The metrics of one server; ``model`` is their label."""
 
     def __init__(self, engine: EngineClient, model: str, prefix: str = "colonnade"):
-        self._registry, self._model = CollectorRegistry(), model
+        self._registry, self._model, self._prefix = CollectorRegistry(), model, prefix
         self._registry.register(_EngineStats(engine, model, prefix))
         ProcessCollector(registry=self._registry)
         names = [(name, text, LATENCY_BUCKETS_S) for name, text in LATENCIES.items()]
@@ -51,6 +59,12 @@ class Metrics:
         self._requests = Counter(
             f"{prefix}:http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry
         )
+
+    def watch_exporter(self, exporter: SpanCounts) -> None:
+        """Show how many spans were sent to a collector, and how many could not be."""
+        for name in ("sent", "failed"):
+            gauge = Gauge(f"{self._prefix}:trace_spans_{name}", f"Spans {name}.", registry=self._registry)
+            gauge.set_function(lambda name=name: getattr(exporter, name))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

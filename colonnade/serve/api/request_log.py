@@ -1,4 +1,4 @@
-"""ASGI middleware that gives each request an id, counts it and logs it.
+"""ASGI middleware that gives each request an id, counts it, logs it and traces it.
 
 An ``x-request-id`` of 1 to 128 letters, digits, ``_``, ``.`` and ``-`` is kept, any other is replaced by a new one; the
 answer has it. With ``--serve.log json`` each request is one JSON object on stderr, without any text of the client's:
@@ -13,15 +13,19 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colonnade.serve.api.middleware import PROBES
 from colonnade.serve.api.request_record import RequestRecord, record_of
+
+if TYPE_CHECKING:  # needs the extra trace
+    from colonnade.serve.api.tracing import Tracer
 
 LOGGER = logging.getLogger("colonnade.requests")
 
@@ -29,17 +33,30 @@ _REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 class RequestLog:
-    """ASGI middleware; ``count(route, status)`` is called for each request, and with ``log`` a line is written."""
+    """ASGI middleware; ``count(route, status)`` is called for each request, and with ``log`` a line is written.
 
-    def __init__(self, app: ASGIApp, model: str, count: Callable[[str, int], object], *, log: bool):
-        self.app, self.model, self.count, self.log = app, model, count, log
+    ``routes`` are those of the application: a request that is refused before it is routed is counted under its path.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        model: str,
+        routes: Sequence[BaseRoute],
+        count: Callable[[str, int], object],
+        *,
+        log: bool,
+        tracer: "Tracer | None" = None,
+    ):
+        self.app, self.model, self.routes, self.count = app, model, routes, count
+        self.log, self.tracer = log, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, and record how it answered."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start_s, status, record = time.monotonic(), 500, record_of(scope)
+        start_s, start_ns, status, record = time.monotonic(), time.time_ns(), 500, record_of(scope)
         given = Headers(scope=scope).get("x-request-id", "")
         record.id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
@@ -53,10 +70,19 @@ class RequestLog:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
-            route = getattr(scope.get("route"), "path", "")
+            route = self._route(scope)
             self.count(route, status)
-            if self.log and not (route in PROBES and status == 200):
+            is_probe = route in PROBES and status == 200
+            if self.tracer and not is_probe:
+                self.tracer.record(scope, record, route, status, start_ns, time.time_ns())
+            if self.log and not is_probe:
                 LOGGER.info(json.dumps(self._line(scope, record, route, status, time.monotonic() - start_s)))
+
+    def _route(self, scope: Scope) -> str:
+        """The pattern of the path; empty for an unknown path, so that clients cannot add labels to metrics."""
+        if route := getattr(scope.get("route"), "path", ""):
+            return route
+        return scope["path"] if any(getattr(each, "path", None) == scope["path"] for each in self.routes) else ""
 
     def _line(self, scope: Scope, record: RequestRecord, route: str, status: int, total_s: float) -> dict[str, Any]:
         times = {

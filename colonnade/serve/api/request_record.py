@@ -36,6 +36,8 @@ class RequestRecord:
     finish_reasons: dict[int, str] = field(default_factory=dict)
     timings: list[Timing] = field(default_factory=list)
     """Of the completions that have ended."""
+    ended_ns: list[int] = field(default_factory=list)
+    """When these ended, since the epoch [ns]."""
 
     def observe(self, index: int, output: Output) -> None:
         """Record an output of completion ``index``, and take its tokens from the key's allowance."""
@@ -47,6 +49,7 @@ class RequestRecord:
             self.finish_reasons[index] = output.finish_reason
         if output.timing:
             self.timings.append(output.timing)
+            self.ended_ns.append(time.time_ns())
 
     def priority(self, asked: int | None) -> int:
         """The request's priority; RequestError (403) if it asks for a better one than its key has."""
@@ -65,7 +68,9 @@ class RequestRecord:
 
 def record_of(scope: Scope) -> RequestRecord:
     """The record of the request with this ASGI scope."""
-    return scope.setdefault(_SCOPE_KEY, RequestRecord(_address(scope)))
+    if _SCOPE_KEY not in scope:
+        scope[_SCOPE_KEY] = RequestRecord(_address(scope))
+    return scope[_SCOPE_KEY]
 
 
 def _address(scope: Scope) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -37,10 +37,19 @@ from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.ipc import EngineClient, GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
 
+if TYPE_CHECKING:  # needs the extra trace
+    from colonnade.serve.api.tracing import Tracer
+
 Outputs = AsyncGenerator[tuple[int, Output]]
 
 
-def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRing | None = None) -> FastAPI:
+def build_app(
+    engine: EngineClient,
+    model: str,
+    config: ServeConfig,
+    keys: KeyRing | None = None,
+    tracer: "Tracer | None" = None,
+) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -52,7 +61,10 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
     if config.origins:
         app.add_middleware(CORSMiddleware, **cors_options(config.origins))
     metrics = Metrics(engine, model, config.metrics_prefix)
-    app.add_middleware(RequestLog, model=model, count=metrics.count_request, log=config.log == "json")
+    if tracer:
+        metrics.watch_exporter(tracer.exporter)
+    log, count = config.log == "json", metrics.count_request
+    app.add_middleware(RequestLog, model=model, routes=app.routes, count=count, log=log, tracer=tracer)
     errors.install(app)
     replies.describe_chunks(app)
     add_chat_page(app)
