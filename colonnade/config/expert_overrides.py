@@ -110,8 +110,8 @@ def check_generates(model: ModelConfig, name: str = "this model") -> None:
     """Raise :class:`ConfigError` for a model that cannot generate: a token, or its routing, depends on later tokens."""
     if not model.causal:
         raise ConfigError(
-            f"{name} attends in both directions (causal = False), so it cannot generate text; in Python, "
-            "colonnade.load(...).hidden(tokens) returns its hidden states"
+            f"{name} attends in both directions (causal = False), so it cannot generate text; colonnade serve answers "
+            "with its embeddings, and in Python colonnade.load(...).hidden(tokens) returns its hidden states"
         )
     check_task(model)
     if model.moe is not None and model.moe.router.kind == "sequence":

@@ -752,13 +752,15 @@ def test_an_encoder_is_refused_for_generation_before_any_process_starts(
     native.save(
         tmp_path / "decoder", initialise(Transformer(decoder), 0), native.Meta(model=decoder), DistributedContext.solo()
     )
-    for verb in (["generate", "hi"], ["chat"], ["serve", "--serve.port", "0"]):
+    for verb in (["generate", "hi"], ["chat"], ["serve", "--serve.port", "0", "--serve.task", "generate"]):
         for name in ("it", "decoder"):
             output = error_of(capsys, verb[0], tmp_path / name, *verb[1:])
             assert output.startswith(f"ConfigError: {tmp_path / name} attends in both directions (causal = False)")
         with pytest.raises(SystemExit):
             main([verb[0], "--help"])
-        assert "minilm" not in capsys.readouterr().out
+        assert ("minilm" in capsys.readouterr().out) == (verb[0] == "serve")
+    output = error_of(capsys, "serve", tmp_path / "it", "--plan.cp", "2")
+    assert output.startswith("PlanError: without generation there is no key/value cache to share over cp=2")
 
 
 def test_a_prompt_is_read_from_standard_input(
