@@ -21,6 +21,7 @@ import uvicorn
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.base import plural
 from colonnade.errors import ConfigError, Interrupted, PlanError
+from colonnade.serve.api.connection import ConnectionLimits, connection_class, limit_unsent
 from colonnade.serve.api.middleware import ACCESS_LOG
 from colonnade.serve.api.routes import build_app
 from colonnade.serve.engine_process import engine_process, wait_first
@@ -50,13 +51,14 @@ def serve(
     name: str = "model",
     device: str = "auto",
     announce: Callable[[str], object] = print,
+    limits: ConnectionLimits = ConnectionLimits(),
 ) -> None:
     """Serve the model that ``load(context)`` returns in each engine process, until SIGINT or SIGTERM.
 
     Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
-    stops. Must run in the main thread. Raises :class:`ConfigError` if the port cannot be bound, whatever loading
-    raises, :class:`PlanError` if an engine process died, and :class:`Interrupted` for a signal while it loads or for a
-    second signal.
+    stops; ``limits`` are those of its connections. Must run in the main thread. Raises :class:`ConfigError` if the port
+    cannot be bound, whatever loading raises, :class:`PlanError` if an engine process died, and :class:`Interrupted` for
+    a signal while it loads or for a second signal.
     """
     plan, config = plan or Plan(), config or ServeConfig()
     if plan.world > plan.tp * plan.cp:
@@ -65,7 +67,7 @@ def serve(
             "--plan.cp, --plan.ep and --plan.sh"
         )
     with _listen(config) as listener:
-        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce))
+        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce, limits))
 
 
 async def _serve(
@@ -76,12 +78,15 @@ async def _serve(
     name: str,
     device: str,
     announce: Callable[[str], object],
+    limits: ConnectionLimits,
 ) -> None:
+    limits = limits.within_files()
     stop, engine = _StopSignals(), EngineClient()
     announce(f"loading {name}")
     server = _Server(
         uvicorn.Config(
-            build_app(engine, name, config),
+            build_app(engine, name, config, limits),
+            http=connection_class(limits),
             lifespan="off",
             ws="none",
             log_config=ACCESS_LOG if config.log else None,
@@ -198,6 +203,7 @@ def _listen(config: ServeConfig) -> socket.socket:
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --serve.host") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        limit_unsent(listener)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -19,6 +19,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
 from colonnade.serve.api.body import BodyRoute
+from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
@@ -33,11 +34,13 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that has disconnected; it appears in the log only."""
 
 
-def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
+def build_app(
+    engine: EngineClient, model: str, config: ServeConfig, limits: ConnectionLimits = ConnectionLimits()
+) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, limits=limits)
     errors.install(app)
     replies.describe_chunks(app)
     metrics = Metrics(engine, model)
