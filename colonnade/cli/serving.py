@@ -142,15 +142,10 @@ def serve(
     """
     refuse_torchrun("serve")
     spec = placement.spec(model, serve)
-    from colonnade.chat import batching_note
-
-    opened = spec.open_generative()
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
-    if note := batching_note(opened.config):
-        announce(note)
-    run(spec.loader(opened), spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)
+    run(spec.open_loader, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)

@@ -1,7 +1,8 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params"}  {"do": "cancel", "ids"}  {"do": "stop"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "stats": {…}}
+    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "note",
+                       "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
 
 All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
@@ -153,6 +154,8 @@ class EngineClient:
         """Largest number of tokens of one request: what the model supports, and what the cache holds."""
         self.longest_token_bytes = 0
         """The most bytes of text that one token stands for."""
+        self.note = ""
+        """What the operator should know about the model, or nothing."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -253,7 +256,7 @@ class EngineClient:
         self.stats = Stats(**message["stats"])
         if message["event"] == "ready":
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
-            self.longest_token_bytes = message["longest_token_bytes"]
+            self.longest_token_bytes, self.note = message["longest_token_bytes"], message["note"]
             self.ready.set()
         for values in message.get("outputs", ()):
             self._deliver(values["id"], output_from_dict(values))

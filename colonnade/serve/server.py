@@ -24,9 +24,8 @@ from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.connection import ConnectionLimits, connection_class, limit_unsent
 from colonnade.serve.api.middleware import ACCESS_LOG
 from colonnade.serve.api.routes import build_app
-from colonnade.serve.engine_process import engine_process, wait_first
+from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
-from colonnade.serve.worker import Load
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -44,7 +43,7 @@ FORCED_CLOSE_S = 0.5
 
 
 def serve(
-    load: Load,
+    open_model: OpenModel,
     plan: Plan | None = None,
     config: ServeConfig | None = None,
     *,
@@ -53,7 +52,7 @@ def serve(
     announce: Callable[[str], object] = print,
     limits: ConnectionLimits = ConnectionLimits(),
 ) -> None:
-    """Serve the model that ``load(context)`` returns in each engine process, until SIGINT or SIGTERM.
+    """Serve a model until SIGINT or SIGTERM: ``open_model()(context)`` returns it in each engine process.
 
     Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
     stops; ``limits`` are those of its connections. Must run in the main thread. Raises :class:`ConfigError` if the port
@@ -67,12 +66,12 @@ def serve(
             "--plan.cp, --plan.ep and --plan.sh"
         )
     with _listen(config) as listener:
-        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce, limits))
+        asyncio.run(_serve(listener, open_model, plan, config, config.model_name or name, device, announce, limits))
 
 
 async def _serve(
     listener: socket.socket,
-    load: Load,
+    open_model: OpenModel,
     plan: Plan,
     config: ServeConfig,
     name: str,
@@ -98,11 +97,13 @@ async def _serve(
     )
     async with (
         server.running(listener) as serving,
-        engine_process(load, plan, config, device, stop.graceful, stop.immediate, engine),
+        engine_process(open_model, plan, config, device, stop.graceful, stop.immediate, engine),
     ):
         if stop.graceful.is_set():
             announce(f"stopped before {name} was loaded")
             raise Interrupted(stop.signal)
+        if engine.note:
+            announce(engine.note)
         announce(_ready_message(name, _url(listener), engine, config))
         await wait_first(stop.graceful.wait(), engine.exited.wait(), server.closed.wait())
         engine.draining = True

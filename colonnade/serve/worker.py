@@ -9,10 +9,12 @@ not delay the others' prompts. Everything else happens in the main thread. When 
 HTTP process exits, the connection closes and the engine stops.
 """
 
+import ctypes
 import dataclasses
 import gc
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +25,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
+from colonnade.serve.batch_invariance import batching_note
 from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
 from colonnade.serve.sampling_params import SamplingParams
@@ -41,6 +44,7 @@ def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address
     """Run one rank of a server's engine until the HTTP process stops it or exits."""
     with open_context(plan, device) as context:
         engine = Engine(*load(context), config)
+        _return_free_memory()
         with _frozen_gc():
             if context.rank:
                 engine.follow()
@@ -52,6 +56,13 @@ def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address
                         _serve_requests(engine, connection)
                 finally:
                     engine.stop()
+
+
+def _return_free_memory() -> None:
+    """Return to the system what loading has freed: glibc keeps it otherwise, 290 MB for SmolLM2 with int4 weights."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @contextmanager
@@ -79,8 +90,9 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(connection, engine.tokenizer, inbox), daemon=True).start()
-    limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
+    limits: Message = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
     limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
+    limits["note"] = batching_note(engine.model.config)
     connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
     while True:
         for message in receive_messages(engine, inbox):

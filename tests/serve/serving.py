@@ -115,7 +115,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     try:
         serve(
-            partial(tiny.load, **options["load"]),
+            partial(partial, tiny.load, **options["load"]),
             Plan(**options["plan"]),
             ServeConfig(**options["config"]),
             name="tiny",
