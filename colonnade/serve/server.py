@@ -27,6 +27,11 @@ from colonnade.serve.api.routes import build_app
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
 
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it has no wheel for every platform
+    from asyncio import new_event_loop
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 KEEP_ALIVE_S = 65
@@ -66,7 +71,9 @@ def serve(
             "--plan.cp, --plan.ep and --plan.sh"
         )
     with _listen(config) as listener:
-        asyncio.run(_serve(listener, open_model, plan, config, config.model_name or name, device, announce, limits))
+        model = config.model_name or name
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_serve(listener, open_model, plan, config, model, device, announce, limits))
 
 
 async def _serve(

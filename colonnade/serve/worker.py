@@ -16,6 +16,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,7 +28,8 @@ from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.batch_invariance import batching_note
 from colonnade.serve.engine import Engine
-from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
+from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_list
+from colonnade.serve.request import Stats
 from colonnade.serve.sampling_params import SamplingParams
 
 Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
@@ -38,6 +40,9 @@ LARGE_TEXT = 1 << 15
 
 HEARTBEAT_S = 20.0
 """Interval of an idle engine's heartbeats to its other ranks [s]; collectives time out after minutes."""
+
+STATS_S = 0.1
+"""Interval of the statistics while requests only add tokens [s]."""
 
 
 def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
@@ -94,6 +99,7 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
     limits["longest_token_bytes"] = engine.tokenizer.longest_token_bytes
     limits["note"] = batching_note(engine.model.config)
     connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
+    stats = _StatsTimer()
     while True:
         for message in receive_messages(engine, inbox):
             if isinstance(message, BaseException):
@@ -102,9 +108,27 @@ def _serve_requests(engine: Engine, connection: socket.socket) -> None:
                 return
             if refusal := _handle(engine, message):
                 connection.sendall(encode_message(refusal))
-        outputs = [output_to_dict(output) for output in engine.step()]
-        event = {"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}
-        connection.sendall(encode_message(event))
+        outputs = engine.step()
+        event: Message = {"event": "outputs", "outputs": [output_to_list(output) for output in outputs]}
+        if stats.due(engine.stats, finished=any(output.finish_reason for output in outputs)):
+            event["stats"] = dataclasses.asdict(engine.stats)
+        if outputs or "stats" in event:
+            connection.sendall(encode_message(event))
+
+
+class _StatsTimer:
+    """Decides which messages carry the engine's statistics: they would be most of a message with one token."""
+
+    def __init__(self):
+        self._sent_s, self._requests = 0.0, (0, 0)
+
+    def due(self, stats: Stats, *, finished: bool) -> bool:
+        """Whether to send them: a request began, waits or ended, or the last time is :data:`STATS_S` ago."""
+        now_s, requests = time.monotonic(), (stats.running, stats.waiting)
+        if not finished and requests == self._requests and now_s - self._sent_s < STATS_S:
+            return False
+        self._sent_s, self._requests = now_s, requests
+        return True
 
 
 def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:

@@ -89,8 +89,7 @@ class _Timed(asyncio.Protocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         # Any unsent byte counts as a pause, so that a short answer that is not read is noticed as well.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) >= self.limits.connections:

@@ -30,12 +30,12 @@ class Metrics:
     """The metrics of one server; ``model`` is their label."""
 
     def __init__(self, engine: EngineClient, model: str):
-        self._registry, self._model = CollectorRegistry(), model
+        self._registry = CollectorRegistry()
         self._registry.register(_EngineStats(engine, model))
         self._histograms = {
             name: Histogram(
                 f"colonnade:{name}", text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry
-            )
+            ).labels(model)
             for name, text in LATENCIES.items()
         }
 
@@ -49,7 +49,7 @@ class Metrics:
 
     def observe(self, name: str, seconds: float) -> None:
         """Record a latency [s]."""
-        self._histograms[name].labels(self._model).observe(seconds)
+        self._histograms[name].observe(seconds)
 
 
 class RequestTimer:

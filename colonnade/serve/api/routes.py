@@ -1,25 +1,24 @@
 """The HTTP routes. Every answer is one loop over an engine's outputs, sent whole or as a stream of chunks.
 
-When a client disconnects its request is cancelled: closing the generator of :meth:`EngineClient.run` does that, and it
-is closed however the handler ends.
+When a client disconnects its request is cancelled: closing the generator of :meth:`EngineClient.run_batches` does that,
+and it is closed however the handler ends.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import Awaitable
 from contextlib import aclosing
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic_core import to_json
-from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors, replies
 from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.connection import ConnectionLimits
+from colonnade.serve.api.event_stream import Batches, EventStream, reply_events
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
@@ -27,7 +26,6 @@ from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
 from colonnade.serve.ipc import EngineClient, to_thread_if_large
 from colonnade.serve.request import Output
 
-Outputs = AsyncGenerator[tuple[int, Output]]
 Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
@@ -111,15 +109,13 @@ def build_app(
                 param="prompt",
                 code="too_many_prompts",
             )
-        outputs = _with_metrics(engine.run(generation), metrics)
+        batches = _with_metrics(engine.run_batches(generation), metrics)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
-            first = await _unless_disconnected(request, anext(outputs))
-            events = _events(
-                first, outputs, builder, include_usage=body.include_usage, continuous=body.continuous_usage
-            )
-            return EventSourceResponse(events, sep="\n")
-        return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder)))
+            first = await _unless_disconnected(request, anext(batches))
+            usage = {"include_usage": body.include_usage, "continuous": body.continuous_usage}
+            return EventStream(reply_events(first, batches, builder, **usage))
+        return JSONResponse(await _unless_disconnected(request, _complete_reply(batches, builder)))
 
     return app
 
@@ -136,61 +132,25 @@ def _readiness(
     return "queue full" if engine.stats.waiting >= config.max_waiting else "ready"
 
 
-async def _with_metrics(outputs: Outputs, metrics: Metrics) -> Outputs:
-    """``outputs``, each observed by a timer."""
+async def _with_metrics(batches: Batches, metrics: Metrics) -> Batches:
+    """``batches``, each output observed by a timer."""
     timer = metrics.start_timer()
-    async with aclosing(outputs):
-        async for index, output in outputs:
-            timer.observe_output(index, output)
-            yield index, output
+    async with aclosing(batches):
+        async for batch in batches:
+            for index, output in batch:
+                timer.observe_output(index, output)
+            yield batch
 
 
-async def _complete_reply(outputs: Outputs, builder: CompletionReplies) -> replies.CompletionReply | replies.ChatReply:
+async def _complete_reply(batches: Batches, builder: CompletionReplies) -> replies.CompletionReply | replies.ChatReply:
     completions: dict[int, list[Output]] = {}
     usage = Usage()
-    async with aclosing(outputs):
-        async for index, output in outputs:
-            completions.setdefault(index, []).append(output)
-            usage.add(index, output)
-    return builder.whole([completions[i] for i in range(len(completions))], usage)
-
-
-async def _events(
-    first: tuple[int, Output], outputs: Outputs, builder: CompletionReplies, *, include_usage: bool, continuous: bool
-) -> AsyncGenerator[ServerSentEvent]:
-    """Server-sent events: chunks with text, the end of each completion, the usage if wanted, and [DONE].
-
-    With ``include_usage`` every chunk has the field, null except in the last, or with ``continuous`` the usage so far.
-    """
-    usage, started = Usage(), set[int]()
-
-    def usage_field() -> dict[str, Any]:
-        return {"usage": usage.reply() if continuous else None} if include_usage else {}
-
-    async with aclosing(outputs):
-        try:
-            async for index, output in _chain(first, outputs):
+    async with aclosing(batches):
+        async for batch in batches:
+            for index, output in batch:
+                completions.setdefault(index, []).append(output)
                 usage.add(index, output)
-                if index not in started and (chunk := builder.first_chunk(index)):
-                    yield _event({**chunk, **usage_field()})
-                started.add(index)
-                if output.text or output.finish_reason or output.logprobs:
-                    yield _event({**builder.chunk(index, output), **usage_field()})
-            if include_usage:
-                yield _event(builder.usage_chunk(usage))
-            yield ServerSentEvent("[DONE]", sep="\n")
-        except RequestError as error:  # the status was sent long ago: report it in the stream, as OpenAI does
-            yield _event(errors.error_body(error))
-
-
-async def _chain(first: tuple[int, Output], outputs: Outputs) -> Outputs:
-    yield first
-    async for each in outputs:
-        yield each
-
-
-def _event(reply: Mapping[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(to_json(reply).decode(), sep="\n")
+    return builder.whole([completions[i] for i in range(len(completions))], usage)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
