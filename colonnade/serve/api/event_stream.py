@@ -57,8 +57,9 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events):
             async for event in self._events:
-                self._sent = True
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                if event:
+                    self._sent = True
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _wait_disconnect(self, receive: Receive, send: Send) -> None:
