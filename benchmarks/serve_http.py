@@ -141,10 +141,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     roots = {"colonnade": ROOT} | ({"before": args.compare.resolve()} if args.compare else {})
     around = Neighbours()
-    rows, heads = measure(roots, 1 if args.tiny else args.rounds, 1 if args.tiny else 32)
+    rows, heads = measure(roots, 1 if args.tiny else args.rounds, 1 if args.tiny else 8)
     if not args.tiny:
         report(
-            "serve_http", rows, f"medians of {args.rounds} rounds, in turns; {around}", headlines=heads, folder=args.out
+            "serve_http",
+            rows,
+            f"medians of {args.rounds} rounds, in turns; {around}, the servers included",
+            headlines=heads,
+            folder=args.out,
         )
 
 

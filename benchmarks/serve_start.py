@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     around = Neighbours()
     rows, heads = measure(roots, ["stored"] if args.tiny else ["stored", "int4"], 1 if args.tiny else args.rounds)
     if not args.tiny:
-        notes = f"medians of {args.rounds} rounds, in turns; {around}"
+        notes = f"medians of {args.rounds} rounds, in turns; {around}, the servers included"
         report("serve_start", rows, notes=notes, headlines=heads, folder=args.out)
 
 
