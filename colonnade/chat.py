@@ -1,33 +1,25 @@
 """Generation on a terminal: ``colonnade generate`` and ``colonnade chat``. Text appears as it is generated."""
 
 import asyncio
-import functools
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 
-from colonnade import api
-from colonnade.checkpoint.load_model import DType, OpenedModel, open_for_plan, resolve_dtype
-from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, did_you_mean
-from colonnade.config.expert_overrides import check_generates, check_task
+from colonnade.config import did_you_mean
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
-from colonnade.model import Transformer
-from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.model_spec import ModelSpec, load_checked
 from colonnade.parallel.launch import launch, rank_and_world
-from colonnade.serve.batch_invariance import check_ranks
+from colonnade.serve.batch_invariance import batching_note
 from colonnade.serve.engine import Engine
 from colonnade.serve.engine_process import engine_process
 from colonnade.serve.ipc import EngineClient, GenerationRequest
-from colonnade.serve.memory_advice import check_memory
-from colonnade.serve.memory_estimate import EngineSpec
-from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.worker import Load, open_context
+from colonnade.serve.worker import open_context
 
 CONTINUATION_TOKENS = 256
 """Default max_tokens of ``generate``, since a continuation need not end by itself."""
@@ -41,83 +33,10 @@ COMMANDS = {
 HELP = "\n".join([*(f"{name:8}{what}" for name, what in COMMANDS.items()), "Ctrl-C  stops an answer"])
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """A model to run: its source, layout, device, dtype, and expert settings."""
-
-    model: str
-    plan: Plan
-    serve: ServeConfig
-    device: Device
-    dtype: DType
-    experts: ExpertsConfig = AS_TRAINED
-
-    def loader(self, opened: OpenedModel) -> Load:
-        """A picklable function that loads the ``opened`` model in an engine process."""
-        return functools.partial(_load, replace(self, model=str(opened.path)))
-
-    def pooling_loader(self, opened: OpenedModel, pooler: PoolerSpec) -> Load:
-        """The same for a model whose hidden states are pooled."""
-        return functools.partial(_load_pooling, replace(self, model=str(opened.path)), pooler)
-
-    def open_generative(self) -> OpenedModel:
-        """Like :meth:`open`; raises :class:`ConfigError` for a model that cannot generate text."""
-        opened = self.open()
-        check_generates(opened.config, self.model)
-        return opened
-
-    def open(self) -> OpenedModel:
-        """Open the model without its weights, and check the layout and the expert and serving settings."""
-        opened = open_for_plan(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
-        check_task(opened.config, opened.tasks)
-        self.serve.check(opened.config)
-        if self.serve.batch_invariant:
-            check_ranks(tp=self.plan.tp, cp=self.plan.cp)
-        return opened
-
-    def load(self, context: DistributedContext | None = None) -> api.Model:
-        """Load the model, on every rank of its plan; ``context`` is an existing distributed context."""
-        return api.load(
-            self.model, plan=self.plan, dtype=self.dtype, device=self.device, context=context, experts=self.experts,
-            weights=self.serve.weights, weight_group=self.serve.weight_group,
-        )  # fmt: skip
-
-
-def batching_note(config: ModelConfig) -> str:
-    """A note about experts whose result depends on the other tokens of a batch; empty for other models."""
-    moe = config.moe
-    if moe is not None and moe.router.kind == "expert_choice":
-        return "note: in training the router expert_choice chose among all tokens of a text; here it sees one at a time"
-    if moe is not None and moe.capacity:
-        return (
-            f"note: experts with a capacity (factor {moe.capacity:g}) drop tokens when a batch has too many for one, "
-            "also between requests; --experts.capacity off drops none"
-        )
-    return ""
-
-
 def _print_note(note: str) -> None:
     """Print ``note`` on stderr, unless it is empty or this is not the first process."""
     if note and rank_and_world()[0] == 0:
         print(note, file=sys.stderr, flush=True)
-
-
-def _load(spec: ModelSpec, context: DistributedContext) -> tuple[Transformer, Tokenizer]:
-    """Called in each engine process; checks the memory before reading anything."""
-    dtype = resolve_dtype(context.device, spec.dtype)
-    config, plan = spec.open().config, spec.plan
-    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
-    check_memory(EngineSpec(config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident))
-    model = spec.load(context)
-    return model.transformer, model.tokenizer
-
-
-def _load_pooling(
-    spec: ModelSpec, pooler: PoolerSpec, context: DistributedContext
-) -> tuple[Transformer, Tokenizer, PoolerSpec]:
-    """Called in each engine process; there is no cache, and the weights' memory is checked while they are loaded."""
-    model = spec.load(context)
-    return model.transformer, model.tokenizer, pooler
 
 
 def generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
@@ -131,7 +50,7 @@ def _generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
     status = Console(stderr=True, highlight=False).status("loading the model")
     with open_context(spec.plan, spec.device) as context:
         with nullcontext() if rank else status:
-            engine = Engine(*_load(spec, context), spec.serve)
+            engine = Engine(*load_checked(spec, context), spec.serve)
         if context.rank:
             engine.follow()
             return
@@ -166,7 +85,7 @@ def chat(spec: ModelSpec, system: str | None, params: SamplingParams) -> None:
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         with console.status("loading the model"):
-            process = engine_process(spec.loader(opened), spec.plan, spec.serve, spec.device, asyncio.Event())
+            process = engine_process(spec.open_loader, spec.plan, spec.serve, spec.device, asyncio.Event())
             engine = runner.run(stack.enter_async_context(process))
         try:
             console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C stops an answer[/dim]")

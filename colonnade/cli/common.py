@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
 from tyro.conf import arg
@@ -11,9 +11,7 @@ from tyro.conf import arg
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
-
-if TYPE_CHECKING:
-    from colonnade.chat import ModelSpec
+from colonnade.model_spec import ModelSpec
 
 MODEL_SOURCES = "A Colonnade checkpoint or run, a Hugging Face folder, a GGUF file, a hub id"
 Model = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, smollm2, or minilm.")]
@@ -74,11 +72,8 @@ class PlacementArgs:
     """For a mixture of experts: settings that differ from training."""
 
     def spec(self, model: str, serve: ServeConfig) -> "ModelSpec":
-        """The same for :mod:`colonnade.chat`."""
-        plan = Plan(**vars(self.plan))  # an invalid plan is refused before torch is imported
-        from colonnade.chat import ModelSpec
-
-        return ModelSpec(model, plan, serve, self.device, self.dtype, self.experts)
+        """The same for :mod:`colonnade.model_spec`."""
+        return ModelSpec(model, Plan(**vars(self.plan)), serve, self.device, self.dtype, self.experts)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from colonnade.chat import ModelSpec
+    from colonnade.model_spec import ModelSpec
 
 
 MAX_WORLD = 64

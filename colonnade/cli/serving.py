@@ -162,18 +162,10 @@ def serve(
     refuse_torchrun("serve")
     serve = _with_environment_keys(serve)
     spec = placement.spec(model, serve)
-    from colonnade.chat import batching_note
-    from colonnade.serve.resolve_pooler import resolve_pooler
-
-    opened = spec.open()
-    pooler = resolve_pooler(opened.config, opened.path, serve, model, cp=placement.plan.cp)
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
-    if note := batching_note(opened.config):
-        announce(note)
-    load = spec.loader(opened) if pooler is None else spec.pooling_loader(opened, pooler)
-    run(load, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)
+    run(spec.open_loader, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)

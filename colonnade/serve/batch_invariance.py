@@ -14,6 +14,7 @@ arrival, shared prefixes, preemption, or how its prompt was split into chunks.
 
 import torch
 
+from colonnade.config import ModelConfig
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer
 from colonnade.model.norm import HeadsNorm, Norm
@@ -74,3 +75,16 @@ def split_into_single_tokens(work: Work, page_tokens: int) -> list[Work]:
             each = Slice(piece.start + i, (token,), pages, args, targets=targets, alternatives=piece.alternatives)
             passes.append(Work((each,)))
     return passes
+
+
+def batching_note(config: ModelConfig) -> str:
+    """A note about experts whose result depends on the other tokens of a batch; empty for other models."""
+    moe = config.moe
+    if moe is not None and moe.router.kind == "expert_choice":
+        return "note: in training the router expert_choice chose among all tokens of a text; here it sees one at a time"
+    if moe is not None and moe.capacity:
+        return (
+            f"note: experts with a capacity (factor {moe.capacity:g}) drop tokens when a batch has too many for one, "
+            "also between requests; --experts.capacity off drops none"
+        )
+    return ""

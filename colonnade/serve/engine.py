@@ -23,7 +23,7 @@ from colonnade.config.expert_overrides import check_generates
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.model import Transformer
-from colonnade.serve.batch_invariance import make_batch_invariant
+from colonnade.serve.batch_invariance import batching_note, make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.grammar import GrammarCompiler
 from colonnade.serve.logits_processor import LogitsProcessor
@@ -204,6 +204,7 @@ class Engine:
             "cache_tokens": self.scheduler.pool.max_request_tokens,
             "longest_token_bytes": self.tokenizer.longest_token_bytes,
             "tools": ToolNotation.of(self.tokenizer, self.config.tool_format).to_dict(),
+            "note": batching_note(self.model.config),
             "capabilities": ["completions", *(["chat"] if self.tokenizer.chat_template else [])],
         }
 

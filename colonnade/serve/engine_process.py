@@ -16,19 +16,26 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
 
 from colonnade import errors
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.plugins import load_plugin, loaded_plugins
-from colonnade.errors import ColonnadeError, PlanError, WorkerError
-from colonnade.parallel.launch import Interrupted, launch
+from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
+from colonnade.serve.cpu_sharing import let_threads_sleep
 from colonnade.serve.ipc import EngineClient
-from colonnade.serve.worker import Load, run_worker
+
+if TYPE_CHECKING:
+    from colonnade.serve.worker import Load
+
+OpenModel = Callable[[], "Load"]
+"""Opens a model without its weights, in the supervisor, and returns the function that loads it in each rank; must be
+picklable."""
 
 STOP_S = 10.0
 """Time for a stopped engine to exit before it is killed [s]."""
@@ -42,7 +49,7 @@ MAX_TMPDIR_CHARACTERS = 80
 
 @asynccontextmanager
 async def engine_process(
-    load: Load,
+    open_model: OpenModel,
     plan: Plan,
     config: ServeConfig,
     device: str,
@@ -61,7 +68,7 @@ async def engine_process(
     with tempfile.TemporaryDirectory(prefix="colonnade-", dir=parent) as folder:  # only this user may enter
         address = f"{folder}/engine"
         async with await asyncio.start_unix_server(client.listen, address, limit=MAX_MESSAGE_BYTES):
-            report, process = _spawn((loaded_plugins(), load, plan, config, device, address))
+            report, process = _spawn((loaded_plugins(), open_model, plan, config, device, address))
             watcher = asyncio.create_task(_watch(client, process, report))
             try:
                 await wait_first(client.ready.wait(), client.exited.wait(), give_up.wait())
@@ -131,16 +138,27 @@ def _spawn(args: tuple) -> tuple[Connection, BaseProcess]:
 
 
 def _supervise(
-    report: Connection, plugins: tuple[str, ...], load: Load, plan: Plan, config: ServeConfig, device: str, address: str
+    report: Connection,
+    plugins: tuple[str, ...],
+    open_model: OpenModel,
+    plan: Plan,
+    config: ServeConfig,
+    device: str,
+    address: str,
 ) -> None:
-    """In the child: launch the ranks, and report why they failed."""
+    """In the child: open the model, launch the ranks, and report why they failed."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    let_threads_sleep(os.environ)
     try:
+        # Imported here, since they import torch, which the HTTP process does not need.
+        from colonnade.parallel.launch import launch
+        from colonnade.serve.worker import run_worker
+
         for plugin in plugins:
             load_plugin(plugin)
-        launch(run_worker, (load, plan, config, device, address), plan)
+        launch(run_worker, (open_model(), plan, config, device, address), plan)
     except Interrupted:
         sys.exit(1)
     except BaseException as error:  # noqa: BLE001 - the HTTP process raises it

@@ -6,9 +6,11 @@
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}
     engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
-                       "capabilities", "stats": {…}}
-                      {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
+                       "capabilities", "note", "stats": {…}}
+                      {"event": "outputs", "outputs": [[…], …], "stats": {…}}   {"event": "refused", "ids", "error"}
                       {"event": "answer", "ids", …}           to messages that generate nothing
+
+An output is the list of its fields' values. Stats are left out while a running request only adds tokens.
 
 All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
 that only its user may enter, and nothing is unpickled. A dead engine shows as the end of the stream.
@@ -20,6 +22,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import operator
 import resource
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -136,28 +139,36 @@ def submit_message(ids: Sequence[str], request: GenerationRequest | PoolingReque
 
 
 _OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
+_POOLING_FIELDS = tuple(each.name for each in dataclasses.fields(PoolingOutput))
+_OUTPUT_VALUES = operator.attrgetter(*_OUTPUT_FIELDS)
+_TIMING, _LOGPROBS, _PROMPT_LOGPROBS = map(_OUTPUT_FIELDS.index, ("timing", "logprobs", "prompt_logprobs"))
 
 
-def output_to_dict(output: Output | PoolingOutput) -> Message:
-    """The fields of an :class:`Output`; ``asdict``, which copies every value, takes ten times as long."""
+def output_to_list(output: Output | PoolingOutput) -> list[Any]:
+    """The values of an output; ``asdict``, which copies every value, takes ten times as long."""
     if isinstance(output, PoolingOutput):
-        return {name: getattr(output, name) for name in PoolingOutput.__slots__}
-    values = {name: getattr(output, name) for name in _OUTPUT_FIELDS}
+        return [getattr(output, name) for name in _POOLING_FIELDS]
+    values = list(_OUTPUT_VALUES(output))
+    if output.timing is not None:
+        values[_TIMING] = dataclasses.astuple(output.timing)
     if output.logprobs is not None:
-        values["logprobs"] = _logprob_to_list(output.logprobs)
+        values[_LOGPROBS] = _logprob_to_list(output.logprobs)
     if output.prompt_logprobs is not None:
-        values["prompt_logprobs"] = [_logprob_to_list(each) for each in output.prompt_logprobs]
-    return values if output.timing is None else values | {"timing": dataclasses.asdict(output.timing)}
+        values[_PROMPT_LOGPROBS] = [_logprob_to_list(each) for each in output.prompt_logprobs]
+    return values
 
 
-def output_from_dict(values: Message) -> Output | PoolingOutput:
-    """The inverse of :func:`output_to_dict`."""
-    if "vector" in values:
-        return PoolingOutput(**values)
-    timing, logprobs, prompt = (values[name] for name in ("timing", "logprobs", "prompt_logprobs"))
-    changed: Message = {"timing": timing and Timing(**timing), "logprobs": logprobs and _logprob_from_list(logprobs)}
-    changed["prompt_logprobs"] = None if prompt is None else tuple(map(_logprob_from_list, prompt))
-    return Output(**{**values, **changed})
+def output_from_list(values: list[Any]) -> Output | PoolingOutput:
+    """The inverse of :func:`output_to_list`."""
+    if len(values) == len(_POOLING_FIELDS):
+        return PoolingOutput(*values)
+    if (timing := values[_TIMING]) is not None:
+        values[_TIMING] = Timing(*timing)
+    if (logprobs := values[_LOGPROBS]) is not None:
+        values[_LOGPROBS] = _logprob_from_list(logprobs)
+    if (prompt := values[_PROMPT_LOGPROBS]) is not None:
+        values[_PROMPT_LOGPROBS] = tuple(map(_logprob_from_list, prompt))
+    return Output(*values)
 
 
 def _logprob_to_list(it: TokenLogprob) -> list[Any]:
@@ -192,6 +203,14 @@ def error_to_dict(error: ColonnadeError) -> Message:
     return {**fields, "param": None, "status": 500, "code": "server_error"}
 
 
+async def _all_waiting(queue: asyncio.Queue[Result]) -> list[Result]:
+    """What is in ``queue``, once there is something."""
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items
+
+
 class EngineClient:
     """The HTTP process's connection to an engine process (:mod:`colonnade.serve.engine_process` starts it)."""
 
@@ -208,6 +227,8 @@ class EngineClient:
         """What the model is served for: "completions" and, with a chat template, "chat"."""
         self.pooler: PoolerSpec | None = None
         """What is made of the hidden states; None if the model generates text."""
+        self.note = ""
+        """What the operator should know about the model, or nothing."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -249,7 +270,16 @@ class EngineClient:
     @overload
     def run(self, request: PoolingRequest) -> AsyncGenerator[tuple[int, PoolingOutput]]: ...
     async def run(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[tuple[int, Any]]:
-        """Yield (index of the completion, output) as outputs arrive; closing the generator cancels the request.
+        """Yield the outputs of :meth:`run_batches` one by one."""
+        async with contextlib.aclosing(self.run_batches(request)) as batches:
+            async for batch in batches:
+                for each in batch:
+                    yield each
+
+    async def run_batches(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[list[tuple[int, Any]]]:
+        """Yield lists of (index of the completion, output), each with all outputs that have arrived.
+
+        Closing the generator cancels the request.
 
         Raises :class:`RequestError` if the request is refused and, with status 503, if the engine died or the server
         stops.
@@ -270,14 +300,20 @@ class EngineClient:
             submission = submit_message(list(indices), request)
             self._write(await to_thread_if_large(4 * request.size, encode_message, submission))
             while live:
-                output = await queue.get()
-                if isinstance(output, RequestError):
-                    raise output
-                if output.finish_reason:
-                    live.discard(output.id)
-                if error := failure(output.finish_reason):
+                batch: list[tuple[int, Output | PoolingOutput]] = []
+                for output in await _all_waiting(queue):
+                    if isinstance(output, RequestError):
+                        error = output
+                    else:
+                        if output.finish_reason:
+                            live.discard(output.id)
+                        if (error := failure(output.finish_reason)) is None:
+                            batch.append((indices[output.id], output))
+                            continue
+                    if batch:
+                        yield batch
                     raise error
-                yield indices[output.id], output
+                yield batch
         finally:
             if timer:
                 timer.cancel()
@@ -351,16 +387,17 @@ class EngineClient:
             if (answer := self._answers.get(message["ids"][0])) and not answer.done():
                 answer.set_result(message)
             return
-        self.stats = Stats(**message["stats"])
+        if "stats" in message:
+            self.stats = Stats(**message["stats"])
         if message["event"] == "ready":
             self.context, self.cache_tokens = message["context"], message["cache_tokens"]
             self.longest_token_bytes, self.pid = message["longest_token_bytes"], message["pid"]
             self.tools = ToolNotation.from_dict(message["tools"]) if "tools" in message else None
             self.pooler = PoolerSpec(**message["pooler"]) if "pooler" in message else None
-            self.capabilities = message["capabilities"]
+            self.capabilities, self.note = message["capabilities"], message["note"]
             self.ready.set()
         for values in message.get("outputs", ()):
-            self._deliver(values["id"], output_from_dict(values))
+            self._deliver(values[0], output_from_list(values))
 
     def _deliver(self, key: str, output: Output | PoolingOutput | RequestError) -> None:
         if (queue := self._queues.get(key)) is not None:  # otherwise its client has left, and it is being cancelled

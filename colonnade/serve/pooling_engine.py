@@ -165,6 +165,7 @@ class PoolingEngine:
         longest, context = self.tokenizer.longest_token_bytes, self.spec.context
         return {
             "context": context, "cache_tokens": context, "longest_token_bytes": longest,
+            "note": "",
             "pooler": dataclasses.asdict(self.spec),
             "capabilities": ["score"] if self.spec.scores_pairs else [self.spec.task],
         }  # fmt: skip

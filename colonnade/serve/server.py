@@ -23,11 +23,16 @@ from colonnade.config import Plan, ServeConfig
 from colonnade.config.base import plural
 from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.api_keys import KeyRing
+from colonnade.serve.api.connection import ConnectionLimits, connection_class, limit_unsent
 from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
-from colonnade.serve.engine_process import engine_process, wait_first
+from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
-from colonnade.serve.worker import Load
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it has no wheel for every platform
+    from asyncio import new_event_loop
 
 if TYPE_CHECKING:  # needs the extra trace
     from colonnade.serve.api.tracing import Tracer
@@ -48,21 +53,21 @@ FORCED_CLOSE_S = 0.5
 
 
 def serve(
-    load: Load,
+    open_model: OpenModel,
     plan: Plan | None = None,
     config: ServeConfig | None = None,
     *,
     name: str = "model",
     device: str = "auto",
     announce: Callable[[str], object] = print,
+    limits: ConnectionLimits = ConnectionLimits(),
 ) -> None:
-    """Serve the model that ``load(context)`` returns in each engine process, until SIGINT or SIGTERM.
+    """Serve a model until SIGINT or SIGTERM: ``open_model()(context)`` returns it in each engine process.
 
     Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
-    stops. Must run in the main thread. Raises :class:`ConfigError` if the port cannot be bound
-    or the key file cannot be read, whatever loading
-    raises, :class:`PlanError` if an engine process died, and :class:`Interrupted` for a signal while it loads or for a
-    second signal.
+    stops; ``limits`` are those of its connections. Must run in the main thread. Raises :class:`ConfigError` if the port
+    cannot be bound or the key file cannot be read, whatever loading raises, :class:`PlanError` if an engine process
+    died, and :class:`Interrupted` for a signal while it loads or for a second signal.
     """
     plan, config = plan or Plan(), config or ServeConfig()
     if plan.world > plan.tp * plan.cp:
@@ -72,13 +77,17 @@ def serve(
         )
     name = config.model_name or name
     keys = KeyRing(config.keys, config.api_key)
-    with _listen(config) as listener, _tracing(config, name) as tracer:
-        asyncio.run(_serve(listener, load, plan, config, name, device, keys, tracer, announce))
+    with (
+        _listen(config) as listener,
+        _tracing(config, name) as tracer,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
+        runner.run(_serve(listener, open_model, plan, config, name, device, keys, tracer, announce, limits))
 
 
 async def _serve(
     listener: socket.socket,
-    load: Load,
+    open_model: OpenModel,
     plan: Plan,
     config: ServeConfig,
     name: str,
@@ -86,14 +95,17 @@ async def _serve(
     keys: KeyRing,
     tracer: "Tracer | None",
     announce: Callable[[str], object],
+    limits: ConnectionLimits,
 ) -> None:
+    limits = limits.within_files()
     stop, engine = _StopSignals(), EngineClient()
     if config.keys is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, keys, announce)
     announce(f"loading {name}")
     server = _Server(
         uvicorn.Config(
-            build_app(engine, name, config, keys, tracer),
+            build_app(engine, name, config, keys, tracer, limits),
+            http=connection_class(limits),
             lifespan="off",
             ws="none",
             log_config={"off": None, "text": ACCESS_LOG, "json": JSON_LOG}[config.log],
@@ -105,11 +117,13 @@ async def _serve(
     )
     async with (
         server.running(listener) as serving,
-        engine_process(load, plan, config, device, stop.graceful, stop.immediate, engine),
+        engine_process(open_model, plan, config, device, stop.graceful, stop.immediate, engine),
     ):
         if stop.graceful.is_set():
             announce(f"stopped before {name} was loaded")
             raise Interrupted(stop.signal)
+        if engine.note:
+            announce(engine.note)
         announce(_ready_message(name, _url(listener), engine, config))
         ends = (stop.graceful, engine.stop_requested, engine.exited, server.closed)
         await wait_first(*(event.wait() for event in ends))
@@ -234,6 +248,7 @@ def _listen(config: ServeConfig) -> socket.socket:
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --serve.host") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        limit_unsent(listener)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -58,9 +58,16 @@ class Running:
 
 
 @contextmanager
-def start(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+def start(
+    load: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    limits: dict[str, Any] | None = None,
+    **config: Any,
+) -> Iterator[Running]:
     """A server that is still starting, without a URL; killed at the end if it still runs."""
-    options = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, "log": "off", **config}})
+    options = json.dumps(
+        {"load": load or {}, "plan": plan or {}, "limits": limits or {}, "config": {"port": 0, "log": "off", **config}}
+    )
     command = [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", options]
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         process = subprocess.Popen(
@@ -83,9 +90,14 @@ def start(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None
 
 
 @contextmanager
-def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
-    """A tiny model served on a real socket."""
-    with start(load, plan, **config) as running:
+def server(
+    load: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    limits: dict[str, Any] | None = None,
+    **config: Any,
+) -> Iterator[Running]:
+    """A tiny model served on a real socket; ``limits`` are those of its connections."""
+    with start(load, plan, limits, **config) as running:
         assert running.process.stdout is not None
         assert running.process.stdout.readline() == "loading tiny\n"
         line = running.process.stdout.readline()
@@ -97,16 +109,18 @@ def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = Non
 
 def main() -> None:
     """Run ``colonnade serve`` for a tiny model: errors are one line and an exit code."""
+    from colonnade.serve.api.connection import ConnectionLimits
     from colonnade.serve.server import serve
 
     options = json.loads(sys.argv[1])
     try:
         serve(
-            partial(tiny.load, **options["load"]),
+            partial(partial, tiny.load, **options["load"]),
             Plan(**options["plan"]),
             ServeConfig(**options["config"]),
             name="tiny",
             device="cpu",
+            limits=ConnectionLimits(**options["limits"]),
         )
     except ColonnadeError as error:
         sys.exit(f"{type(error).__name__}: {error}")

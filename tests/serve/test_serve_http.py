@@ -280,7 +280,7 @@ def test_bad_bodies_are_refused_with_the_parameter(running: Running, body, param
     [
         ([], "messages is empty"),
         ("hello", "valid list"),
-        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user"}], "role 'user' has no content"),
         ([{"role": "bot", "content": "x"}], "'system', 'developer', 'user' or 'assistant'"),
         ([{"role": "developer", "content": "x"}], "refuses these messages: unknown role developer"),
         (

@@ -10,7 +10,7 @@ from colonnade.errors import RequestError
 from colonnade.model import loss
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Completion, Engine, SamplingParams
-from colonnade.serve.ipc import decode_message, encode_message, output_from_dict, output_to_dict
+from colonnade.serve.ipc import decode_message, encode_message, output_from_list, output_to_list
 from colonnade.serve.request import TokenLogprob
 from tests.serve import tiny
 from tests.worlds import run
@@ -134,7 +134,7 @@ def test_outputs_travel_between_processes():
     engine.add("ö and 🙂", PARAMS[0])
     while engine.busy:
         for output in engine.step():
-            assert output_from_dict(decode_message(encode_message(output_to_dict(output)))) == output
+            assert output_from_list(decode_message(encode_message(output_to_list(output)))) == output
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

@@ -59,6 +59,14 @@ def hf(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return out
 
 
+def opened_here(supervisor: tuple[object, ...]) -> None:
+    """In place of starting a server's supervisor: opens the model as it does before it starts the ranks."""
+    _plugins, open_model, *_ = supervisor
+    assert callable(open_model)
+    open_model()
+    pytest.fail("ranks were started")
+
+
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 1) -> str:
     """The error output of a command that exits with ``code``: one line, never a traceback."""
     with pytest.raises(SystemExit) as end:
@@ -169,7 +177,7 @@ def test_a_plan_is_checked_before_any_process_starts(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", started)
-    monkeypatch.setattr("colonnade.serve.engine_process._spawn", started)
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", opened_here)
     for path in (model, hf):
         output = error_of(capsys, verb[0], path, *verb[1:], "--plan.tp", "4")
         assert output == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
@@ -179,7 +187,7 @@ def test_a_plan_is_checked_before_any_process_starts(
 def test_batch_invariance_over_ranks_is_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, axis: str
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", opened_here)
     output = error_of(capsys, "serve", model, "--serve.port", "0", "--serve.batch_invariant", f"--plan.{axis}", "2")
     assert f"serve.batch_invariant is for one rank, and this model is on {axis}=2" in output
 
@@ -740,7 +748,7 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
 def test_an_encoder_is_refused_for_generation_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", opened_here)
     config = ModelConfig(
         family="bert", causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16,
         norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", top="encoder", tied=True,

@@ -21,7 +21,7 @@ ALLOWED_FILES = {
     "torch.distributed": ("parallel/*", "checkpoint/*"),
     "torch.distributed.tensor": ("checkpoint/dtensor_view.py", "parallel/collectives.py", "parallel/fsdp.py"),
     "torch.distributed.checkpoint": ("checkpoint/*",),
-    "os.environ": ("cli/*", "parallel/launch.py"),
+    "os.environ": ("cli/*", "parallel/launch.py", "serve/engine_process.py"),
     "os.getenv": (),
     "os.putenv": (),
     "pickle": (),
@@ -110,12 +110,22 @@ with loop._deterministic(False):
 """
 
 
+def modules_after(code: str) -> set[str]:
+    """The modules imported in a new process that runs ``code``."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    return set(subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.split())
+
+
 @pytest.mark.parametrize("code", [TRAIN_STEP, "import colonnade.serve.server", "import colonnade.verify.run"])
 def test_heavy_modules_are_imported_only_when_needed(code):
     """Each rank of a run imports what it uses before its first step."""
-    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
-    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
-    assert set(HEAVY) & set(ran.stdout.split()) == set()
+    assert set(HEAVY) & modules_after(code) == set()
+
+
+def test_the_http_process_does_not_import_torch():
+    """It would cost 230 MB and 3 s of CPU time."""
+    code = "import colonnade.cli.serving, colonnade.serve.server"
+    assert {"torch", "numpy", "colonnade.checkpoint"} & modules_after(code) == set()
 
 
 def private_names(source: str) -> set[str]:

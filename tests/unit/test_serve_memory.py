@@ -181,13 +181,13 @@ def test_server_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     whole = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
     where = chat.ModelSpec(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
-    load = where.loader(where.open_generative())
+    load = where.open_loader()
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # the contents are never read
     with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*free +97.66 KiB"):
         load(DistributedContext.solo(CPU))
     small = replace(where, serve=ServeConfig(cache_bytes=100))
-    load = small.loader(small.open_generative())
+    load = small.open_loader()
     with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 16 tokens, .* 3072 bytes; give 24576"):
         load(DistributedContext.solo(CPU))
 

@@ -47,13 +47,15 @@ class Metrics:
     """The metrics of one server; ``model`` is their label."""
 
     def __init__(self, engine: EngineClient, model: str, prefix: str = "colonnade"):
-        self._registry, self._model, self._prefix = CollectorRegistry(), model, prefix
+        self._registry, self._prefix = CollectorRegistry(), prefix
         self._registry.register(_EngineStats(engine, model, prefix))
         ProcessCollector(registry=self._registry)
         names = [(name, text, LATENCY_BUCKETS_S) for name, text in LATENCIES.items()]
         names += [(name, text, LENGTH_BUCKETS) for name, text in LENGTHS.items()]
         self._histograms = {
-            name: Histogram(f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
+            name: Histogram(f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self._registry).labels(
+                model
+            )
             for name, text, buckets in names
         }
         self._requests = Counter(
@@ -76,7 +78,7 @@ class Metrics:
 
     def observe(self, name: str, value: float) -> None:
         """Record a latency [s] or a length [tokens]."""
-        self._histograms[name].labels(self._model).observe(value)
+        self._histograms[name].observe(value)
 
     def count_request(self, route: str, status: int) -> None:
         """Count an answer; ``route`` is the pattern of its path, empty if there is none."""

@@ -1,11 +1,12 @@
-"""ASGI middleware that limits the size of a body, and the configuration of uvicorn's access log.
+"""ASGI middleware that limits the size and the time of a body, and the configuration of uvicorn's access log.
 
-The limit counts the bytes that arrive, not those announced, and applies before anything parses them. The log has one
-line a request on stderr, with the route and the status but never a prompt or an answer:
+The limits count the bytes that arrive, not those announced, and apply before anything parses them. The log has one line
+a request on stderr, with the route and the status but never a prompt or an answer:
 
     2026-11-22 03:15:32,118 127.0.0.1:53406 "POST /v1/chat/completions HTTP/1.1" 200 OK
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colonnade.errors import RequestError
+from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.errors import HINTS, error_reply
 
 MAX_READ_RATIO = 8
@@ -21,10 +23,10 @@ would see a broken connection, not the refusal."""
 
 
 class BodyLimit:
-    """ASGI middleware: 413 for a body over ``max_bytes``."""
+    """ASGI middleware: 413 for a body over ``max_bytes``, 408 for one that does not arrive within ``limits``."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        self.app, self.max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, limits: ConnectionLimits):
+        self.app, self.max_bytes, self.limits = app, max_bytes, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then call the application with it."""
@@ -32,14 +34,22 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         body, seen, more = bytearray(), 0, True
-        while more and seen <= MAX_READ_RATIO * self.max_bytes:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            seen += len(message.get("body", b""))
-            if seen <= self.max_bytes:
-                body += message.get("body", b"")
-            more = message.get("more_body", False)
+        start_s, limit_s = asyncio.get_running_loop().time(), self.limits.body_s
+        try:
+            async with asyncio.timeout_at(start_s + limit_s) as clock:
+                while more and seen <= MAX_READ_RATIO * self.max_bytes:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    seen += len(message.get("body", b""))
+                    if seen <= self.max_bytes:
+                        body += message.get("body", b"")
+                        limit_s = self.limits.body_s + seen / self.limits.body_bytes_per_s
+                        clock.reschedule(start_s + limit_s)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            await self._refuse(_slow_body(seen, limit_s), more, scope, receive, send)
+            return
         if seen > self.max_bytes:
             refusal = RequestError(
                 f"the body has {seen:,} bytes or more; send at most {self.max_bytes:,}",
@@ -47,7 +57,7 @@ class BodyLimit:
                 code="body_too_large",
                 operator_hint="raise --serve.max_body_bytes for larger bodies",
             )
-            await error_reply(refusal)(scope, receive, send)
+            await self._refuse(refusal, more, scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
@@ -55,6 +65,22 @@ class BodyLimit:
             return first.pop() if first else await receive()
 
         await self.app(scope, replay, send)
+
+    @staticmethod
+    async def _refuse(error: RequestError, more: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with ``error``; close the connection if ``more`` of the body is to come, which nobody would read."""
+        reply = error_reply(error)
+        if more:
+            reply.headers["connection"] = "close"
+        await reply(scope, receive, send)
+
+
+def _slow_body(seen: int, limit_s: float) -> RequestError:
+    return RequestError(
+        f"only {seen} bytes of the body arrived in {limit_s:g} s; send all of it at once",
+        status=408,
+        code="request_timeout",
+    )
 
 
 def cors_options(origins: Sequence[str]) -> dict[str, Any]:

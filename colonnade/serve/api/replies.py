@@ -267,6 +267,8 @@ class CompletionReplies:
     """Builds the answer to one request of /v1/completions."""
 
     prefix: ClassVar = "cmpl"
+    sends_text_unchanged = True
+    """Whether a chunk has the output's text as it is: false if it is parsed for tool calls."""
 
     def __init__(self, model: str, logprobs: LogprobsOptions):
         self.logprobs = logprobs
@@ -317,7 +319,7 @@ class ChatReplies(CompletionReplies):
     def __init__(self, model: str, logprobs: LogprobsOptions, tool_format: ToolFormat | None = None):
         """With ``tool_format`` the text is parsed for tool calls."""
         super().__init__(model, logprobs)
-        self._tool_format = tool_format
+        self._tool_format, self.sends_text_unchanged = tool_format, tool_format is None
         self._parsers: dict[int, ToolCallParser] = {}
 
     def whole(self, completions: list[list[Output]], usage: Usage) -> ChatReply:

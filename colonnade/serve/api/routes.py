@@ -1,20 +1,18 @@
 """The HTTP routes. Every answer is one loop over an engine's outputs, sent whole or as a stream of chunks.
 
-When a client disconnects its request is cancelled: closing the generator of :meth:`EngineClient.run` does that, and it
-is closed however the handler ends.
+When a client disconnects its request is cancelled: closing the generator of :meth:`EngineClient.run_batches` does that,
+and it is closed however the handler ends.
 """
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic_core import to_json
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.middleware.cors import CORSMiddleware
 
 from colonnade.config import ServeConfig
@@ -26,7 +24,9 @@ from colonnade.serve.api.auth import Authenticate
 from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.chat_page import add_chat_page
 from colonnade.serve.api.chat_schemas import ChatBody
+from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.disconnect import unless_disconnected
+from colonnade.serve.api.event_stream import Batches, EventStream, reply_events
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit, cors_options
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
@@ -40,8 +40,6 @@ from colonnade.serve.request import Output
 if TYPE_CHECKING:  # needs the extra trace
     from colonnade.serve.api.tracing import Tracer
 
-Outputs = AsyncGenerator[tuple[int, Output]]
-
 
 def build_app(
     engine: EngineClient,
@@ -49,11 +47,12 @@ def build_app(
     config: ServeConfig,
     keys: KeyRing | None = None,
     tracer: "Tracer | None" = None,
+    limits: ConnectionLimits = ConnectionLimits(),
 ) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, limits=limits)
     keys = keys or KeyRing(None, None)
     app.add_middleware(
         Authenticate, keys=keys, admin_key=config.admin_key, model=model, max_body_bytes=config.max_body_bytes
@@ -148,16 +147,14 @@ def build_app(
         record = record_of(request.scope)
         priority = record.priority(body.priority)
         generation = dataclasses.replace(generation, client=record.client, priority=priority, timeout_s=body.timeout_s)
-        outputs = _with_metrics(engine.run(generation), metrics, record)
+        batches = _with_metrics(engine.run_batches(generation), metrics, record)
+        usage = Usage(generation.n)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
-            first = await unless_disconnected(request, anext(outputs))
-            events = _events(
-                first, outputs, builder, Usage(body.n or 1), include_usage=body.include_usage,
-                continuous=body.continuous_usage,
-            )  # fmt: skip
-            return EventSourceResponse(events, sep="\n")
-        return JSONResponse(await unless_disconnected(request, _complete_reply(outputs, builder, Usage(body.n or 1))))
+            first = await unless_disconnected(request, anext(batches))
+            options = {"include_usage": body.include_usage, "continuous": body.continuous_usage}
+            return EventStream(reply_events(first, batches, builder, usage, **options))
+        return JSONResponse(await unless_disconnected(request, _complete_reply(batches, builder, usage)))
 
     install_admin(app, engine)
     install_tokenize(app, engine, check_model)
@@ -176,66 +173,24 @@ def _readiness(
     return "queue full" if engine.stats.waiting >= config.max_waiting else "ready"
 
 
-async def _with_metrics(outputs: Outputs, metrics: Metrics, record: RequestRecord) -> Outputs:
-    """``outputs``, each observed by a timer and ``record``."""
+async def _with_metrics(batches: Batches, metrics: Metrics, record: RequestRecord) -> Batches:
+    """``batches``, each output observed by a timer and ``record``."""
     timer = metrics.start_timer()
-    async with aclosing(outputs):
-        async for index, output in outputs:
-            timer.observe_output(index, output)
-            record.observe(index, output)
-            yield index, output
+    async with aclosing(batches):
+        async for batch in batches:
+            for index, output in batch:
+                timer.observe_output(index, output)
+                record.observe(index, output)
+            yield batch
 
 
 async def _complete_reply(
-    outputs: Outputs, builder: CompletionReplies, usage: Usage
+    batches: Batches, builder: CompletionReplies, usage: Usage
 ) -> replies.CompletionReply | replies.ChatReply:
     completions: dict[int, list[Output]] = {}
-    async with aclosing(outputs):
-        async for index, output in outputs:
-            completions.setdefault(index, []).append(output)
-            usage.add(index, output)
-    return builder.whole([completions[i] for i in range(len(completions))], usage)
-
-
-async def _events(
-    first: tuple[int, Output],
-    outputs: Outputs,
-    builder: CompletionReplies,
-    usage: Usage,
-    *,
-    include_usage: bool,
-    continuous: bool,
-) -> AsyncGenerator[ServerSentEvent]:
-    """Server-sent events: chunks with text, the end of each completion, the usage if wanted, and [DONE].
-
-    With ``include_usage`` every chunk has the field, null except in the last, or with ``continuous`` the usage so far.
-    """
-    started = set[int]()
-
-    def usage_field() -> dict[str, Any]:
-        return {"usage": usage.reply() if continuous else None} if include_usage else {}
-
-    async with aclosing(outputs):
-        try:
-            async for index, output in _chain(first, outputs):
+    async with aclosing(batches):
+        async for batch in batches:
+            for index, output in batch:
+                completions.setdefault(index, []).append(output)
                 usage.add(index, output)
-                if index not in started and (chunk := builder.first_chunk(index)):
-                    yield _event({**chunk, **usage_field()})
-                started.add(index)
-                if output.text or output.finish_reason or output.logprobs:
-                    yield _event({**builder.chunk(index, output), **usage_field()})
-            if include_usage:
-                yield _event(builder.usage_chunk(usage))
-            yield ServerSentEvent("[DONE]", sep="\n")
-        except RequestError as error:  # the status was sent long ago: report it in the stream, as OpenAI does
-            yield _event(errors.error_body(error))
-
-
-async def _chain(first: tuple[int, Output], outputs: Outputs) -> Outputs:
-    yield first
-    async for each in outputs:
-        yield each
-
-
-def _event(reply: Mapping[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(to_json(reply).decode(), sep="\n")
+    return builder.whole([completions[i] for i in range(len(completions))], usage)

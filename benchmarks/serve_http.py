@@ -1,0 +1,156 @@
+"""CPU time of the HTTP process per streamed token, with 1, 8 and 64 clients.
+
+    python benchmarks/serve_http.py
+    python benchmarks/serve_http.py --compare ../older      # in turns with another checkout of Colonnade
+    python benchmarks/serve_http.py --tiny                  # few tokens: a smoke test
+
+``colonnade serve`` serves a model of one narrow layer, which generates faster than any real one, with chats streamed
+over keep-alive connections. Nothing is replaced: the CPU time of the HTTP process is read from the kernel, and the
+engine and the clients are processes of their own. ``tokens_per_s`` depends on how many cores they share.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from colonnade import api
+from colonnade.config import ModelConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.axis import SOLO_AXES
+from colonnade.parallel.distributed_context import DistributedContext
+from harness.paired_timing import Neighbours, turns
+from harness.report import RESULTS, ROOT, Cell, Headline, report
+from harness.rows import figures, line
+
+CLIENTS = (1, 8, 64)
+TOKENS = 200
+"""Tokens of an answer."""
+
+
+def save_model(folder: Path) -> None:
+    """A model of one narrow layer whose tokens are words, so that each token of an answer is sent at once."""
+    words = tokenizers.models.WordLevel({f"word{i} ": i for i in range(256)}, unk_token="word0 ")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(tokenizers.Tokenizer(words), bos_id=None, eos_ids=(0,), chat_template=template)
+    config = ModelConfig(vocab_size=256, layers=1, width=16, heads=2, head_width=8, ffn_width=16, context=512)
+    model = initialise(Transformer(config, SOLO_AXES, dtype=torch.float32), seed=1)
+    api.save(api.Model(model, tokenizer, DistributedContext.solo(torch.device("cpu")), "tiny"), folder)
+
+
+@contextmanager
+def served(root: Path, model: Path) -> Iterator[tuple[int, int]]:
+    """(process id, port) of the checkout ``root``'s server."""
+    command = [sys.executable, "-u", "-m", "colonnade", "serve", str(model), "--serve.port", "0", "--serve.no_log"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"], cwd=root, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stderr is not None
+        try:
+            announced = next((text for text in process.stderr if text.startswith("serving ")), None)
+            if announced is None:
+                raise RuntimeError(f"the server of {root} did not start; run it by hand to see why")
+            yield process.pid, int(announced.split()[3].rpartition(":")[2])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()
+
+
+def cpu_ns(pid: int) -> int:
+    """CPU time of all threads of a process."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+async def stream(port: int, answers: int) -> None:
+    """One client: ``answers`` chats, one after the other, on one connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "the words"}], "max_tokens": TOKENS, "stream": True,
+         "temperature": 0, "ignore_eos": True}
+    ).encode()  # fmt: skip
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    for _ in range(answers):
+        writer.write(head.encode() + body)
+        reply = await reader.readuntil(b"data: [DONE]")
+        assert reply.startswith(b"HTTP/1.1 200 "), reply
+        assert reply.count(b"data: {") >= TOKENS, "each token must be an event"
+        await reader.readuntil(b"0\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+
+
+def crowd(server: tuple[int, int], clients: int, answers: int, _: int) -> dict[str, float]:
+    """``clients`` clients at once; the HTTP process's CPU time per token, and the tokens per second of all."""
+    pid, port = server
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(stream(port, answers) for _ in range(clients)))
+
+    before, began = cpu_ns(pid), time.perf_counter()
+    asyncio.run(all_of_them())
+    tokens = clients * answers * TOKENS
+    return {
+        "us_per_token": (cpu_ns(pid) - before) / 1e3 / tokens,
+        "tokens_per_s": tokens / (time.perf_counter() - began),
+    }
+
+
+def measure(roots: dict[str, Path], rounds: int, answers: int) -> tuple[list[dict[str, Cell]], list[Headline]]:
+    rows: list[dict[str, Cell]] = []
+    heads = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = Path(folder) / "tiny"
+        save_model(model)
+        servers = {who: stack.enter_context(served(root, model)) for who, root in roots.items()}
+        for clients in CLIENTS:
+            each = max(1, answers // clients)
+            results = turns({who: partial(crowd, at, clients, each) for who, at in servers.items()}, rounds)
+            for who, measured in results.items():
+                medians = {key: figures(statistics.median(one[key] for one in measured), 3) for key in measured[0]}
+                rows.append({"who": who, "clients": clients, "tokens": clients * each * TOKENS, **medians})
+                print(line(rows[-1]), flush=True)
+            ours, *others = (float(row["us_per_token"] or 0) for row in rows if row["clients"] == clients)
+            peer = ("the version before", others[0]) if others else ("", None)
+            heads.append(Headline(f"CPU time of HTTP per streamed token, {clients} clients", ours, "µs", *peer))
+    return rows, heads
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="few tokens; writes no record")
+    parser.add_argument("--compare", type=Path, help="another checkout of Colonnade")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    args = parser.parse_args(argv)
+    roots = {"colonnade": ROOT} | ({"before": args.compare.resolve()} if args.compare else {})
+    around = Neighbours()
+    rows, heads = measure(roots, 1 if args.tiny else args.rounds, 1 if args.tiny else 8)
+    if not args.tiny:
+        report(
+            "serve_http",
+            rows,
+            f"medians of {args.rounds} rounds, in turns; {around}, the servers included",
+            headlines=heads,
+            folder=args.out,
+        )
+
+
+if __name__ == "__main__":
+    main()

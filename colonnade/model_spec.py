@@ -1,0 +1,98 @@
+"""A model to run, as the command line names it. Importing this module does not import torch.
+
+The HTTP process of a server only passes it on: the engine's process opens the model and loads its weights.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
+
+if TYPE_CHECKING:
+    from colonnade import api
+    from colonnade.checkpoint.load_model import DType, OpenedModel
+    from colonnade.data.tokenizer import Tokenizer
+    from colonnade.model import Transformer
+    from colonnade.parallel.distributed_context import DistributedContext
+    from colonnade.serve.pooler_spec import PoolerSpec
+    from colonnade.serve.worker import Load
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model to run: its source, layout, device, dtype, and expert settings."""
+
+    model: str
+    plan: Plan
+    serve: ServeConfig
+    device: Device
+    dtype: "DType"
+    experts: ExpertsConfig = AS_TRAINED
+
+    def open_loader(self) -> "Load":
+        """Open the model, and return a picklable function that loads it in an engine process.
+
+        Every process then loads the same checkpoint, even if a run writes a newer one meanwhile. Raises what
+        :meth:`open` and :func:`~colonnade.serve.resolve_pooler.resolve_pooler` raise.
+        """
+        from colonnade.serve.resolve_pooler import resolve_pooler
+
+        opened = self.open()
+        pooler = resolve_pooler(opened.config, opened.path, self.serve, self.model, cp=self.plan.cp)
+        spec = replace(self, model=str(opened.path))
+        return (
+            functools.partial(load_checked, spec) if pooler is None else functools.partial(load_pooling, spec, pooler)
+        )
+
+    def open_generative(self) -> "OpenedModel":
+        """Like :meth:`open`; raises :class:`ConfigError` for a model that cannot generate text."""
+        from colonnade.config.expert_overrides import check_generates
+
+        opened = self.open()
+        check_generates(opened.config, self.model)
+        return opened
+
+    def open(self) -> "OpenedModel":
+        """Open the model without its weights, and check the layout and the expert and serving settings."""
+        from colonnade.checkpoint.load_model import open_for_plan
+        from colonnade.config.expert_overrides import check_task
+        from colonnade.serve.batch_invariance import check_ranks
+
+        opened = open_for_plan(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        check_task(opened.config, opened.tasks)
+        self.serve.check(opened.config)
+        if self.serve.batch_invariant:
+            check_ranks(tp=self.plan.tp, cp=self.plan.cp)
+        return opened
+
+    def load(self, context: "DistributedContext | None" = None) -> "api.Model":
+        """Load the model, on every rank of its plan; ``context`` is an existing distributed context."""
+        from colonnade import api
+
+        return api.load(
+            self.model, plan=self.plan, dtype=self.dtype, device=self.device, context=context, experts=self.experts,
+            weights=self.serve.weights, weight_group=self.serve.weight_group,
+        )  # fmt: skip
+
+
+def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Transformer, Tokenizer]":
+    """Load the model in an engine process; checks the memory before reading anything."""
+    from colonnade.checkpoint.load_model import resolve_dtype
+    from colonnade.serve.memory_advice import check_memory
+    from colonnade.serve.memory_estimate import EngineSpec
+
+    dtype = resolve_dtype(context.device, spec.dtype)
+    config, plan = spec.open().config, spec.plan
+    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
+    check_memory(EngineSpec(config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident))
+    model = spec.load(context)
+    return model.transformer, model.tokenizer
+
+
+def load_pooling(
+    spec: ModelSpec, pooler: "PoolerSpec", context: "DistributedContext"
+) -> "tuple[Transformer, Tokenizer, PoolerSpec]":
+    """Load a model whose hidden states are pooled; there is no cache, and loading checks the weights' memory."""
+    model = spec.load(context)
+    return model.transformer, model.tokenizer, pooler
