@@ -28,7 +28,7 @@ from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.grammar import GrammarCompiler
 from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.memory_estimate import scratch_pages
-from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_work, receive_work
+from colonnade.serve.model_inputs import IDLE, STOP, broadcast_message, broadcast_work, receive_work
 from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_cache, check_model
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import Prompt, check_params, check_params_list, check_prompts, limit_tokens, token_ids
@@ -227,7 +227,7 @@ class Engine:
         for live in new:
             live.admitted_s = now_s
         self._wait_estimate.observe(now_s, len(new), len(self.scheduler.waiting))
-        broadcast_work(self.model.axes.token_replicas, RUN, work)
+        broadcast_work(self.model.axes.token_replicas, work)
         return self._runner(work)
 
     def _commit(self, work: Work, sampled: SampledTokens) -> list[Output]:
@@ -395,8 +395,8 @@ class Engine:
 
     def heartbeat(self) -> None:
         """On rank 0, while idle: keep the other ranks' pending collective from timing out."""
-        broadcast_work(self.model.axes.token_replicas, IDLE)
+        broadcast_message(self.model.axes.token_replicas, IDLE)
 
     def stop(self) -> None:
         """On rank 0, at the end: make the other ranks leave :meth:`follow`."""
-        broadcast_work(self.model.axes.token_replicas, STOP)
+        broadcast_message(self.model.axes.token_replicas, STOP)

@@ -34,25 +34,34 @@ RUN, IDLE, STOP = 1, 2, 3
 """Kinds of message: run this work; heartbeat of an idle engine; leave the loop."""
 
 
-def broadcast_work(axis: Axis, kind: int, work: Work | None = None) -> None:
-    """Send a message from rank 0 of ``axis`` to all others, which call :func:`receive_work`."""
+def broadcast_message(axis: Axis, kind: int, payload: Sequence[int] = (), data: bytes = b"") -> None:
+    """Send a message from rank 0 of ``axis`` to all others, which call :func:`receive_message`."""
     if axis.size > 1:
-        payload, masks = pack_work(work) if work else ([], b"")
-        axis.broadcast_(torch.tensor([kind, len(payload), len(masks)], dtype=torch.int64))
+        axis.broadcast_(torch.tensor([kind, len(payload), len(data)], dtype=torch.int64))
         if payload:
             axis.broadcast_(torch.tensor(payload, dtype=torch.int64))
-        if masks:
-            axis.broadcast_(torch.frombuffer(bytearray(masks), dtype=torch.uint8))
+        if data:
+            axis.broadcast_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def receive_message(axis: Axis) -> tuple[int, list[int], bytes]:
+    """The next message of rank 0: its kind, payload and data."""
+    kind, length, data_bytes = axis.broadcast_(torch.zeros(3, dtype=torch.int64)).tolist()
+    payload = axis.broadcast_(torch.zeros(length, dtype=torch.int64)).tolist() if length else []
+    data = axis.broadcast_(torch.zeros(data_bytes, dtype=torch.uint8)).numpy().tobytes() if data_bytes else b""
+    return kind, payload, data
+
+
+def broadcast_work(axis: Axis, work: Work) -> None:
+    """Send ``work`` as a message of the kind :data:`RUN`."""
+    if axis.size > 1:
+        broadcast_message(axis, RUN, *pack_work(work))
 
 
 def receive_work(axis: Axis) -> tuple[int, Work | None]:
     """The next message of rank 0: its kind and, for RUN, its work."""
-    kind, length, mask_bytes = axis.broadcast_(torch.zeros(3, dtype=torch.int64)).tolist()
-    if not length:
-        return kind, None
-    payload = axis.broadcast_(torch.zeros(length, dtype=torch.int64)).tolist()
-    masks = torch.zeros(mask_bytes, dtype=torch.uint8)
-    return kind, unpack_work(payload, bytes(axis.broadcast_(masks).numpy()) if mask_bytes else b"")
+    kind, payload, masks = receive_message(axis)
+    return kind, unpack_work(payload, masks) if kind == RUN else None
 
 
 def pack_work(work: Work) -> tuple[list[int], bytes]:

@@ -24,7 +24,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.kernels.device import upload
 from colonnade.model import Packed, Stream, Transformer
-from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_work
+from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_message, receive_message
 from colonnade.serve.pooler import head_of
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_queue import PoolingQueue
@@ -124,8 +124,7 @@ class PoolingEngine:
     def _run(self, work: PoolingWork) -> "_Rows":
         if (axis := self.model.axes.token_replicas).size > 1:
             payload = pack(work)
-            axis.broadcast_(torch.tensor([RUN, len(payload)], dtype=torch.int64))
-            axis.broadcast_(torch.tensor(payload, dtype=torch.int64))
+            broadcast_message(axis, RUN, payload)
         return _Rows(self._forward(work))
 
     @torch.inference_mode()
@@ -175,17 +174,17 @@ class PoolingEngine:
     def follow(self) -> None:
         """On ranks above 0: run the texts that rank 0 broadcasts, until it stops."""
         axis = self.model.axes.token_replicas
-        while (head := axis.broadcast_(torch.zeros(2, dtype=torch.int64)).tolist())[0] != STOP:
-            if head[0] == RUN:
-                self._forward(unpack(axis.broadcast_(torch.zeros(head[1], dtype=torch.int64)).tolist()))
+        while (message := receive_message(axis))[0] != STOP:
+            if message[0] == RUN:
+                self._forward(unpack(message[1]))
 
     def heartbeat(self) -> None:
         """On rank 0, while idle: keep the other ranks' pending collective from timing out."""
-        broadcast_work(self.model.axes.token_replicas, IDLE)
+        broadcast_message(self.model.axes.token_replicas, IDLE)
 
     def stop(self) -> None:
         """On rank 0, at the end: make the other ranks leave :meth:`follow`."""
-        broadcast_work(self.model.axes.token_replicas, STOP)
+        broadcast_message(self.model.axes.token_replicas, STOP)
 
 
 class _Rows:

@@ -7,10 +7,10 @@ import colonnade
 from colonnade.config import LatentConfig, ServeConfig
 from colonnade.errors import CheckpointError
 from colonnade.kernels.registry import LOOKUP, choose
-from colonnade.serve import Engine, SamplingParams
+from colonnade.serve import Engine, SamplingParams, speculation
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import sample
-from tests.serve import tiny
+from tests.serve import test_speculation, tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +60,32 @@ def test_cuda_graphs_and_dispatch_are_the_default(monkeypatch: pytest.MonkeyPatc
     assert sorted(engine._runner.graphs._batches) == [1, 2, 3, 4]
     assert any(1 in new for new in seen), "no step mixed prompts and decodes"
     assert all(max(new) > 1 for new in seen), "a decode-only step did not use a CUDA graph"
+
+
+def test_penalties_and_grammars_give_the_text_of_a_cpu():
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install llguidance")
+    prompts, params = test_speculation.requests(21)
+    limits = ServeConfig(pages=90, page_tokens=4, max_requests=8)
+    on_gpu = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
+    assert on_gpu.config.run_ahead and on_gpu.config.fixed_steps
+    expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(prompts, params)
+    got = on_gpu.generate(prompts, params)
+    assert [each.token_ids for each in got] == [each.token_ids for each in expected]
+    assert [each.finish_reason for each in got] == [each.finish_reason for each in expected]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_speculation_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: bool):
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install llguidance")
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
+    prompts, params = test_speculation.requests(35)
+    model = tiny.model(dtype=torch.float32).to("cuda")
+    limits = ServeConfig(pages=90, page_tokens=4, max_requests=8, fixed_steps=fixed)
+    plain, drafted = (Engine(model, tiny.tokenizer(), limits.replace(draft=draft)) for draft in (None, "ngram"))
+    expected, got = (engine.generate(prompts, params) for engine in (plain, drafted))
+    assert [each.token_ids for each in got] == [each.token_ids for each in expected]
+    assert 0 < drafted.stats.accepted_draft_tokens < drafted.stats.draft_tokens
+    drafted.scheduler.audit()
 
 
 @pytest.mark.parametrize("fixed", [False, True])

@@ -248,7 +248,8 @@ def test_page_is_confined(running: Running):
     assert policy["connect-src"] == "'self'" and policy["require-trusted-types-for"] == "'script'"
     assert re.fullmatch(r"'sha256-[\w+/]{43}='", policy["script-src"]) and "unsafe" not in str(policy)
     assert reply.headers["x-content-type-options"] == "nosniff" and reply.headers["referrer-policy"] == "no-referrer"
-    assert httpx.head(f"{running.url}/").headers == reply.headers
+    for name in ("content-security-policy", "content-type", "content-length", "x-content-type-options"):
+        assert httpx.head(f"{running.url}/").headers[name] == reply.headers[name]
     assert page_headers("<style>a</style><script>b</script>") != page_headers("<style>a</style><script>c</script>")
 
 

@@ -237,9 +237,9 @@ def test_texts_are_named_as_in_the_body() -> None:
     assert [name_of(fields, i) for i in range(3)] == ["query", "documents.0", "documents.1"]
     text = "x " * 100_000
     with pytest.raises(RequestError, match=r"documents\.1 has 200000 bytes; .* at most 11520") as refusal:
-        PoolingRequest(["a", "b", text], fields).check_lengths(40, 18)
+        PoolingRequest(["a", "b", text], fields).check_lengths(40, 18, 40)
     assert refusal.value.param == "documents"
-    PoolingRequest(["a", "b", text], fields, truncate=40).check_lengths(40, 18)
+    PoolingRequest(["a", "b", text], fields, truncate=40).check_lengths(40, 18, 40)
 
 
 # -- truncation --------------------------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def test_bad_bodies_are_refused_with_the_parameter(running: Running, body, param
         ([], "messages is empty"),
         ("hello", "valid list"),
         ([{"role": "user"}], "role 'user' has no content"),
-        ([{"role": "bot", "content": "x"}], "'system', 'developer', 'user' or 'assistant'"),
+        ([{"role": "bot", "content": "x"}], "'system', 'developer', 'user', 'assistant' or 'tool'"),
         ([{"role": "developer", "content": "x"}], "refuses these messages: unknown role developer"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],

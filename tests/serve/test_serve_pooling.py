@@ -65,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def running(folders: dict[str, Path]) -> Iterator[Running]:
-    with served(folders["tiny"], "--serve.no_log", "--serve.max_body_bytes", "9000000") as it:
+    with served(folders["tiny"], "--serve.log", "off", "--serve.max_body_bytes", "9000000") as it:
         yield it
         settle(it)
         assert it.stop(signal.SIGINT)[0] == 0
@@ -73,7 +73,7 @@ def running(folders: dict[str, Path]) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def judge(folders: dict[str, Path]) -> Iterator[Running]:
-    with served(folders["judge"], "--serve.no_log") as it:
+    with served(folders["judge"], "--serve.log", "off") as it:
         yield it
 
 

@@ -138,6 +138,9 @@ class _EngineStats(Collector):
             "prefix_cache_hits": (stats.prefix_hits, "Tokens found there, and not computed again."),
             "shared_keys_read": (stats.shared_keys, "Keys of a layer read once for several requests, step by step."),
             "shared_keys_spared": (stats.spared_keys, "Key reads by other requests that this saved."),
+            "spec_decode_num_drafts": (stats.drafts, "Times that tokens were drafted for a request."),
+            "spec_decode_num_draft_tokens": (stats.draft_tokens, "Tokens drafted."),
+            "spec_decode_num_accepted_tokens": (stats.accepted_draft_tokens, "Drafted tokens that were generated."),
             "prompt_tokens": (stats.prompt_tokens, "Tokens of prompts run."),
             "generation_tokens": (stats.generation_tokens, "Tokens generated."),
         }
