@@ -55,7 +55,7 @@ def save_model(folder: Path) -> None:
 @contextmanager
 def served(root: Path, model: Path) -> Iterator[tuple[int, int]]:
     """(process id, port) of the checkout ``root``'s server."""
-    command = [sys.executable, "-u", "-m", "colonnade", "serve", str(model), "--serve.port", "0", "--serve.no_log"]
+    command = [sys.executable, "-u", "-m", "colonnade", "serve", str(model), "--serve.port", "0", "--serve.log", "off"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, "--device", "cpu"], cwd=root, env=environment, stderr=subprocess.PIPE, text=True

@@ -1,0 +1,68 @@
+"""Requests for engines: prompts and answers of random lengths, and a tokenizer with a word for each token."""
+
+import random
+import time
+from typing import NamedTuple
+
+import tokenizers
+
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.serve import Engine, SamplingParams
+
+
+class Load(NamedTuple):
+    """Prompts, and the number of tokens of each answer."""
+
+    prompts: list[list[int]]
+    counts: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(self.counts)
+
+    def first(self, n: int) -> "Load":
+        """The first ``n`` requests."""
+        return Load(self.prompts[:n], self.counts[:n])
+
+    def short(self, most: int) -> "Load":
+        """The same prompts with answers of at most ``most`` tokens."""
+        return Load(self.prompts, [min(most, count) for count in self.counts])
+
+
+class Took(NamedTuple):
+    """Time and answers of one run of one side."""
+
+    seconds: float
+    answers: list[list[int]]
+
+
+def drawn(requests: int, least: int, most: int, vocab_size: int, seed: int = 0) -> Load:
+    """Prompts of random tokens; their lengths and the answers' are uniform in [least, most]."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(vocab_size) for _ in range(draw.randint(least, most))] for _ in range(requests)]
+    return Load(prompts, [draw.randint(least, most) for _ in range(requests)])
+
+
+def every_size(requests: int) -> Load:
+    """Requests of which one ends at each step, so that every batch size occurs."""
+    return Load([[1]] * requests, list(range(1, requests + 1)))
+
+
+def words(vocab_size: int) -> Tokenizer:
+    """A tokenizer with a word for every id, so that detokenizing random tokens costs time."""
+    model = tokenizers.models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 ")
+    return Tokenizer(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
+
+
+def announced(who: str, took: Took) -> Took:
+    """Print the time at once, since the other side may take minutes."""
+    print(f"{who}: {sum(map(len, took.answers))} tokens in {took.seconds:.1f} s", flush=True)
+    return took
+
+
+def ours(engine: Engine, load: Load) -> Took:
+    began = time.perf_counter()
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.counts]
+    answers = [list(completion.token_ids) for completion in engine.generate(load.prompts, params)]
+    return announced("colonnade", Took(time.perf_counter() - began, answers))
