@@ -1,6 +1,6 @@
 """Speculative decoding by prompt look-up beside plain decoding: text that repeats, and text that does not.
 
-    python benchmarks/speculate.py              # SmolLM2-135M on a CPU, or on a GPU a Llama-2-7B with random weights
+    python benchmarks/speculate.py              # SmolLM2-135M on a CPU, or on a GPU a Qwen3-0.6B with random weights
     python benchmarks/speculate.py --tiny       # few tokens: a smoke test
 
 Repeating: on a CPU the model continues a list that its prompt has twice; on a GPU greedy decoding of random weights,
@@ -37,10 +37,10 @@ LIST = "".join(f"{i}. {name} lives in {city}.\n" for i, (name, city) in enumerat
 def load(tiny: bool) -> tuple[str, Transformer, Tokenizer]:
     """(name, model, tokenizer)."""
     if torch.cuda.is_available():
-        config = preset("qwen3-0.6b" if tiny else "llama-2-7b")
+        config = preset("qwen3-0.6b")
         with torch.device("cuda"):
             model = Transformer(config, SOLO_AXES, dtype=torch.bfloat16)
-        return "Llama-2-7B, random weights, bfloat16", initialise(model, seed=1), words(config.vocab_size)
+        return "Qwen3-0.6B, random weights, bfloat16", initialise(model, seed=1), words(config.vocab_size)
     try:
         loaded = colonnade.load("smollm2", device="cpu", dtype="float32")
     except ColonnadeError as error:
@@ -68,7 +68,7 @@ def measure(tiny: bool, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
     }
     for text in ("repeating", "other"):
         for requests in (1, 8):
-            prompts = [[i + 1, 5, 9] if gpu else LIST * (2 if text == "repeating" else 1) for i in range(requests)]
+            prompts = [[i + 1, 5, 9] if gpu else LIST * (3 if text == "repeating" else 1) for i in range(requests)]
             temperature = 0 if text == "repeating" else 1
             params = [
                 SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True)
