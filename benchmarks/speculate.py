@@ -34,7 +34,7 @@ LIST = "".join(f"{i}. {name} lives in {city}.\n" for i, (name, city) in enumerat
 ))  # fmt: skip
 
 
-def load(tiny: bool) -> tuple[str, Transformer, Tokenizer]:
+def load() -> tuple[str, Transformer, Tokenizer]:
     """(name, model, tokenizer)."""
     if torch.cuda.is_available():
         config = preset("qwen3-0.6b")
@@ -56,7 +56,7 @@ def run(engine: Engine, prompts: list, params: list[SamplingParams], _: int) -> 
 
 
 def measure(tiny: bool, rounds: int) -> tuple[list[dict[str, Cell]], list[Headline]]:
-    name, model, tokenizer = load(tiny)
+    name, model, tokenizer = load()
     gpu = torch.cuda.is_available()
     tokens = 16 if tiny else 256 if gpu else 96
     rows: list[dict[str, Cell]] = []
