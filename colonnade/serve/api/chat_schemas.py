@@ -1,6 +1,5 @@
 """The body of a chat: messages, tools, and variables of the chat template."""
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 from colonnade.errors import RequestError
 from colonnade.serve.api.replies import LogprobsOptions
 from colonnade.serve.api.request_schemas import Body
+from colonnade.serve.client_json import parse_text, to_json_text
 from colonnade.serve.ipc import GenerationRequest
 from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
@@ -50,16 +50,10 @@ class CalledFunction(BaseModel):
 
     def arguments_object(self) -> dict[str, Any]:
         """The arguments as templates expect them."""
-        try:
-            values = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            values = None
+        where = f"the arguments of the tool call '{self.name[:80]}'"
+        values = parse_text(self.arguments or "{}", "messages", where)
         if not isinstance(values, dict):
-            raise RequestError(
-                f"the arguments of the tool call '{self.name[:80]}' are no JSON object; send them as they were "
-                "generated",
-                param="messages",
-            )
+            raise RequestError(f"{where} are no JSON object; send them as they were generated", param="messages")
         return values
 
 
@@ -233,7 +227,7 @@ class ChatBody(Body):
 
     def _tools(self) -> list[dict[str, Any]]:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        if (size := len(json.dumps(tools))) > MAX_TOOLS_BYTES:
+        if (size := len(to_json_text(tools, "tools", "tools").encode())) > MAX_TOOLS_BYTES:
             raise RequestError(f"tools have {size} bytes as JSON; send at most {MAX_TOOLS_BYTES}", param="tools")
         for tool in tools:
             name, parameters = tool["function"]["name"], tool["function"].get("parameters", {})
