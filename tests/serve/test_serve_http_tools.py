@@ -10,7 +10,9 @@ import pydantic
 import pytest
 
 from tests.serve import tiny
+from tests.serve.fuzzing import BODIES, send_mutated
 from tests.serve.serving import Running, server
+from tests.serve.test_serve_http import settle
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -205,3 +207,14 @@ def test_bad_bodies_are_refused(running: Running, body: dict, param: str, words:
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param) and words in error["message"], error
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_mutated_bodies_are_answered_or_refused(running: Running, path: str, count: int):
+    """No status of 500 or more, no broken connection, all pages free at the end."""
+    for body in BODIES[path]:
+        assert httpx.post(f"{running.url}{path}", json=body).status_code == 200, body
+    statuses = send_mutated(running, path, count)
+    assert statuses[200] > 0.05 * count and sum(statuses.values()) == count
+    settle(running)

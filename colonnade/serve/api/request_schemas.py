@@ -268,7 +268,7 @@ class Body(BaseModel):
 def _structured_outputs(values: dict[str, Any]) -> StructuredOutputs:
     known = [each.name for each in fields(StructuredOutputs)]
     given = {name: value for name, value in values.items() if value is not None}
-    if unknown := next((name for name in given if name not in known), None):
+    if (unknown := next((name for name in given if name not in known), None)) is not None:
         raise RequestError(
             f"structured_outputs has the unknown field '{unknown[:80]}'; it may have one of {', '.join(known)}",
             param="structured_outputs",

@@ -75,6 +75,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
     @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, with the model's chat template."""
+        pooling_routes.check_generates(engine, model)
         if engine.tools is None:
             raise engine.unavailable()
         options = body.tool_options(engine.tools)
