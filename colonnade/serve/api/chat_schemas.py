@@ -25,6 +25,9 @@ RESERVED_VARIABLES = frozenset(
 )
 """Variables of a chat template that ``chat_template_kwargs`` may not set."""
 
+IGNORED_FIELDS = frozenset({"annotations", "provider_specific_fields"})
+"""Fields that clients (OpenAI's, litellm) add to an answer, and send back with it; templates do not see them."""
+
 CONTENT: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
@@ -102,7 +105,9 @@ class ChatMessage(BaseModel):
     @classmethod
     def _without_nulls(cls, values: object) -> object:
         """Drop nulls and empty lists of calls: clients send an earlier answer back as they received it."""
-        return {k: v for k, v in values.items() if v is not None and v != []} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if v is not None and v != [] and k not in IGNORED_FIELDS}
 
     @field_validator("content", mode="before")
     @classmethod
