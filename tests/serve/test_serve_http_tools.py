@@ -1,6 +1,7 @@
 """Tool calls over HTTP, with the openai client; the model is untrained, so only the grammar makes it obey."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from tests.serve import tiny
 from tests.serve.fuzzing import BODIES, send_mutated
+from tests.serve.schemathesis_run import run_schemathesis
 from tests.serve.serving import Running, server
 from tests.serve.test_serve_http import settle
 
@@ -47,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def running():
     """The template shows tools, in Mistral's notation."""
-    with server({"tools": True}, page_tokens=4, pages=512, token_budget=64) as it:
+    with server({"tools": True}, page_tokens=4, pages=512, token_budget=64, admin_key="boss") as it:
         yield it
 
 
@@ -217,4 +219,13 @@ def test_mutated_bodies_are_answered_or_refused(running: Running, path: str, cou
         assert httpx.post(f"{running.url}{path}", json=body).status_code == 200, body
     statuses = send_mutated(running, path, count)
     assert statuses[200] > 0.05 * count and sum(statuses.values()) == count
+    settle(running)
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_schemathesis(running: Running, tmp_path: Path, examples: int):
+    """Every route but the one that stops the server; those of encoders answer 400 here."""
+    admin = ("-H", "authorization: Bearer boss", "--exclude-path", "/admin/drain")
+    report = run_schemathesis(running, tmp_path, *admin, examples=examples)
+    assert "Tested: 15" in report
     settle(running)

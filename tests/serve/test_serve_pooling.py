@@ -31,6 +31,7 @@ from colonnade.tune.classify import class_logits
 from tests.serve import encoders
 from tests.serve.encoders import TEXTS
 from tests.serve.fuzzing import BODIES, send_mutated
+from tests.serve.schemathesis_run import run_schemathesis
 from tests.serve.serving import Running
 from tests.serve.test_serve_http import metric, settle
 
@@ -355,3 +356,9 @@ def test_mutated_bodies_are_answered_or_refused(request: pytest.FixtureRequest, 
     statuses = send_mutated(at, path, count)
     assert statuses[200] > 0.05 * count and sum(statuses.values()) == count
     settle(at)
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_schemathesis(judge: Running, tmp_path: Path, examples: int) -> None:
+    report = run_schemathesis(judge, tmp_path, "--include-path-regex", "classify|score|rerank", examples=examples)
+    assert "Tested: 3" in report
