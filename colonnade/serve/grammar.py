@@ -85,6 +85,7 @@ class GrammarCompiler:
 
     def _compile_in_thread(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
         """Run :meth:`_compile` with a large stack and a time limit."""
+        self._prepare()
         result: Future[llguidance.LLMatcher] = Future()
 
         def run() -> None:
@@ -105,9 +106,10 @@ class GrammarCompiler:
         except TimeoutError:
             raise _invalid(wanted, "compiled", f"it takes over {MAX_COMPILE_S:g} s; simplify it") from None
 
-    def _compile(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
+    def _prepare(self) -> None:
+        """Read the vocabulary, once: for a large one that takes a second."""
         try:
-            import llguidance
+            import llguidance  # noqa: F401
         except ImportError:
             raise RequestError(
                 "structured outputs need the package llguidance, which is not installed here; leave them out, or run: "
@@ -115,13 +117,17 @@ class GrammarCompiler:
                 param="structured_outputs",
             ) from None
         with self._lock:
-            vocabulary = self._vocabulary
+            _ = self._vocabulary
+
+    def _compile(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
+        import llguidance
+
         limits = llguidance.LLParserLimits(verbose_errors=False)
         try:
             grammar = _to_grammar(wanted)
         except Exception as error:  # noqa: BLE001 - a parser of untrusted text, which raises errors of many kinds
             raise _invalid(wanted, "read", str(error) or type(error).__name__) from None
-        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds grammars that match nothing
         if matcher.is_error():
