@@ -19,7 +19,7 @@ QUIET := PYTHONDONTWRITEBYTECODE= NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NU
 step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - started )) s"; \
 	else echo "  $(1): failed after $$(( $$(date +%s) - started )) s" >&2; exit 1; fi
 
-.PHONY: help install demo test lint format pytest docs bench clean distclean
+.PHONY: help install demo test lint format pytest clients docs bench clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -44,6 +44,9 @@ lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyright), import o
 pytest: $(VENV)/.test-$(KEY)  ## only the tests; ARGS="tests/unit -k axis" narrows them
 	$(call step,pytest,$(QUIET) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS))
 
+clients: .venv-clients/.ready-$(KEY)  ## the tests with lm-eval, litellm and guidellm, in an environment of their own
+	$(call step,clients,$(QUIET) .venv-clients/bin/python -m pytest $(ARGS) tests/clients)
+
 format: $(VENV)/.test-$(KEY)  ## format the code and apply safe lint fixes
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
 
@@ -60,7 +63,7 @@ clean:  ## remove caches and built files; keeps .venv and runs
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove .venv
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) .venv-clients
 
 # Packages per target. A stamp is touched last, so an interrupted installation starts again.
 $(VENV)/.base-$(KEY):
@@ -86,5 +89,12 @@ $(VENV)/.test-$(KEY): $(VENV)/.base-$(KEY)
 	@echo "  installing all packages of the tests (a few minutes the first time)"
 	$(call step,install,$(PIP) install --editable '.[serve$(COMMA)hub$(COMMA)gguf$(COMMA)track$(COMMA)trace]' --group test --group docs && $(PIP) install --no-deps -r assets.txt)
 	@touch $@ $(VENV)/.demo-$(KEY) $(VENV)/.docs-$(KEY)
+
+.venv-clients/.ready-$(KEY):
+	@echo "  making .venv-clients (a few minutes)"
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(call step,install,.venv-clients/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[serve$(COMMA)hub]' --group clients)
+	@touch $@
 
 COMMA := ,

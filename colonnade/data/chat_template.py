@@ -47,7 +47,7 @@ class ChatTemplate:
                 f"chat template, line {error.lineno}: {error.message}; correct it, or load the model without one"
             ) from None
 
-    def render(self, messages: list[Message], **variables: Any) -> str:
+    def render(self, messages: list[Message], /, **variables: Any) -> str:
         """The prompt; raises :class:`RequestError` with the template's message if it refuses the conversation."""
         try:
             return self._template.render(messages=messages, **variables)
@@ -134,6 +134,7 @@ class ChatEncoder:
         self,
         messages: list[Message],
         render: Callable[..., str],
+        /,
         *,
         continue_last: bool = False,
         **variables: Any,

@@ -7,18 +7,30 @@ a mask, whatever the grammar. It compiles lazily, so most of a schema costs noth
 import json
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
-from colonnade.serve.structured_outputs import WHITESPACE, StructuredOutputs
+from colonnade.serve.structured_outputs import WHITESPACE, StructuredOutputs, lark_json
 
 if TYPE_CHECKING:  # of the extra 'serve': other requests need no grammar engine
     import llguidance
 
 CACHED_GRAMMARS = 256
 """Compiled grammars that are kept, the least recently used ones dropped first."""
+
+
+MAX_COMPILE_S = 2.0
+"""Longest compilation [s]."""
+
+COMPILE_STACK_BYTES = 256 << 20
+"""Stack of a compilation: llguidance recurses over rules that refer to one another, and 64 KiB of them overflow the
+usual 8 MiB, which would kill the process. The pages that are not used cost no memory."""
+
+_stack_size = threading.Lock()
+"""Held while a thread starts with another stack: the size is one setting for all threads."""
 
 
 class Matcher:
@@ -64,16 +76,40 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = self._compile(wanted)
+            compiled = self._compile_in_thread(wanted)
             with self._lock:
                 self._compiled[key] = compiled
                 while len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
         return Matcher(compiled.deep_copy(), self._mask_bytes)
 
-    def _compile(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
+    def _compile_in_thread(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
+        """Run :meth:`_compile` with a large stack and a time limit."""
+        self._prepare()
+        result: Future[llguidance.LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(self._compile(wanted))
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                result.set_exception(error)
+
+        thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
+        with _stack_size:
+            before = threading.stack_size(COMPILE_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
         try:
-            import llguidance
+            return result.result(MAX_COMPILE_S)
+        except TimeoutError:
+            raise _invalid(wanted, "compiled", f"it takes over {MAX_COMPILE_S:g} s; simplify it") from None
+
+    def _prepare(self) -> None:
+        """Read the vocabulary, once: for a large one that takes a second."""
+        try:
+            import llguidance  # noqa: F401
         except ImportError:
             raise RequestError(
                 "structured outputs need the package llguidance, which is not installed here; leave them out, or run: "
@@ -81,17 +117,21 @@ class GrammarCompiler:
                 param="structured_outputs",
             ) from None
         with self._lock:
-            vocabulary = self._vocabulary
+            _ = self._vocabulary
+
+    def _compile(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
+        import llguidance
+
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(vocabulary, _to_grammar(wanted), log_level=0, limits=limits)
+        try:
+            grammar = _to_grammar(wanted)
+        except Exception as error:  # noqa: BLE001 - a parser of untrusted text, which raises errors of many kinds
+            raise _invalid(wanted, "read", str(error) or type(error).__name__) from None
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds grammars that match nothing
         if matcher.is_error():
-            raise RequestError(
-                f"structured_outputs.{wanted.kind} cannot be compiled: {_first_line(matcher.get_error())}",
-                param="structured_outputs",
-                code="invalid_grammar",
-            )
+            raise _invalid(wanted, "compiled", matcher.get_error())
         return matcher
 
     @cached_property
@@ -125,21 +165,23 @@ def _to_grammar(wanted: StructuredOutputs) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(wanted.source)
         case "choice":
-            choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in wanted.choice or ())
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            choices = " | ".join(map(lark_json, wanted.choice or ()))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")  # a terminal: one automaton for all
         case "grammar":
-            try:
-                return LLMatcher.grammar_from_lark(any_to_lark(wanted.source))
-            except (ValueError, RecursionError, IndexError, KeyError) as error:
-                raise RequestError(
-                    f"structured_outputs.grammar cannot be read: {_first_line(str(error))}",
-                    param="structured_outputs",
-                    code="invalid_grammar",
-                ) from None
+            return LLMatcher.grammar_from_lark(any_to_lark(wanted.source))
         case _:
-            schema = {"type": "object"} if wanted.kind == "json_object" else wanted.json
-            text = json.dumps(schema)
+            text = json.dumps({"type": "object"} if wanted.kind == "json_object" else wanted.json)
             return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _invalid(wanted: StructuredOutputs, verb: str, reason: str) -> RequestError:
+    if reason.startswith("NoExtension"):
+        reason = "no text matches it"
+    return RequestError(
+        f"structured_outputs.{wanted.kind} cannot be {verb}: {_first_line(reason)}",
+        param="structured_outputs",
+        code="invalid_grammar",
+    )
 
 
 def _first_line(text: str, most: int = 300) -> str:

@@ -113,8 +113,8 @@ def _num_bytes(text: str) -> int:
 def _check_text_bytes(size: int, context: int, longest_token_bytes: int, param: str) -> None:
     if size > context * longest_token_bytes:
         raise RequestError(
-            f"the text has {size} bytes; the model's context of {context} tokens, each of at most "
-            f"{longest_token_bytes} bytes, holds at most {context * longest_token_bytes}; shorten it",
+            f"the text has {size} bytes; this model's maximum context length is {context} tokens, each of at most "
+            f"{longest_token_bytes} bytes, which makes {context * longest_token_bytes}; shorten it",
             param=param,
             code="context_length_exceeded",
         )

@@ -5,6 +5,7 @@ loop nor the running requests. A second thread takes submissions with much text 
 the others' prompts.
 """
 
+import logging
 import queue
 import socket
 import threading
@@ -23,6 +24,8 @@ from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
 from colonnade.serve.tokenize_messages import answer_message, work_size
 
+LOG = logging.getLogger("colonnade.serve.engine")
+
 LARGE_TEXT = 1 << 15
 """Requests with more text than this are tokenised in a thread of their own [characters]."""
 
@@ -34,6 +37,7 @@ def refusal(message: Message, error: ColonnadeError) -> Message:
         details["param"] = "messages"
     if message.get("template", {}).get("tools") and details["param"] == "structured_outputs":
         details["param"] = "tools"
+        details["message"] = details["message"].replace("structured_outputs.grammar", "the grammar of these tools")
     return {"event": "refused", "ids": message["ids"], "error": details}
 
 
@@ -137,6 +141,10 @@ def prepare(message: Message, engine: Engine | PoolingEngine, wanted: Callable[[
             engine.grammars.matcher(wanted_form)
         return {**message, "tokens": _prompt_ids(message, engine.tokenizer, wanted)}
     except ColonnadeError as error:
+        return {**message, "refusal": refusal(message, error)}
+    except Exception as bug:  # of one request: the others go on
+        LOG.exception("a request could not be prepared")
+        error = RequestError(f"internal error ({type(bug).__name__})", status=500, code="server_error")
         return {**message, "refusal": refusal(message, error)}
 
 

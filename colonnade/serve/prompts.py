@@ -98,13 +98,14 @@ def check_params_list(params: object, count: int) -> list[SamplingParams]:
 def context_error(length: int, max_tokens: int | None, context: int, limit: int | None = None) -> RequestError:
     """The error for a prompt of ``length`` tokens that, with ``max_tokens``, exceeds the context.
 
-    ``limit`` is the number of tokens that the cache holds for a request, if that is less.
+    ``limit`` is the number of tokens that the cache holds for a request, if that is less. Clients know the error by its
+    first words, which are OpenAI's.
     """
-    total = f" and max_tokens {max_tokens:,} make {length + max_tokens:,}" if max_tokens else ""
+    total = f", and max_tokens {max_tokens:,} make them {length + max_tokens:,}" if max_tokens else ""
     accepted = context + (max_tokens == 0)
     remedy = fewer_tokens(length, accepted if limit is None else min(accepted, limit))
     return RequestError(
-        f"the prompt's {length:,} tokens{total}: too many for the model's context of {context:,}; {remedy}",
+        f"this model's maximum context length is {context:,} tokens; the prompt has {length:,}{total}: {remedy}",
         param="prompt",
         code="context_length_exceeded",
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from colonnade.errors import RequestError
+from colonnade.serve.client_json import parse_text, to_json_text
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Size limit of a schema, an expression, a grammar, or all choices of one request [bytes]."""
@@ -31,15 +32,13 @@ class StructuredOutputs:
     """True: any JSON object."""
 
     def __post_init__(self):
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             names = ", ".join(each.name for each in fields(self))
             what = " and ".join(given) or "none"
             raise _error(f"structured_outputs has {what} of {names}; give exactly one")
-        if isinstance(self.json, str):
-            object.__setattr__(self, "json", _parse_schema(self.json))
-        if self.json is not None and not isinstance(self.json, Mapping | bool):
-            raise _error("structured_outputs.json is no JSON schema; give an object")
+        if self.json is not None:
+            self._check_schema()
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
                 raise _error(f"structured_outputs.{name} must be a string that is not empty")
@@ -51,6 +50,20 @@ class StructuredOutputs:
         if size > MAX_GRAMMAR_BYTES:
             raise _error(f"structured_outputs.{self.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
 
+    def _given(self) -> list[str]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return [name for name, value in values.items() if value is not None and (name, value) != ("json_object", False)]
+
+    def _check_schema(self) -> None:
+        schema = self.json
+        if isinstance(schema, str):
+            schema = parse_text(schema, "structured_outputs", "structured_outputs.json")
+        if not isinstance(schema, Mapping | bool):
+            raise _error("structured_outputs.json is no JSON schema; give an object")
+        if schema is False:
+            raise _error("structured_outputs.json is false, which nothing matches; give another schema")
+        object.__setattr__(self, "json", {} if schema is True else schema)
+
     def _check_choices(self) -> None:
         choices = self.choice
         valid = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
@@ -60,20 +73,19 @@ class StructuredOutputs:
     @property
     def kind(self) -> str:
         """The name of the field that is given."""
-        return next(each.name for each in fields(self) if getattr(self, each.name) not in (None, False))
+        return self._given()[0]
 
     @property
     def source(self) -> str:
         """What is given, as text."""
         value = getattr(self, self.kind)
-        return value if isinstance(value, str) else json_library.dumps(value, ensure_ascii=False)
+        where = f"structured_outputs.{self.kind}"
+        return value if isinstance(value, str) else to_json_text(value, "structured_outputs", where)
 
 
-def _parse_schema(text: str) -> Any:
-    try:
-        return json_library.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _error(f"structured_outputs.json cannot be read as JSON: {error}") from None
+def lark_json(value: object) -> str:
+    """``value`` as JSON that llguidance reads inside a Lark grammar: a string, or the schema of a ``%json``."""
+    return json_library.dumps(value).replace("\x7f", "\\u007f")  # its lexer refuses the character itself
 
 
 def _error(message: str) -> RequestError:

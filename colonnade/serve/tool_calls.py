@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from colonnade.serve.structured_outputs import WHITESPACE
+from colonnade.serve.structured_outputs import WHITESPACE, lark_json
 
 if TYPE_CHECKING:
     from colonnade.data.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ class ToolOptions:
             head = f'{{"name": {json.dumps(function["name"])}, "{self.format.arguments}": '
             rules.append(f'{rule}: {json.dumps(head)} {rule}_arguments "}}"')
             spaced = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-            rules.append(f"{rule}_arguments: %json {json.dumps(spaced)}")
+            rules.append(f"{rule}_arguments: %json {lark_json(spaced)}")
         return rules
 
     def _terminal(self, text: str) -> str:

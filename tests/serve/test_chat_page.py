@@ -167,7 +167,7 @@ def test_errors_are_shown_in_words(page: Browser, running: Running):
     page.evaluate("byId('max_tokens').value = '500'; byId('max_tokens').dispatchEvent(new Event('input'))")
     ask(page, "Hello")
     page.wait("!byId('error').hidden")
-    assert re.search(r"max_tokens 500 make \d+: too many for the model's context of 128; ask for at", visible(page))
+    assert re.search(r"context length is 128 tokens; .*max_tokens 500 make them \d+: ask for at", visible(page))
     page.evaluate("byId('max_tokens').value = '2'; byId('max_tokens').dispatchEvent(new Event('input'))")
     page.click("Try again")
     assert len(answered(page, 2)) == 2 and page.evaluate("byId('error').hidden")

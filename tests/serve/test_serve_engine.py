@@ -222,8 +222,8 @@ def test_default_max_tokens_is_the_rest_of_context_or_cache(model):
     [
         ([], {}, r"the prompt is empty"),
         ([1, 301], {}, r"token 301 is not in the vocabulary of 301"),
-        ([1] * 128, {}, r"the prompt's 128 tokens: too many for the model's context of 128; shorten .* at most 127"),
-        ([1] * 120, {"max_tokens": 9}, r"120 tokens and max_tokens 9 make 129: .* context of 128; ask for at most 8"),
+        ([1] * 128, {}, r"context length is 128 tokens; the prompt has 128: shorten .* at most 127"),
+        ([1] * 120, {"max_tokens": 9}, r"the prompt has 120, and max_tokens 9 make them 129: ask for at most 8"),
     ],
 )
 def test_refusals_give_the_reason(model, prompt, params, message):

@@ -1,6 +1,7 @@
 """Tool calls over HTTP, with the openai client; the model is untrained, so only the grammar makes it obey."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,7 +11,10 @@ import pydantic
 import pytest
 
 from tests.serve import tiny
+from tests.serve.fuzzing import BODIES, send_mutated
+from tests.serve.schemathesis_run import run_schemathesis
 from tests.serve.serving import Running, server
+from tests.serve.test_serve_http import settle
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -45,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def running():
     """The template shows tools, in Mistral's notation."""
-    with server({"tools": True}, page_tokens=4, pages=512, token_budget=64) as it:
+    with server({"tools": True}, page_tokens=4, pages=512, token_budget=64, admin_key="boss") as it:
         yield it
 
 
@@ -205,3 +209,23 @@ def test_bad_bodies_are_refused(running: Running, body: dict, param: str, words:
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param) and words in error["message"], error
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_mutated_bodies_are_answered_or_refused(running: Running, path: str, count: int):
+    """No status of 500 or more, no broken connection, all pages free at the end."""
+    for body in BODIES[path]:
+        assert httpx.post(f"{running.url}{path}", json=body).status_code == 200, body
+    statuses = send_mutated(running, path, count)
+    assert statuses[200] > 0.05 * count and sum(statuses.values()) == count
+    settle(running)
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_schemathesis(running: Running, tmp_path: Path, examples: int):
+    """Every route but the one that stops the server; those of encoders answer 400 here."""
+    admin = ("-H", "authorization: Bearer boss", "--exclude-path", "/admin/drain")
+    report = run_schemathesis(running, tmp_path, *admin, examples=examples)
+    assert "Tested: 15" in report
+    settle(running)

@@ -217,7 +217,7 @@ def test_a_large_body_does_not_delay_others(tmp_path: Path):
         reply = large.result()
         assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
         ids = _ask(running.url, prompt=[1] * 1_000_000)
-        assert "1,000,000 tokens and max_tokens 2 make 1,000,002" in ids.json()["error"]["message"]
+        assert "the prompt has 1,000,000, and max_tokens 2 make them 1,000,002" in ids.json()["error"]["message"]
         text = _ask(running.url, prompt="a" * 1_000_000)
         assert text.status_code == 400 and "the text has 1000000 bytes" in text.json()["error"]["message"]
 

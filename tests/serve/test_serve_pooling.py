@@ -30,6 +30,8 @@ from colonnade.tune import Example
 from colonnade.tune.classify import class_logits
 from tests.serve import encoders
 from tests.serve.encoders import TEXTS
+from tests.serve.fuzzing import BODIES, send_mutated
+from tests.serve.schemathesis_run import run_schemathesis
 from tests.serve.serving import Running
 from tests.serve.test_serve_http import metric, settle
 
@@ -339,3 +341,24 @@ def test_a_client_that_leaves_cancels_its_texts(running: Running) -> None:
     settle(running)
     assert 'finished_reason="cancelled"' in httpx.get(f"{running.url}/metrics").text
     assert metric(running, "request_success_total") == before + 2048
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    ("of", "path"),
+    [("running", "/v1/embeddings"), ("judge", "/classify"), ("running", "/v1/score"), ("judge", "/v1/rerank")],
+)
+def test_mutated_bodies_are_answered_or_refused(request: pytest.FixtureRequest, of: str, path: str, count: int) -> None:
+    """No status of 500 or more, and no broken connection."""
+    at: Running = request.getfixturevalue(of)
+    for body in BODIES[path]:
+        assert httpx.post(f"{at.url}{path}", json=body).status_code == 200, body
+    statuses = send_mutated(at, path, count)
+    assert statuses[200] > 0.05 * count and sum(statuses.values()) == count
+    settle(at)
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_schemathesis(judge: Running, tmp_path: Path, examples: int) -> None:
+    report = run_schemathesis(judge, tmp_path, "--include-path-regex", "classify|score|rerank", examples=examples)
+    assert "Tested: 3" in report

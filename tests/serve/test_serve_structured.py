@@ -116,7 +116,7 @@ def answers(wanted: StructuredOutputs, seeds: int, max_tokens: int = 100, **para
 def test_regular_expressions_choices_and_grammars():
     for done in answers(StructuredOutputs(regex=r"[a-f]{3}-[0-9]{2}"), 16):
         assert re.fullmatch(r"[a-f]{3}-[0-9]{2}", done.text) and done.finish_reason == "stop"
-    hard = ['"', "\\n", "\n\t\x01", "ö🙂", '\' | "x"', "/a/", "%ignore"]
+    hard = ['"', "\\n", "\n\t\x01", "ö🙂", '\' | "x"', "/a/", "%ignore", "\x7f\u2028\ufffe\0"]
     found = {done.text for done in answers(StructuredOutputs(choice=hard), 64)}
     assert found <= set(hard) and len(found) > 3
     for grammar in (
@@ -185,6 +185,17 @@ def test_a_grammar_outlives_end_tokens_and_min_tokens():
     assert only.text == "yes", "bad words give way to the grammar"
 
 
+def test_deep_rules_and_many_choices():
+    """Rules that refer to one another thousands of times would overflow a usual stack of 8 MiB, and end the process."""
+    rules = "start: r0\n" + "".join(f"r{i}:r{i + 1}\n" for i in range(4000)) + 'r4000: "x"'
+    (only,) = answers(StructuredOutputs(grammar=rules), 1)
+    assert (only.text, only.finish_reason) == ("x", "stop")
+    many = [f"value {i}" for i in range(4000)]
+    assert {done.text for done in answers(StructuredOutputs(choice=many), 3)} <= set(many)
+    (anything,) = answers(StructuredOutputs(json=True), 1, logit_bias={17: 40})
+    assert isinstance(json.loads(anything.text), int)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -193,9 +204,18 @@ def test_a_grammar_outlives_end_tokens_and_min_tokens():
         ({"json": {"$ref": "http://127.0.0.1/x"}}, "cannot be compiled"),
         ({"json": '{"type": '}, "cannot be read as JSON"),
         ({"json": 3}, "is no JSON schema"),
+        ({"json": "null"}, "is no JSON schema"),
+        ({"json": False}, "is false, which nothing matches"),
+        ({"json": '{"const": NaN}'}, "NaN is no JSON"),
+        ({"json": {"const": float("inf")}}, "cannot be written as JSON"),
+        ({"json": '{"const": "\\ud83d"}'}, "has the lone surrogate U\\+D83D"),
+        ({"json": "[" * 101 + "]" * 101}, "over 100 levels deep"),
+        ({"json": '{"a":' * 9000}, "nests lists or objects too deep"),
+        ({"json": {"$ref": "#"}}, "no text matches it"),
         ({"regex": "(a"}, "regex cannot be compiled"),
         ({"grammar": "start: nope"}, 'unknown name: "nope"'),
         ({"grammar": "root ::= " + "(" * 30000}, "grammar cannot be"),
+        ({"grammar": "root ::= ["}, "grammar cannot be read: Unexpected end of input"),
         ({"choice": []}, "a list of strings"),
         ({"regex": "a", "choice": ["b"]}, "has regex and choice of json"),
         ({}, "has none of json, regex, choice, grammar, json_object"),

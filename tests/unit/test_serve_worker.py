@@ -123,5 +123,5 @@ def test_text_over_the_context_is_refused_without_tokenising():
         ) as no:
             request.check_lengths(128, longest)
         assert (no.value.param, no.value.code) == (param, "context_length_exceeded")
-    with pytest.raises(RequestError, match="the prompt's 128 tokens: too many for the model's context of 128"):
+    with pytest.raises(RequestError, match="maximum context length is 128 tokens; the prompt has 128: "):
         GenerationRequest(prompts=[[1] * 128]).check_lengths(128, longest)

@@ -5,7 +5,6 @@ Large bodies are parsed and validated in a thread, so that the event loop goes o
 
 import inspect
 import json
-import re
 from collections.abc import Awaitable, Callable
 from email.message import Message
 from typing import TypeVar
@@ -14,14 +13,11 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from colonnade.errors import RequestError
 from colonnade.serve.api.errors import content_type_error, unreadable_body, validation_error
+from colonnade.serve.client_json import check_json
 from colonnade.serve.ipc import to_thread_if_large
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
-
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BodyRoute(APIRoute):
@@ -44,7 +40,7 @@ class BodyRoute(APIRoute):
 
 
 def parse_body(schema: type[Parsed], raw: bytes, content_type: str) -> Parsed:
-    """The body ``raw`` as a ``schema``; raises :class:`RequestError` (400) with what is wrong."""
+    """The body ``raw`` as a ``schema``; raises :class:`~colonnade.errors.RequestError` (400) with what is wrong."""
     if not _is_json(content_type):
         raise content_type_error(content_type)
     try:
@@ -52,37 +48,11 @@ def parse_body(schema: type[Parsed], raw: bytes, content_type: str) -> Parsed:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise unreadable_body(error) from None
-    if _ESCAPED_SURROGATE.search(text):
-        check_unicode(values)
+    check_json(text, values)
     try:
         return schema.model_validate(values)
     except ValidationError as error:
         raise validation_error(error) from None
-
-
-def check_unicode(values: object) -> None:
-    """Raise :class:`RequestError` if a string or a field's name anywhere in ``values`` has a lone surrogate."""
-    stack: list[tuple[tuple[str, ...], object]] = [((), values)]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, str):
-            _check_text(value, ".".join(path) or "the body", path)
-        elif isinstance(value, list):
-            stack += [((*path, str(i)), each) for i, each in enumerate(value) if isinstance(each, str | list | dict)]
-        elif isinstance(value, dict):
-            for name, each in value.items():
-                _check_text(name, f"the name of a field in {'.'.join(path) or 'the body'}", path)
-                stack.append(((*path, name), each))
-
-
-def _check_text(text: str, where: str, path: tuple[str, ...]) -> None:
-    if not text.isascii() and (found := _SURROGATE.search(text)):
-        raise RequestError(
-            f"{where[:80]} has the lone surrogate U+{ord(found.group()):04X} at character {found.start()}, which is no "
-            "character; send both halves of the pair, or the character itself in UTF-8",
-            param=path[0][:80] if path else None,
-            code="invalid_unicode",
-        )
 
 
 def _is_json(content_type: str) -> bool:

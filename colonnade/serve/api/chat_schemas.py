@@ -1,6 +1,5 @@
 """The body of a chat: messages, tools, and variables of the chat template."""
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 from colonnade.errors import RequestError
 from colonnade.serve.api.replies import LogprobsOptions
 from colonnade.serve.api.request_schemas import Body
+from colonnade.serve.client_json import parse_text, to_json_text
 from colonnade.serve.ipc import GenerationRequest
 from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
@@ -24,6 +24,9 @@ RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_last", "bos_token", "eos_token", "self"}
 )
 """Variables of a chat template that ``chat_template_kwargs`` may not set."""
+
+IGNORED_FIELDS = frozenset({"annotations", "provider_specific_fields"})
+"""Fields that clients (OpenAI's, litellm) add to an answer, and send back with it; templates do not see them."""
 
 CONTENT: dict[str, Any] = {
     "anyOf": [
@@ -50,16 +53,10 @@ class CalledFunction(BaseModel):
 
     def arguments_object(self) -> dict[str, Any]:
         """The arguments as templates expect them."""
-        try:
-            values = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            values = None
+        where = f"the arguments of the tool call '{self.name[:80]}'"
+        values = parse_text(self.arguments or "{}", "messages", where)
         if not isinstance(values, dict):
-            raise RequestError(
-                f"the arguments of the tool call '{self.name[:80]}' are no JSON object; send them as they were "
-                "generated",
-                param="messages",
-            )
+            raise RequestError(f"{where} are no JSON object; send them as they were generated", param="messages")
         return values
 
 
@@ -108,7 +105,9 @@ class ChatMessage(BaseModel):
     @classmethod
     def _without_nulls(cls, values: object) -> object:
         """Drop nulls and empty lists of calls: clients send an earlier answer back as they received it."""
-        return {k: v for k, v in values.items() if v is not None and v != []} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if v is not None and v != [] and k not in IGNORED_FIELDS}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -233,7 +232,7 @@ class ChatBody(Body):
 
     def _tools(self) -> list[dict[str, Any]]:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        if (size := len(json.dumps(tools))) > MAX_TOOLS_BYTES:
+        if (size := len(to_json_text(tools, "tools", "tools").encode())) > MAX_TOOLS_BYTES:
             raise RequestError(f"tools have {size} bytes as JSON; send at most {MAX_TOOLS_BYTES}", param="tools")
         for tool in tools:
             name, parameters = tool["function"]["name"], tool["function"].get("parameters", {})

@@ -69,7 +69,9 @@ def install(app: FastAPI) -> None:
         allowed = (error.headers or {}).get("Allow")
         remedy = f"use {allowed}" if allowed else "/openapi.json lists the routes; OpenAI's are under /v1"
         what = f"{request.method} {request.url.path}: {error.detail.lower()}; {remedy}"
-        return error_reply(RequestError(what, status=error.status_code))
+        reply = error_reply(RequestError(what, status=error.status_code))
+        reply.headers.update(error.headers or {})
+        return reply
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> JSONResponse:

@@ -16,7 +16,7 @@ from colonnade.serve.pooling_request import PoolingRequest, Text
 MAX_TEXTS = 2048
 """Most texts in one request: OpenAI's limit."""
 
-TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 
 
 class PoolingBody(BaseModel):
@@ -145,8 +145,9 @@ class RerankBody(PairsBody):
     """POST /v1/rerank, /v2/rerank and /rerank."""
 
     query: str
-    documents: Annotated[list[str], WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "string"}, {
-        "type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}]}})]  # fmt: skip
+    documents: Annotated[list[str], WithJsonSchema({"type": "array", "minItems": 1, "items": {"anyOf": [
+        {"type": "string"}, {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"],
+        "additionalProperties": False}]}})]  # fmt: skip
     top_n: int | None = None
     return_documents: bool | None = None
 

@@ -15,7 +15,7 @@ from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
 from colonnade.serve.api.replies import LogprobsOptions
 from colonnade.serve.ipc import GenerationRequest
-from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
 
 MAX_STOP_CHARACTERS = 512
@@ -63,6 +63,30 @@ IGNORED = {
 """Parameters that never change the text."""
 
 
+LIMITS: dict[str, dict[str, Any]] = {
+    "temperature": {"minimum": 0},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": 0},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 1000},
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "max_tokens": {"minimum": 0},
+    "min_tokens": {"minimum": 0},
+    "messages": {"minItems": 1},
+    "guided_choice": {"minItems": 1},
+}
+"""Limits in /openapi.json of fields that :class:`SamplingParams`, or the endpoint, checks."""
+
+
+def _describe_limits(schema: dict[str, Any]) -> None:
+    for name in LIMITS.keys() & schema["properties"].keys():
+        schema["properties"][name] |= LIMITS[name]
+
+
 class StreamOptions(BaseModel):
     """``stream_options``."""
 
@@ -108,7 +132,7 @@ class ResponseFormat(BaseModel):
 class Body(BaseModel):
     """The fields of both endpoints. None, also an explicit null, means the default."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_describe_limits)
     default_max_tokens: ClassVar[int | None] = None
 
     model: str | None = None
@@ -268,7 +292,7 @@ class Body(BaseModel):
 def _structured_outputs(values: dict[str, Any]) -> StructuredOutputs:
     known = [each.name for each in fields(StructuredOutputs)]
     given = {name: value for name, value in values.items() if value is not None}
-    if unknown := next((name for name in given if name not in known), None):
+    if (unknown := next((name for name in given if name not in known), None)) is not None:
         raise RequestError(
             f"structured_outputs has the unknown field '{unknown[:80]}'; it may have one of {', '.join(known)}",
             param="structured_outputs",
@@ -276,12 +300,13 @@ def _structured_outputs(values: dict[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(**given)
 
 
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        _IDS,
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": _IDS, "minItems": 1},
     ]
 }
 """Text or token ids, or a list of either. Checked by hand: pydantic's error would describe all four."""
