@@ -14,7 +14,7 @@ An engine is not thread-safe.
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.grammar import GrammarCompiler
 from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.memory_estimate import scratch_pages
-from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_work, receive_work
+from colonnade.serve.model_inputs import IDLE, RUN, STOP, SWAP, broadcast_work, receive_work
 from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_cache, check_model
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import Prompt, check_params, check_params_list, check_prompts, limit_tokens, token_ids
@@ -387,10 +387,12 @@ class Engine:
 
     # -- several ranks ---------------------------------------------------------------------------------------------
 
-    def follow(self) -> None:
-        """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
+    def follow(self, swap: Callable[[], object] = lambda: None) -> None:
+        """On ranks above 0: run the work that rank 0 broadcasts, and the stages of a ``swap``, until it stops."""
         while (message := receive_work(self.model.axes.token_replicas))[0] != STOP:
-            if message[1] is not None:
+            if message[0] == SWAP:
+                swap()
+            elif message[1] is not None:
                 self._runner(message[1])
 
     def heartbeat(self) -> None:

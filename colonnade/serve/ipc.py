@@ -3,6 +3,7 @@
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "template", "client", "priority",
                        "timeout_s"}
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
+                      {"do": "swap", "ids", "path"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}
     engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",

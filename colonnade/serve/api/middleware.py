@@ -128,6 +128,7 @@ ACCESS_LOG: dict[str, Any] = {
     "loggers": {
         "uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
         HINTS.name: {"handlers": ["hints"], "level": "INFO", "propagate": False},
+        "colonnade.serve.admin": {"handlers": ["hints"], "level": "INFO", "propagate": False},
     },
 }
 """Configuration for :func:`logging.config.dictConfig`: uvicorn's lines."""
