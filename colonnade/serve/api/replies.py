@@ -482,13 +482,13 @@ def answers(whole: type, chunk: type) -> Responses:
     return {200: {"model": whole, "description": text, "content": {"text/event-stream": events}}, **refusals()}
 
 
-def describe_chunks(app: FastAPI) -> None:
-    """Add the chunks' schemas to the description of ``app``: FastAPI only adds those of whole answers."""
+def describe_chunks(app: FastAPI, *more: type) -> None:
+    """Add the schemas of chunks and ``more`` to the description of ``app``: FastAPI adds those of whole answers."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         description = describe()
-        for chunk in (CompletionChunk, ChatChunk):
+        for chunk in (CompletionChunk, ChatChunk, *more):
             schema = TypeAdapter(chunk).json_schema(ref_template=SCHEMA, mode="serialization")
             description["components"]["schemas"] |= {**schema.pop("$defs"), chunk.__name__: schema}
         return description
