@@ -273,6 +273,8 @@ class Scheduler:
         self.pool.share(prefix)  # before the allocation, which might evict them
         request.pages, request.status = [*prefix, *self.pool.allocate(needed, prefix)], Status.RUNNING
         request.computed, request.cached_pages = len(prefix) * self.pool.page_tokens, len(prefix)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.computed
         if self.prefix_cache:
             self.prefix_queries += len(request.ids)
             self.prefix_hits += request.computed

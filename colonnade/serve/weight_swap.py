@@ -36,6 +36,10 @@ POLL_S = 0.1
 """How often rank 0 asks the others whether they have read their shards, once it has [s]."""
 
 
+SWAP_MESSAGES = ("swap", "advance_swap")
+"""What the HTTP process asks for, and what a thread reports."""
+
+
 class Stage(IntEnum):
     """What a rank's thread has done."""
 
@@ -57,6 +61,10 @@ class WeightSwap:
         self.notify: Callable[[], object] = lambda: None
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Message) -> Message | None:
+        """Do what one of :data:`SWAP_MESSAGES` says; returns the answer, if there is one now."""
+        return self.start(message) if message["do"] == "swap" else self.advance()
 
     def start(self, message: Message) -> Message | None:
         """Begin the swap that ``message`` asks for; returns its refusal if another one runs."""
@@ -189,6 +197,8 @@ class _Job:
             work(self)
         except ColonnadeError as error:
             self.error = error.message
+        except OSError as error:
+            self.error = f"{self.path} cannot be read: {error.strerror or error}; check the path and its permissions"
         except Exception as error:  # the engine must survive whatever a file contains
             LOG.exception("reading %s failed", self.path)
             self.error = f"{self.path} cannot be read ({type(error).__name__}: {error})"

@@ -31,7 +31,7 @@ from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_engine import PoolingEngine
 from colonnade.serve.request import Stats
 from colonnade.serve.sampling_params import SamplingParams, choice_seed
-from colonnade.serve.weight_swap import WeightSwap
+from colonnade.serve.weight_swap import SWAP_MESSAGES, WeightSwap
 
 Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, PoolerSpec]
 """A model that generates text, or one with what is made of its hidden states."""
@@ -115,7 +115,8 @@ def _serve_requests(engine: Engine | PoolingEngine, swap: WeightSwap, connection
                 raise message
             if message["do"] == "stop":
                 return
-            if reply := _handle(engine, swap, message):
+            reply = swap.handle(message) if message["do"] in SWAP_MESSAGES else _handle(engine, message)
+            if reply:
                 connection.sendall(encode_message(reply))
         outputs = engine.step()
         event: Message = {"event": "outputs", "outputs": [output_to_list(output) for output in outputs]}
@@ -153,7 +154,7 @@ def receive_messages(engine: Engine | PoolingEngine, inbox: queue.SimpleQueue) -
     return messages
 
 
-def _handle(engine: Engine | PoolingEngine, swap: WeightSwap, message: Message) -> Message | None:
+def _handle(engine: Engine | PoolingEngine, message: Message) -> Message | None:
     """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
     if message["do"] == "cancel":
         for key in message["ids"]:
@@ -161,10 +162,6 @@ def _handle(engine: Engine | PoolingEngine, swap: WeightSwap, message: Message) 
         return None
     if message["do"] == "answer":
         return message["event"]
-    if message["do"] == "swap":
-        return swap.start(message)
-    if message["do"] == "advance_swap":
-        return swap.advance()
     if message["do"] == "reset_cache":
         if isinstance(engine, Engine):  # a pooling engine has no cache
             engine.scheduler.pool.forget_cached()

@@ -17,6 +17,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.ipc import Message
+from colonnade.serve.staged_weights import StagedWeights, check_replacement, staged_bytes
 from colonnade.serve.weight_swap import WeightSwap
 from tests import worlds
 from tests.serve import tiny
@@ -123,6 +124,19 @@ def test_running_requests_keep_their_text_and_go_on(tmp_path: Path, limits: dict
         ]
         assert any(tails)
     assert engine.scheduler.prefix_hits == 0
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_a_copy_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any):
+    save(tmp_path / "new", **SIZES)
+    model = colonnade.load(tmp_path / "new", weights=weights)
+    staged, needed = StagedWeights(model.transformer), staged_bytes(model.transformer)
+    staged.read(check_replacement(tmp_path / "new", model.transformer, model.tokenizer), model.context)
+    assert sum(x.nbytes for x in staged._staged.values()) <= needed  # type: ignore[union-attr]
+    engine = colonnade.Engine(model, LIMITS)
+    monkeypatch.setattr("colonnade.serve.staged_weights.usable_bytes", lambda _: needed - 1)
+    answer = swap_weights(engine, WeightSwap(engine, model.context), tmp_path / "new")
+    assert answer["error"]["status"] == 400 and "host memory" in answer["error"]["message"]
 
 
 def test_a_second_swap_waits_for_the_end_of_the_first(tmp_path: Path):

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.event_stream import Batches
-from colonnade.serve.api.replies import Reply, Usage
+from colonnade.serve.api.replies import PromptTokensDetails, Reply, Usage
 from colonnade.serve.api.responses_schemas import ResponsesBody
 from colonnade.serve.request import Output
 from colonnade.serve.tool_calls import ToolCallDelta, ToolCallParser, ToolFormat
@@ -60,12 +60,6 @@ class FunctionCall(Reply):
     arguments: str
 
 
-class InputTokensDetails(Reply):
-    """Part of :class:`ResponseUsage`."""
-
-    cached_tokens: int
-
-
 class OutputTokensDetails(Reply):
     """Part of :class:`ResponseUsage`."""
 
@@ -76,7 +70,7 @@ class ResponseUsage(Reply):
     """Tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
@@ -196,7 +190,7 @@ class ResponseReplies:
     def _end(self, usage: Usage, *, incomplete: bool) -> ResponseEvent:
         counts = usage.reply()
         self.response["usage"] = {
-            "input_tokens": counts["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens": counts["prompt_tokens"], "input_tokens_details": counts["prompt_tokens_details"],
             "output_tokens": counts["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counts["total_tokens"],
         }  # fmt: skip

@@ -82,7 +82,7 @@ def build_app(
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        builder = CompletionReplies(model, body.logprobs_options)
+        builder = CompletionReplies(model, body.logprobs_options, token_ids=bool(body.return_token_ids))
         return await answer(body, builder, request, body.to_generation_request)
 
     @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
@@ -91,7 +91,8 @@ def build_app(
         if engine.tools is None:
             raise engine.unavailable()
         options = body.tool_options(engine.tools)
-        builder = ChatReplies(model, body.logprobs_options, options and options.format)
+        tool_format, token_ids = options and options.format, bool(body.return_token_ids)
+        builder = ChatReplies(model, body.logprobs_options, tool_format, token_ids=token_ids)
         return await answer(body, builder, request, partial(body.to_generation_request, options))
 
     @app.post("/v1/responses", responses=replies.answers(ResponseReply, ResponseEvent))
