@@ -8,7 +8,7 @@
 Everything that can fail happens before :meth:`StagedWeights.copy`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from colonnade.model.moe import expert_modules
 from colonnade.model.weight_only_quant import Requantise, quantisable_shapes, weight_tensors
 from colonnade.parallel.device_memory import usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve.pooler_spec import PoolerSpec
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,13 @@ def check_replacement(path: str | Path, model: Transformer, tokenizer: Tokenizer
             f"{format_bytes(free)} is free; restart the server with the new weights"
         )
     return opened
+
+
+def check_pooler(opened: OpenedModel, served: PoolerSpec, found: PoolerSpec) -> None:
+    """Raise :class:`ConfigError` if the checkpoint's hidden states are pooled in another way than the ``served``."""
+    for name, ours in asdict(served).items():
+        if (theirs := getattr(found, name)) != ours:
+            raise _differs(opened, name, _short(ours), _short(theirs))
 
 
 def staged_bytes(model: Transformer) -> int:

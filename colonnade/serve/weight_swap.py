@@ -28,7 +28,8 @@ from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, error_to_dict
 from colonnade.serve.model_inputs import SWAP, broadcast_work
 from colonnade.serve.pooling_engine import PoolingEngine
-from colonnade.serve.staged_weights import StagedWeights, check_replacement
+from colonnade.serve.resolve_pooler import resolve_pooler
+from colonnade.serve.staged_weights import StagedWeights, check_pooler, check_replacement
 
 LOG = logging.getLogger(__name__)
 
@@ -131,7 +132,11 @@ class WeightSwap:
             self._job = None
 
     def _open(self, job: "_Job") -> None:
-        job.opened = check_replacement(job.path, self._model, self._engine.tokenizer)
+        job.opened = opened = check_replacement(job.path, self._model, self._engine.tokenizer)
+        if isinstance(self._engine, PoolingEngine):
+            spec = resolve_pooler(opened.config, opened.path, self._engine.config, job.path, cp=1)
+            assert spec is not None, "serve.task decides whether hidden states are pooled"
+            check_pooler(opened, self._engine.spec, spec)
 
     def _read(self, job: "_Job") -> None:
         """Read this rank's shard in a thread."""

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import colonnade
-from colonnade.config import LatentConfig, MoeConfig, Plan, ServeConfig
+from colonnade.config import ExpertsConfig, LatentConfig, MoeConfig, Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.ipc import Message
+from colonnade.serve.pooler_spec import PoolerSpec
+from colonnade.serve.pooling_engine import PoolingEngine
 from colonnade.serve.staged_weights import StagedWeights, check_replacement, staged_bytes
 from colonnade.serve.weight_swap import WeightSwap
 from tests import worlds
@@ -45,7 +47,7 @@ def texts(engine: Engine) -> list[tuple[int, ...]]:
     return [each.token_ids for each in engine.generate(PROMPTS, greedy())]
 
 
-def swap_weights(engine: Engine, swap: WeightSwap, path: Path | str) -> Message:
+def swap_weights(engine: Engine | PoolingEngine, swap: WeightSwap, path: Path | str) -> Message:
     """Start a swap and take steps until it has ended; returns the answer."""
     events: queue.SimpleQueue[None] = queue.SimpleQueue()
     swap.notify = lambda: events.put(None)
@@ -126,6 +128,21 @@ def test_running_requests_keep_their_text_and_go_on(tmp_path: Path, limits: dict
     assert engine.scheduler.prefix_hits == 0
 
 
+def test_encoders_swap_unless_their_pooling_differs(tmp_path: Path):
+    save(tmp_path / "new")
+    model, spec = tiny.model(dtype=torch.float32), PoolerSpec("embed", 24, 128, "last")
+    engine = PoolingEngine(model, tiny.tokenizer(), ServeConfig(task="embed"), spec)
+    swap = WeightSwap(engine, DistributedContext.solo())
+    answer = swap_weights(engine, swap, tmp_path / "new")
+    assert answer["event"] == "answer", answer
+    new = save(tmp_path / "same")
+    for mine, theirs in zip(model.parameters(), new.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    engine.spec = PoolerSpec("embed", 24, 128, "mean")
+    refused = swap_weights(engine, swap, tmp_path / "new")
+    assert "pooling is 'last', and 'mean' in the served model" in refused["error"]["message"]
+
+
 @pytest.mark.parametrize("weights", ["stored", "int8"])
 def test_a_copy_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any):
     save(tmp_path / "new", **SIZES)
@@ -137,6 +154,14 @@ def test_a_copy_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("colonnade.serve.staged_weights.usable_bytes", lambda _: needed - 1)
     answer = swap_weights(engine, WeightSwap(engine, model.context), tmp_path / "new")
     assert answer["error"]["status"] == 400 and "host memory" in answer["error"]["message"]
+
+
+def test_offloaded_experts_are_refused(tmp_path: Path):
+    save(tmp_path / "new", **MODELS["experts"])
+    model = colonnade.load(tmp_path / "new", experts=ExpertsConfig(resident=1))
+    engine = colonnade.Engine(model, LIMITS)
+    refused = swap_weights(engine, WeightSwap(engine, model.context), tmp_path / "new")
+    assert "experts offloaded to host memory" in refused["error"]["message"]
 
 
 def test_a_second_swap_waits_for_the_end_of_the_first(tmp_path: Path):
