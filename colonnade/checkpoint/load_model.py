@@ -55,6 +55,8 @@ class OpenedModel:
     config: ModelConfig
     load_weights: Callable[[Transformer, DistributedContext, StoreWeight], object]
     """Loads a rank's share of the weights into a model under any layout, before FSDP wraps it."""
+    read_weights: Callable[[Transformer, DistributedContext, StoreWeight], object]
+    """The same without collectives, for a thread: a failure is raised only on the rank that has it."""
     load_masters: Callable[[Transformer, DistributedContext, Masters], object]
     """Loads this rank's shard of the weights into the masters of a model in training."""
     tokenizer_source: Path | Callable[[], tuple[Any, ...]]
@@ -73,11 +75,19 @@ def open_model(path: str | Path) -> OpenedModel:
         def load_weights(model: Transformer, context: DistributedContext, place: StoreWeight) -> object:
             return native.load(location, model, context, trained=config, place=place)
 
+        def read_weights(model: Transformer, context: DistributedContext, place: StoreWeight) -> object:
+            return native.load(location, model, context, trained=config, place=place, collective=False)
+
         def load_masters(model: Transformer, context: DistributedContext, masters: Masters) -> object:
             return native.load(location, model, context, trained=config, masters=masters)
 
-        return OpenedModel(location, config, load_weights, load_masters, location / native.TOKENIZER, meta.tasks)
+        return OpenedModel(
+            location, config, load_weights, read_weights, load_masters, location / native.TOKENIZER, meta.tasks
+        )
     foreign: HFFolder | GGUFFile = HFFolder(location) if location.is_dir() else GGUFFile(location)
+
+    def load_foreign(model: Transformer, _: DistributedContext, place: StoreWeight) -> None:
+        foreign.load_weights(model, place)
 
     def load_foreign_masters(model: Transformer, _: DistributedContext, masters: Masters) -> None:
         foreign.load_weights(model, masters.assign)
@@ -86,7 +96,8 @@ def open_model(path: str | Path) -> OpenedModel:
     return OpenedModel(
         location,
         foreign.config,
-        lambda model, _, place: foreign.load_weights(model, place),
+        load_foreign,
+        load_foreign,
         load_foreign_masters,
         location if isinstance(foreign, HFFolder) else foreign.tokenizer,
     )

@@ -33,7 +33,7 @@ from colonnade.model import Transformer
 from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
-from colonnade.parallel.layout import layout_of
+from colonnade.parallel.layout import WHOLE, layout_of
 
 META = "checkpoint.json"
 TOKENIZER = "tokenizer"
@@ -166,14 +166,16 @@ def load(
     optimizer: OptimizerState | None = None,
     trained: ModelConfig | None = None,
     place: StoreWeight = copy_weight,
+    collective: bool = True,
 ) -> Meta:
     """Loads ``folder`` into ``model``, and into ``masters`` and ``optimizer`` where given, under any plan.
 
     Each rank reads only its own boxes. ``trained`` is the config that the checkpoint was written with, when ``model``
     uses the same weights under another config. Parameters on the meta device are passed to ``place`` one by one, in
-    the dtype in which they are stored. Weights alone may be cast to another dtype; with an optimizer the dtypes must
-    agree, or the resumed run would compute something else. Raises :class:`CheckpointError`, naming the file, for
-    anything missing, damaged or unknown.
+    the dtype in which they are stored. Without ``collective`` the ranks do not communicate, so that each may load in a
+    thread: a failure is then raised only on the rank that has it. Weights alone may be cast to another dtype; with an
+    optimizer the dtypes must agree, or the resumed run would compute something else. Raises :class:`CheckpointError`,
+    naming the file, for anything missing, damaged or unknown.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -192,7 +194,7 @@ def load(
         reader = Reader(folder, manifest, index, verify, rank=context.rank, world=context.world)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _run_dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner,
-                 no_dist=context.world == 1)  # fmt: skip
+                 no_dist=context.world == 1 or not collective)  # fmt: skip
 
     on_meta = {key: tensor for key, tensor in local.items() if tensor.is_meta}
     layout = layout_of(model) if on_meta else {}
@@ -205,7 +207,7 @@ def load(
             value = torch.empty(tensor.shape, dtype=DTYPES[index.tensors[key].dtype], device=context.device)
             view = value
             if context.world > 1:
-                view = storage_view(value, layout[name], shapes[name], context, sharded=False)
+                view = storage_view(value, layout.get(name, WHOLE), shapes[name], context, sharded=False)
             read({key: view}, verify=set())
             place(name, tensor, value)
     if optimizer is not None:

@@ -103,7 +103,8 @@ class ServeConfig(Config):
     """One API key without limits. Better in the environment variable COLONNADE_API_KEY: other users of the machine see
     the command line."""
     admin_key: str | None = Field(default=None, min_length=1, repr=False)
-    """Key for POST /admin/drain and /admin/cache/reset, which are refused without; also COLONNADE_ADMIN_KEY."""
+    """Key for POST /admin/drain, /admin/cache/reset and /admin/weights, which are refused without; also
+    COLONNADE_ADMIN_KEY."""
     drain_s: float = Field(default=25.0, ge=0, le=1e6)
     """Time for running requests to finish after the server is asked to stop [s]; the default leaves 5 of the 30 s that
     Kubernetes waits."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, WeightFormat
-from colonnade.kernels.linear.quantise import Kind, stored_bytes
+from colonnade.kernels.linear.quantise import Kind, Quantised, stored_bytes
 from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
-from colonnade.model.tensor_parallel_linear import Linear
+from colonnade.model.tensor_parallel_linear import Linear, quantise_finite
 from colonnade.model.transformer import Transformer
-from colonnade.parallel.axis import SOLO, Axes
+from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.layout import layout_of
 
 StoreWeight = Callable[[str, Tensor, Tensor], object]
@@ -81,6 +81,46 @@ def quantisable_modules(model: nn.Module) -> dict[str, Linear | Experts]:
             parts = ("up", "down") if module.gate is None else ("up", "down", "gate")
             found |= {_joined(name, part): module for part in parts}
     return found
+
+
+class Requantise:
+    """Quantises new values of a model's parameters as its own were, on the CPU, into new tensors."""
+
+    def __init__(self, model: Transformer):
+        shape = Transformer(model.config, model.axes, device="meta")  # a quantised model lacks the parameters
+        self._axes, self._layout = model.axes, layout_of(shape)
+        self._layers = {name: model.get_submodule(name.rpartition(".")[0]) for name in quantisable_modules(shape)}
+
+    def current(self, name: str) -> Quantised | None:
+        """The quantised weights that parameter ``name`` has now; None if it is not quantised."""
+        match self._layers.get(name):
+            case Experts() as layer:
+                return layer.quantised.get(_part(name))
+            case Linear() as layer:
+                return layer.quantised
+        return None
+
+    def is_collective(self, name: str) -> bool:
+        """Whether all ranks must quantise ``name`` together: they share the scale of a row."""
+        current = self.current(name)
+        if current is None or current.kind == "int4":
+            return False
+        if isinstance(self._layers[name], Experts):
+            return _part(name) == "down" and self._axes.experts.sh.size > 1
+        return self._over(name).size > 1
+
+    def __call__(self, name: str, value: Tensor) -> Quantised:
+        """``value``, quantised; raises :class:`CheckpointError` if it is not finite."""
+        current, layer, cpu = self.current(name), self._layers[name], torch.device("cpu")
+        assert current is not None, name
+        if isinstance(layer, Experts):
+            return layer.quantise_stack(
+                _part(name), value, current.kind, current.group, self._axes.experts.sh, cpu, cpu
+            )
+        return quantise_finite(value, current.kind, current.group, self._over(name).max_)
+
+    def _over(self, name: str) -> Axis:
+        return self._axes.tp if self._layout[name] == 1 else SOLO
 
 
 def _joined(module: str, name: str) -> str:

@@ -14,7 +14,7 @@ An engine is not thread-safe.
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.grammar import GrammarCompiler
 from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.memory_estimate import scratch_pages
-from colonnade.serve.model_inputs import IDLE, STOP, broadcast_message, broadcast_work, receive_work
+from colonnade.serve.model_inputs import IDLE, STOP, SWAP, broadcast_message, broadcast_work, receive_work
 from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_cache, check_model
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import Prompt, check_params, check_params_list, check_prompts, limit_tokens, token_ids
@@ -245,11 +245,12 @@ class Engine:
     def _advance(self, live: _Generation, token: int, score: HostScore | None, now_s: float) -> Output:
         """The output for one new token: the text that it completes, and whether the request ends."""
         request, params = live.request, live.request.params
-        echo, prompt_logprobs = "", None
+        echo, prompt_logprobs, prompt_ids = "", None, None
         if request.generated == 1:
             live.first_token_s = now_s
             self._stats.prompt_tokens += len(request.prompt)
             echo, prompt_logprobs = self._prompt_outputs(live)
+            prompt_ids = request.prompt if params.return_prompt_ids else None
             if params.max_tokens == 0:  # the token was sampled only because a pass ends with one
                 return self._prompt_only(live, echo, prompt_logprobs, now_s, failed=token == NOT_FINITE)
         self._stats.generation_tokens += 1
@@ -279,10 +280,10 @@ class Engine:
             reason = "stop" if live.text.stopped else reason
             self._finish(live, reason)
             timing = live.timing(now_s)
-        count = request.generated
         return Output(
-            request.id, echo + text, token, reason, len(request.prompt), count, timing, logprobs, prompt_logprobs
-        )
+            request.id, echo + text, token, reason, len(request.prompt), request.generated, timing, logprobs,
+            prompt_logprobs, request.cached_tokens or 0, prompt_ids,
+        )  # fmt: skip
 
     def _prompt_only(
         self,
@@ -296,8 +297,11 @@ class Engine:
         """The only output of a request that generates no token."""
         reason: FinishReason = "error" if failed else "length"
         self._finish(live, reason)
-        count = len(live.request.prompt)
-        return Output(live.request.id, text, None, reason, count, 0, live.timing(now_s), None, logprobs)
+        request = live.request
+        return Output(
+            request.id, text, None, reason, len(request.prompt), 0, live.timing(now_s), None, logprobs,
+            request.cached_tokens or 0, request.prompt if request.params.return_prompt_ids else None,
+        )  # fmt: skip
 
     def _prompt_outputs(self, live: _Generation) -> tuple[str, tuple[TokenLogprob, ...] | None]:
         """The prompt's text, if it is echoed, and its tokens' log-probabilities, if they are wanted."""
@@ -387,10 +391,12 @@ class Engine:
 
     # -- several ranks ---------------------------------------------------------------------------------------------
 
-    def follow(self) -> None:
-        """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
+    def follow(self, swap: Callable[[], object] = lambda: None) -> None:
+        """On ranks above 0: run the work that rank 0 broadcasts, and the stages of a ``swap``, until it stops."""
         while (message := receive_work(self.model.axes.token_replicas))[0] != STOP:
-            if message[1] is not None:
+            if message[0] == SWAP:
+                swap()
+            elif message[1] is not None:
                 self._runner(message[1])
 
     def heartbeat(self) -> None:

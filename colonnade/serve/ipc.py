@@ -1,8 +1,9 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "template", "client", "priority",
-                       "timeout_s"}
+    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",
+                       "priority", "timeout_s"}
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
+                      {"do": "swap", "ids", "path"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}
     engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
@@ -59,6 +60,8 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     """Choices for each prompt."""
+    special: bool = True
+    """Whether the tokens that begin and end every text are added to ``prompts`` that are text."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :meth:`Tokenizer.encode_chat`: ``tools``, ``continue_last``, and variables of the template."""
     client: str = ""
@@ -141,7 +144,9 @@ def submit_message(ids: Sequence[str], request: GenerationRequest | PoolingReque
 _OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
 _POOLING_FIELDS = tuple(each.name for each in dataclasses.fields(PoolingOutput))
 _OUTPUT_VALUES = operator.attrgetter(*_OUTPUT_FIELDS)
-_TIMING, _LOGPROBS, _PROMPT_LOGPROBS = map(_OUTPUT_FIELDS.index, ("timing", "logprobs", "prompt_logprobs"))
+_TIMING, _LOGPROBS, _PROMPT_LOGPROBS, _PROMPT_IDS = map(
+    _OUTPUT_FIELDS.index, ("timing", "logprobs", "prompt_logprobs", "prompt_token_ids")
+)
 
 
 def output_to_list(output: Output | PoolingOutput) -> list[Any]:
@@ -168,6 +173,8 @@ def output_from_list(values: list[Any]) -> Output | PoolingOutput:
         values[_LOGPROBS] = _logprob_from_list(logprobs)
     if (prompt := values[_PROMPT_LOGPROBS]) is not None:
         values[_PROMPT_LOGPROBS] = tuple(map(_logprob_from_list, prompt))
+    if (ids := values[_PROMPT_IDS]) is not None:
+        values[_PROMPT_IDS] = tuple(ids)
     return Output(*values)
 
 

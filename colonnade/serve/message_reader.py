@@ -153,7 +153,8 @@ def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], boo
         return pooling_request.tokenize(message, tokenizer, wanted)
     if message["messages"] is None:
         prompts = (prompt for prompt in message["prompts"] if wanted())
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        special = message["special"]
+        return [tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
     return [tokenizer.encode_chat(message["messages"], **message["template"])]

@@ -30,8 +30,8 @@ from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import NextTokens, PromptTargets
 from colonnade.serve.scheduler import Slice, Work
 
-RUN, IDLE, STOP = 1, 2, 3
-"""Kinds of message: run this work; heartbeat of an idle engine; leave the loop."""
+RUN, IDLE, STOP, SWAP = 1, 2, 3, 4
+"""Kinds of message: run this work; heartbeat of an idle engine; leave the loop; the next stage of a weight swap."""
 
 
 def broadcast_message(axis: Axis, kind: int, payload: Sequence[int] = (), data: bytes = b"") -> None:

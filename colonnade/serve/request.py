@@ -60,6 +60,8 @@ class Request:
     """Hashes of the full pages of ``ids``, as far as they were needed (:mod:`colonnade.serve.page_pool`)."""
     cached_pages: int = 0
     """Leading pages whose hashes the pool knows."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the prefix cache had when the request was first admitted; None before."""
     computed: int = 0
     """Tokens in the cache once the scheduled work has run."""
     scored: int = 0
@@ -172,6 +174,10 @@ class Output:
     logprobs: TokenLogprob | None = None
     """The token's, if asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """The prompt's, in the first output, if asked for."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had."""
+    prompt_token_ids: tuple[int, ...] | None = None
     """The prompt's, in the first output, if asked for."""
 
 

@@ -63,6 +63,8 @@ class SamplingParams:
     """The same for each token of the prompt but the first. Such a prompt is not read from the prefix cache."""
     echo: bool = False
     """Begin the text with the prompt's."""
+    return_prompt_ids: bool = False
+    """Return the prompt's token ids, in the first output."""
     repetition_penalty: float = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output (Keskar 2019)."""
     frequency_penalty: float = 0.0
@@ -88,7 +90,7 @@ class SamplingParams:
             value = getattr(self, name)
             optional = name not in ("top_k", "min_tokens")
             _check(name, value, _is_a(Integral, value) or (value is None and optional), "a whole number")
-        for name in ("ignore_eos", "echo", "skip_special_tokens"):
+        for name in ("ignore_eos", "echo", "return_prompt_ids", "skip_special_tokens"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         stop = (
             (self.stop,)

@@ -221,6 +221,14 @@ class Scheduler:
                 self.waiting.remove(request)
             self._release(request, Status.FINISHED)
 
+    def restart_all(self) -> int:
+        """Preempt all running requests and empty the prefix cache, for new weights; returns how many there were."""
+        count = len(self.running)
+        while self.running:
+            self._preempt_last()
+        self.pool.forget_cached()
+        return count
+
     def audit(self) -> None:
         """Check all invariants of pages and batch rows; for tests, after any call."""
         self.pool.audit(request.pages for request in self.running)
@@ -265,6 +273,8 @@ class Scheduler:
         self.pool.share(prefix)  # before the allocation, which might evict them
         request.pages, request.status = [*prefix, *self.pool.allocate(needed, prefix)], Status.RUNNING
         request.computed, request.cached_pages = len(prefix) * self.pool.page_tokens, len(prefix)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.computed
         if self.prefix_cache:
             self.prefix_queries += len(request.ids)
             self.prefix_hits += request.computed
@@ -298,14 +308,18 @@ class Scheduler:
         if self.pool.pages_for(request.length) <= len(request.pages):  # fewer after refused drafts
             return True
         while not self.pool.free:
-            last = self.running.pop()
-            self._release(last, Status.WAITING)
-            self.waiting.appendleft(last)
-            self.preemptions += 1
-            if last is request:
+            if self._preempt_last() is request:
                 return False
         request.pages += self.pool.allocate(1, request.pages)
         return True
+
+    def _preempt_last(self) -> Request:
+        """Preempt the running request that was admitted last."""
+        last = self.running.pop()
+        self._release(last, Status.WAITING)
+        self.waiting.appendleft(last)
+        self.preemptions += 1
+        return last
 
     def _release(self, request: Request, status: Status) -> None:
         if request.pages:

@@ -174,6 +174,11 @@ class ToolCallParser:
         self.calls = 0
         """Calls that have begun."""
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments of the last call are incomplete."""
+        return self._state == "arguments"
+
     def push(self, text: str) -> ParsedText:
         """What is certain after ``text``."""
         self._buffer += text

@@ -31,6 +31,7 @@ from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_engine import PoolingEngine
 from colonnade.serve.request import Stats
 from colonnade.serve.sampling_params import SamplingParams, choice_seed
+from colonnade.serve.weight_swap import SWAP_MESSAGES, WeightSwap
 
 Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, PoolerSpec]
 """A model that generates text, or one with what is made of its hidden states."""
@@ -49,16 +50,17 @@ def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address
     """Run one rank of a server's engine until the HTTP process stops it or exits."""
     with open_context(plan, device) as context:
         engine = build_engine(load(context), config)
+        swap = WeightSwap(engine, context)
         _return_free_memory()
         with _frozen_gc():
             if context.rank:
-                engine.follow()
+                engine.follow(swap.follow) if isinstance(engine, Engine) else engine.follow()
                 return
             with socket.socket(socket.AF_UNIX) as connection:
                 try:
                     with suppress(ConnectionError, FileNotFoundError):  # the HTTP process has exited
                         connection.connect(address)
-                        _serve_requests(engine, connection)
+                        _serve_requests(engine, swap, connection)
                 finally:
                     engine.stop()
 
@@ -99,10 +101,11 @@ def open_context(plan: Plan, device: str) -> Iterator[DistributedContext]:
             yield context
 
 
-def _serve_requests(engine: Engine | PoolingEngine, connection: socket.socket) -> None:
+def _serve_requests(engine: Engine | PoolingEngine, swap: WeightSwap, connection: socket.socket) -> None:
     """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(connection, engine, inbox), daemon=True).start()
+    swap.notify = lambda: inbox.put({"do": "advance_swap"})
     ready = {"event": "ready", **engine.limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)}
     connection.sendall(encode_message(ready))
     stats = _StatsTimer()
@@ -112,7 +115,8 @@ def _serve_requests(engine: Engine | PoolingEngine, connection: socket.socket) -
                 raise message
             if message["do"] == "stop":
                 return
-            if reply := _handle(engine, message):
+            reply = swap.handle(message) if message["do"] in SWAP_MESSAGES else _handle(engine, message)
+            if reply:
                 connection.sendall(encode_message(reply))
         outputs = engine.step()
         event: Message = {"event": "outputs", "outputs": [output_to_list(output) for output in outputs]}

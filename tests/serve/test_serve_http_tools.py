@@ -13,7 +13,7 @@ import pytest
 from tests.serve import tiny
 from tests.serve.fuzzing import BODIES, send_mutated
 from tests.serve.schemathesis_run import run_schemathesis
-from tests.serve.serving import Running, server
+from tests.serve.serving import Running
 from tests.serve.test_serve_http import settle
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -46,16 +46,14 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def running():
-    """The template shows tools, in Mistral's notation."""
-    with server({"tools": True}, page_tokens=4, pages=512, token_budget=64, admin_key="boss") as it:
-        yield it
+@pytest.fixture
+def running(tool_server: Running) -> Running:
+    return tool_server
 
 
-@pytest.fixture(scope="module")
-def client(running: Running):
-    with running.client as it:
+@pytest.fixture
+def client(tool_server: Running):
+    with tool_server.client as it:
         yield it
 
 

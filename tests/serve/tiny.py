@@ -110,10 +110,10 @@ def load(
 def _gated(tokenizer: Tokenizer, gate: Path) -> Tokenizer:
     encode = tokenizer.encode
 
-    def wait(text: str) -> list[int]:
+    def wait(text: str, special: bool = True) -> list[int]:
         while len(text) > 500 and not gate.exists():
             time.sleep(0.01)
-        return encode(text)
+        return encode(text, special)
 
     tokenizer.encode = wait  # type: ignore[method-assign]
     return tokenizer

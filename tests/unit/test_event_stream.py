@@ -10,7 +10,7 @@ import pytest
 from colonnade.errors import RequestError
 from colonnade.serve.api import event_stream
 from colonnade.serve.api.event_stream import EventStream, reply_events
-from colonnade.serve.api.replies import ChatReplies, CompletionReplies, LogprobsOptions
+from colonnade.serve.api.replies import ChatReplies, CompletionReplies, LogprobsOptions, Usage
 from colonnade.serve.ipc import decode_message, encode_message, output_from_list, output_to_list
 from colonnade.serve.request import Output, Stats, Timing
 from colonnade.serve.worker import _StatsTimer
@@ -34,7 +34,7 @@ def events(*items: Any, builder: CompletionReplies, usage: bool = False, continu
     async def collect() -> bytes:
         rest = batches(*items)
         first = await anext(rest)
-        stream = reply_events(first, rest, builder, include_usage=usage, continuous=continuous)
+        stream = reply_events(first, rest, builder, Usage(), include_usage=usage, continuous=continuous)
         return b"".join([event async for event in stream])
 
     *parts, last = asyncio.run(collect()).decode().split("\n\n")

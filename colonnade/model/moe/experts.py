@@ -184,7 +184,21 @@ class Experts(Float8Module):
     def quantise(
         self, part: str, stack_efD: Tensor, kind: Kind, group: int, hidden: Axis, device: torch.device
     ) -> None:
-        """Replace ``part`` (up, down or gate) by ``stack_efD``, quantised to ``kind``.
+        """Replace ``part`` (up, down or gate) by ``stack_efD``, quantised to ``kind`` (:meth:`quantise_stack`)."""
+        self.quantised[part] = self.quantise_stack(part, stack_efD, kind, group, hidden, device, self.storage_device)
+        delattr(self, part)
+
+    def quantise_stack(
+        self,
+        part: str,
+        stack_efD: Tensor,
+        kind: Kind,
+        group: int,
+        hidden: Axis,
+        device: torch.device,
+        storage_device: torch.device,
+    ) -> Quantised:
+        """Return ``stack_efD``, of ``part`` (up, down or gate), quantised to ``kind``, on ``storage_device``.
 
         Experts are quantised one after another on ``device``; the ranks along ``hidden`` have the other hidden units.
         """
@@ -195,13 +209,12 @@ class Experts(Float8Module):
             one = quantise_finite(w.T if down else w, kind, group, hidden.max_ if down else SOLO.max_)
             if stack is None:
                 values, scales = (
-                    torch.empty(self.local_count, *t.shape, dtype=t.dtype, device=self.storage_device) for t in one[1:3]
+                    torch.empty(self.local_count, *t.shape, dtype=t.dtype, device=storage_device) for t in one[1:3]
                 )
                 stack = one._replace(values=values, scales=scales)
             stack.values[e], stack.scales[e] = one.values, one.scales
         assert stack is not None, "every rank has experts"
-        self.quantised[part] = stack
-        delattr(self, part)
+        return stack
 
     def pin(self) -> None:
         """Move stored weights to pinned host memory, for asynchronous copies."""

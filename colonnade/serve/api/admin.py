@@ -1,9 +1,14 @@
 """Routes for the operator, under /admin; :mod:`colonnade.serve.api.auth` asks for the admin key."""
 
-from typing import Literal
+import logging
+import time
+from typing import Annotated, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 
+from colonnade.errors import RequestError
 from colonnade.serve.api import replies
 from colonnade.serve.ipc import EngineClient
 
@@ -22,6 +27,34 @@ class CacheReset(replies.Reply):
     status: Literal["reset"]
 
 
+class WeightsBody(BaseModel):
+    """POST /admin/weights."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
+    """A checkpoint of the served model, on the server's machine: a run or folder, or whatever else can be served."""
+
+
+class WeightsSwapped(replies.Reply):
+    """POST /admin/weights."""
+
+    status: Literal["swapped"]
+    path: str
+    """The checkpoint whose weights are served now."""
+    preempted: int
+    """Running requests, which go on with the new weights."""
+    read_s: float
+    """Time in which the weights were read, while requests went on [s]."""
+    pause_s: float
+    """Time without steps, in which they were copied [s]."""
+    total_s: float
+
+
+LOG = logging.getLogger("colonnade.serve.admin")
+"""What operators change."""
+LOG.addHandler(logging.NullHandler())
+
+
 def install_admin(app: FastAPI, engine: EngineClient) -> None:
     """Add the routes to ``app``."""
 
@@ -36,3 +69,23 @@ def install_admin(app: FastAPI, engine: EngineClient) -> None:
         """Empty the prefix cache; running requests go on."""
         await engine.ask("reset_cache")
         return {"status": "reset"}
+
+    @app.post("/admin/weights", responses={200: {"model": WeightsSwapped}, **replies.refusals(400, 403, 503, "4XX")})
+    async def swap_weights(body: WeightsBody, _request: Request) -> Response:
+        """Serve the weights of another checkpoint of the same model; running requests go on with them.
+
+        The model keeps its name. If anything fails, the old weights stay.
+        """
+        started_s = time.monotonic()
+        try:
+            answer = await engine.ask("swap", path=body.path)
+        except RequestError as refusal:
+            LOG.info("the weights of %r were refused: %s", body.path, refusal.message)
+            raise
+        reply: WeightsSwapped = {
+            "status": "swapped", "path": answer["path"], "preempted": answer["preempted"],
+            "read_s": round(answer["read_s"], 3), "pause_s": round(answer["pause_s"], 3),
+            "total_s": round(time.monotonic() - started_s, 3),
+        }  # fmt: skip
+        LOG.info("serving the weights of %r; steps paused for %g s", reply["path"], reply["pause_s"])
+        return Response(to_json(reply), media_type="application/json")

@@ -123,7 +123,7 @@ class _Chunks:
             if around is not None and output.finish_reason is None and output.logprobs is None:
                 if output.text:
                     events += (around[0], to_json(output.text), around[1])
-            elif output.text or output.finish_reason or output.logprobs:
+            elif output.text or output.finish_reason or output.logprobs or self._builder.token_ids:
                 events.append(self._event(self._builder.chunk(index, output)))
         return b"".join(events)
 

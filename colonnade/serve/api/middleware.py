@@ -7,8 +7,10 @@ a request on stderr, with the route and the status but never a prompt or an answ
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -128,14 +130,32 @@ ACCESS_LOG: dict[str, Any] = {
     "loggers": {
         "uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
         HINTS.name: {"handlers": ["hints"], "level": "INFO", "propagate": False},
+        "colonnade.serve.admin": {"handlers": ["hints"], "level": "INFO", "propagate": False},
     },
 }
 """Configuration for :func:`logging.config.dictConfig`: uvicorn's lines."""
 
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as a JSON object with its time and message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        return json.dumps({"time": time.replace("+00:00", "Z"), "message": record.getMessage()})
+
+
 JSON_LOG: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
-    "handlers": {"requests": {"class": "logging.StreamHandler"}},
-    "loggers": {"colonnade.requests": {"handlers": ["requests"], "level": "INFO", "propagate": False}},
+    "formatters": {"json": {"()": JsonFormatter}},
+    "handlers": {
+        "requests": {"class": "logging.StreamHandler"},
+        "admin": {"class": "logging.StreamHandler", "formatter": "json"},
+    },
+    "loggers": {
+        "colonnade.requests": {"handlers": ["requests"], "level": "INFO", "propagate": False},
+        "colonnade.serve.admin": {"handlers": ["admin"], "level": "INFO", "propagate": False},
+    },
 }
 """The same for the lines of :mod:`colonnade.serve.api.request_log`."""

@@ -41,12 +41,20 @@ class ErrorReply(Reply):
     error: ErrorDetail
 
 
+class PromptTokensDetails(Reply):
+    """Part of :class:`TokenUsage`."""
+
+    cached_tokens: int
+    """Tokens of the prompts that the prefix cache had."""
+
+
 class TokenUsage(Reply):
     """Tokens of all completions of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class ReplyBase(Reply):
@@ -85,6 +93,9 @@ class CompletionChoice(Reply):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int] | None]
+    """In a stream, null but in the choice's first chunk; like ``token_ids``, with return_token_ids."""
+    token_ids: NotRequired[list[int]]
 
 
 class CompletionReply(ReplyBase):
@@ -164,6 +175,7 @@ class ChatChoice(Reply):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatReply(ReplyBase):
@@ -173,6 +185,7 @@ class ChatReply(ReplyBase):
     choices: list[ChatChoice]
     usage: TokenUsage
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class Delta(Reply):
@@ -190,6 +203,7 @@ class ChatChunkChoice(Reply):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(ReplyBase):
@@ -198,6 +212,8 @@ class ChatChunk(ReplyBase):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[TokenUsage | None]
+    prompt_token_ids: NotRequired[list[int]]
+    """In the chunk of each choice's first token, with return_token_ids."""
 
 
 class ModelCard(Reply):
@@ -240,16 +256,24 @@ class Usage:
     """Choices for each prompt, whose tokens are counted once."""
     prompt: dict[int, int] = field(default_factory=dict)
     generated: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
 
     def add(self, index: int, output: Output) -> None:
         """Record the newest output of completion ``index``."""
         self.prompt[index], self.generated[index] = output.prompt_tokens, output.generated_tokens
+        self.cached[index] = output.cached_tokens
 
     def reply(self) -> TokenUsage:
         """The totals."""
-        prompt = sum(count for index, count in self.prompt.items() if index % self.n == 0)
+        prompt, cached = (
+            sum(count for index, count in counts.items() if index % self.n == 0)
+            for counts in (self.prompt, self.cached)
+        )
         generated = sum(self.generated.values())
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return {
+            "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
 
 
 class LogprobsOptions(NamedTuple):
@@ -270,8 +294,9 @@ class CompletionReplies:
     sends_text_unchanged = True
     """Whether a chunk has the output's text as it is: false if it is parsed for tool calls."""
 
-    def __init__(self, model: str, logprobs: LogprobsOptions):
-        self.logprobs = logprobs
+    def __init__(self, model: str, logprobs: LogprobsOptions, *, token_ids: bool = False):
+        """``token_ids``: with the ids of prompts and tokens."""
+        self.logprobs, self.token_ids = logprobs, token_ids
         self._base: ReplyBase = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model,
         }  # fmt: skip
@@ -304,6 +329,9 @@ class CompletionReplies:
             }
         if prompt is not None:
             choice["prompt_logprobs"] = _prompt_logprobs(outputs[0], prompt)
+        if self.token_ids:
+            choice["prompt_token_ids"] = _prompt_ids(outputs[0])
+            choice["token_ids"] = _token_ids(outputs)
         return choice
 
     def usage_chunk(self, usage: Usage) -> CompletionChunk | ChatChunk:
@@ -316,9 +344,16 @@ class ChatReplies(CompletionReplies):
 
     prefix: ClassVar = "chatcmpl"
 
-    def __init__(self, model: str, logprobs: LogprobsOptions, tool_format: ToolFormat | None = None):
+    def __init__(
+        self,
+        model: str,
+        logprobs: LogprobsOptions,
+        tool_format: ToolFormat | None = None,
+        *,
+        token_ids: bool = False,
+    ):
         """With ``tool_format`` the text is parsed for tool calls."""
-        super().__init__(model, logprobs)
+        super().__init__(model, logprobs, token_ids=token_ids)
         self._tool_format, self.sends_text_unchanged = tool_format, tool_format is None
         self._parsers: dict[int, ToolCallParser] = {}
 
@@ -332,9 +367,13 @@ class ChatReplies(CompletionReplies):
                 message, reason = _parse_calls(self._tool_format, _text(outputs), reason)
             logprobs = self._chat_logprobs(outputs)
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+            if self.token_ids:
+                choices[-1]["token_ids"] = _token_ids(outputs)
         reply: ChatReply = {**self._base, "object": "chat.completion", "choices": choices, "usage": usage.reply()}
         if self.logprobs.prompt is not None:
             reply["prompt_logprobs"] = _prompt_logprobs(completions[0][0], self.logprobs.prompt)
+        if self.token_ids:
+            reply["prompt_token_ids"] = _prompt_ids(completions[0][0]) or []
         return reply
 
     def _chat_logprobs(self, outputs: list[Output]) -> ChatLogprobs | None:
@@ -373,7 +412,12 @@ class ChatReplies(CompletionReplies):
     def _chunk(self, index: int, delta: Delta, reason: FinishReason | None, output: Output | None = None) -> ChatChunk:
         logprobs = None if output is None else self._chat_logprobs([output])
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
+        chunk: ChatChunk = {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
+        if self.token_ids and output is not None:
+            choice["token_ids"] = _token_ids([output])
+            if (prompt := _prompt_ids(output)) is not None:
+                chunk["prompt_token_ids"] = prompt
+        return chunk
 
 
 def _parse_calls(tool_format: ToolFormat, text: str, reason: FinishReason) -> tuple[AssistantMessage, FinishReason]:
@@ -402,6 +446,14 @@ def _tool_call_chunk(delta: ToolCallDelta) -> ToolCallChunk:
 
 def _text(outputs: list[Output]) -> str:
     return "".join(output.text for output in outputs)
+
+
+def _token_ids(outputs: list[Output]) -> list[int]:
+    return [output.token for output in outputs if output.token is not None]
+
+
+def _prompt_ids(first: Output) -> list[int] | None:
+    return None if first.prompt_token_ids is None else list(first.prompt_token_ids)
 
 
 LOWEST_LOGPROB = -9999.0
@@ -482,13 +534,13 @@ def answers(whole: type, chunk: type) -> Responses:
     return {200: {"model": whole, "description": text, "content": {"text/event-stream": events}}, **refusals()}
 
 
-def describe_chunks(app: FastAPI) -> None:
-    """Add the chunks' schemas to the description of ``app``: FastAPI only adds those of whole answers."""
+def describe_chunks(app: FastAPI, *more: type) -> None:
+    """Add the schemas of chunks and ``more`` to the description of ``app``: FastAPI adds those of whole answers."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         description = describe()
-        for chunk in (CompletionChunk, ChatChunk):
+        for chunk in (CompletionChunk, ChatChunk, *more):
             schema = TypeAdapter(chunk).json_schema(ref_template=SCHEMA, mode="serialization")
             description["components"]["schemas"] |= {**schema.pop("$defs"), chunk.__name__: schema}
         return description

@@ -155,6 +155,7 @@ class Body(BaseModel):
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -259,6 +260,7 @@ class Body(BaseModel):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         given["structured_outputs"] = self._structured_outputs()
+        given["return_prompt_ids"] = bool(self.return_token_ids)
         return SamplingParams(**{"max_tokens": self.default_max_tokens, **given, **self._more_params()})
 
     def _more_params(self) -> dict[str, Any]:
@@ -319,6 +321,7 @@ class CompletionBody(Body):
     prompt: Annotated[Any, WithJsonSchema(PROMPT)]
     logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     def _more_params(self) -> dict[str, Any]:
         prompt = self.prompt_logprobs
@@ -344,7 +347,8 @@ class CompletionBody(Body):
     def to_generation_request(self) -> GenerationRequest:
         """One completion for each prompt."""
         several = isinstance(self.prompt, list) and not _are_ids(self.prompt)
-        return GenerationRequest(prompts=self.prompt if several else [self.prompt], params=self.params(), n=self.n or 1)
+        prompts, special = self.prompt if several else [self.prompt], self.add_special_tokens is not False
+        return GenerationRequest(prompts=prompts, params=self.params(), n=self.n or 1, special=special)
 
 
 def _are_ids(value: object) -> bool:

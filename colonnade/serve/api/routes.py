@@ -6,7 +6,7 @@ and it is closed however the handler ends.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +33,8 @@ from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
 from colonnade.serve.api.request_log import RequestLog
 from colonnade.serve.api.request_record import RequestRecord, record_of
 from colonnade.serve.api.request_schemas import Body, CompletionBody
+from colonnade.serve.api.responses_replies import ResponseEvent, ResponseReplies, ResponseReply, response_events
+from colonnade.serve.api.responses_schemas import ResponsesBody, renamed
 from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.ipc import EngineClient, GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
@@ -65,7 +67,7 @@ def build_app(
     log, count = config.log == "json", metrics.count_request
     app.add_middleware(RequestLog, model=model, routes=app.routes, count=count, log=log, tracer=tracer)
     errors.install(app)
-    replies.describe_chunks(app)
+    replies.describe_chunks(app, ResponseEvent)
     add_chat_page(app)
     created = int(time.time())
 
@@ -80,7 +82,7 @@ def build_app(
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        builder = CompletionReplies(model, body.logprobs_options)
+        builder = CompletionReplies(model, body.logprobs_options, token_ids=bool(body.return_token_ids))
         return await answer(body, builder, request, body.to_generation_request)
 
     @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
@@ -91,8 +93,22 @@ def build_app(
         if engine.tools is None:
             raise engine.unavailable()
         options = body.tool_options(engine.tools)
-        builder = ChatReplies(model, body.logprobs_options, options and options.format)
+        tool_format, token_ids = options and options.format, bool(body.return_token_ids)
+        builder = ChatReplies(model, body.logprobs_options, tool_format, token_ids=token_ids)
         return await answer(body, builder, request, partial(body.to_generation_request, options))
+
+    @app.post("/v1/responses", responses=replies.answers(ResponseReply, ResponseEvent))
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """Answer an input of messages and function calls; nothing is stored."""
+        if engine.tools is None:
+            raise engine.unavailable()
+        options = body.chat.tool_options(engine.tools)
+        builder = ResponseReplies(model, body, options and options.format)
+        try:
+            prepare = partial(body.chat.to_generation_request, options)
+            return await answer(body, builder, request, prepare, response_events)
+        except RequestError as error:
+            raise renamed(error) from None
 
     @app.get("/v1/models", responses=replies.refusals(503, "4XX"))
     async def models() -> replies.ModelList:
@@ -134,7 +150,11 @@ def build_app(
     pooling_routes.install(app, engine, model, metrics, check_model)
 
     async def answer(
-        body: Body, builder: CompletionReplies, request: Request, prepare: Callable[[], GenerationRequest]
+        body: Body | ResponsesBody,
+        builder: CompletionReplies | ResponseReplies,
+        request: Request,
+        prepare: Callable[[], GenerationRequest],
+        events: Callable[..., AsyncGenerator[bytes]] = reply_events,
     ) -> Response:
         check_model(body.model)
         pooling_routes.check_generates(engine, model)
@@ -155,7 +175,7 @@ def build_app(
             # The first output decides between a stream and an error with a status of its own.
             first = await unless_disconnected(request, anext(batches))
             options = {"include_usage": body.include_usage, "continuous": body.continuous_usage}
-            return EventStream(reply_events(first, batches, builder, usage, **options))
+            return EventStream(events(first, batches, builder, usage, **options))
         return JSONResponse(await unless_disconnected(request, _complete_reply(batches, builder, usage)))
 
     install_admin(app, engine)
@@ -187,8 +207,8 @@ async def _with_metrics(batches: Batches, metrics: Metrics, record: RequestRecor
 
 
 async def _complete_reply(
-    batches: Batches, builder: CompletionReplies, usage: Usage
-) -> replies.CompletionReply | replies.ChatReply:
+    batches: Batches, builder: CompletionReplies | ResponseReplies, usage: Usage
+) -> replies.CompletionReply | replies.ChatReply | ResponseReply:
     completions: dict[int, list[Output]] = {}
     async with aclosing(batches):
         async for batch in batches:
