@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "template", "client", "priority",
-                       "timeout_s"}
+                       "timeout_s", "resume"}
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}
@@ -64,6 +64,8 @@ class GenerationRequest:
     """Its class in the queue; lower ones first."""
     timeout_s: float | None = None
     """It is refused if it would wait longer, and ended with an error if it takes longer; None: no limit [s]."""
+    resume: Sequence[Sequence[int] | None] = ()
+    """If it goes on after another engine has failed: the output ids of each completion so far; None: it has ended."""
 
     @property
     def num_completions(self) -> int:
@@ -259,7 +261,9 @@ class EngineClient:
         request.check_lengths(self.context, self.longest_token_bytes, self.cache_tokens)
         queue: asyncio.Queue[Output | PoolingOutput | RequestError] = asyncio.Queue()
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
-        live = set(indices)
+        resume = request.resume if isinstance(request, GenerationRequest) else ()
+        ended = {i for i, tokens in enumerate(resume) if tokens is None}
+        live = {key for key, index in indices.items() if index not in ended}
         self.idle.clear()
         timer = None
         if request.timeout_s is not None:

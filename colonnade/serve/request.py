@@ -50,6 +50,8 @@ class Request:
     """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
+    resume: tuple[int, ...] | None = None
+    """Output ids that another engine has generated and delivered; None for a new request."""
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     """The page table: token i is in pages[i // page_tokens]."""
@@ -70,7 +72,9 @@ class Request:
     status: Status = Status.WAITING
 
     def __post_init__(self):
-        self.ids = list(self.prompt)
+        self.ids = [*self.prompt, *(self.resume or ())]
+        if self.resume:  # the first output, with the prompt's log-probabilities, has been delivered
+            self.scored = len(self.prompt) - 1
 
     @property
     def generated(self) -> int:
