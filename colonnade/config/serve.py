@@ -81,6 +81,8 @@ class ServeConfig(Config):
     it computes one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Longest queue of waiting requests; further ones are refused (429)."""
+    replicas: int = Field(default=1, gt=0, le=1024)
+    """Engines with the same model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)

@@ -174,7 +174,8 @@ def _logprob_from_list(values: list[Any]) -> TokenLogprob:
     return TokenLogprob(token, data.encode("latin-1"), logprob, offset, alternatives)
 
 
-def _timed_out(timeout_s: float) -> RequestError:
+def timed_out(timeout_s: float) -> RequestError:
+    """The error of a request that took longer than ``timeout_s``."""
     return RequestError(
         f"the request did not finish within its timeout_s of {timeout_s:g} s; allow more, or ask for fewer tokens",
         param="timeout_s",
@@ -242,6 +243,11 @@ class EngineClient:
         return 0
 
     @property
+    def replicas(self) -> Mapping[int, bool]:
+        """Whether each replica is up; empty, since there is one engine."""
+        return {}
+
+    @property
     def running(self) -> int:
         """Number of HTTP requests that wait for outputs."""
         return len(set(self._queues.values()))
@@ -268,7 +274,7 @@ class EngineClient:
         timer = None
         if request.timeout_s is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(request.timeout_s, queue.put_nowait, _timed_out(request.timeout_s))
+            timer = loop.call_later(request.timeout_s, queue.put_nowait, timed_out(request.timeout_s))
         try:
             self._queues.update(dict.fromkeys(indices, queue))
             submission = submit_message(list(indices), request)

@@ -15,6 +15,7 @@ import errno
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import AbstractAsyncContextManager
 
 import uvicorn
 
@@ -24,8 +25,11 @@ from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
+from colonnade.serve.backend import Backend
 from colonnade.serve.engine_process import engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
+from colonnade.serve.replica_placement import Placement, place_replicas
+from colonnade.serve.replicas import Replicas
 from colonnade.serve.worker import Load
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -67,8 +71,9 @@ def serve(
             "--plan.cp, --plan.ep and --plan.sh"
         )
     keys = KeyRing(config.keys, config.api_key)
+    placements = place_replicas(config.replicas, plan, device)
     with _listen(config) as listener:
-        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, keys, announce))
+        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, keys, placements, announce))
 
 
 async def _serve(
@@ -79,9 +84,11 @@ async def _serve(
     name: str,
     device: str,
     keys: KeyRing,
+    placements: list[Placement],
     announce: Callable[[str], object],
 ) -> None:
-    stop, engine = _StopSignals(), EngineClient()
+    stop = _StopSignals()
+    engine = EngineClient() if len(placements) == 1 else Replicas(placements, announce)
     if config.keys is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, keys, announce)
     announce(f"loading {name}")
@@ -99,7 +106,7 @@ async def _serve(
     )
     async with (
         server.running(listener) as serving,
-        engine_process(load, plan, config, device, stop.graceful, stop.immediate, engine),
+        _engines(engine, load, plan, config, device, stop),
     ):
         if stop.graceful.is_set():
             announce(f"stopped before {name} was loaded")
@@ -121,6 +128,14 @@ async def _serve(
         await serving
         if engine.failure:
             raise engine.failure
+
+
+def _engines(
+    engine: Backend, load: Load, plan: Plan, config: ServeConfig, device: str, stop: "_StopSignals"
+) -> AbstractAsyncContextManager[object]:
+    if isinstance(engine, EngineClient):
+        return engine_process(load, plan, config, device, stop.graceful, stop.immediate, engine)
+    return engine.engine_processes(load, plan, config, device, stop.graceful, stop.immediate)
 
 
 class _StopSignals:
@@ -178,8 +193,10 @@ def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
         announce(f"{error}; the old keys stay valid")
 
 
-def _ready_message(name: str, url: str, engine: EngineClient, config: ServeConfig) -> str:
+def _ready_message(name: str, url: str, engine: Backend, config: ServeConfig) -> str:
     message = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
+    if engine.replicas:
+        message += f"; {len(engine.replicas)} replicas"
     if engine.max_request_tokens < engine.context:
         flag = "cache_bytes" if config.pages is None else "pages"
         message += (

@@ -5,7 +5,7 @@ from typing import Literal
 from fastapi import FastAPI
 
 from colonnade.serve.api import replies
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.backend import Backend
 
 
 class Draining(replies.Reply):
@@ -22,7 +22,7 @@ class CacheReset(replies.Reply):
     status: Literal["reset"]
 
 
-def install_admin(app: FastAPI, engine: EngineClient) -> None:
+def install_admin(app: FastAPI, engine: Backend) -> None:
     """Add the routes to ``app``."""
 
     @app.post("/admin/drain", status_code=202, responses=replies.refusals(403, "4XX"))

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.backend import Backend
 from colonnade.serve.request import Output
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
@@ -38,7 +38,7 @@ LENGTHS = {
 class Metrics:
     """The metrics of one server; ``model`` is their label."""
 
-    def __init__(self, engine: EngineClient, model: str, prefix: str = "colonnade"):
+    def __init__(self, engine: Backend, model: str, prefix: str = "colonnade"):
         self._registry, self._model = CollectorRegistry(), model
         self._registry.register(_EngineStats(engine, model, prefix))
         ProcessCollector(registry=self._registry)
@@ -100,7 +100,7 @@ class RequestTimer:
 class _EngineStats(Collector):
     """The engine's counters, as of its last message."""
 
-    def __init__(self, engine: EngineClient, model: str, prefix: str):
+    def __init__(self, engine: Backend, model: str, prefix: str):
         self._engine, self._model, self._prefix = engine, model, prefix
 
     def collect(self) -> Iterator[Metric]:
@@ -130,6 +130,13 @@ class _EngineStats(Collector):
                 family = kind(f"{self._prefix}:{name}", text, labels=["model_name"])
                 family.add_metric([self._model], value)
                 yield family
+        if replicas := self._engine.replicas:
+            family = GaugeMetricFamily(
+                f"{self._prefix}:replica_up", "1 if the replica takes requests.", labels=["model_name", "replica"]
+            )
+            for number, up in replicas.items():
+                family.add_metric([self._model, str(number)], up)
+            yield family
         ended = CounterMetricFamily(
             f"{self._prefix}:request_success",
             "Requests that ended, by reason.",

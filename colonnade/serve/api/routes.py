@@ -34,13 +34,14 @@ from colonnade.serve.api.request_log import RequestLog
 from colonnade.serve.api.request_record import RequestRecord, record_of
 from colonnade.serve.api.request_schemas import Body, CompletionBody
 from colonnade.serve.api.tokenize import install_tokenize
-from colonnade.serve.ipc import EngineClient, GenerationRequest, to_thread_if_large
+from colonnade.serve.backend import Backend
+from colonnade.serve.ipc import GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
 
 
-def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRing | None = None) -> FastAPI:
+def build_app(engine: Backend, model: str, config: ServeConfig, keys: KeyRing | None = None) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -105,7 +106,10 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
         """Readiness: whether new requests are accepted."""
         status = _readiness(engine, config)
         response.status_code = 200 if status == "ready" else 503
-        return {"status": status}
+        reply: replies.Readiness = {"status": status}
+        if up := list(engine.replicas.values()):
+            reply["replicas"] = {"up": sum(up), "all": len(up)}
+        return reply
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
@@ -153,7 +157,7 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig, keys: KeyRi
 
 
 def _readiness(
-    engine: EngineClient, config: ServeConfig
+    engine: Backend, config: ServeConfig
 ) -> Literal["ready", "loading", "draining", "queue full", "engine failed"]:
     if engine.failure:
         return "engine failed"
@@ -161,7 +165,8 @@ def _readiness(
         return "draining"
     if not engine.ready.is_set():
         return "loading"
-    return "queue full" if engine.stats.waiting >= config.max_waiting else "ready"
+    queues = max(1, sum(engine.replicas.values()))
+    return "queue full" if engine.stats.waiting >= queues * config.max_waiting else "ready"
 
 
 async def _with_metrics(outputs: Outputs, metrics: Metrics, record: RequestRecord) -> Outputs:
