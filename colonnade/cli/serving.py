@@ -139,7 +139,9 @@ def chat(
 
 def _with_environment_keys(config: ServeConfig) -> ServeConfig:
     """``config`` with the keys of the environment, where it has none."""
-    names = {"api_key": "COLONNADE_API_KEY", "admin_key": "COLONNADE_ADMIN_KEY"}
+    names = {
+        "api_key": "COLONNADE_API_KEY", "admin_key": "COLONNADE_ADMIN_KEY", "upstream_key": "COLONNADE_UPSTREAM_KEY"
+    }  # fmt: skip
     found = {field: os.environ[name] for field, name in names.items() if name in os.environ}
     return config.replace(**{field: key for field, key in found.items() if getattr(config, field) is None})
 

@@ -18,6 +18,8 @@ LogFormat = Literal["off", "text", "json"]
 
 _ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
+_URL = re.compile(r"https?://[^/\s@?#]+/?")
+
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 """Notation of tool calls: that of Qwen and Hermes, of Llama 3, of Mistral."""
 
@@ -83,6 +85,14 @@ class ServeConfig(Config):
     """Longest queue of waiting requests; further ones are refused (429)."""
     replicas: int = Field(default=1, gt=0, le=1024)
     """Engines with the same model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
+    shadow: str | None = None
+    """URL of another server, such as http://10.0.0.7:8000, that gets answered requests again, for comparison."""
+    shadow_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the requests that the shadow gets, 0 to 1."""
+    shadow_log: str | None = None
+    """File that gets a JSON line for each comparison with the shadow; colonnade shadow FILE sums them up."""
+    upstream_key: str | None = Field(default=None, min_length=1, repr=False)
+    """API key that is sent to the shadow. Better in the environment variable COLONNADE_UPSTREAM_KEY."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -111,6 +121,15 @@ class ServeConfig(Config):
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+
+    @field_validator("shadow")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None and not _URL.fullmatch(url):
+            raise ConfigError(
+                f"serve.shadow is {short_repr(url)}; it must be http://HOST[:PORT] or https://HOST[:PORT]"
+            )
+        return url
 
     @field_validator("origins")
     @classmethod

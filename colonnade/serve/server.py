@@ -25,6 +25,7 @@ from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
+from colonnade.serve.api.shadow import Shadow
 from colonnade.serve.backend import Backend
 from colonnade.serve.engine_process import engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
@@ -72,8 +73,13 @@ def serve(
         )
     keys = KeyRing(config.keys, config.api_key)
     placements = place_replicas(config.replicas, plan, device)
+    shadow = Shadow(config) if config.shadow or config.shadow_log else None
     with _listen(config) as listener:
-        asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, keys, placements, announce))
+        if shadow:
+            shadow.check_not_self(listener)
+        asyncio.run(
+            _serve(listener, load, plan, config, config.model_name or name, device, keys, shadow, placements, announce)
+        )
 
 
 async def _serve(
@@ -84,6 +90,7 @@ async def _serve(
     name: str,
     device: str,
     keys: KeyRing,
+    shadow: Shadow | None,
     placements: list[Placement],
     announce: Callable[[str], object],
 ) -> None:
@@ -94,7 +101,7 @@ async def _serve(
     announce(f"loading {name}")
     server = _Server(
         uvicorn.Config(
-            build_app(engine, name, config, keys),
+            build_app(engine, name, config, keys, shadow),
             lifespan="off",
             ws="none",
             log_config={"off": None, "text": ACCESS_LOG, "json": JSON_LOG}[config.log],
@@ -105,9 +112,12 @@ async def _serve(
         )
     )
     async with (
+        contextlib.AsyncExitStack() as closing,
         server.running(listener) as serving,
         _engines(engine, load, plan, config, device, stop),
     ):
+        if shadow:
+            closing.push_async_callback(shadow.close)
         if stop.graceful.is_set():
             announce(f"stopped before {name} was loaded")
             raise Interrupted(stop.signal)

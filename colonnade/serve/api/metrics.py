@@ -48,6 +48,7 @@ class Metrics:
             name: Histogram(f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
             for name, text, buckets in names
         }
+        self._prefix, self._shadow = prefix, None
         self._requests = Counter(
             f"{prefix}:http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry
         )
@@ -63,6 +64,14 @@ class Metrics:
     def observe(self, name: str, value: float) -> None:
         """Record a latency [s] or a length [tokens]."""
         self._histograms[name].labels(self._model).observe(value)
+
+    def count_shadow(self, result: str) -> None:
+        """Count a request for the shadow: "compared", "unanswered" or "dropped"."""
+        if self._shadow is None:
+            self._shadow = Counter(
+                f"{self._prefix}:shadow_requests", "Requests for the shadow.", ["result"], registry=self._registry
+            )
+        self._shadow.labels(result).inc()
 
     def count_request(self, route: str, status: int) -> None:
         """Count an answer; ``route`` is the pattern of its path, empty if there is none."""

@@ -33,6 +33,7 @@ from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
 from colonnade.serve.api.request_log import RequestLog
 from colonnade.serve.api.request_record import RequestRecord, record_of
 from colonnade.serve.api.request_schemas import Body, CompletionBody
+from colonnade.serve.api.shadow import Shadow, ShadowRequests
 from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.backend import Backend
 from colonnade.serve.ipc import GenerationRequest, to_thread_if_large
@@ -41,10 +42,17 @@ from colonnade.serve.request import Output
 Outputs = AsyncGenerator[tuple[int, Output]]
 
 
-def build_app(engine: Backend, model: str, config: ServeConfig, keys: KeyRing | None = None) -> FastAPI:
-    """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one."""
+def build_app(
+    engine: Backend, model: str, config: ServeConfig, keys: KeyRing | None = None, shadow: Shadow | None = None
+) -> FastAPI:
+    """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one.
+
+    A ``shadow`` gets requests again that have been answered.
+    """
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
+    if shadow:
+        app.add_middleware(ShadowRequests, shadow=shadow)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     keys = keys or KeyRing(None, None)
     app.add_middleware(
@@ -53,6 +61,8 @@ def build_app(engine: Backend, model: str, config: ServeConfig, keys: KeyRing | 
     if config.origins:
         app.add_middleware(CORSMiddleware, **cors_options(config.origins))
     metrics = Metrics(engine, model, config.metrics_prefix)
+    if shadow:
+        shadow.count = metrics.count_shadow
     app.add_middleware(RequestLog, model=model, count=metrics.count_request, log=config.log == "json")
     errors.install(app)
     replies.describe_chunks(app)
