@@ -5,6 +5,7 @@ The flags are validated before anything is imported that takes seconds.
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,25 +158,33 @@ def serve(
     embeddings of a model that also generates text.
 
     Args:
-        model: The model to serve.
+        model: The model to serve; with --serve.upstreams only its name.
         serve: Address and limits.
         placement: Where the model runs.
     """
     refuse_torchrun("serve")
     serve = _with_environment_keys(serve)
+    if serve.upstreams:
+        run, announce = _server()
+        run(None, None, serve, name=Path(model).name, device="cpu", announce=announce)
+        return
     spec = placement.spec(model, serve)
     from colonnade.chat import batching_note
     from colonnade.serve.resolve_pooler import resolve_pooler
 
     opened = spec.open()
     pooler = resolve_pooler(opened.config, opened.path, serve, model, cp=placement.plan.cp)
-    try:
-        from colonnade.serve.server import serve as run
-    except ImportError as error:
-        raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
-
-    announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
+    run, announce = _server()
     if note := batching_note(opened.config):
         announce(note)
     load = spec.loader(opened) if pooler is None else spec.pooling_loader(opened, pooler)
     run(load, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)
+
+
+def _server() -> tuple[Callable[..., None], Callable[[str], object]]:
+    """(:func:`colonnade.serve.server.serve`, what prints its lines)."""
+    try:
+        from colonnade.serve.server import serve as run
+    except ImportError as error:
+        raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
+    return run, partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)

@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from colonnade.config.base import Config, short_repr
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
@@ -85,6 +85,9 @@ class ServeConfig(Config):
     """Longest queue of waiting requests; further ones are refused (429)."""
     replicas: int = Field(default=1, gt=0, le=1024)
     """Engines with the same model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
+    upstreams: tuple[str, ...] = ()
+    """URLs of servers that get the requests, such as http://10.0.0.7:8000, in the place of an engine here. MODEL is
+    then only a name."""
     shadow: str | None = None
     """URL of another server, such as http://10.0.0.7:8000, that gets answered requests again, for comparison."""
     shadow_share: float = Field(default=1.0, ge=0, le=1)
@@ -92,7 +95,7 @@ class ServeConfig(Config):
     shadow_log: str | None = None
     """File that gets a JSON line for each comparison with the shadow; colonnade shadow FILE sums them up."""
     upstream_key: str | None = Field(default=None, min_length=1, repr=False)
-    """API key that is sent to the shadow. Better in the environment variable COLONNADE_UPSTREAM_KEY."""
+    """API key that is sent to upstreams and the shadow. Better in the environment variable COLONNADE_UPSTREAM_KEY."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -122,14 +125,14 @@ class ServeConfig(Config):
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
 
-    @field_validator("shadow")
+    @field_validator("shadow", "upstreams")
     @classmethod
-    def _is_url(cls, url: str | None) -> str | None:
-        if url is not None and not _URL.fullmatch(url):
-            raise ConfigError(
-                f"serve.shadow is {short_repr(url)}; it must be http://HOST[:PORT] or https://HOST[:PORT]"
-            )
-        return url
+    def _are_urls(cls, urls: str | tuple[str, ...] | None, info: ValidationInfo) -> str | tuple[str, ...] | None:
+        for url in (urls,) if isinstance(urls, str) else urls or ():
+            if not _URL.fullmatch(url):
+                name = f"serve.{info.field_name}"
+                raise ConfigError(f"{name} has {short_repr(url)}; it must be http://HOST[:PORT] or https://HOST[:PORT]")
+        return urls
 
     @field_validator("origins")
     @classmethod

@@ -1,4 +1,4 @@
-"""What the HTTP routes talk to: the connection to one engine, or several replicas with the same interface."""
+"""What the HTTP routes talk to: one engine's connection, or replicas or upstreams with the same interface."""
 
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -6,5 +6,6 @@ from colonnade.serve.ipc import EngineClient
 
 if TYPE_CHECKING:  # the routes of a server with one engine need no router
     from colonnade.serve.replicas import Replicas
+    from colonnade.serve.upstreams import Upstreams
 
-Backend: TypeAlias = "EngineClient | Replicas"
+Backend: TypeAlias = "EngineClient | Replicas | Upstreams"

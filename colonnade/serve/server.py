@@ -25,12 +25,13 @@ from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
-from colonnade.serve.api.shadow import Shadow
+from colonnade.serve.api.shadow import Shadow, is_own_address
 from colonnade.serve.backend import Backend
 from colonnade.serve.engine_process import engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import Placement, place_replicas
 from colonnade.serve.replicas import Replicas
+from colonnade.serve.upstreams import Upstreams
 from colonnade.serve.worker import Load
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -49,7 +50,7 @@ FORCED_CLOSE_S = 0.5
 
 
 def serve(
-    load: Load,
+    load: Load | None,
     plan: Plan | None = None,
     config: ServeConfig | None = None,
     *,
@@ -58,6 +59,8 @@ def serve(
     announce: Callable[[str], object] = print,
 ) -> None:
     """Serve the model that ``load(context)`` returns in each engine process, until SIGINT or SIGTERM.
+
+    With ``config.upstreams`` no model is loaded here, and ``load`` is None.
 
     Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
     stops. Must run in the main thread. Raises :class:`ConfigError` if the port cannot be bound
@@ -72,11 +75,14 @@ def serve(
             "--plan.cp, --plan.ep and --plan.sh"
         )
     keys = KeyRing(config.keys, config.api_key)
+    _check_upstreams(config, keys)
     placements = place_replicas(config.replicas, plan, device)
     shadow = Shadow(config) if config.shadow or config.shadow_log else None
     with _listen(config) as listener:
-        if shadow:
-            shadow.check_not_self(listener)
+        for flag, urls in (("upstreams", config.upstreams), ("shadow", [config.shadow] if config.shadow else [])):
+            for url in urls:
+                if is_own_address(url, listener):
+                    raise ConfigError(f"--serve.{flag} {url} is this server itself; give the address of another one")
         asyncio.run(
             _serve(listener, load, plan, config, config.model_name or name, device, keys, shadow, placements, announce)
         )
@@ -84,7 +90,7 @@ def serve(
 
 async def _serve(
     listener: socket.socket,
-    load: Load,
+    load: Load | None,
     plan: Plan,
     config: ServeConfig,
     name: str,
@@ -95,7 +101,9 @@ async def _serve(
     announce: Callable[[str], object],
 ) -> None:
     stop = _StopSignals()
-    engine = EngineClient() if len(placements) == 1 else Replicas(placements, announce)
+    engine: Backend = EngineClient() if len(placements) == 1 else Replicas(placements, announce)
+    if config.upstreams:
+        engine = Upstreams(config.upstreams, config.upstream_key, announce)
     if config.keys is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, keys, announce)
     announce(f"loading {name}")
@@ -141,8 +149,11 @@ async def _serve(
 
 
 def _engines(
-    engine: Backend, load: Load, plan: Plan, config: ServeConfig, device: str, stop: "_StopSignals"
+    engine: Backend, load: Load | None, plan: Plan, config: ServeConfig, device: str, stop: "_StopSignals"
 ) -> AbstractAsyncContextManager[object]:
+    if isinstance(engine, Upstreams):
+        return engine.probing(stop.graceful)
+    assert load is not None, "a server without upstreams needs a model"
     if isinstance(engine, EngineClient):
         return engine_process(load, plan, config, device, stop.graceful, stop.immediate, engine)
     return engine.engine_processes(load, plan, config, device, stop.graceful, stop.immediate)
@@ -195,6 +206,19 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _check_upstreams(config: ServeConfig, keys: KeyRing) -> None:
+    """Raise :class:`ConfigError` for settings that need an engine here."""
+    if config.upstreams and config.replicas > 1:
+        raise ConfigError(
+            "--serve.replicas are engines of this server, which has none with --serve.upstreams; set one of the two"
+        )
+    if config.upstreams and keys.counts_tokens:
+        raise ConfigError(
+            f"the key file {config.keys} limits tokens_per_minute, which a server with --serve.upstreams does not "
+            "count; limit requests here, and tokens at the upstreams"
+        )
+
+
 def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
     """Read the key file again, or keep the keys and say why."""
     try:
@@ -206,7 +230,7 @@ def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
 def _ready_message(name: str, url: str, engine: Backend, config: ServeConfig) -> str:
     message = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
     if engine.replicas:
-        message += f"; {len(engine.replicas)} replicas"
+        message += f"; {len(engine.replicas)} {'upstreams' if config.upstreams else 'replicas'}"
     if engine.max_request_tokens < engine.context:
         flag = "cache_bytes" if config.pages is None else "pages"
         message += (

@@ -20,7 +20,7 @@ from colonnade.serve.sampling_params import choice_seed
 from colonnade.serve.structured_outputs import StructuredOutputs
 from tests.serve import tiny
 from tests.serve.serving import Running, server
-from tests.serve.test_serve_life import gone
+from tests.serve.test_serve_life import gone, until_requests
 
 pytestmark = pytest.mark.xdist_group("replicas")
 
@@ -231,6 +231,22 @@ def test_other_requests_go_to_a_replica(running: Running):
     assert httpx.get(f"{running.url}/v1/models").json()["data"][0]["max_model_len"] == 128
     over = httpx.post(f"{running.url}/v1/completions", json={"prompt": [1] * 200}).json()["error"]
     assert over["code"] == "context_length_exceeded"
+
+
+def test_a_server_in_front_of_another_answers_the_same(running: Running):
+    until_up(running, 2)
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "seed": 3}
+    with server(upstreams=[running.url]) as front:
+        direct, forwarded = (each.client.chat.completions.create(**asked) for each in (running, front))
+        assert direct.choices[0].message.content == forwarded.choices[0].message.content
+        stream = front.client.chat.completions.create(**asked, stream=True)
+        assert "".join(each.choices[0].delta.content or "" for each in stream) == direct.choices[0].message.content
+        assert front.client.models.list().data[0].id == "tiny"
+        left = front.client.completions.create(model="tiny", prompt="a", max_tokens=100, stream=True)
+        next(left)
+        left.close()  # the client leaves: so does the request
+        until_requests(running, running=0)
+        assert front.stop(signal.SIGTERM) == (0, "stopping\n", "")
 
 
 def test_replicas_stop_on_a_signal(running: Running):

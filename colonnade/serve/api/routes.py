@@ -51,10 +51,14 @@ def build_app(
     """
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
+    keys = keys or KeyRing(None, None)
+    if config.upstreams:
+        from colonnade.serve.api.forward import ForwardRequests
+
+        app.add_middleware(ForwardRequests, upstreams=engine, forward_keys=not keys.required)  # type: ignore[arg-type]
     if shadow:
         app.add_middleware(ShadowRequests, shadow=shadow)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    keys = keys or KeyRing(None, None)
     app.add_middleware(
         Authenticate, keys=keys, admin_key=config.admin_key, model=model, max_body_bytes=config.max_body_bytes
     )

@@ -92,11 +92,6 @@ class Shadow:
         self._waiting_bytes = 0
         self._senders: list[asyncio.Task[None]] = []
 
-    def check_not_self(self, listener: socket.socket) -> None:
-        """Raise :class:`ConfigError` if the shadow is the server that listens at ``listener``."""
-        if is_own_address(self.url, listener):
-            raise ConfigError(f"--serve.shadow {self.url} is this server itself; give the address of another one")
-
     def add(self, answered: _Answered) -> None:
         """Queue a request, or drop it if too many wait."""
         if self._waiting.full() or self._waiting_bytes + answered.size > MAX_QUEUED_BYTES:
