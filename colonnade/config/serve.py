@@ -1,7 +1,8 @@
 """Settings of the serving engine and its HTTP server."""
 
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, TypeGuard
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -28,6 +29,10 @@ Pooling = Literal["mean", "cls", "last"]
 
 ClassActivation = Literal["softmax", "sigmoid", "identity"]
 """What turns a classifier's logits into probabilities or scores."""
+
+
+def _are_texts(values: object) -> TypeGuard[Sequence[str]]:
+    return isinstance(values, list | tuple) and all(isinstance(each, str) for each in values)  # type: ignore[reportUnknownVariableType]
 
 
 class ServeConfig(Config):
@@ -86,8 +91,8 @@ class ServeConfig(Config):
     replicas: int = Field(default=1, gt=0, le=1024)
     """Engines with the same model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
     upstreams: tuple[str, ...] = ()
-    """URLs of servers that get the requests, such as http://10.0.0.7:8000, in the place of an engine here. MODEL is
-    then only a name."""
+    """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
+    here, and MODEL is only a name."""
     shadow: str | None = None
     """URL of another server, such as http://10.0.0.7:8000, that gets answered requests again, for comparison."""
     shadow_share: float = Field(default=1.0, ge=0, le=1)
@@ -124,6 +129,11 @@ class ServeConfig(Config):
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+
+    @field_validator("upstreams", mode="before")
+    @classmethod
+    def _split_at_commas(cls, urls: object) -> object:
+        return tuple(url for each in urls for url in each.split(",")) if _are_texts(urls) else urls
 
     @field_validator("shadow", "upstreams")
     @classmethod

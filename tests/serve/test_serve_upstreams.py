@@ -229,5 +229,10 @@ def test_configurations_that_are_refused(tmp_path: Path):
     ]:
         with pytest.raises(ConfigError, match=message):
             serve(None, config=ServeConfig(**{"port": 0, **config}), device="cpu", announce=lambda _: None)
+    assert ServeConfig(upstreams=("http://a,http://b:1/", "https://c")).upstreams == (
+        "http://a",
+        "http://b:1/",
+        "https://c",
+    )
     with pytest.raises(ConfigError, match=r"serve.upstreams has 'a'; it must be http://HOST"):
         ServeConfig(upstreams=("a",))

@@ -187,7 +187,10 @@ def test_reference_of_requests_and_metrics_is_complete():
     assert _rows(page, "Request fields") == known
     text = (ROOT / page).read_text(encoding="utf-8")
     assert {name for name in request_schemas.IGNORED if f"`{name}`" not in text} == set()
-    exposition = Metrics(SimpleNamespace(stats=Stats()), "it").text().decode()  # type: ignore[arg-type]
+    engine = SimpleNamespace(stats=Stats(), replicas={0: True}, resident_bytes=lambda: 1)
+    metrics = Metrics(engine, "it")  # type: ignore[arg-type]
+    metrics.count_shadow("compared")
+    exposition = metrics.text().decode()
     names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", exposition, re.MULTILINE) if "created" not in name}
     assert _rows(page, "Metrics") == names
     flags = {

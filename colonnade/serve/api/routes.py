@@ -38,6 +38,7 @@ from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.backend import Backend
 from colonnade.serve.ipc import GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
+from colonnade.serve.upstreams import Upstreams
 
 Outputs = AsyncGenerator[tuple[int, Output]]
 
@@ -52,10 +53,10 @@ def build_app(
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     keys = keys or KeyRing(None, None)
-    if config.upstreams:
-        from colonnade.serve.api.forward import ForwardRequests
+    if isinstance(engine, Upstreams):
+        from colonnade.serve.api.forward import ForwardRequests  # imports httpx
 
-        app.add_middleware(ForwardRequests, upstreams=engine, forward_keys=not keys.required)  # type: ignore[arg-type]
+        app.add_middleware(ForwardRequests, upstreams=engine, forward_keys=not keys.required)
     if shadow:
         app.add_middleware(ShadowRequests, shadow=shadow)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)

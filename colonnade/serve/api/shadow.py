@@ -44,6 +44,9 @@ ROUTES = GENERATION_ROUTES | {
 MAX_ANSWER_BYTES = 4 << 20
 """Longer answers are not compared [bytes]."""
 
+NOT_COMPARED = frozenset({429, CLIENT_CLOSED_REQUEST, 503, 504})
+"""Statuses that depend on the load, or on the client, and not on the request."""
+
 MAX_QUEUED = 256
 MAX_QUEUED_BYTES = 64 << 20
 """Requests that wait for the shadow, and the bytes of these and of their answers."""
@@ -190,7 +193,7 @@ class ShadowRequests:
                 complete = not message.get("more_body", False)
 
         await self.app(scope, receive_again, observe)
-        if not complete or status == CLIENT_CLOSED_REQUEST or len(answer) > MAX_ANSWER_BYTES:
+        if not complete or status in NOT_COMPARED or len(answer) > MAX_ANSWER_BYTES:
             return
         if answer.startswith(b"data:") and not answer.rstrip().endswith(b"[DONE]"):  # it ended with an error
             return
