@@ -1,11 +1,11 @@
 """Replicas on cores of their own against one engine: tokens/s and prefix hits, over HTTP.
 
-    python benchmarks/replicas.py                # SmolLM2-135M, 2 replicas, 16 clients
+    python benchmarks/replicas.py                # SmolLM2-135M, 2 replicas
     python benchmarks/replicas.py --tiny         # a smoke test: few requests
 
 Three servers run at the same time and are asked in turns: one engine on one core, one engine on all cores, and a
-replica on each core (float32). Each client sends its next request when the last one is answered: 32 tokens after a
-prompt of its own. The clients and the HTTP processes use the same cores.
+replica on each core (float32). 16 clients a core each send the next request when the last one is answered: 32 tokens
+after a prompt of its own. The clients and the HTTP processes use the same cores.
 
 Prefixes: conversations that share a system prompt of about 500 tokens in groups, each of several turns, at the same
 time. The share of prompt tokens that the prefix cache had is counted for one engine, and for the replicas behind the
@@ -20,7 +20,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def server(replicas: int, cores: set[int]) -> Iterator[str]:
             process.wait(timeout=60)
 
 
-async def generate(url: str, requests: int, offset: int) -> None:
+async def generate(url: str, clients: int, requests: int, offset: int) -> None:
     """Answer ``requests`` prompts that no other round has."""
     todo = iter(range(requests))
 
@@ -68,8 +68,8 @@ async def generate(url: str, requests: int, offset: int) -> None:
             body = {"prompt": f"{offset + i}. The history of", "max_tokens": TOKENS, "ignore_eos": True, "seed": i}
             (await http.post(f"{url}/v1/completions", json=body)).raise_for_status()
 
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=CLIENTS)) as http:
-        await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=clients)) as http:
+        await asyncio.gather(*(client(http) for _ in range(clients)))
 
 
 async def converse(url: str, groups: int, offset: int) -> None:
@@ -117,11 +117,13 @@ def measure(requests: int, groups: int, rounds: int) -> tuple[list[dict[str, Cel
             f"1 engine, {count} cores": running.enter_context(server(1, set(cores))),
             many: running.enter_context(server(count, set(cores))),
         }
-        seconds = turns(
-            {who: timed(lambda i, url=url: asyncio.run(generate(url, requests, i * requests)))
-             for who, url in urls.items()},
-            rounds,
-        )  # fmt: skip
+        used = dict(zip(urls, (1, count, count), strict=True))
+
+        def asked(who: str) -> Callable[[int], float]:
+            clients, each = CLIENTS * used[who], requests * used[who]
+            return timed(lambda i: asyncio.run(generate(urls[who], clients, each, i * each)))
+
+        seconds = turns({who: asked(who) for who in urls}, rounds)
         rates = turns({who: lambda i, url=urls[who]: hit_rate(url, groups, i * groups) for who in (one, many)}, rounds)
     rows: list[dict[str, Cell]] = []
     for who, times in seconds.items():
@@ -129,17 +131,17 @@ def measure(requests: int, groups: int, rounds: int) -> tuple[list[dict[str, Cel
         rows.append(
             {
                 "who": who,
-                "tokens_per_s": round(requests * TOKENS / median, 1),
-                "slowest_round_tokens_per_s": round(requests * TOKENS / max(times), 1),
+                "tokens_per_s": round(used[who] * requests * TOKENS / median, 1),
+                "slowest_round_tokens_per_s": round(used[who] * requests * TOKENS / max(times), 1),
                 "prefix_hits": round(statistics.median(rates[who]), 4) if who in rates else None,
-                "requests": requests,
-                "clients": CLIENTS,
+                "requests": used[who] * requests,
+                "clients": used[who] * CLIENTS,
             }
         )
         print(line(rows[-1]), flush=True)
     by_name = {str(row["who"]): row for row in rows}
     heads = [
-        Headline(f"SmolLM2 decoding on a CPU, {many}, {CLIENTS} clients", by_name[many]["tokens_per_s"], "tokens/s",
+        Headline(f"SmolLM2 on a CPU, {many}, {CLIENTS} clients a core", by_name[many]["tokens_per_s"], "tokens/s",
                  one, by_name[one]["tokens_per_s"]),
         Headline(f"Prompt tokens found in the prefix cache, {many}", by_name[many]["prefix_hits"], "of all",
                  "one engine", by_name[one]["prefix_hits"]),
@@ -150,7 +152,7 @@ def measure(requests: int, groups: int, rounds: int) -> tuple[list[dict[str, Cel
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=16, help="for each core and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="few requests; writes no record")
