@@ -19,6 +19,7 @@ from colonnade.cli.common import console
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
 from colonnade.cli.serving import chat, generate, serve
+from colonnade.cli.shadow import shadow
 from colonnade.cli.training import demo, presets, train, train_with_defaults
 from colonnade.config import did_you_mean
 from colonnade.config.plugins import load_plugin
@@ -41,6 +42,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "shadow": shadow,
     "convert": convert,
     "verify": verify,
 }

@@ -5,6 +5,7 @@ The flags are validated before anything is imported that takes seconds.
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -139,7 +140,9 @@ def chat(
 
 def _with_environment_keys(config: ServeConfig) -> ServeConfig:
     """``config`` with the keys of the environment, where it has none."""
-    names = {"api_key": "COLONNADE_API_KEY", "admin_key": "COLONNADE_ADMIN_KEY"}
+    names = {
+        "api_key": "COLONNADE_API_KEY", "admin_key": "COLONNADE_ADMIN_KEY", "upstream_key": "COLONNADE_UPSTREAM_KEY"
+    }  # fmt: skip
     found = {field: os.environ[name] for field, name in names.items() if name in os.environ}
     return config.replace(**{field: key for field, key in found.items() if getattr(config, field) is None})
 
@@ -155,17 +158,25 @@ def serve(
     embeddings of a model that also generates text.
 
     Args:
-        model: The model to serve.
+        model: The model to serve; with --serve.upstreams only its name.
         serve: Address and limits.
         placement: Where the model runs.
     """
     refuse_torchrun("serve")
     serve = _with_environment_keys(serve)
+    if serve.upstreams:
+        run, announce = _server()
+        run(None, None, serve, name=Path(model).name, device="cpu", announce=announce)
+        return
     spec = placement.spec(model, serve)
+    run, announce = _server()
+    run(spec.open_loader, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)
+
+
+def _server() -> tuple[Callable[..., None], Callable[[str], object]]:
+    """(:func:`colonnade.serve.server.serve`, what prints its lines)."""
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
-
-    announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
-    run(spec.open_loader, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)
+    return run, partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)

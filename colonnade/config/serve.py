@@ -1,9 +1,10 @@
 """Settings of the serving engine and its HTTP server."""
 
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, TypeGuard
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from colonnade.config.base import Config, short_repr
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
@@ -18,6 +19,8 @@ LogFormat = Literal["off", "text", "json"]
 
 _ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
+_URL = re.compile(r"https?://[^/\s@?#]+/?")
+
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 """Notation of tool calls: that of Qwen and Hermes, of Llama 3, of Mistral."""
 
@@ -26,6 +29,10 @@ Pooling = Literal["mean", "cls", "last"]
 
 ClassActivation = Literal["softmax", "sigmoid", "identity"]
 """What turns a classifier's logits into probabilities or scores."""
+
+
+def _are_texts(values: object) -> TypeGuard[Sequence[str]]:
+    return isinstance(values, list | tuple) and all(isinstance(each, str) for each in values)  # type: ignore[reportUnknownVariableType]
 
 
 class ServeConfig(Config):
@@ -81,6 +88,19 @@ class ServeConfig(Config):
     it computes one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Longest queue of waiting requests; further ones are refused (429)."""
+    replicas: int = Field(default=1, gt=0, le=1024)
+    """Engines with the same model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
+    upstreams: tuple[str, ...] = ()
+    """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
+    here, and MODEL is only a name."""
+    shadow: str | None = None
+    """URL of another server, such as http://10.0.0.7:8000, that gets answered requests again, for comparison."""
+    shadow_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the requests that the shadow gets, 0 to 1."""
+    shadow_log: str | None = None
+    """File that gets a JSON line for each comparison with the shadow; colonnade shadow FILE sums them up."""
+    upstream_key: str | None = Field(default=None, min_length=1, repr=False)
+    """API key that is sent to upstreams and the shadow. Better in the environment variable COLONNADE_UPSTREAM_KEY."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -118,6 +138,20 @@ class ServeConfig(Config):
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+
+    @field_validator("upstreams", mode="before")
+    @classmethod
+    def _split_at_commas(cls, urls: object) -> object:
+        return tuple(url for each in urls for url in each.split(",")) if _are_texts(urls) else urls
+
+    @field_validator("shadow", "upstreams")
+    @classmethod
+    def _are_urls(cls, urls: str | tuple[str, ...] | None, info: ValidationInfo) -> str | tuple[str, ...] | None:
+        for url in (urls,) if isinstance(urls, str) else urls or ():
+            if not _URL.fullmatch(url):
+                name = f"serve.{info.field_name}"
+                raise ConfigError(f"{name} has {short_repr(url)}; it must be http://HOST[:PORT] or https://HOST[:PORT]")
+        return urls
 
     @field_validator("origins")
     @classmethod

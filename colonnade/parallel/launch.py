@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -41,6 +41,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals by which users and schedulers stop a process."""
 PEER_LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")
 """Gloo's error in a rank that lost a peer."""
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 REPORTS_VARIABLE = "COLONNADE_REPORTS"
 """Environment variable of our workers: the folder for their failure reports."""
 
@@ -101,6 +102,23 @@ def local_world_size() -> int:
 def local_rank() -> int:
     """This process's rank among the launched ones on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    given = os.environ.get(GPUS_VARIABLE)
+    return tuple(given.split(",") if given else map(str, range(count)))[:count]
+
+
+def use_gpus(gpus: Sequence[str]) -> None:
+    """Let this process and its children use only ``gpus``; before any of them uses CUDA."""
+    os.environ[GPUS_VARIABLE] = ",".join(gpus)
+
+
+def limit_threads(most: int) -> None:
+    """Use at most ``most`` threads for an operation."""
+    torch.set_num_threads(min(most, torch.get_num_threads()))
 
 
 def slurm_job() -> tuple[str, str]:

@@ -18,8 +18,12 @@ CACHE_SHARES = {"cuda": 0.9, "cpu": 0.25}
 
 
 def available_bytes(spec: EngineSpec, in_use: int = 0) -> int:
-    """Memory that the engine may use [bytes]: serve.memory_bytes, or the usable one plus ``in_use``, which it has."""
-    return spec.serve.memory_bytes or usable_bytes(spec.device) + in_use
+    """Memory that the engine may use [bytes]: serve.memory_bytes, or its share of the usable one plus ``in_use``.
+
+    ``in_use`` is what it has already. Replicas share the memory of a CPU.
+    """
+    replicas = spec.serve.replicas if spec.device.type == "cpu" else 1
+    return spec.serve.memory_bytes or usable_bytes(spec.device) // replicas + in_use
 
 
 def size_cache(spec: EngineSpec, available: int) -> EngineSpec:

@@ -126,10 +126,13 @@ class Engine:
         request_id: str | None = None,
         client: str = "",
         priority: int = 0,
+        resume: Sequence[int] | None = None,
     ) -> str:
         """Queue a request and return its id; :meth:`step` returns its outputs.
 
-        Requests with a lower ``priority`` start first, and the ``client``s of equal ones in turn.
+        Requests with a lower ``priority`` start first, and the ``client``s of equal ones in turn. A request with
+        ``resume``, the output ids that another engine has delivered, goes on after them as after a preemption, also if
+        the queue is full; its seed must be that of ``params``.
 
         Outputs gained while a stream was read, or :meth:`generate` ran, are returned by the next step. Raises
         :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (larger than the cache).
@@ -149,14 +152,27 @@ class Engine:
             draft_tokens=self.config.draft_tokens if self.config.draft else 0,
             client=client,
             priority=priority,
+            resume=None if resume is None else tuple(resume),
         )
         if request.id in self._live:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
         now_s = time.monotonic()
         self.scheduler.add(request, now_s)
         text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
-        self._live[request.id] = _Generation(request, text, arrived_s=now_s)
+        live = self._live[request.id] = _Generation(request, text, arrived_s=now_s)
+        if resume:
+            self._replay(live)
         return request.id
+
+    def _replay(self, live: _Generation) -> None:
+        """Bring the text, the penalties and the grammar of a resumed request to the state after its last token."""
+        request, params = live.request, live.request.params
+        if params.echo:
+            live.echoed = len(self._prompt_text(request.prompt)[0])
+        for count, token in enumerate(request.resume or (), 1):
+            if request.processor is not None:
+                request.processor.accept(token)
+            live.text.push(token, may_stop=count >= params.min_tokens)
 
     def step(self) -> list[Output]:
         """Run one forward pass over as many requests as fit; returns all outputs of requests from :meth:`add`."""
@@ -246,8 +262,9 @@ class Engine:
         """The output for one new token: the text that it completes, and whether the request ends."""
         request, params = live.request, live.request.params
         echo, prompt_logprobs, prompt_ids = "", None, None
-        if request.generated == 1:
+        if request.generated == len(request.resume or ()) + 1:
             live.first_token_s = now_s
+        if request.generated == 1:
             self._stats.prompt_tokens += len(request.prompt)
             echo, prompt_logprobs = self._prompt_outputs(live)
             prompt_ids = request.prompt if params.return_prompt_ids else None
@@ -306,13 +323,7 @@ class Engine:
     def _prompt_outputs(self, live: _Generation) -> tuple[str, tuple[TokenLogprob, ...] | None]:
         """The prompt's text, if it is echoed, and its tokens' log-probabilities, if they are wanted."""
         prompt, params = live.request.prompt, live.request.params
-        text, offsets = "", [0] * len(prompt)
-        if params.echo:
-            detokenizer = self.tokenizer.detokenizer()
-            for i, token in enumerate(prompt):
-                offsets[i] = len(text)
-                text += detokenizer.push(token)
-            text += detokenizer.flush()
+        text, offsets = self._prompt_text(prompt) if params.echo else ("", [0] * len(prompt))
         live.echoed = len(text)
         if params.prompt_logprobs is None:
             return text, None
@@ -321,6 +332,14 @@ class Engine:
         rest = [self._token_logprob(token, score, params.prompt_logprobs, offset) for token, score, offset in rows]
         live.prompt_scores = []
         return text, (first, *rest)
+
+    def _prompt_text(self, prompt: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of a prompt, and the number of its characters before each token."""
+        text, offsets, detokenizer = "", list[int](), self.tokenizer.detokenizer()
+        for token in prompt:
+            offsets.append(len(text))
+            text += detokenizer.push(token)
+        return text + detokenizer.flush(), offsets
 
     def _token_logprob(self, token: int, score: HostScore, count: int, offset: int) -> TokenLogprob:
         data = self.tokenizer.token_bytes

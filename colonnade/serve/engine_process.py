@@ -16,8 +16,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,6 +29,7 @@ from colonnade.config.plugins import load_plugin, loaded_plugins
 from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
 from colonnade.serve.cpu_sharing import let_threads_sleep
 from colonnade.serve.ipc import EngineClient
+from colonnade.serve.replica_placement import ANYWHERE, Placement
 
 if TYPE_CHECKING:
     from colonnade.serve.worker import Load
@@ -56,19 +57,21 @@ async def engine_process(
     give_up: asyncio.Event,
     kill: asyncio.Event | None = None,
     client: EngineClient | None = None,
+    placement: Placement = ANYWHERE,
 ) -> AsyncIterator[EngineClient]:
     """Start an engine and wait until its model is loaded; stop it at the end.
 
     Setting ``give_up`` ends the wait; setting ``kill`` kills the engine at the end in place of stopping it. ``client``
-    is the connection to use, if the caller has made one. Raises what the start raised: a :class:`CheckpointError`, a
-    :class:`CapacityError`, …
+    is the connection to use, if the caller has made one; ``placement`` limits its cores or GPUs. Raises what the start
+    raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
     """
     client, kill = client or EngineClient(), kill or asyncio.Event()
     parent = None if len(tempfile.gettempdir()) < MAX_TMPDIR_CHARACTERS else "/tmp"
     with tempfile.TemporaryDirectory(prefix="colonnade-", dir=parent) as folder:  # only this user may enter
         address = f"{folder}/engine"
         async with await asyncio.start_unix_server(client.listen, address, limit=MAX_MESSAGE_BYTES):
-            report, process = _spawn((loaded_plugins(), open_model, plan, config, device, address))
+            args = (loaded_plugins(), open_model, plan, config, device, address, placement)
+            report, process = _spawn(args, placement)
             watcher = asyncio.create_task(_watch(client, process, report))
             try:
                 await wait_first(client.ready.wait(), client.exited.wait(), give_up.wait())
@@ -120,7 +123,7 @@ def _kill(process: BaseProcess) -> None:
     process.kill()
 
 
-def _spawn(args: tuple) -> tuple[Connection, BaseProcess]:
+def _spawn(args: tuple, placement: Placement) -> tuple[Connection, BaseProcess]:
     """Start the supervisor; returns the pipe on which it reports a failure, and its process."""
     context = multiprocessing.get_context("spawn")
     report, report_end = context.Pipe(duplex=False)
@@ -130,11 +133,26 @@ def _spawn(args: tuple) -> tuple[Connection, BaseProcess]:
     resource_tracker.ensure_running()  # the first child would start it, and that would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process.start()
+        with _affinity(placement.cores):
+            process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         report_end.close()
     return report, process
+
+
+@contextmanager
+def _affinity(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that this thread starts in the block run on ``cores`` only; on any, if it is empty."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _supervise(
@@ -145,6 +163,7 @@ def _supervise(
     config: ServeConfig,
     device: str,
     address: str,
+    placement: Placement,
 ) -> None:
     """In the child: open the model, launch the ranks, and report why they failed."""
     os.setsid()
@@ -153,9 +172,13 @@ def _supervise(
     let_threads_sleep(os.environ)
     try:
         # Imported here, since they import torch, which the HTTP process does not need.
-        from colonnade.parallel.launch import launch
+        from colonnade.parallel.launch import launch, limit_threads, use_gpus
         from colonnade.serve.worker import run_worker
 
+        if placement.cores:
+            limit_threads(len(placement.cores))
+        if placement.gpus:
+            use_gpus(placement.gpus)
         for plugin in plugins:
             load_plugin(plugin)
         launch(run_worker, (open_model(), plan, config, device, address), plan)

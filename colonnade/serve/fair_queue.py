@@ -116,11 +116,14 @@ class FairQueue:
                     del group.lines[client]
 
     def append(self, request: Request, now_s: float) -> None:
-        """Add a new request."""
+        """Add a new request; one that another engine has begun comes after the preempted ones, before all others."""
+        self._size += 1
+        if request.resume:
+            self._preempted[request] = None
+            return
         group = self._classes.setdefault(request.priority, _Class())
         line = group.lines.setdefault(request.client, _Line())
         self._number += 1
-        self._size += 1
         group.waiting += 1
         line.requests[request] = self._number
         if len(line.requests) == 1:
@@ -158,6 +161,8 @@ class FairQueue:
 
     def refund(self, request: Request) -> None:
         """Give the client of an admitted request, which has ended, the tokens back that were not generated."""
+        if request.resume:  # another engine has charged its client
+            return
         group = self._classes.get(request.priority)
         line = group and group.lines.get(request.client)
         if not group or not line:

@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",
-                       "priority", "timeout_s"}
+                       "priority", "timeout_s", "resume"}
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
                       {"do": "swap", "ids", "path"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
@@ -70,6 +70,8 @@ class GenerationRequest:
     """Its class in the queue; lower ones first."""
     timeout_s: float | None = None
     """It is refused if it would wait longer, and ended with an error if it takes longer; None: no limit [s]."""
+    resume: Sequence[Sequence[int] | None] = ()
+    """If it goes on after another engine has failed: the output ids of each completion so far; None: it has ended."""
 
     @property
     def num_completions(self) -> int:
@@ -190,7 +192,8 @@ def _logprob_from_list(values: list[Any]) -> TokenLogprob:
     return TokenLogprob(token, data.encode("latin-1"), logprob, offset, alternatives)
 
 
-def _timed_out(timeout_s: float) -> RequestError:
+def timed_out(timeout_s: float) -> RequestError:
+    """The error of a request that took longer than ``timeout_s``."""
     return RequestError(
         f"the request did not finish within its timeout_s of {timeout_s:g} s; allow more, or ask for fewer tokens",
         param="timeout_s",
@@ -268,6 +271,11 @@ class EngineClient:
         return 0
 
     @property
+    def replicas(self) -> Mapping[int, bool]:
+        """Whether each replica is up; empty, since there is one engine."""
+        return {}
+
+    @property
     def running(self) -> int:
         """Number of HTTP requests that wait for outputs."""
         return len(set(self._queues.values()))
@@ -296,12 +304,14 @@ class EngineClient:
         request.check_lengths(self.context, self.longest_token_bytes, self.cache_tokens)
         queue: asyncio.Queue[Output | PoolingOutput | RequestError] = asyncio.Queue()
         indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
-        live = set(indices)
+        resume = request.resume if isinstance(request, GenerationRequest) else ()
+        ended = {i for i, tokens in enumerate(resume) if tokens is None}
+        live = {key for key, index in indices.items() if index not in ended}
         self.idle.clear()
         timer = None
         if request.timeout_s is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(request.timeout_s, queue.put_nowait, _timed_out(request.timeout_s))
+            timer = loop.call_later(request.timeout_s, queue.put_nowait, timed_out(request.timeout_s))
         try:
             self._queues.update(dict.fromkeys(indices, queue))
             submission = submit_message(list(indices), request)

@@ -53,6 +53,8 @@ class Request:
     """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
+    resume: tuple[int, ...] | None = None
+    """Output ids that another engine has generated and delivered; None for a new request."""
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     """The page table: token i is in pages[i // page_tokens]."""
@@ -76,7 +78,9 @@ class Request:
     drafter: NgramDrafter | None = field(init=False, default=None)
 
     def __post_init__(self):
-        self.ids = list(self.prompt)
+        self.ids = [*self.prompt, *(self.resume or ())]
+        if self.resume:  # the first output, with the prompt's log-probabilities, has been delivered
+            self.scored = len(self.prompt) - 1
         history = self.processor is not None and self.processor.needs_history
         if self.draft_tokens and not history:
             self.drafter = NgramDrafter(self.ids, self.draft_tokens)

@@ -110,7 +110,7 @@ class Scheduler:
         Raises RequestError (429) if the queue is full, CapacityError if the request can never fit.
         """
         self.pool.check_fits(len(request.prompt), request.limit_tokens)
-        if self.full:
+        if self.full and request.resume is None:
             raise RequestError(
                 f"the queue is full: {len(self.waiting):,} requests wait already; try again later",
                 status=429,

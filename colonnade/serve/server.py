@@ -15,7 +15,8 @@ import errno
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
@@ -26,8 +27,13 @@ from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.connection import ConnectionLimits, connection_class, limit_unsent
 from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
+from colonnade.serve.api.shadow import Shadow, is_own_address
+from colonnade.serve.backend import Backend
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
+from colonnade.serve.replica_placement import Placement, place_replicas
+from colonnade.serve.replicas import Replicas
+from colonnade.serve.upstreams import Upstreams
 
 try:
     from uvloop import new_event_loop
@@ -53,7 +59,7 @@ FORCED_CLOSE_S = 0.5
 
 
 def serve(
-    open_model: OpenModel,
+    open_model: OpenModel | None,
     plan: Plan | None = None,
     config: ServeConfig | None = None,
     *,
@@ -63,6 +69,8 @@ def serve(
     limits: ConnectionLimits = ConnectionLimits(),
 ) -> None:
     """Serve a model until SIGINT or SIGTERM: ``open_model()(context)`` returns it in each engine process.
+
+    With ``config.upstreams`` no model is loaded here, and ``open_model`` is None.
 
     Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
     stops; ``limits`` are those of its connections. Must run in the main thread. Raises :class:`ConfigError` if the port
@@ -77,34 +85,54 @@ def serve(
         )
     name = config.model_name or name
     keys = KeyRing(config.keys, config.api_key)
+    _check_upstreams(config, keys)
+    placements = place_replicas(config.replicas, plan, device)
+    shadow = Shadow(config) if config.shadow or config.shadow_log else None
     with (
         _listen(config) as listener,
         _tracing(config, name) as tracer,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
-        runner.run(_serve(listener, open_model, plan, config, name, device, keys, tracer, announce, limits))
+        for flag, urls in (("upstreams", config.upstreams), ("shadow", [config.shadow] if config.shadow else [])):
+            for url in urls:
+                if is_own_address(url, listener):
+                    raise ConfigError(f"--serve.{flag} {url} is this server itself; give the address of another one")
+        around = _Around(keys, tracer, shadow, limits)
+        runner.run(_serve(listener, open_model, plan, config, name, device, placements, around, announce))
+
+
+class _Around(NamedTuple):
+    """What surrounds the routes."""
+
+    keys: KeyRing
+    tracer: "Tracer | None"
+    shadow: Shadow | None
+    limits: ConnectionLimits
 
 
 async def _serve(
     listener: socket.socket,
-    open_model: OpenModel,
+    open_model: OpenModel | None,
     plan: Plan,
     config: ServeConfig,
     name: str,
     device: str,
-    keys: KeyRing,
-    tracer: "Tracer | None",
+    placements: list[Placement],
+    around: _Around,
     announce: Callable[[str], object],
-    limits: ConnectionLimits,
 ) -> None:
+    stop = _StopSignals()
+    keys, tracer, shadow, limits = around
     limits = limits.within_files()
-    stop, engine = _StopSignals(), EngineClient()
+    engine: Backend = EngineClient() if len(placements) == 1 else Replicas(placements, announce)
+    if config.upstreams:
+        engine = Upstreams(config.upstreams, config.upstream_key, announce)
     if config.keys is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, keys, announce)
     announce(f"loading {name}")
     server = _Server(
         uvicorn.Config(
-            build_app(engine, name, config, keys, tracer, limits),
+            build_app(engine, name, config, keys, tracer=tracer, shadow=shadow, limits=limits),
             http=connection_class(limits),
             lifespan="off",
             ws="none",
@@ -116,9 +144,12 @@ async def _serve(
         )
     )
     async with (
+        contextlib.AsyncExitStack() as closing,
         server.running(listener) as serving,
-        engine_process(open_model, plan, config, device, stop.graceful, stop.immediate, engine),
+        _engines(engine, open_model, plan, config, device, stop),
     ):
+        if shadow:
+            closing.push_async_callback(shadow.close)
         if stop.graceful.is_set():
             announce(f"stopped before {name} was loaded")
             raise Interrupted(stop.signal)
@@ -141,6 +172,17 @@ async def _serve(
         await serving
         if engine.failure:
             raise engine.failure
+
+
+def _engines(
+    engine: Backend, open_model: OpenModel | None, plan: Plan, config: ServeConfig, device: str, stop: "_StopSignals"
+) -> AbstractAsyncContextManager[object]:
+    if isinstance(engine, Upstreams):
+        return engine.probing(stop.graceful)
+    assert open_model is not None, "a server without upstreams needs a model"
+    if isinstance(engine, EngineClient):
+        return engine_process(open_model, plan, config, device, stop.graceful, stop.immediate, engine)
+    return engine.engine_processes(open_model, plan, config, device, stop.graceful, stop.immediate)
 
 
 class _StopSignals:
@@ -205,6 +247,19 @@ def _tracing(config: ServeConfig, name: str) -> Iterator["Tracer | None"]:
         tracer.close()
 
 
+def _check_upstreams(config: ServeConfig, keys: KeyRing) -> None:
+    """Raise :class:`ConfigError` for settings that need an engine here."""
+    if config.upstreams and config.replicas > 1:
+        raise ConfigError(
+            "--serve.replicas are engines of this server, which has none with --serve.upstreams; set one of the two"
+        )
+    if config.upstreams and keys.counts_tokens:
+        raise ConfigError(
+            f"the key file {config.keys} limits tokens_per_minute, which a server with --serve.upstreams does not "
+            "count; limit requests here, and tokens at the upstreams"
+        )
+
+
 def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
     """Read the key file again, or keep the keys and say why."""
     try:
@@ -213,8 +268,10 @@ def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
         announce(f"{error}; the old keys stay valid")
 
 
-def _ready_message(name: str, url: str, engine: EngineClient, config: ServeConfig) -> str:
+def _ready_message(name: str, url: str, engine: Backend, config: ServeConfig) -> str:
     message = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
+    if engine.replicas:
+        message += f"; {len(engine.replicas)} {'upstreams' if config.upstreams else 'replicas'}"
     if engine.max_request_tokens < engine.context:
         flag = "cache_bytes" if config.pages is None else "pages"
         message += (

@@ -173,12 +173,18 @@ def _handle(engine: Engine | PoolingEngine, message: Message) -> Message | None:
             options = message["pooling"]
             engine.add(message["ids"], message["tokens"], fields=options["fields"], dimensions=options["dimensions"])
             return None
-        _check_queue(engine, len(message["ids"]))
-        _check_wait(engine, message)
+        resume = message["resume"]
+        if not resume:
+            _check_queue(engine, len(message["ids"]))
+            _check_wait(engine, message)
         params, n = sampling_params(message["params"]), message["n"]
-        who = {"client": message["client"], "priority": message["priority"]}
         for i, key in enumerate(message["ids"]):
-            engine.add(message["tokens"][i // n], _choice_params(params, i % n), request_id=key, **who)
+            if resume and resume[i] is None:
+                continue
+            engine.add(
+                message["tokens"][i // n], _choice_params(params, i % n), request_id=key, client=message["client"],
+                priority=message["priority"], resume=resume[i] if resume else None,
+            )  # fmt: skip
     except ColonnadeError as error:
         for key in message["ids"]:  # none of them has run yet
             engine.cancel(key)

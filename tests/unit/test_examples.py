@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from colonnade.config import ServeConfig
 from tests.unit.test_docs import command_error
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -80,3 +81,30 @@ def test_shell_words_of_the_examples_are_quoted() -> None:
     for script in EXAMPLES.glob("*.sh"):
         for line in script.read_text().splitlines():
             shlex.split(line.removesuffix("\\"), comments=True)
+
+
+def test_kubernetes_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands parse, probes and ports agree, the drain fits the grace period, and the front finds its pods."""
+    documents = list(yaml.safe_load_all((EXAMPLES / "kubernetes_serve.yaml").read_text()))
+    by_kind = {(each["kind"], each["metadata"]["name"]): each for each in documents}
+    monkeypatch.chdir(tmp_path)
+    for kind, name in (("StatefulSet", "colonnade-engine"), ("Deployment", "colonnade-front")):
+        spec = by_kind[kind, name]["spec"]
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        argv = [part for word in container["args"] for part in word.split("=", 1)]
+        assert container["command"] == ["colonnade"] and command_error(argv) is None
+        options = dict(zip(argv[2::2], argv[3::2], strict=True))
+        assert float(options.get("--serve.drain_s", 25)) + 5 <= pod["terminationGracePeriodSeconds"]
+        assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+        (port,) = (each["containerPort"] for each in container["ports"])
+        probes = [container[f"{each}Probe"]["httpGet"] for each in ("liveness", "readiness")]
+        assert probes == [{"path": "/health", "port": port}, {"path": "/ready", "port": port}]
+        assert port == ServeConfig().port
+    engines = by_kind["StatefulSet", "colonnade-engine"]["spec"]
+    headless = by_kind["Service", engines["serviceName"]]["spec"]
+    assert headless["selector"] == engines["selector"]["matchLabels"] and headless["ports"] == [{"port": 8000}]
+    urls = [f"http://colonnade-engine-{i}.colonnade-engines:8000" for i in range(engines["replicas"])]
+    assert ServeConfig(upstreams=(options["--serve.upstreams"],)).upstreams == tuple(urls)
+    service = by_kind["Service", "colonnade"]["spec"]
+    assert service["selector"] == {"app": "colonnade-front"} and service["ports"][0]["targetPort"] == 8000

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from colonnade.errors import RequestError
 from colonnade.serve.api import replies
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.backend import Backend
 
 
 class Draining(replies.Reply):
@@ -55,7 +55,7 @@ LOG = logging.getLogger("colonnade.serve.admin")
 LOG.addHandler(logging.NullHandler())
 
 
-def install_admin(app: FastAPI, engine: EngineClient) -> None:
+def install_admin(app: FastAPI, engine: Backend) -> None:
     """Add the routes to ``app``."""
 
     @app.post("/admin/drain", status_code=202, responses=replies.refusals(403, "4XX"))

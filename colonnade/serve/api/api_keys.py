@@ -71,6 +71,11 @@ class KeyRing:
         """Whether requests need a key."""
         return self._file is not None or self._single is not None
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a key has a limit of tokens."""
+        return any(state.key.tokens_per_minute is not None for state in self._states.values())
+
     def reload(self) -> str:
         """Read the file again; returns a line for the log. Keys that are unchanged keep their counts."""
         if self._file is None:

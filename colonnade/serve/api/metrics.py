@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.backend import Backend
 from colonnade.serve.request import Output
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
@@ -46,7 +46,7 @@ class SpanCounts(Protocol):
 class Metrics:
     """The metrics of one server; ``model`` is their label."""
 
-    def __init__(self, engine: EngineClient, model: str, prefix: str = "colonnade"):
+    def __init__(self, engine: Backend, model: str, prefix: str = "colonnade"):
         self._registry, self._prefix = CollectorRegistry(), prefix
         self._registry.register(_EngineStats(engine, model, prefix))
         ProcessCollector(registry=self._registry)
@@ -58,6 +58,7 @@ class Metrics:
             )
             for name, text, buckets in names
         }
+        self._prefix, self._shadow = prefix, None
         self._requests = Counter(
             f"{prefix}:http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry
         )
@@ -79,6 +80,14 @@ class Metrics:
     def observe(self, name: str, value: float) -> None:
         """Record a latency [s] or a length [tokens]."""
         self._histograms[name].observe(value)
+
+    def count_shadow(self, result: str) -> None:
+        """Count a request for the shadow: "compared", "unanswered" or "dropped"."""
+        if self._shadow is None:
+            self._shadow = Counter(
+                f"{self._prefix}:shadow_requests", "Requests for the shadow.", ["result"], registry=self._registry
+            )
+        self._shadow.labels(result).inc()
 
     def count_request(self, route: str, status: int) -> None:
         """Count an answer; ``route`` is the pattern of its path, empty if there is none."""
@@ -116,7 +125,7 @@ class RequestTimer:
 class _EngineStats(Collector):
     """The engine's counters, as of its last message."""
 
-    def __init__(self, engine: EngineClient, model: str, prefix: str):
+    def __init__(self, engine: Backend, model: str, prefix: str):
         self._engine, self._model, self._prefix = engine, model, prefix
 
     def collect(self) -> Iterator[Metric]:
@@ -149,6 +158,13 @@ class _EngineStats(Collector):
                 family = kind(f"{self._prefix}:{name}", text, labels=["model_name"])
                 family.add_metric([self._model], value)
                 yield family
+        if replicas := self._engine.replicas:
+            family = GaugeMetricFamily(
+                f"{self._prefix}:replica_up", "1 if the replica takes requests.", labels=["model_name", "replica"]
+            )
+            for number, up in replicas.items():
+                family.add_metric([self._model, str(number)], up)
+            yield family
         ended = CounterMetricFamily(
             f"{self._prefix}:request_success",
             "Requests that ended, by reason.",

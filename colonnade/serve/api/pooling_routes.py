@@ -15,7 +15,8 @@ from colonnade.serve.api import pooling_replies, replies
 from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.pooling_schemas import ClassifyBody, EmbeddingBody, PairsBody, RerankBody, ScoreBody
-from colonnade.serve.ipc import EngineClient, to_thread_if_large
+from colonnade.serve.backend import Backend
+from colonnade.serve.ipc import to_thread_if_large
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest, Text
 
@@ -26,7 +27,7 @@ GENERATION = "/v1/chat/completions or /v1/completions"
 
 
 def install(
-    app: FastAPI, engine: EngineClient, model: str, metrics: Metrics, check_model: Callable[[str | None], None]
+    app: FastAPI, engine: Backend, model: str, metrics: Metrics, check_model: Callable[[str | None], None]
 ) -> None:
     """Add the routes to ``app``."""
 
@@ -93,7 +94,7 @@ def install(
         return _json(reply)
 
 
-def pooler_for(engine: EngineClient, model: str, wanted: Wanted) -> PoolerSpec:
+def pooler_for(engine: Backend, model: str, wanted: Wanted) -> PoolerSpec:
     """The model's pooler; raises :class:`RequestError`: 400 if it is of another kind, 503 while it loads."""
     if not engine.ready.is_set():
         raise engine.unavailable()
@@ -109,7 +110,7 @@ def pooler_for(engine: EngineClient, model: str, wanted: Wanted) -> PoolerSpec:
     return spec
 
 
-def check_generates(engine: EngineClient, model: str) -> None:
+def check_generates(engine: Backend, model: str) -> None:
     """Raise :class:`RequestError` (400) if the model does not generate text."""
     if (spec := engine.pooler) is not None:
         embeds = spec.task == "embed"

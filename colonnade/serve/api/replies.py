@@ -242,10 +242,19 @@ class Health(Reply):
     status: Literal["ok", "engine failed"]
 
 
+class ReplicaCount(Reply):
+    """How many replicas take requests, of how many."""
+
+    up: int
+    all: int
+
+
 class Readiness(Reply):
     """Whether new requests are accepted: only "ready" comes with status 200."""
 
     status: Literal["ready", "loading", "draining", "queue full", "engine failed"]
+    replicas: NotRequired[ReplicaCount]
+    """Only of a server with several."""
 
 
 @dataclass

@@ -35,27 +35,41 @@ from colonnade.serve.api.request_record import RequestRecord, record_of
 from colonnade.serve.api.request_schemas import Body, CompletionBody
 from colonnade.serve.api.responses_replies import ResponseEvent, ResponseReplies, ResponseReply, response_events
 from colonnade.serve.api.responses_schemas import ResponsesBody, renamed
+from colonnade.serve.api.shadow import Shadow, ShadowRequests
 from colonnade.serve.api.tokenize import install_tokenize
-from colonnade.serve.ipc import EngineClient, GenerationRequest, to_thread_if_large
+from colonnade.serve.backend import Backend
+from colonnade.serve.ipc import GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
+from colonnade.serve.upstreams import Upstreams
 
 if TYPE_CHECKING:  # needs the extra trace
     from colonnade.serve.api.tracing import Tracer
 
 
 def build_app(
-    engine: EngineClient,
+    engine: Backend,
     model: str,
     config: ServeConfig,
     keys: KeyRing | None = None,
+    *,
     tracer: "Tracer | None" = None,
+    shadow: Shadow | None = None,
     limits: ConnectionLimits = ConnectionLimits(),
 ) -> FastAPI:
-    """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one."""
+    """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one.
+
+    A ``shadow`` gets requests again that have been answered.
+    """
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, limits=limits)
     keys = keys or KeyRing(None, None)
+    if isinstance(engine, Upstreams):
+        from colonnade.serve.api.forward import ForwardRequests  # imports httpx
+
+        app.add_middleware(ForwardRequests, upstreams=engine, forward_keys=not keys.required)
+    if shadow:
+        app.add_middleware(ShadowRequests, shadow=shadow)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, limits=limits)
     app.add_middleware(
         Authenticate, keys=keys, admin_key=config.admin_key, model=model, max_body_bytes=config.max_body_bytes
     )
@@ -64,6 +78,8 @@ def build_app(
     metrics = Metrics(engine, model, config.metrics_prefix)
     if tracer:
         metrics.watch_exporter(tracer.exporter)
+    if shadow:
+        shadow.count = metrics.count_shadow
     log, count = config.log == "json", metrics.count_request
     app.add_middleware(RequestLog, model=model, routes=app.routes, count=count, log=log, tracer=tracer)
     errors.install(app)
@@ -134,7 +150,10 @@ def build_app(
         """Readiness: whether new requests are accepted."""
         status = _readiness(engine, config)
         response.status_code = 200 if status == "ready" else 503
-        return {"status": status}
+        reply: replies.Readiness = {"status": status}
+        if up := list(engine.replicas.values()):
+            reply["replicas"] = {"up": sum(up), "all": len(up)}
+        return reply
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
@@ -184,7 +203,7 @@ def build_app(
 
 
 def _readiness(
-    engine: EngineClient, config: ServeConfig
+    engine: Backend, config: ServeConfig
 ) -> Literal["ready", "loading", "draining", "queue full", "engine failed"]:
     if engine.failure:
         return "engine failed"
@@ -192,7 +211,8 @@ def _readiness(
         return "draining"
     if not engine.ready.is_set():
         return "loading"
-    return "queue full" if engine.stats.waiting >= config.max_waiting else "ready"
+    queues = max(1, sum(engine.replicas.values()))
+    return "queue full" if engine.stats.waiting >= queues * config.max_waiting else "ready"
 
 
 async def _with_metrics(batches: Batches, metrics: Metrics, record: RequestRecord) -> Batches:

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from colonnade.errors import RequestError
 from colonnade.serve.api import replies
 from colonnade.serve.api.chat_schemas import ChatMessage
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.backend import Backend
 
 
 class TokenizeBody(BaseModel):
@@ -76,7 +76,7 @@ class Version(replies.Reply):
     version: str
 
 
-def install_tokenize(app: FastAPI, engine: EngineClient, check_model: Callable[[str | None], None]) -> None:
+def install_tokenize(app: FastAPI, engine: Backend, check_model: Callable[[str | None], None]) -> None:
     """Add the routes to ``app``; ``check_model`` raises for the name of another model."""
 
     @app.post("/tokenize", responses={200: {"model": TokenizeReply}, **replies.refusals()})
