@@ -1,6 +1,7 @@
 """What a constrained answer must match: a JSON schema, a regular expression, a list of choices, or a grammar."""
 
 import json as json_library
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,9 @@ from colonnade.serve.client_json import parse_text, to_json_text
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Size limit of a schema, an expression, a grammar, or all choices of one request [bytes]."""
+
+_OVERFLOWING = re.compile(r'(?<!"minimum": )(?<!"exclusiveMinimum": )-9\d{18}(?!\d)')
+"""Integers up to -9·10¹⁸, but for a minimum: llguidance's range of them overflows, and recurses without end."""
 
 WHITESPACE = r"(\n[ \t]{0,64}| )?"
 """Between the parts of JSON: nothing, a space, or a new line with its indentation. Where any whitespace is allowed, a
@@ -46,6 +50,10 @@ class StructuredOutputs:
             self._check_choices()
         if not isinstance(self.json_object, bool | None):
             raise _error("structured_outputs.json_object must be true or false")
+        if self.kind in ("json", "grammar") and (found := _OVERFLOWING.search(self.source)):
+            raise _error(
+                f"structured_outputs.{self.kind} has {found.group()}, which is too close to -2⁶³; leave it out"
+            )
         size = len(self.source.encode())
         if size > MAX_GRAMMAR_BYTES:
             raise _error(f"structured_outputs.{self.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")

@@ -240,7 +240,7 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.Op
         (b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", "temperature", "temperature"),
         ({"prompt": "x", "seed": 10**30}, "seed", "signed 64-bit"),
         ({"prompt": [10**30]}, "prompt", "not in the vocabulary"),
-        ({"prompt": "x", "max_tokens": 10**30}, "prompt", "context of 128"),
+        ({"prompt": "x", "max_tokens": 10**30}, "prompt", "context length is 128"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be 1 or more"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens", "valid integer"),
         ({"prompt": "x", "top_p": 2}, "top_p", "above 0 and at most 1"),
@@ -280,7 +280,7 @@ def test_bad_bodies_are_refused_with_the_parameter(running: Running, body, param
     [
         ([], "messages is empty"),
         ("hello", "valid list"),
-        ([{"role": "user"}], "role 'user' has no content"),
+        ([{"role": "user"}], "has no content; send a text"),
         ([{"role": "bot", "content": "x"}], "'system', 'developer', 'user', 'assistant' or 'tool'"),
         ([{"role": "developer", "content": "x"}], "refuses these messages: unknown role developer"),
         (

@@ -119,7 +119,7 @@ def test_text_over_the_context_is_refused_without_tokenising():
         (GenerationRequest(messages=[{"content": "a" * most}, {"content": "abc"}]), "messages"),
     ):
         with pytest.raises(
-            RequestError, match=rf"context of 128 tokens, .* {longest} bytes, holds at most {most}"
+            RequestError, match=rf"context length is 128 tokens, .* {longest} bytes, which makes {most}"
         ) as no:
             request.check_lengths(128, longest)
         assert (no.value.param, no.value.code) == (param, "context_length_exceeded")
