@@ -59,7 +59,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return out
 
 
-def opened_here(supervisor: tuple[object, ...]) -> None:
+def opened_here(supervisor: tuple[object, ...], _placement: object) -> None:
     """In place of starting a server's supervisor: opens the model as it does before it starts the ranks."""
     _plugins, open_model, *_ = supervisor
     assert callable(open_model)
