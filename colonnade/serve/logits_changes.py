@@ -35,11 +35,9 @@ def apply_changes(logits_Rv: Tensor, args: Sequence[SampleArgs], first: int) -> 
     masked = [r for r in rows if _changes(args[r]).mask is not None]
     if masked:
         ids_v = torch.arange(first, first + width, device=device)
-        bytes_Mb = torch.frombuffer(
-            bytearray(b"".join(_changes(args[r]).mask or b"" for r in masked)), dtype=torch.uint8
-        )
-        bytes_Mb = bytes_Mb.view(len(masked), -1).to(device)
-        allowed_Mv = (bytes_Mb[:, ids_v >> 3] >> (ids_v & 7).to(torch.uint8)) & 1
+        packed = torch.frombuffer(bytearray(b"".join(_changes(args[r]).mask or b"" for r in masked)), dtype=torch.uint8)
+        packed = packed.view(len(masked), -1).to(device)
+        allowed_Mv = (packed[:, ids_v >> 3] >> (ids_v & 7).to(torch.uint8)) & 1
         row_M = upload(masked, torch.int64, device)
         x_Rv[row_M] = x_Rv[row_M].masked_fill(allowed_Mv == 0, -math.inf)
     return x_Rv
