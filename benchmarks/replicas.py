@@ -16,10 +16,7 @@ import argparse
 import asyncio
 import os
 import re
-import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +27,7 @@ from colonnade.data.readers import sotu_documents
 from harness.paired_timing import Neighbours, timed, turns
 from harness.report import RESULTS, Cell, Headline, report
 from harness.rows import line
+from harness.served import served
 
 CLIENTS, TOKENS = 16, 32
 GROUPS, TURNS = 6, 3
@@ -39,24 +37,15 @@ SYSTEM_WORDS = 350
 @contextmanager
 def server(replicas: int, cores: set[int]) -> Iterator[str]:
     """The URL of ``colonnade serve smollm2`` on ``cores``."""
-    flags = ["--serve.port", "0", "--serve.log", "off", "--serve.replicas", str(replicas), "--device", "cpu"]
-    command = [sys.executable, "-u", "-m", "colonnade", "serve", "smollm2", *flags, "--serve.pages", "1024"]
+    flags = ("--serve.log", "off", "--serve.replicas", str(replicas), "--serve.pages", "1024")
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    finally:
-        os.sched_setaffinity(0, before)
-    with process:
+    with ExitStack() as stack:
+        os.sched_setaffinity(0, cores)
         try:
-            assert process.stderr is not None
-            lines = [process.stderr.readline() for _ in range(2)]
-            if not lines[1].startswith("serving "):
-                raise RuntimeError(f"the server did not start: {lines}")
-            yield lines[1].split()[3]
+            url, _ = stack.enter_context(served("smollm2", *flags))
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(timeout=60)
+            os.sched_setaffinity(0, before)
+        yield url
 
 
 async def generate(url: str, clients: int, requests: int, offset: int) -> None:

@@ -15,12 +15,8 @@ import argparse
 import asyncio
 import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -32,6 +28,7 @@ from colonnade.data.readers import sotu_documents
 from harness.paired_timing import Neighbours, timed, turns
 from harness.report import RESULTS, Cell, Headline, report
 from harness.rows import line
+from harness.served import served
 
 CLIENTS, PADDED_BATCH = 16, 32
 MAX_TOKENS = 256
@@ -66,22 +63,6 @@ class Peer:
             x_BTD = self.model(**batch).last_hidden_state
             rows.append(torch.nn.functional.normalize((x_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)))
         return torch.cat(rows)
-
-
-@contextmanager
-def server() -> Iterator[tuple[str, int]]:
-    """The URL of ``colonnade serve minilm``, and its process id."""
-    command = [sys.executable, "-u", "-m", "colonnade", "serve", "minilm", "--serve.port", "0", "--serve.no_log"]
-    with subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            lines = [process.stderr.readline() for _ in range(2)]
-            if not lines[1].startswith("serving "):
-                raise RuntimeError(f"the server did not start: {lines}")
-            yield lines[1].split()[3], process.pid
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(timeout=60)
 
 
 async def ask(url: str, texts: Sequence[str], at_once: int, encoding: str) -> list[dict]:
@@ -128,7 +109,7 @@ def measure(count: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
     texts, neighbours = passages(count), Neighbours()
     peer = Peer(find_packaged("minilm"))
     by_length = sorted(texts, key=len)
-    with server() as (url, pid):
+    with served("minilm", "--serve.log", "off") as (url, pid):
         error = check(url, peer, texts[:64])
 
         def measured(pid: int, run: Callable[[], object]) -> Callable[[int], tuple[float, float]]:

@@ -12,15 +12,10 @@ engine and the clients are processes of their own. ``tokens_per_s`` depends on h
 import argparse
 import asyncio
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +31,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from harness.paired_timing import Neighbours, turns
 from harness.report import RESULTS, ROOT, Cell, Headline, report
 from harness.rows import figures, line
+from harness.served import served
 
 CLIENTS = (1, 8, 64)
 TOKENS = 200
@@ -50,26 +46,6 @@ def save_model(folder: Path) -> None:
     config = ModelConfig(vocab_size=256, layers=1, width=16, heads=2, head_width=8, ffn_width=16, context=512)
     model = initialise(Transformer(config, SOLO_AXES, dtype=torch.float32), seed=1)
     api.save(api.Model(model, tokenizer, DistributedContext.solo(torch.device("cpu")), "tiny"), folder)
-
-
-@contextmanager
-def served(root: Path, model: Path) -> Iterator[tuple[int, int]]:
-    """(process id, port) of the checkout ``root``'s server."""
-    command = [sys.executable, "-u", "-m", "colonnade", "serve", str(model), "--serve.port", "0", "--serve.log", "off"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, "--device", "cpu"], cwd=root, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stderr is not None
-        try:
-            announced = next((text for text in process.stderr if text.startswith("serving ")), None)
-            if announced is None:
-                raise RuntimeError(f"the server of {root} did not start; run it by hand to see why")
-            yield process.pid, int(announced.split()[3].rpartition(":")[2])
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.stderr.read()
 
 
 def cpu_ns(pid: int) -> int:
@@ -118,7 +94,10 @@ def measure(roots: dict[str, Path], rounds: int, answers: int) -> tuple[list[dic
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = Path(folder) / "tiny"
         save_model(model)
-        servers = {who: stack.enter_context(served(root, model)) for who, root in roots.items()}
+        servers = {}
+        for who, root in roots.items():
+            url, pid = stack.enter_context(served(model, root=root, OMP_NUM_THREADS="1"))
+            servers[who] = pid, int(url.rpartition(":")[2])
         for clients in CLIENTS:
             each = max(1, answers // clients)
             results = turns({who: partial(crowd, at, clients, each) for who, at in servers.items()}, rounds)

@@ -11,10 +11,7 @@ of the HTTP process and of the engine's process after one request of 8 tokens. M
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -22,45 +19,28 @@ from pathlib import Path
 from harness.paired_timing import Neighbours, turns
 from harness.report import RESULTS, ROOT, Cell, Headline, report
 from harness.rows import figures, line
+from harness.served import served
 
 Measured = dict[str, float]
 
 
 def started(root: Path, weights: str) -> Measured:
     """Start the server of the checkout ``root``, send a request, and stop it."""
-    command = [sys.executable, "-u", "-m", "colonnade", "serve", "smollm2", "--serve.port", "0", "--device", "cpu"]
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--serve.weights", weights],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stderr is not None
-        try:
-            announced = next((text for text in process.stderr if text.startswith("serving ")), None)
-            start_s = time.perf_counter() - began
-            if announced is None:
-                raise RuntimeError(f"the server of {root} did not start; run it by hand to see why")
-            body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8}).encode()
-            request = urllib.request.Request(
-                f"{announced.split()[3]}/v1/completions", body, {"content-type": "application/json"}
-            )
-            with urllib.request.urlopen(request) as reply:
-                assert reply.status == 200
-            engine = max(children(process.pid), key=rss_mb)
-            return {
-                "start_s": start_s,
-                "http_rss_mb": rss_mb(process.pid),
-                "http_cpu_s": cpu_s(process.pid),
-                "engine_rss_mb": rss_mb(engine),
-                "engine_cpu_s": cpu_s(engine),
-            }
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.stderr.read()
+    with served("smollm2", "--serve.weights", weights, root=root) as (url, pid):
+        start_s = time.perf_counter() - began
+        body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request) as reply:
+            assert reply.status == 200
+        engine = max(children(pid), key=rss_mb)
+        return {
+            "start_s": start_s,
+            "http_rss_mb": rss_mb(pid),
+            "http_cpu_s": cpu_s(pid),
+            "engine_rss_mb": rss_mb(engine),
+            "engine_cpu_s": cpu_s(engine),
+        }
 
 
 def children(pid: int) -> list[int]:

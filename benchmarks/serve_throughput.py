@@ -13,15 +13,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,8 +28,9 @@ from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine
 from harness.engine_load import Load, drawn, every_size, ours, words
-from harness.report import RESULTS, ROOT, Cell, Headline, report
+from harness.report import RESULTS, Cell, Headline, report
 from harness.rows import figures, line
+from harness.served import served
 
 PROCESSES = 4
 """Client processes."""
@@ -51,33 +46,6 @@ def save_model(folder: Path, tiny: bool) -> api.Model:
     whole = api.Model(model, words(config.vocab_size), DistributedContext.solo(device), "random")
     api.save(whole, folder)
     return whole
-
-
-@contextmanager
-def served(model: Path, device: str, requests: int) -> Iterator[int]:
-    """The port of a server."""
-    flags = ["--serve.port", "0", "--serve.log", "off", "--serve.max_requests", str(requests), "--device", device]
-    command = [sys.executable, "-u", "-m", "colonnade", "serve", str(model), *flags]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stderr is not None
-        try:
-            said = []
-            for text in process.stderr:
-                said.append(text)
-                if text.startswith("serving "):
-                    yield int(text.split()[3].rpartition(":")[2])
-                    return
-            raise RuntimeError("the server did not start: " + "".join(said))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.stderr.read()
 
 
 async def stream(port: int, prompt: list[int], count: int) -> int:
@@ -138,7 +106,9 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
         del engine, whole
         if not tiny:
             torch.cuda.empty_cache()
-        with served(path, "cpu" if tiny else "cuda", requests) as port:
+        flags = ("--serve.log", "off", "--serve.max_requests", str(requests))
+        with served(path, *flags, device="cpu" if tiny else "cuda") as (url, _):
+            port = int(url.rpartition(":")[2])
             over_http(port, warm)
             over_http(port, load)
             outside = [over_http(port, load) for _ in range(rounds)]

@@ -31,7 +31,7 @@ class Progress:
         return None if self._deadline_s is None else max(0.001, self._deadline_s - time.monotonic())
 
     def observe(self, index: int, output: Output | PoolingOutput) -> bool:
-        """Record an output; False if its like has been delivered already."""
+        """Record an output; False for one after the last of its completion."""
         if index in self._ended:
             return False
         if output.finish_reason:
@@ -41,7 +41,7 @@ class Progress:
         return True
 
     def remaining(self) -> GenerationRequest | PoolingRequest:
-        """The request for another engine. Texts to be pooled are sent again: a pass over them is all that they cost."""
+        """The request for another engine. Texts to be pooled are sent again."""
         if isinstance(self.request, PoolingRequest):
             return replace(self.request, timeout_s=self.left_s)
         resume = [None if i in self._ended else tokens for i, tokens in enumerate(self._tokens)]

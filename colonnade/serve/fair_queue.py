@@ -200,7 +200,7 @@ class FairQueue:
         group.waiting -= 1
         if was_first:
             self._place(line, group, request.priority, self._now_s)
-        if not group.waiting:  # nobody is left to be fair to
+        if not group.waiting:  # no request of the class waits
             del self._classes[request.priority]
 
     def _place(self, line: _Line, group: _Class, priority: int, now_s: float) -> None:

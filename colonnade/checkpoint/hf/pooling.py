@@ -26,7 +26,7 @@ _KINDS: dict[str, Pooling] = {
 
 @dataclass(frozen=True)
 class StoredPooling:
-    """What a model's folder says about its pooling and its classes; None where it says nothing."""
+    """Pooling and classes of a model's folder; None for what its files do not have."""
 
     kind: Pooling | None = None
     normalize: bool | None = None

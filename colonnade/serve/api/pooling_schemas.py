@@ -3,14 +3,14 @@
 An unknown parameter is refused, with the nearest known one, as for generation.
 """
 
-import difflib
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator, model_validator
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
-from colonnade.serve.api.request_schemas import PROMPT, SIMILARITY_CUTOFF
+from colonnade.serve.api.parameters import are_ids, known_parameters
+from colonnade.serve.api.request_schemas import PROMPT
 from colonnade.serve.pooling_request import PoolingRequest, Text
 
 MAX_TEXTS = 2048
@@ -34,13 +34,7 @@ class PoolingBody(BaseModel):
     def _known(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        for name in values:
-            if name not in cls.model_fields and name not in cls.ignored:
-                near = difflib.get_close_matches(name[:80], sorted(cls.model_fields), n=1, cutoff=SIMILARITY_CUTOFF)
-                remedy = f"did you mean '{near[0]}'?" if near else "leave it out"
-                what = f"unknown parameter '{name[:80]}'; {remedy}"
-                raise RequestError(what, param=name[:80], code="unknown_parameter")
-        return {name: value for name, value in values.items() if name in cls.model_fields}
+        return known_parameters(values, cls.model_fields, cls.ignored)
 
     def truncation(self, context: int) -> int | None:
         """``truncate_prompt_tokens``, where -1 is the model's ``context``; raises :class:`RequestError` for others."""
@@ -68,13 +62,13 @@ class InputBody(PoolingBody):
         items = value if isinstance(value, list) else [value]
         if value == []:
             raise RequestError("input is an empty list; send at least one text", param="input")
-        if all(isinstance(item, str) for item in items) or _are_ids(value) or all(map(_are_ids, items)):
+        if all(isinstance(item, str) for item in items) or are_ids(value) or all(map(are_ids, items)):
             return value
         raise RequestError("input must be a string, a list of token ids, or a list of either", param="input")
 
     def to_request(self, context: int, dimensions: int | None = None) -> PoolingRequest:
         """One result for each text of ``input``."""
-        several = isinstance(self.input, list) and not _are_ids(self.input)
+        several = isinstance(self.input, list) and not are_ids(self.input)
         texts: list[Text] = self.input if several else [self.input]
         _check_count(len(texts), "input")
         return PoolingRequest(
@@ -184,7 +178,3 @@ def _check_count(count: int, field: str) -> None:
             param=field,
             code="too_many_prompts",
         )
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

@@ -5,7 +5,6 @@ ignores a parameter is a wrong answer. Parameters that never change the text (``
 accepted. An unknown parameter is refused, with the nearest known one.
 """
 
-import difflib
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
+from colonnade.serve.api.parameters import are_ids, known_parameters
 from colonnade.serve.api.replies import LogprobsOptions
 from colonnade.serve.ipc import GenerationRequest
 from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -31,9 +31,6 @@ MAX_PRIORITY = 100
 
 MAX_TIMEOUT_S = 1e6
 """Largest timeout [s]."""
-
-SIMILARITY_CUTOFF = 0.75
-"""Least similarity of an unknown name to the one suggested in its place (difflib's ratio)."""
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
@@ -172,19 +169,7 @@ class Body(BaseModel):
     def _supported(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        for name, neutral in UNSUPPORTED.items():
-            value = None if name in cls.model_fields else values.get(name)
-            if value is not None and not any(value == none and type(value) is type(none) for none in neutral):
-                what = name if isinstance(value, list | dict) else f"{name}={format_value(value)}"
-                raise RequestError(f"{what} is not supported; leave it out", param=name)
-        known = set(cls.model_fields) | set(UNSUPPORTED) | IGNORED
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name[:80], sorted(cls.model_fields), n=1, cutoff=SIMILARITY_CUTOFF)
-                remedy = f"did you mean '{near[0]}'?" if near else "leave it out"
-                what = f"unknown parameter '{name[:80]}'; {remedy}"
-                raise RequestError(what, param=name[:80], code="unknown_parameter")
-        return {name: value for name, value in values.items() if name in cls.model_fields}
+        return known_parameters(values, cls.model_fields, IGNORED, UNSUPPORTED)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -338,18 +323,14 @@ class CompletionBody(Body):
     @classmethod
     def _text_or_tokens(cls, prompt: object) -> object:
         items = prompt if isinstance(prompt, list) else [prompt]
-        if items and (all(isinstance(item, str) for item in items) or _are_ids(prompt)):
+        if items and (all(isinstance(item, str) for item in items) or are_ids(prompt)):
             return prompt
-        if items and all(_are_ids(item) for item in items):
+        if items and all(are_ids(item) for item in items):
             return prompt
         raise RequestError("prompt must be a string, a list of token ids, or a list of either", param="prompt")
 
     def to_generation_request(self) -> GenerationRequest:
         """One completion for each prompt."""
-        several = isinstance(self.prompt, list) and not _are_ids(self.prompt)
+        several = isinstance(self.prompt, list) and not are_ids(self.prompt)
         prompts, special = self.prompt if several else [self.prompt], self.add_special_tokens is not False
         return GenerationRequest(prompts=prompts, params=self.params(), n=self.n or 1, special=special)
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

@@ -11,7 +11,6 @@ What needs a store (``store``, ``previous_response_id``, ``conversation``), a qu
 OpenAI runs is refused by name.
 """
 
-import difflib
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -21,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from colonnade.errors import RequestError
 from colonnade.serve.api.chat_schemas import MAX_TOOLS, ChatBody
 from colonnade.serve.api.errors import format_value, validation_error
-from colonnade.serve.api.request_schemas import MAX_PRIORITY, MAX_TIMEOUT_S, SIMILARITY_CUTOFF
+from colonnade.serve.api.parameters import known_parameters
+from colonnade.serve.api.request_schemas import MAX_PRIORITY, MAX_TIMEOUT_S
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "store": (False,),
@@ -165,24 +165,14 @@ class ResponsesBody(_Strict):
     def _supported(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        for name, neutral in UNSUPPORTED.items():
-            value = values.get(name)
-            if value is not None and not any(value == none and type(value) is type(none) for none in neutral):
-                what = name if isinstance(value, list | dict) else f"{name}={format_value(value)}"
-                raise RequestError(f"{what} is not supported: this server stores nothing; leave it out", param=name)
-        known = {*cls.model_fields, *UNSUPPORTED, *IGNORED}
-        if unknown := next((name for name in values if name not in known), None):
-            near = difflib.get_close_matches(unknown[:80], sorted(cls.model_fields), n=1, cutoff=SIMILARITY_CUTOFF)
-            remedy = f"did you mean '{near[0]}'?" if near else "leave it out"
-            what = f"unknown parameter '{unknown[:80]}'; {remedy}"
-            raise RequestError(what, param=unknown[:80], code="unknown_parameter")
+        known = known_parameters(values, cls.model_fields, IGNORED, UNSUPPORTED, ": this server stores nothing")
         tools = values.get("tools")
         for i, tool in enumerate(tools if isinstance(tools, list) else ()):
             kind = tool.get("type") if isinstance(tool, dict) else tool
             if kind != "function":
                 what = f"tools.{i} has the type {format_value(kind)}, which this server does not run; send functions"
                 raise RequestError(what, param="tools")
-        return {name: value for name, value in values.items() if name in cls.model_fields}
+        return known
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:
