@@ -315,17 +315,17 @@ def threads_per_rank(ranks: int) -> int:
 
 
 @contextmanager
-def child_placement(cpus: CpuPlacement | None) -> Iterator[None]:
+def child_placement(cpus: CpuPlacement | None, environ: MutableMapping[str, str]) -> Iterator[None]:
     """Processes that are started in the block have the affinity, threads and OpenMP settings of ``cpus``.
 
-    They inherit both, so that what they import first does not matter. Without ``cpus`` they may use the whole machine.
+    ``environ`` is that of this process. They inherit it and the affinity, so that what they import first does not matter. Without ``cpus`` they may use the whole machine.
     """
-    environ, pinned = dict(os.environ), cpus.cpus if cpus and hasattr(os, "sched_setaffinity") else ()
+    given, pinned = dict(environ), cpus.cpus if cpus and hasattr(os, "sched_setaffinity") else ()
     before = os.sched_getaffinity(0) if pinned else set()
     if cpus:
-        set_openmp(os.environ, cpus.threads, owned=cpus.owned)
+        set_openmp(environ, cpus.threads, owned=cpus.owned)
     else:
-        set_openmp_alone(os.environ)
+        set_openmp_alone(environ)
     try:
         if pinned:
             os.sched_setaffinity(0, pinned)
@@ -334,7 +334,7 @@ def child_placement(cpus: CpuPlacement | None) -> Iterator[None]:
         if pinned:
             os.sched_setaffinity(0, before)
         for name in ("OMP_NUM_THREADS", *OPENMP_VARIABLES):
-            if name in environ:
-                os.environ[name] = environ[name]
+            if name in given:
+                environ[name] = given[name]
             else:
-                os.environ.pop(name, None)
+                environ.pop(name, None)

@@ -133,7 +133,7 @@ def _spawn(args: tuple, placement: Placement) -> tuple[Connection, BaseProcess]:
     resource_tracker.ensure_running()  # the first child would start it, and that would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with child_placement(placement.cpus):
+        with child_placement(placement.cpus, os.environ):
             process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
