@@ -41,9 +41,8 @@ def save_model(folder: Path, tiny: bool) -> api.Model:
     config = preset("tour-moe" if tiny else "qwen3-0.6b")
     config = config.replace(vocab_size=300) if tiny else config
     device = torch.device("cpu" if tiny else "cuda")
-    with device:
-        model = initialise(Transformer(config, SOLO_AXES, dtype=torch.float32 if tiny else torch.bfloat16), seed=1)
-    whole = api.Model(model, words(config.vocab_size), DistributedContext.solo(device), "random")
+    model = Transformer(config, SOLO_AXES, device=device, dtype=torch.float32 if tiny else torch.bfloat16)
+    whole = api.Model(initialise(model, seed=1), words(config.vocab_size), DistributedContext.solo(device), "random")
     api.save(whole, folder)
     return whole
 
