@@ -165,7 +165,7 @@ def check_greedy() -> int:
 
 def check_sampled() -> int:
     """Each filter, ties at the limits, several blocks, rows that are not finite, strided rows."""
-    triton_sampled_tokens.MAX_BLOCK = 128
+    triton_sampled_tokens.MAX_BLOCK = triton_sampled_tokens.MAX_DRAW_BLOCK = 128
     cases = [*sample_cases(150, rounds=1), *sample_cases(7, rounds=1)]
     for logits_RV, args_RA in cases:
         ours = triton_sampled_tokens.sample(logits_RV, args_RA, -5)

@@ -28,7 +28,7 @@ def sample_cases(vocab: int, device: str = "cpu", rounds: int = 3) -> Iterator[t
     """(logits_RV, args_RA): continuous logits, logits with many ties, and rows that are partly or not finite."""
     draw = torch.Generator().manual_seed(vocab)
     for index in range(rounds):
-        rows = [(*each, 123_456_789 * i, (1 << 31) - 3 + i, 1000 * index) for i, each in enumerate(FILTERS)]
+        rows = [(*each, 123_456_789 * i, (1 << 31) - 20 + i, 1000 * index) for i, each in enumerate(FILTERS)]
         args_RA = torch.tensor(rows, dtype=torch.float64, device=device)
         logits_RV = (torch.randn(len(rows), 2 * vocab, generator=draw) * 3).to(device)[:, :vocab]
         yield logits_RV, args_RA
