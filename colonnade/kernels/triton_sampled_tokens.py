@@ -25,7 +25,7 @@ from triton import language as tl
 from colonnade.kernels.sampling import NUM_ARGS
 from colonnade.kernels.triton_dropout import lowbias32
 
-MAX_BLOCK, MAX_DRAW_BLOCK = 1 << 14, 1 << 12
+MAX_BLOCK, MAX_DRAW_BLOCK = 1 << 13, 1 << 12
 """Logits per block of a search, and of the draw, whose logarithms are in float64."""
 
 MAX_NOISE = tl.constexpr(22.9)
@@ -114,6 +114,33 @@ def _limit(row, vocab, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _draw(row, vocab, peak, temperature, limit, kept_ties, log_min_p, noise, BLOCK: tl.constexpr):
+    """The kept token with the highest score."""
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    index = tl.zeros((BLOCK,), tl.int32)
+    best_so_far = peak * 0.0 - 1e30
+    seen_ties = kept_ties * 0
+    for at in range(0, vocab, BLOCK):
+        v = at + tl.arange(0, BLOCK)
+        x, key = _keys(row, v, vocab, peak, temperature)
+        tie = key == limit
+        kept = ((key < limit) | tie) & ((x >= log_min_p) | (key == 0))
+        # Most blocks have no token that could win, whatever its noise: they need no logarithms.
+        if tl.max(tl.where(kept, x, float("-inf")), 0) + MAX_NOISE >= best_so_far:
+            if limit < 0x7F800000:
+                kept = kept & ((key < limit) | (seen_ties + tl.cumsum(tie.to(tl.int32), 0) <= kept_ties))
+            bits = lowbias32(noise ^ lowbias32(lowbias32(v)))
+            uniform = (bits.to(tl.float64) + (2147483648.0 + 0.5)) * (1.0 / 4294967296.0)
+            score = tl.where(kept, x - tl.log((-tl.log(uniform)).to(tl.float32)), float("-inf"))
+            index = tl.where(score > best, v, index)
+            best = tl.maximum(best, score)
+            best_so_far = tl.max(best, 0)
+        if limit < 0x7F800000:
+            seen_ties += tl.sum(tie.to(tl.int32), 0)
+    return tl.min(tl.where(best == tl.max(best, 0), index, vocab), 0)
+
+
+@triton.jit
 def _sample(
     logits_ptr, args_ptr, tokens_ptr, vocab, stride, none,
     NUM_ARGS: tl.constexpr, BLOCK: tl.constexpr, DRAW_BLOCK: tl.constexpr,
@@ -139,28 +166,7 @@ def _sample(
         limit, kept_ties = _limit(row, vocab, peak, temperature, top_k, top_p, BLOCK)
         seed_low, seed_high = tl.load(args + 4).to(tl.int64).to(tl.int32), tl.load(args + 5).to(tl.int64).to(tl.int32)
         noise = lowbias32(lowbias32(lowbias32(seed_low) ^ seed_high) ^ tl.load(args + 6).to(tl.int64).to(tl.int32))
-        best = tl.full((DRAW_BLOCK,), float("-inf"), tl.float32)
-        index = tl.zeros((DRAW_BLOCK,), tl.int32)
-        best_so_far = peak * 0.0 - 1e30
-        seen_ties = tl.program_id(0) * 0
-        for at in range(0, vocab, DRAW_BLOCK):
-            v = at + tl.arange(0, DRAW_BLOCK)
-            x, key = _keys(row, v, vocab, peak, temperature)
-            tie = key == limit
-            kept = ((key < limit) | tie) & ((x >= log_min_p) | (key == 0))
-            # Most blocks have no token that could win, whatever its noise: they need no logarithms.
-            if tl.max(tl.where(kept, x, float("-inf")), 0) + MAX_NOISE >= best_so_far:
-                if limit < 0x7F800000:
-                    kept = kept & ((key < limit) | (seen_ties + tl.cumsum(tie.to(tl.int32), 0) <= kept_ties))
-                bits = lowbias32(noise ^ lowbias32(lowbias32(v)))
-                uniform = (bits.to(tl.float64) + (2147483648.0 + 0.5)) * (1.0 / 4294967296.0)
-                score = tl.where(kept, x - tl.log((-tl.log(uniform)).to(tl.float32)), float("-inf"))
-                index = tl.where(score > best, v, index)
-                best = tl.maximum(best, score)
-                best_so_far = tl.max(best, 0)
-            if limit < 0x7F800000:
-                seen_ties += tl.sum(tie.to(tl.int32), 0)
-        token = tl.min(tl.where(best == tl.max(best, 0), index, vocab), 0)
+        token = _draw(row, vocab, peak, temperature, limit, kept_ties, log_min_p, noise, DRAW_BLOCK)
     tl.store(tokens_ptr + tl.program_id(0), tl.where(finite, token, none).to(tl.int64))
 
 
@@ -174,6 +180,6 @@ def sample(logits_RV: Tensor, args_RA: Tensor, none: int) -> Tensor:
         draw = min(block, MAX_DRAW_BLOCK)
         _sample[R,](
             logits_RV, args_RA.contiguous(), tokens_R, V, logits_RV.stride(0), none,
-            NUM_ARGS=NUM_ARGS, BLOCK=block, DRAW_BLOCK=draw, num_warps=max(1, block // 1024),
+            NUM_ARGS=NUM_ARGS, BLOCK=block, DRAW_BLOCK=draw, num_warps=max(1, block // 512),
         )  # fmt: skip
     return tokens_R
