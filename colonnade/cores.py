@@ -318,7 +318,8 @@ def threads_per_rank(ranks: int) -> int:
 def child_placement(cpus: CpuPlacement | None, environ: MutableMapping[str, str]) -> Iterator[None]:
     """Processes that are started in the block have the affinity, threads and OpenMP settings of ``cpus``.
 
-    ``environ`` is that of this process. They inherit it and the affinity, so that what they import first does not matter. Without ``cpus`` they may use the whole machine.
+    They inherit ``environ``, that of this process, and the affinity: what they import first does not matter. Without
+    ``cpus`` they may use the whole machine.
     """
     given, pinned = dict(environ), cpus.cpus if cpus and hasattr(os, "sched_setaffinity") else ()
     before = os.sched_getaffinity(0) if pinned else set()
