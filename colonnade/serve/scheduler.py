@@ -170,9 +170,9 @@ class Scheduler:
                     break
                 self.accepted_draft_tokens += i > 0
                 request.ids.append(token)
+                if len(drafts) > 1 and request.status is Status.RUNNING:
+                    request.computed = len(request.ids) - 1  # keys of refused drafts are overwritten
                 yield request, token, index
-            if len(drafts) > 1 and request.status is Status.RUNNING:
-                request.computed = len(request.ids) - 1  # keys of refused drafts are overwritten
 
     def _with_drafts(self, chosen: list[tuple[Request, Slice]], budget: int) -> tuple[list[tuple[Request, Slice]], int]:
         """``chosen`` decodes, each followed by a decode for each token drafted for its request, and what is left.
