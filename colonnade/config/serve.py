@@ -17,6 +17,8 @@ CacheFormat = Literal["stored", "int8", "float8"]
 LogFormat = Literal["off", "text", "json"]
 """How requests are logged."""
 
+MAX_REPLICAS = 1024
+
 _ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
 _URL = re.compile(r"https?://[^/\s@?#]+/?")
@@ -88,8 +90,9 @@ class ServeConfig(Config):
     it computes one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Longest queue of waiting requests; further ones are refused (429)."""
-    replicas: int = Field(default=1, gt=0, le=1024)
-    """Engines with the same model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
+    replicas: int | Literal["auto"] = 1
+    """Engines with the same model on this machine, behind one address; on a CPU each has cores of its own in one NUMA
+    node, else GPUs. auto: one per NUMA node, or as many as the GPUs suffice for."""
     upstreams: tuple[str, ...] = ()
     """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
     here, and MODEL is only a name."""
@@ -138,6 +141,14 @@ class ServeConfig(Config):
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _is_count(cls, replicas: object) -> object:
+        is_int = isinstance(replicas, int) and not isinstance(replicas, bool)
+        if replicas != "auto" and not (is_int and 0 < replicas <= MAX_REPLICAS):
+            raise ConfigError(f"serve.replicas is {short_repr(replicas)}; it must be 1 to {MAX_REPLICAS}, or auto")
+        return replicas
 
     @field_validator("upstreams", mode="before")
     @classmethod

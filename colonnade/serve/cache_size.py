@@ -22,7 +22,7 @@ def available_bytes(spec: EngineSpec, in_use: int = 0) -> int:
 
     ``in_use`` is what it has already. Replicas share the memory of a CPU.
     """
-    replicas = spec.serve.replicas if spec.device.type == "cpu" else 1
+    replicas = spec.serve.replicas if spec.device.type == "cpu" and spec.serve.replicas != "auto" else 1
     return spec.serve.memory_bytes or usable_bytes(spec.device) // replicas + in_use
 
 

@@ -16,8 +16,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from colonnade import errors
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.plugins import load_plugin, loaded_plugins
+from colonnade.cores import child_placement
 from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
-from colonnade.serve.cpu_sharing import let_threads_sleep
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement
 
@@ -133,26 +133,12 @@ def _spawn(args: tuple, placement: Placement) -> tuple[Connection, BaseProcess]:
     resource_tracker.ensure_running()  # the first child would start it, and that would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _affinity(placement.cores):
+        with child_placement(placement.cpus, os.environ):
             process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         report_end.close()
     return report, process
-
-
-@contextmanager
-def _affinity(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that this thread starts in the block run on ``cores`` only; on any, if it is empty."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _supervise(
@@ -169,19 +155,21 @@ def _supervise(
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    let_threads_sleep(os.environ)
     try:
         # Imported here, since they import torch, which the HTTP process does not need.
-        from colonnade.parallel.launch import launch, limit_threads, use_gpus
+        from colonnade.parallel.launch import launch, use_gpus
         from colonnade.serve.worker import run_worker
 
-        if placement.cores:
-            limit_threads(len(placement.cores))
         if placement.gpus:
             use_gpus(placement.gpus)
         for plugin in plugins:
             load_plugin(plugin)
-        launch(run_worker, (open_model(), plan, config, device, address), plan)
+        launch(
+            run_worker,
+            (open_model(), plan, config, device, address),
+            plan,
+            cpus=placement.cpus.ranks if placement.cpus else (),
+        )
     except Interrupted:
         sys.exit(1)
     except BaseException as error:  # noqa: BLE001 - the HTTP process raises it

@@ -1,27 +1,22 @@
-"""Divides the cores or the GPUs of this machine among replicas.
+"""Decides where the replicas of a server run: on cores (:mod:`colonnade.cores`) or on GPUs."""
 
-Each replica gets a block of neighbouring cores: whole cores with all their hardware threads, and as few sockets as
-possible. Its processes are started with that affinity, so that every library counts the cores of the block only.
-"""
-
-import os
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from colonnade.config import Plan
 from colonnade.config.base import plural
+from colonnade.cores import CpuPlacement, Machine, auto_replicas, idle_warning, place, read_machine
 from colonnade.errors import ConfigError
 
-CPUS = Path("/sys/devices/system/cpu")
+GPU_DEVICES = ("nvidia[0-9]*", "nvgpu*", "nvhost-gpu", "dxg", "kfd")
+"""Names of GPUs in /dev: NVIDIA's, on Jetson, on Windows' Linux, and AMD's."""
 
 
 class Placement(NamedTuple):
     """Where one replica runs; empty: anywhere."""
 
-    cores: tuple[int, ...] = ()
-    """Numbers of logical CPUs."""
+    cpus: CpuPlacement | None = None
     gpus: tuple[str, ...] = ()
     """Entries of CUDA_VISIBLE_DEVICES."""
 
@@ -29,17 +24,31 @@ class Placement(NamedTuple):
 ANYWHERE = Placement()
 
 
-def place_replicas(count: int, plan: Plan, device: str) -> list[Placement]:
-    """A placement for each of ``count`` replicas; raises :class:`ConfigError` if there are too few cores or GPUs."""
-    if count == 1:
-        return [ANYWHERE]
-    from colonnade.parallel.launch import visible_gpus
+def place_replicas(
+    count: int | Literal["auto"], plan: Plan, device: str, machine: Machine | None = None
+) -> tuple[list[Placement], str]:
+    """(a placement for each of ``count`` replicas, a warning or nothing) on ``machine``, by default this one.
 
-    gpus = () if device == "cpu" else visible_gpus()
-    if device == "cuda" or len(gpus) >= plan.world:
-        return [Placement(gpus=block) for block in gpu_blocks(gpus, count, plan.world)]
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return [Placement(cores=block) for block in core_blocks(neighbours(list(cores)), count)]
+    Raises :class:`ConfigError` if there are too few cores or GPUs. Imports torch only if there may be GPUs.
+    """
+    if device == "cuda" or (device == "auto" and has_gpu_devices()):
+        if count == 1:
+            return [ANYWHERE], ""
+        from colonnade.parallel.launch import visible_gpus
+
+        gpus = visible_gpus()
+        if device == "cuda" or len(gpus) >= plan.world:
+            blocks = gpu_blocks(gpus, max(1, len(gpus) // plan.world) if count == "auto" else count, plan.world)
+            return [Placement(gpus=block) for block in blocks], ""
+    machine = machine or read_machine()
+    number = auto_replicas(machine, plan.world) if count == "auto" else count
+    placements = [Placement(cpus) for cpus in place(machine, number, plan.world)]
+    return placements, idle_warning(machine, number, plan.world)
+
+
+def has_gpu_devices(devices: Path = Path("/dev")) -> bool:
+    """Whether the kernel has a driver for a GPU that torch may be able to use."""
+    return any(any(devices.glob(name)) for name in GPU_DEVICES)
 
 
 def gpu_blocks(gpus: Sequence[str], count: int, world: int) -> list[tuple[str, ...]]:
@@ -50,28 +59,3 @@ def gpu_blocks(gpus: Sequence[str], count: int, world: int) -> list[tuple[str, .
             f"{plural(len(gpus), 'GPU')}; set --serve.replicas to at most {max(1, len(gpus) // world)}"
         )
     return [tuple(gpus[i * world : (i + 1) * world]) for i in range(count)]
-
-
-def core_blocks(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Blocks of ``cores`` whose sizes differ by one at most."""
-    if len(cores) < count:
-        raise ConfigError(
-            f"{count} replicas need a core each, and this process may use {plural(len(cores), 'core')}; set "
-            f"--serve.replicas to at most {len(cores)}"
-        )
-    edges = [i * len(cores) // count for i in range(count + 1)]
-    return [tuple(cores[start:end]) for start, end in pairwise(edges)]
-
-
-def neighbours(cores: Sequence[int], cpus: Path = CPUS) -> list[int]:
-    """``cores`` by socket, then by physical core; by number where the kernel does not tell."""
-
-    def position(core: int) -> tuple[int, int, int]:
-        folder = cpus / f"cpu{core}" / "topology"
-        try:
-            socket, physical = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
-        except (OSError, ValueError):
-            return (0, core, core)
-        return (socket, physical, core)
-
-    return sorted(cores, key=position)

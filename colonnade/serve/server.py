@@ -31,7 +31,7 @@ from colonnade.serve.api.shadow import Shadow, is_own_address
 from colonnade.serve.backend import Backend
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
-from colonnade.serve.replica_placement import Placement, place_replicas
+from colonnade.serve.replica_placement import ANYWHERE, Placement, place_replicas
 from colonnade.serve.replicas import Replicas
 from colonnade.serve.upstreams import Upstreams
 
@@ -86,7 +86,10 @@ def serve(
     name = config.model_name or name
     keys = KeyRing(config.keys, config.api_key)
     _check_upstreams(config, keys)
-    placements = place_replicas(config.replicas, plan, device)
+    placements, warning = ([ANYWHERE], "") if config.upstreams else place_replicas(config.replicas, plan, device)
+    if warning:
+        announce(warning)
+    config = config.replace(replicas=len(placements))
     shadow = Shadow(config) if config.shadow or config.shadow_log else None
     with (
         _listen(config) as listener,
@@ -249,7 +252,7 @@ def _tracing(config: ServeConfig, name: str) -> Iterator["Tracer | None"]:
 
 def _check_upstreams(config: ServeConfig, keys: KeyRing) -> None:
     """Raise :class:`ConfigError` for settings that need an engine here."""
-    if config.upstreams and config.replicas > 1:
+    if config.upstreams and config.replicas != 1:
         raise ConfigError(
             "--serve.replicas are engines of this server, which has none with --serve.upstreams; set one of the two"
         )

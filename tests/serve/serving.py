@@ -99,7 +99,10 @@ def server(
     """A tiny model served on a real socket; ``limits`` are those of its connections."""
     with start(load, plan, limits, **config) as running:
         assert running.process.stdout is not None
-        assert running.process.stdout.readline() == "loading tiny\n"
+        line = running.process.stdout.readline()
+        if "cores" in line:  # a warning that depends on the machine
+            line = running.process.stdout.readline()
+        assert line == "loading tiny\n"
         line = running.process.stdout.readline()
         if not line.startswith("serving tiny at http://"):
             raise AssertionError(f"the server did not start: {line}{running.stop(0)}")
