@@ -110,9 +110,9 @@ class ServeConfig(Config):
     """TCP port; 0: any free port."""
     model_name: str | None = None
     """Model name in the HTTP API; None: the last part of the model's path."""
-    draft: Literal["ngram"] | None = None
+    draft: str | None = Field(default=None, min_length=1)
     """Speculative decoding, which does not change the text: ngram drafts tokens that followed the newest three tokens
-    before (prompt look-up). None: off."""
+    before (prompt look-up); a smaller MODEL with the same tokenizer drafts those that it generates. None: off."""
     draft_tokens: int = Field(default=5, gt=0, le=64)
     """Tokens to draft, at most, for one step of a request."""
     tool_format: ToolFormat | None = None
@@ -183,6 +183,11 @@ class ServeConfig(Config):
         """``token_budget`` of a resolved config."""
         assert self.token_budget is not None, "the config must be resolved"
         return self.token_budget
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that ``draft`` names; None for no speculative decoding, or prompt look-up."""
+        return None if self.draft == "ngram" else self.draft
 
     def check(self, model: ModelConfig) -> None:
         """Raise :class:`ConfigError` if ``model`` cannot be served with these settings."""

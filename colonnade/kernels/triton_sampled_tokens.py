@@ -2,20 +2,22 @@
 
 Plain torch takes forty launches, and with top-p sorts the vocabulary. Here one program handles a row:
 
-    peak      the maximum logit m
-    keys      x_i = (l_i - m) / temperature <= 0; the bits of |x_i| as an integer, which order as x_i does
+    peak      the maximum logit m;  x_i = (l_i - m) / temperature
+    keys      the bits of |l_i - m| as an integer: a small key is a large logit
     top-k     the smallest key k with count(keys <= k) >= top_k
     top-p     the smallest key k with Σ exp(x_i) over keys <= k at least top_p times the sum over what top-k keeps
     draw      argmax (x_i - log e_i) over the kept tokens, with the noise e_i of :mod:`~colonnade.kernels.sampling`
 
-A search determines three bits of the key in each pass over the row, which sums up to seven limits at once. Of
-equal logits at the limit, those with the lowest ids are kept, as a stable sort would. No sum depends on another row.
+A search determines three bits of the key in each pass over the row, which sums up to seven limits at once. Of equal
+logits at the limit, those with the lowest ids are kept, as a stable sort would. No sum depends on another row.
 FlashInfer's sampler rejects and draws again instead (Ye 2025, arXiv 2501.01005), so its token depends on the number of
 rounds; the noise here is a function of the seed, the position and the token.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
+
+import math
 
 import torch
 import triton
@@ -28,6 +30,8 @@ from colonnade.kernels.triton_dropout import lowbias32
 MAX_BLOCK, MAX_DRAW_BLOCK = 1 << 13, 1 << 12
 """Logits per block of a search, and of the draw, whose logarithms are in float64."""
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+
 MAX_NOISE = tl.constexpr(22.9)
 """No -log e is larger, since u < 1 - 2^-33."""
 
@@ -39,10 +43,16 @@ def _ids(at, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keys(row, v, vocab, peak, temperature):
-    """Scaled logits and keys of the ids ``v``; keys outside the row exceed all others."""
-    x = tl.div_rn(tl.load(row + v, v < vocab, float("-inf")).to(tl.float32) - peak, temperature)
+def _keys(row, v, vocab, peak):
+    """Logits minus ``peak`` and keys of the ids ``v``; keys outside the row exceed all others."""
+    x = tl.load(row + v, v < vocab, float("-inf")).to(tl.float32) - peak
     return x, tl.where(v < vocab, tl.abs(x).to(tl.int32, bitcast=True), 0x7FFFFFFF)
+
+
+@triton.jit
+def _probability_at(key, scale):
+    """That of a token with ``key``, relative to the most probable one."""
+    return tl.exp2(-key.to(tl.float32, bitcast=True) * scale)
 
 
 @triton.jit
@@ -51,7 +61,7 @@ def _mass(weight, key, last):
 
 
 @triton.jit
-def _smallest_key(row, vocab, peak, temperature, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _smallest_key(row, vocab, peak, scale, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest key with enough tokens (``COUNT``) or probability at and below it."""
     low = tl.program_id(0) * 0
     for step in range(11):
@@ -59,8 +69,8 @@ def _smallest_key(row, vocab, peak, temperature, target, COUNT: tl.constexpr, BL
         zero = tl.zeros((BLOCK // 4,), tl.float32)
         sum1, sum2, sum3, sum4, sum5, sum6, sum7 = zero, zero, zero, zero, zero, zero, zero
         for at in range(0, vocab, BLOCK):
-            x, key = _keys(row, _ids(at, BLOCK), vocab, peak, temperature)
-            weight = tl.where(key < 0x7FFFFFFF, 1.0 if COUNT else tl.exp(x), 0.0)
+            x, key = _keys(row, _ids(at, BLOCK), vocab, peak)
+            weight = (key < 0x7FFFFFFF).to(tl.float32) if COUNT else tl.exp2(x * scale)
             end = low - 1
             sum1 += _mass(weight, key, end + size)
             sum2 += _mass(weight, key, end + 2 * size)
@@ -78,36 +88,35 @@ def _smallest_key(row, vocab, peak, temperature, target, COUNT: tl.constexpr, BL
 
 
 @triton.jit
-def _below_and_at(row, vocab, peak, temperature, limit, BLOCK: tl.constexpr):
+def _below_and_at(row, vocab, peak, scale, limit, BLOCK: tl.constexpr):
     """(probability and number of the tokens with keys below ``limit``, number of those with it)."""
     mass = tl.zeros((BLOCK // 4,), tl.float32)
     below, ties = tl.zeros((BLOCK // 4,), tl.int32), tl.zeros((BLOCK // 4,), tl.int32)
     for at in range(0, vocab, BLOCK):
-        x, key = _keys(row, _ids(at, BLOCK), vocab, peak, temperature)
-        mass += tl.sum(tl.where(key < limit, tl.exp(x), 0.0), 1)
+        x, key = _keys(row, _ids(at, BLOCK), vocab, peak)
+        mass += tl.sum(tl.where(key < limit, tl.exp2(x * scale), 0.0), 1)
         below += tl.sum((key < limit).to(tl.int32), 1)
         ties += tl.sum((key == limit).to(tl.int32), 1)
     return tl.sum(mass, 0), tl.sum(below, 0), tl.sum(ties, 0)
 
 
 @triton.jit
-def _limit(row, vocab, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
+def _limit(row, vocab, peak, scale, top_k, top_p, BLOCK: tl.constexpr):
     """The largest key that is kept, and how many of the tokens with it."""
-    limit, kept_ties = tl.program_id(0) * 0 + 0x7F800000, vocab  # the key of -inf: all tokens
+    limit = tl.program_id(0) * 0 + 0x7F800000  # the key of -inf: all tokens
+    kept_ties = limit * 0 + vocab
     cut = (top_k > 0) & (top_k < vocab)
     if cut:
-        limit = _smallest_key(row, vocab, peak, temperature, top_k.to(tl.float32), True, BLOCK)
+        limit = _smallest_key(row, vocab, peak, scale, top_k.to(tl.float32), True, BLOCK)
     if cut | (top_p < 1):
-        mass, below, ties = _below_and_at(row, vocab, peak, temperature, limit, BLOCK)
+        mass, below, ties = _below_and_at(row, vocab, peak, scale, limit, BLOCK)
         kept_ties = tl.where(cut, tl.minimum(ties, top_k - below), ties)
         if top_p < 1:
-            each = tl.exp(-limit.to(tl.float32, bitcast=True))
-            target = top_p * (mass + kept_ties.to(tl.float32) * each)
-            nucleus = _smallest_key(row, vocab, peak, temperature, target, False, BLOCK)
-            mass, below, ties = _below_and_at(row, vocab, peak, temperature, nucleus, BLOCK)
-            each = tl.exp(-nucleus.to(tl.float32, bitcast=True))
-            needed = tl.minimum(tl.ceil((target - mass) / each), vocab.to(tl.float32))
-            needed = tl.minimum(tl.maximum(needed, 1.0).to(tl.int32), ties)
+            target = top_p * (mass + kept_ties.to(tl.float32) * _probability_at(limit, scale))
+            nucleus = _smallest_key(row, vocab, peak, scale, target, False, BLOCK)
+            mass, below, ties = _below_and_at(row, vocab, peak, scale, nucleus, BLOCK)
+            needed = tl.ceil((target - mass) / _probability_at(nucleus, scale))
+            needed = tl.maximum(tl.minimum(needed, ties.to(tl.float32)), 1.0).to(tl.int32)
             kept_ties = tl.where(nucleus < limit, needed, tl.minimum(needed, kept_ties))
             limit = tl.minimum(nucleus, limit)
     return limit, kept_ties
@@ -122,7 +131,8 @@ def _draw(row, vocab, peak, temperature, limit, kept_ties, log_min_p, noise, BLO
     seen_ties = kept_ties * 0
     for at in range(0, vocab, BLOCK):
         v = at + tl.arange(0, BLOCK)
-        x, key = _keys(row, v, vocab, peak, temperature)
+        x, key = _keys(row, v, vocab, peak)
+        x = tl.div_rn(x, temperature)
         tie = key == limit
         kept = ((key < limit) | tie) & ((x >= log_min_p) | (key == 0))
         # Most blocks have no token that could win, whatever its noise: they need no logarithms.
@@ -163,7 +173,7 @@ def _sample(
     finite = (peak > float("-inf")) & (peak < float("inf"))
 
     if finite & (temperature > 0):
-        limit, kept_ties = _limit(row, vocab, peak, temperature, top_k, top_p, BLOCK)
+        limit, kept_ties = _limit(row, vocab, peak, LOG2_E / temperature, top_k, top_p, BLOCK)
         seed_low, seed_high = tl.load(args + 4).to(tl.int64).to(tl.int32), tl.load(args + 5).to(tl.int64).to(tl.int32)
         noise = lowbias32(lowbias32(lowbias32(seed_low) ^ seed_high) ^ tl.load(args + 6).to(tl.int64).to(tl.int32))
         token = _draw(row, vocab, peak, temperature, limit, kept_ties, log_min_p, noise, DRAW_BLOCK)
