@@ -75,10 +75,14 @@ class _Generation:
 class Engine:
     """Generates text with ``model``; ``config`` limits the KV cache, which has the model's dtype and device.
 
+    The cache takes its share of the free memory if ``engines``, with this one, are going to allocate theirs there.
+
     Weights may be changed in place only: CUDA graphs read them at fixed addresses.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None):
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None, *, engines: int = 1
+    ):
         self.model, self.tokenizer = model, tokenizer
         check_generates(model.config)
         check_plan(model)
@@ -86,7 +90,7 @@ class Engine:
         check_fixed_steps(config, traits)
         self.config = resolve_config(config, traits)
         check_model(model, self.config)
-        self.cache = build_cache(model, self.config)
+        self.cache = build_cache(model, self.config, engines)
         invariant = make_batch_invariant(model) if self.config.batch_invariant else None
         graphs, ranks = None, model.axes.cp.size
         pages = (self.cache.pages - scratch_pages(model.axes, self.config)) * ranks

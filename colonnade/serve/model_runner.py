@@ -47,11 +47,11 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
         )
 
 
-def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
+def build_cache(model: Transformer, config: ServeConfig, engines: int = 1) -> KVCache:
     """Allocate this rank's part of the KV cache that ``config`` allows, at most ``max_requests`` whole contexts.
 
-    All ranks allocate as many pages as the one with the least memory. Raises :class:`CapacityError` if not one page
-    fits and, with a table, if there is not enough memory.
+    All ranks allocate as many pages as the one with the least memory, which is divided among ``engines``. Raises
+    :class:`CapacityError` if not one page fits and, with a table, if there is not enough memory.
     """
     weight = next(model.parameters())
     weight_bytes = sum(x.nbytes for x in weight_tensors(model) if x.device == weight.device)
@@ -60,7 +60,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.experts.ep.size, sh=model.axes.experts.sh.size,
         weights=weight_bytes,
     )  # fmt: skip
-    asked = check_memory(asked, weight_bytes)
+    asked = check_memory(asked, weight_bytes, engines)
     pages = page_count(model.config, model.axes, asked.resolved, weight.dtype)
     pages = min(model.axes.token_replicas.all_gather_int(pages))
     try:

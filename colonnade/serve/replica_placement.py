@@ -1,7 +1,9 @@
-"""Divides the cores or the GPUs of this machine among replicas.
+"""Divides the cores or the GPUs of this machine among the engines of a server: replicas, or different models.
 
 Each replica gets a block of neighbouring cores: whole cores with all their hardware threads, and as few sockets as
-possible. Its processes are started with that affinity, so that every library counts the cores of the block only.
+possible. Its processes are started with that affinity, so that every library counts the cores of the block only. Of the
+GPUs each engine gets as many as its plan has ranks. If they are too few, different models share them. Models always
+share cores, since not all are busy at the same time.
 """
 
 import os
@@ -18,28 +20,51 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class Placement(NamedTuple):
-    """Where one replica runs; empty: anywhere."""
+    """Where one engine runs; empty: anywhere."""
 
     cores: tuple[int, ...] = ()
     """Numbers of logical CPUs."""
     gpus: tuple[str, ...] = ()
     """Entries of CUDA_VISIBLE_DEVICES."""
+    engines: int = 1
+    """Engines among which the memory is divided that is free when this one allocates its cache
+    (:mod:`colonnade.serve.start_order`)."""
+
+    @property
+    def alone(self) -> "Placement":
+        """The same place, with its memory undivided; equal for engines that share cores or GPUs."""
+        return self._replace(engines=1)
 
 
 ANYWHERE = Placement()
 
 
-def place_replicas(count: int, plan: Plan, device: str) -> list[Placement]:
-    """A placement for each of ``count`` replicas; raises :class:`ConfigError` if there are too few cores or GPUs."""
-    if count == 1:
-        return [ANYWHERE]
+def place_engines(models: int, replicas: int, plan: Plan, device: str) -> list[list[Placement]]:
+    """For each of ``models`` a placement for each of its ``replicas``.
+
+    Raises :class:`ConfigError` if there are too few cores or GPUs for the replicas of one model.
+    """
+    if models == replicas == 1:
+        return [[ANYWHERE]]
     from colonnade.parallel.launch import visible_gpus
 
     gpus = () if device == "cpu" else visible_gpus()
     if device == "cuda" or len(gpus) >= plan.world:
-        return [Placement(gpus=block) for block in gpu_blocks(gpus, count, plan.world)]
+        blocks = gpu_blocks(gpus, replicas, plan.world)
+        blocks += gpu_blocks(gpus, len(gpus) // plan.world, plan.world)[replicas:]
+        return share_gpus(blocks, models, replicas)
+    if replicas == 1:
+        return [[Placement(engines=models)] for _ in range(models)]
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return [Placement(cores=block) for block in core_blocks(neighbours(list(cores)), count)]
+    blocks = core_blocks(neighbours(list(cores)), replicas)
+    return [[Placement(cores=block, engines=models) for block in blocks] for _ in range(models)]
+
+
+def share_gpus(blocks: Sequence[tuple[str, ...]], models: int, replicas: int) -> list[list[Placement]]:
+    """The placements of the engines on ``blocks`` of GPUs, taken in turn; a block's later engines divide less."""
+    chosen = [blocks[i % len(blocks)] for i in range(models * replicas)]
+    flat = [Placement(gpus=block, engines=chosen[i:].count(block)) for i, block in enumerate(chosen)]
+    return [flat[i : i + replicas] for i in range(0, len(flat), replicas)]
 
 
 def gpu_blocks(gpus: Sequence[str], count: int, world: int) -> list[tuple[str, ...]]:

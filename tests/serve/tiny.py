@@ -88,16 +88,17 @@ def load(
     wait_for: str | None = None,
     gate: str | None = None,
     tools: bool = False,
+    length: int = 128,
 ) -> tuple[Transformer, Tokenizer]:
     """Load the model in a server's engine processes, once the file ``wait_for`` exists.
 
     Texts of over 500 characters are tokenised once the file ``gate`` exists.
-    With ``tools`` the template shows tools, and the context is 1,024 tokens.
+    With ``tools`` the template shows tools, and the context is 1,024 tokens in the place of ``length``.
     The embedding of token ``poison`` is NaN; each forward pass after the first ``quick_steps`` takes ``slow_s`` longer.
     """
     while wait_for and not Path(wait_for).exists():
         time.sleep(0.01)
-    it = model(context.axes.serving(), dtype=torch.float32, context=1024 if tools else 128)
+    it = model(context.axes.serving(), dtype=torch.float32, context=1024 if tools else length)
     if poison is not None:
         with torch.no_grad():
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan

@@ -8,7 +8,7 @@ from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ConfigError
 from colonnade.serve.continuation import Progress
 from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest
-from colonnade.serve.replica_placement import ANYWHERE, core_blocks, gpu_blocks, neighbours, place_replicas
+from colonnade.serve.replica_placement import ANYWHERE, core_blocks, gpu_blocks, neighbours, place_engines
 from colonnade.serve.replicas import sum_stats
 from colonnade.serve.request import Stats
 from colonnade.serve.server import serve
@@ -43,13 +43,13 @@ def test_gpus_are_divided_by_world_size():
 
 
 def test_one_engine_is_not_placed():
-    assert place_replicas(1, Plan(), "auto") == [ANYWHERE]
+    assert place_engines(1, 1, Plan(), "auto") == [[ANYWHERE]]
 
 
 def test_too_many_replicas_are_refused_before_loading():
     lines: list[str] = []
     with pytest.raises(ConfigError, match=r"1000 replicas need a core each, .* set --serve.replicas to at most \d+"):
-        serve(tiny.load, config=ServeConfig(replicas=1000, port=0), device="cpu", announce=lines.append)
+        serve({"tiny": tiny.load}, config=ServeConfig(replicas=1000, port=0), device="cpu", announce=lines.append)
     assert not lines
 
 
