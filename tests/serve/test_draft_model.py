@@ -40,6 +40,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassTime, "update", lambda *_: None)
+    monkeypatch.setattr(PassTimes, "target_s", lambda *_: 1.0)
     monkeypatch.setattr(PassTimes, "draft_s", lambda *_: 0.05)
 
 
@@ -283,7 +284,7 @@ def test_unsuitable_draft_models_are_refused(tmp_path: Path):
     other = Tokenizer.train(["Äpfel und Öl sind größer", *tiny.TEXT[1:]], 301)
     save(tmp_path / "other", tokenizer=other)
     for name, words in {
-        "missing": r"--serve.draft .*missing: .*missing does not exist.*; or leave --serve.draft out",
+        "missing": r"--serve.draft .*missing: .*missing does not exist.*; or use --serve.draft ngram",
         "encoder": r"--serve.draft .*encoder attends in both directions",
         "other": r"--serve.draft .*other has another vocabulary: [\d,]+ of the served model's 3\d\d tokens are not the "
         r"same, such as \d+, which is .* and there .* \(vocabularies of 301 and 301 tokens\); give a model",
