@@ -274,7 +274,7 @@ class Engine:
         self._stats.steps += 1
         scores, prompt = iter(sampled.scores()), iter(sampled.prompt())
         for request, piece in zip(work.requests, work.slices, strict=True):
-            rows = [next(prompt) for target in piece.targets if target >= 0]
+            rows = [next(prompt) for target in piece.targets if target >= 0] if piece.targets else []
             if rows and (live := self._live.get(request.id)) is not None and live.request is request:
                 live.prompt_scores += rows
         scored = [next(scores) if args.logprobs >= 0 else None for args in work.sample_args]
@@ -285,9 +285,10 @@ class Engine:
         """The output for one new token: the text that it completes, and whether the request ends."""
         request, params = live.request, live.request.params
         echo, prompt_logprobs, prompt_ids = "", None, None
-        if request.generated == len(request.resume or ()) + 1:
+        generated = request.generated
+        if live.first_token_s == 0.0:
             live.first_token_s = now_s
-        if request.generated == 1:
+        if generated == 1:
             self._stats.prompt_tokens += len(request.prompt)
             echo, prompt_logprobs = self._prompt_outputs(live)
             prompt_ids = request.prompt if params.return_prompt_ids else None
@@ -303,7 +304,7 @@ class Engine:
             request.processor.accept(token)
             matcher = request.processor.matcher
         is_end = token in params.stop_token_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
-        may_stop = request.generated >= params.min_tokens
+        may_stop = generated >= params.min_tokens
         text = "" if is_end or token == NOT_FINITE else live.text.push(token, may_stop=may_stop)
         reason: FinishReason | None = None
         if token == NOT_FINITE:
@@ -312,7 +313,7 @@ class Engine:
             reason = "grammar_error"
         elif is_end or live.text.stopped or (matcher is not None and matcher.finished):
             reason = "stop"
-        elif request.generated == request.limit_tokens:
+        elif generated == request.limit_tokens:
             reason = "length"
         timing = None
         if reason:
@@ -321,7 +322,7 @@ class Engine:
             self._finish(live, reason)
             timing = live.timing(now_s)
         return Output(
-            request.id, echo + text, token, reason, len(request.prompt), request.generated, timing, logprobs,
+            request.id, echo + text, token, reason, len(request.prompt), generated, timing, logprobs,
             prompt_logprobs, request.cached_tokens or 0, prompt_ids,
         )  # fmt: skip
 

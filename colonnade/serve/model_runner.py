@@ -103,8 +103,8 @@ class ModelRunner:
         ``invariant`` is the attention implementation from :func:`batch_invariance.make_batch_invariant`.
         """
         self.model, self.cache, self.graphs, self.share, self.invariant = model, cache, graphs, share, invariant
-        if invariant is None:  # batch-invariant kernels are not fused
-            fused_block.enable(model)
+        # Batch-invariant kernels are not fused.
+        self._kernels = invariant or fused_block.enable(model)
         self._shard = CacheShard.of(model, cache)
         self._single_tokens = invariant is not None and not cache.k[0].is_cuda
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
@@ -134,7 +134,9 @@ class ModelRunner:
         stream, attend, head = build_inputs(self._shard, work, share=self.share)
         if self.invariant:
             assert isinstance(attend, Paged), "batch invariance is for one rank"
-            attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, rowwise=True)
+            attend, head = replace(attend, share=False), replace(head, rowwise=True)
+        if isinstance(attend, Paged):
+            attend = replace(attend, kernels=self._kernels)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
             choose("write_next_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
         return self.model(stream, attend, head)

@@ -104,6 +104,13 @@ class Request:
         return len(self.ids) + self.in_flight
 
     @property
+    def decodes(self) -> bool:
+        """True if the next step can run its newest token."""
+        length = len(self.ids) + self.in_flight
+        ends = length - len(self.prompt) >= self.limit_tokens
+        return length - self.computed == 1 and not ends and not self.needs_commit
+
+    @property
     def needs_commit(self) -> bool:
         """True if its next token cannot be sampled before those in flight are known."""
         if not self.in_flight:
@@ -161,8 +168,7 @@ class TokenLogprob(NamedTuple):
         return bool(self.top) and self.top[0].token == self.token
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """One new token of a request, and the text that it completes."""
 
     id: str

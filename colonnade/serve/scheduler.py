@@ -26,6 +26,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from colonnade.errors import RequestError
 from colonnade.serve.fair_queue import FairQueue
@@ -35,8 +36,7 @@ from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.speculation import Speculator
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """The tokens of one request in a forward pass."""
 
     start: int
@@ -137,16 +137,18 @@ class Scheduler:
         budget, chosen = self.token_budget, []
         self.waiting.advance(now_s)
 
-        for request in [r for r in self.running if r.pending == 1 and not r.complete and not r.needs_commit]:
+        for request in [r for r in self.running if r.decodes]:
             if request.status is Status.RUNNING and self._grow(request):
                 chosen.append(self._slice(request, 1))
                 budget -= 1
+        others = len(chosen) < len(self.running)
         chosen, budget = self._with_drafts(chosen, budget)
-        for request in self.running:
-            if request.pending > 1 and budget:
-                chosen.append(self._slice(request, min(request.pending, budget)))
-                budget -= len(chosen[-1][1].tokens)
-        budget -= sum(r.needs_commit and not r.complete for r in self.running)  # for their decodes in the next step
+        if others:
+            for request in self.running:
+                if request.pending > 1 and budget:
+                    chosen.append(self._slice(request, min(request.pending, budget)))
+                    budget -= len(chosen[-1][1].tokens)
+            budget -= sum(r.needs_commit and not r.complete for r in self.running)  # for their next decodes
         # A request preempted in this step is not admitted again: one of the pages that it needs is taken.
         while budget > 0 and (request := self._admit()):
             chosen.append(self._slice(request, min(request.pending, budget)))
@@ -265,11 +267,13 @@ class Scheduler:
 
     def _slice(self, request: Request, count: int) -> tuple[Request, Slice]:
         """Schedule the next ``count`` tokens of ``request``."""
-        start, end = request.computed, request.computed + count
-        tokens = request.ids[start:end] + [-1 - request.sample_index] * (end - max(start, len(request.ids)))
+        start, end, known = request.computed, request.computed + count, len(request.ids)
+        tokens = tuple(request.ids[start:end])
+        if end > known:
+            tokens += (-1 - request.sample_index,) * (end - max(start, known))
         args = None
-        if end == request.length:
-            index, changes = request.generated + request.in_flight, None
+        if end == known + request.in_flight:
+            index, changes = end - len(request.prompt), None
             if request.processor is not None:
                 changes = request.processor.changes(request.ids, index)
             args = SampleArgs.of(request.params, request.seed, index, changes)
@@ -282,7 +286,7 @@ class Scheduler:
             targets = tuple(request.prompt[i + 1] if request.scored <= i < last else -1 for i in indices)
             request.scored = min(end, last)
         alternatives = (request.params.prompt_logprobs or 0) if targets else 0
-        return request, Slice(start, tuple(tokens), pages, args, request.batch_row, targets, alternatives)
+        return request, Slice(start, tokens, pages, args, request.batch_row, targets, alternatives)
 
     def _admit(self) -> Request | None:
         """Start the first waiting request, with pages for all its tokens, if they are free."""
@@ -319,13 +323,13 @@ class Scheduler:
         Requests admitted in the same step may share them: in each layer a pass writes all its keys and values before it
         reads any.
         """
-        if not self.prefix_cache:
+        full = min(request.computed, len(request.ids)) // self.pool.page_tokens
+        if not self.prefix_cache or full <= request.cached_pages:
             return
         extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens)
-        full = min(request.computed, len(request.ids)) // self.pool.page_tokens
         for i in range(request.cached_pages, full):
             self.pool.cache_page(request.pages[i], request.page_hashes[i])
-        request.cached_pages = max(request.cached_pages, full)
+        request.cached_pages = full
 
     def _grow(self, request: Request) -> bool:
         """Allocate a page for the next token of ``request`` if it needs one; False if ``request`` was preempted."""
