@@ -63,7 +63,7 @@ class ServeConfig(Config):
     cache_bytes: int | None = Field(default=None, gt=0)
     """Memory for the key/value cache of one rank if pages is not set [bytes]; at most max_requests whole contexts are
     allocated. None: of the memory that is free beside weights, activations and CUDA graphs 90% on a GPU and a quarter
-    on a CPU, or all that memory_bytes leaves."""
+    on a CPU, or all that memory_bytes leaves; several models on one device divide it equally."""
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory limit of one rank for weights, cache, CUDA graphs and activations together [bytes]; Python, torch and the
     CUDA context come on top (about 400 MB). None: the memory that is free on the device at the start."""
@@ -91,8 +91,8 @@ class ServeConfig(Config):
     max_waiting: int = Field(default=1024, gt=0)
     """Longest queue of waiting requests; further ones are refused (429)."""
     replicas: int | Literal["auto"] = 1
-    """Engines with the same model on this machine, behind one address; on a CPU each has cores of its own in one NUMA
-    node, else GPUs. auto: one per NUMA node, or as many as the GPUs suffice for."""
+    """Engines of each model on this machine, behind one address; on a CPU each has cores of its own in one NUMA node,
+    else GPUs. auto: one per NUMA node, or as many as the GPUs suffice for."""
     upstreams: tuple[str, ...] = ()
     """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
     here, and MODEL is only a name."""
@@ -109,7 +109,8 @@ class ServeConfig(Config):
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0: any free port."""
     model_name: str | None = None
-    """Model name in the HTTP API; None: the last part of the model's path."""
+    """Model name in the HTTP API, of several models their names with commas between them; None: the last part of the
+    model's path."""
     draft: str | None = Field(default=None, min_length=1)
     """Speculative decoding, which does not change the text: ngram drafts tokens that followed the newest three tokens
     before (prompt look-up); a smaller MODEL with the same tokenizer drafts those that it generates. None: off."""

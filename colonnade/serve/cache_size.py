@@ -17,13 +17,14 @@ CACHE_SHARES = {"cuda": 0.9, "cpu": 0.25}
 """Share of the cache in the available memory that nothing else of the engine needs."""
 
 
-def available_bytes(spec: EngineSpec, in_use: int = 0) -> int:
+def available_bytes(spec: EngineSpec, in_use: int = 0, engines: int = 1) -> int:
     """Memory that the engine may use [bytes]: serve.memory_bytes, or its share of the usable one plus ``in_use``.
 
-    ``in_use`` is what it has already. Replicas share the memory of a CPU.
+    ``in_use`` is what it has already. Replicas share the memory of a CPU; what is left after loading is divided equally
+    among ``engines`` of different models.
     """
     replicas = spec.serve.replicas if spec.device.type == "cpu" and spec.serve.replicas != "auto" else 1
-    return spec.serve.memory_bytes or usable_bytes(spec.device) // replicas + in_use
+    return spec.serve.memory_bytes or usable_bytes(spec.device) // (replicas * engines) + in_use
 
 
 def size_cache(spec: EngineSpec, available: int) -> EngineSpec:

@@ -78,6 +78,8 @@ class _Generation:
 class Engine:
     """Generates text with ``model``; ``config`` limits the KV cache, which has the model's dtype and device.
 
+    The cache takes its share of the free memory if ``engines``, with this one, are going to allocate theirs there.
+
     Weights may be changed in place only: CUDA graphs read them at fixed addresses.
     """
 
@@ -87,8 +89,12 @@ class Engine:
         tokenizer: Tokenizer,
         config: ServeConfig | None = None,
         draft: Transformer | None = None,
+        *,
+        engines: int = 1,
     ):
-        """``draft`` is the model that ``config.draft`` names; only rank 0 has it."""
+        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The memory that is free is divided
+        among ``engines``.
+        """
         self.model, self.tokenizer = model, tokenizer
         check_generates(model.config)
         check_plan(model)
@@ -99,7 +105,7 @@ class Engine:
         if (self.config.draft_model is None) == (draft is not None) and model.axes.token_replicas.rank == 0:
             given = "no" if draft is None else "a"
             raise ConfigError(f"serve.draft is {self.config.draft}, and the engine was given {given} draft model")
-        self.cache, draft_cache = build_caches(model, self.config, draft)
+        self.cache, draft_cache = build_caches(model, self.config, draft, engines)
         invariant = make_batch_invariant(model) if self.config.batch_invariant else None
         graphs, ranks = None, model.axes.cp.size
         pages = (self.cache.pages - scratch_pages(model.axes, self.config)) * ranks

@@ -30,6 +30,7 @@ from colonnade.cores import child_placement
 from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement
+from colonnade.serve.start_order import Turn
 
 if TYPE_CHECKING:
     from colonnade.serve.worker import Load
@@ -58,12 +59,13 @@ async def engine_process(
     kill: asyncio.Event | None = None,
     client: EngineClient | None = None,
     placement: Placement = ANYWHERE,
+    turn: Turn | None = None,
 ) -> AsyncIterator[EngineClient]:
     """Start an engine and wait until its model is loaded; stop it at the end.
 
     Setting ``give_up`` ends the wait; setting ``kill`` kills the engine at the end in place of stopping it. ``client``
-    is the connection to use, if the caller has made one; ``placement`` limits its cores or GPUs. Raises what the start
-    raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
+    is the connection to use, if the caller has made one; ``placement`` limits its cores or GPUs; it allocates its cache
+    when it is its ``turn``. Raises what the start raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
     """
     client, kill = client or EngineClient(), kill or asyncio.Event()
     parent = None if len(tempfile.gettempdir()) < MAX_TMPDIR_CHARACTERS else "/tmp"
@@ -74,7 +76,7 @@ async def engine_process(
             report, process = _spawn(args, placement)
             watcher = asyncio.create_task(_watch(client, process, report))
             try:
-                await wait_first(client.ready.wait(), client.exited.wait(), give_up.wait())
+                await wait_first(_allocate(client, turn), client.exited.wait(), give_up.wait())
                 if client.failure:
                     raise client.failure
                 yield client
@@ -86,6 +88,17 @@ async def engine_process(
                 if not client.exited.is_set():
                     _kill(process)
                 await watcher
+
+
+async def _allocate(client: EngineClient, turn: Turn | None) -> None:
+    """Wait until the engine has loaded, and let it allocate its cache in its turn."""
+    await client.loaded.wait()
+    if turn:
+        await turn.wait()
+    client.allocate()
+    await client.ready.wait()
+    if turn:
+        turn.end()
 
 
 async def wait_first(*waits: Awaitable[object], timeout_s: float | None = None) -> None:
@@ -164,12 +177,8 @@ def _supervise(
             use_gpus(placement.gpus)
         for plugin in plugins:
             load_plugin(plugin)
-        launch(
-            run_worker,
-            (open_model(), plan, config, device, address),
-            plan,
-            cpus=placement.cpus.ranks if placement.cpus else (),
-        )
+        cpus = placement.cpus.ranks if placement.cpus else ()
+        launch(run_worker, (open_model(), plan, config, device, address, placement.engines), plan, cpus=cpus)
     except Interrupted:
         sys.exit(1)
     except BaseException as error:  # noqa: BLE001 - the HTTP process raises it

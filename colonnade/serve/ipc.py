@@ -1,12 +1,14 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",
+    HTTP -> engine    {"do": "start"}                       after "loaded": the engine allocates its cache
+                      {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",
                        "priority", "timeout_s", "resume"}
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
                       {"do": "swap", "ids", "path"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
+    engine -> HTTP    {"event": "loaded"}
+                      {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
                        "capabilities", "note", "stats": {…}}
                       {"event": "outputs", "outputs": [[…], …], "stats": {…}}   {"event": "refused", "ids", "error"}
                       {"event": "answer", "ids", …}           to messages that generate nothing
@@ -242,13 +244,11 @@ class EngineClient:
         self.stopped = False
         """Set once the engine is asked to stop: its end is then no failure."""
         self.failure: ColonnadeError | None = None
-        self.ready, self.disconnected, self.exited = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        """The model is loaded; the connection is closed; the engine's processes have exited."""
+        self.loaded, self.ready, self.disconnected, self.exited = (asyncio.Event() for _ in range(4))
+        """The weights are loaded; requests are accepted; the connection is closed; the processes have exited."""
         self.idle = asyncio.Event()
         """Set while no request runs."""
         self.idle.set()
-        self.stop_requested = asyncio.Event()
-        """Set to ask the server to drain and stop."""
         self._queues: dict[str, asyncio.Queue[Output | PoolingOutput | RequestError]] = {}
         """By completion id; all completions of one request have the same queue."""
         self._answers: dict[str, asyncio.Future[Message]] = {}
@@ -353,6 +353,10 @@ class EngineClient:
             if answer.cancelled():
                 self._send({"do": "cancel", "ids": [key]})
 
+    def allocate(self) -> None:
+        """Let the engine, which has loaded its weights, allocate its cache and become ready."""
+        self._send({"do": "start"})
+
     def abort(self) -> None:
         """End all running requests with an error."""
         for answer in self._answers.values():
@@ -401,6 +405,8 @@ class EngineClient:
             if (answer := self._answers.get(message["ids"][0])) and not answer.done():
                 answer.set_result(message)
             return
+        if message["event"] == "loaded":
+            self.loaded.set()
         if "stats" in message:
             self.stats = Stats(**message["stats"])
         if message["event"] == "ready":

@@ -24,13 +24,14 @@ CACHE_SIZE = {"serve.pages", "serve.cache_bytes"}
 """Settings of the cache's size."""
 
 
-def check_memory(spec: EngineSpec, in_use: int = 0) -> EngineSpec:
+def check_memory(spec: EngineSpec, in_use: int = 0, engines: int = 1) -> EngineSpec:
     """Return ``spec`` with the size of its cache.
 
     Raises :class:`CapacityError` if the cache holds no page, or, with a table, if ``spec`` does not fit. Available are
-    the free memory of its device plus the ``in_use`` bytes of a loaded model, or serve.memory_bytes.
+    the free memory of its device, divided among ``engines``, plus the ``in_use`` bytes of a loaded model, or
+    serve.memory_bytes.
     """
-    available = available_bytes(spec, in_use)
+    available = available_bytes(spec, in_use, engines)
     spec = size_cache(spec, available)
     serve, context = spec.resolved, spec.model.context
     if not spec.page_count:

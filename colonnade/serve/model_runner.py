@@ -50,13 +50,13 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
 
 
 def build_caches(
-    model: Transformer, config: ServeConfig, draft: Transformer | None = None
+    model: Transformer, config: ServeConfig, draft: Transformer | None = None, engines: int = 1
 ) -> tuple[KVCache, KVCache | None]:
     """Allocate this rank's part of the KV cache that ``config`` allows, at most ``max_requests`` whole contexts.
 
-    All ranks allocate as many pages as the one with the least memory. The second cache is the ``draft`` model's, with
-    the pages of all ranks. Raises :class:`CapacityError` if not one page fits and, with a table, if there is not enough
-    memory.
+    All ranks allocate as many pages as the one with the least memory, which is divided among ``engines``. The second
+    cache is the ``draft`` model's, with the pages of all ranks. Raises :class:`CapacityError` if not one page fits and,
+    with a table, if there is not enough memory.
     """
     weight = next(model.parameters())
     weight_bytes, draft_bytes = (0 if each is None else _device_bytes(each) for each in (model, draft))
@@ -66,7 +66,7 @@ def build_caches(
         weights=weight_bytes, draft=None if draft is None else draft.config, draft_weights=draft_bytes,
     )  # fmt: skip
     in_use = weight_bytes + draft_bytes
-    asked = check_memory(asked, in_use)
+    asked = check_memory(asked, in_use, engines)
     pages = min(model.axes.token_replicas.all_gather_int(asked.page_count))
     options = {"page_tokens": config.page, "dtype": weight.dtype, "device": weight.device}
     try:

@@ -1,4 +1,9 @@
-"""Decides where the replicas of a server run: on cores (:mod:`colonnade.cores`) or on GPUs."""
+"""Decides where the engines of a server run, replicas or different models: on cores or on GPUs.
+
+On a CPU all models share the cores, since not all are busy at the same time, and the replicas of each have cores of
+their own (:mod:`colonnade.cores`). Of the GPUs each engine gets as many as its plan has ranks; if they are too few,
+different models share them.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,36 +19,56 @@ GPU_DEVICES = ("nvidia[0-9]*", "nvgpu*", "nvhost-gpu", "dxg", "kfd")
 
 
 class Placement(NamedTuple):
-    """Where one replica runs; empty: anywhere."""
+    """Where one engine runs; empty: anywhere."""
 
     cpus: CpuPlacement | None = None
     gpus: tuple[str, ...] = ()
     """Entries of CUDA_VISIBLE_DEVICES."""
+    engines: int = 1
+    """Engines among which the memory is divided that is free when this one allocates its cache
+    (:mod:`colonnade.serve.start_order`)."""
+
+    @property
+    def alone(self) -> "Placement":
+        """The same place, with its memory undivided; equal for engines that share cores or GPUs."""
+        return self._replace(engines=1)
 
 
 ANYWHERE = Placement()
 
 
-def place_replicas(
-    count: int | Literal["auto"], plan: Plan, device: str, machine: Machine | None = None
-) -> tuple[list[Placement], str]:
-    """(a placement for each of ``count`` replicas, a warning or nothing) on ``machine``, by default this one.
+def place_engines(
+    models: int, replicas: int | Literal["auto"], plan: Plan, device: str, machine: Machine | None = None
+) -> tuple[list[list[Placement]], str]:
+    """(for each of ``models`` a placement for each replica, a warning or nothing) on ``machine``, by default this one.
 
-    Raises :class:`ConfigError` if there are too few cores or GPUs. Imports torch only if there may be GPUs.
+    Raises :class:`ConfigError` if there are too few cores or GPUs for the replicas of one model. Imports torch only if
+    there may be GPUs.
     """
     if device == "cuda" or (device == "auto" and has_gpu_devices()):
-        if count == 1:
-            return [ANYWHERE], ""
+        if models == replicas == 1:
+            return [[ANYWHERE]], ""
         from colonnade.parallel.launch import visible_gpus
 
         gpus = visible_gpus()
         if device == "cuda" or len(gpus) >= plan.world:
-            blocks = gpu_blocks(gpus, max(1, len(gpus) // plan.world) if count == "auto" else count, plan.world)
-            return [Placement(gpus=block) for block in blocks], ""
+            groups = len(gpus) // plan.world
+            count = max(1, groups // models) if replicas == "auto" else replicas
+            blocks = gpu_blocks(gpus, count, plan.world)
+            blocks += gpu_blocks(gpus, groups, plan.world)[count:]
+            return share_gpus(blocks, models, count), ""
     machine = machine or read_machine()
-    number = auto_replicas(machine, plan.world) if count == "auto" else count
-    placements = [Placement(cpus) for cpus in place(machine, number, plan.world)]
-    return placements, idle_warning(machine, number, plan.world)
+    count = auto_replicas(machine, plan.world) if replicas == "auto" else replicas
+    cpus = [each._replace(owned=each.owned and models == 1) for each in place(machine, count, plan.world)]
+    placements = [[Placement(each, engines=models) for each in cpus] for _ in range(models)]
+    return placements, idle_warning(machine, count, plan.world)
+
+
+def share_gpus(blocks: Sequence[tuple[str, ...]], models: int, replicas: int) -> list[list[Placement]]:
+    """The placements of the engines on ``blocks`` of GPUs, taken in turn; a block's later engines divide less."""
+    chosen = [blocks[i % len(blocks)] for i in range(models * replicas)]
+    flat = [Placement(gpus=block, engines=chosen[i:].count(block)) for i, block in enumerate(chosen)]
+    return [flat[i : i + replicas] for i in range(0, len(flat), replicas)]
 
 
 def has_gpu_devices(devices: Path = Path("/dev")) -> bool:

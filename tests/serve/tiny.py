@@ -113,17 +113,19 @@ def load(
     tools: bool = False,
     deep: bool = False,
     drafts: bool = False,
+    length: int = 128,
 ) -> tuple[Transformer, Tokenizer, Transformer | None]:
     """Load the model in a server's engine processes, once the file ``wait_for`` exists.
 
     Texts of over 500 characters are tokenised once the file ``gate`` exists.
     With ``deep`` it is :func:`deep`, with ``drafts`` rank 0 has a draft model that always agrees with it.
-    With ``tools`` the template shows tools, and the context is 1,024 tokens.
+    With ``tools`` the template shows tools, and the context is 1,024 tokens in the place of ``length``.
     The embedding of token ``poison`` is NaN; each forward pass after the first ``quick_steps`` takes ``slow_s`` longer.
     """
     while wait_for and not Path(wait_for).exists():
         time.sleep(0.01)
-    it = model(context.axes.serving(), dtype=torch.float32, context=1024 if tools else 128, layers=DEEP if deep else 2)
+    context_tokens, layers = 1024 if tools else length, DEEP if deep else 2
+    it = model(context.axes.serving(), dtype=torch.float32, context=context_tokens, layers=layers)
     if deep:
         cut(it)
     if poison is not None:

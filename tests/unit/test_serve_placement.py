@@ -9,7 +9,7 @@ from colonnade.cores import Cpu, Machine
 from colonnade.errors import ConfigError
 from colonnade.serve.continuation import Progress
 from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest
-from colonnade.serve.replica_placement import ANYWHERE, gpu_blocks, has_gpu_devices, place_replicas
+from colonnade.serve.replica_placement import ANYWHERE, gpu_blocks, has_gpu_devices, place_engines
 from colonnade.serve.replicas import sum_stats
 from colonnade.serve.request import Stats
 from colonnade.serve.server import serve
@@ -26,16 +26,25 @@ def test_gpus_are_divided_by_world_size():
 
 def test_replicas_on_cores():
     machine = Machine(tuple(Cpu(i, i, node=i // 4) for i in range(8)))
-    placements, warning = place_replicas("auto", Plan(), "cpu", machine)
-    assert [each.cpus and each.cpus.cpus for each in placements] == [(0, 1, 2, 3), (4, 5, 6, 7)] and not warning
-    placements, warning = place_replicas(3, Plan(), "cpu", machine)
-    assert len(placements) == 3 and "use 6 of 8 cores and leave 25% idle" in warning and "replicas 2 or 4" in warning
+    placements, warning = place_engines(1, "auto", Plan(), "cpu", machine)
+    assert [each.cpus and each.cpus.cpus for each in placements[0]] == [(0, 1, 2, 3), (4, 5, 6, 7)] and not warning
+    placements, warning = place_engines(1, 3, Plan(), "cpu", machine)
+    assert len(placements[0]) == 3 and "use 6 of 8 cores and leave 25% idle" in warning and "replicas 2 or 4" in warning
 
 
 def test_one_engine_on_a_machine_with_gpus_is_not_placed(monkeypatch: pytest.MonkeyPatch):
     """And torch, which would tell whether it can use them, is not asked."""
     monkeypatch.setattr("colonnade.serve.replica_placement.has_gpu_devices", lambda: True)
-    assert place_replicas(1, Plan(), "auto") == ([ANYWHERE], "")
+    assert place_engines(1, 1, Plan(), "auto") == ([[ANYWHERE]], "")
+
+
+def test_models_share_cores_and_memory():
+    machine = Machine(tuple(Cpu(i, i, node=i // 4) for i in range(8)))
+    placements, _ = place_engines(3, 2, Plan(), "cpu", machine)
+    assert [[each.cpus and each.cpus.cpus for each in several] for several in placements] == [
+        [(0, 1, 2, 3), (4, 5, 6, 7)]
+    ] * 3
+    assert all(each.engines == 3 and each.cpus and not each.cpus.owned for several in placements for each in several)
 
 
 def test_gpu_devices(tmp_path: Path):
@@ -49,7 +58,7 @@ def test_gpu_devices(tmp_path: Path):
 def test_too_many_replicas_are_refused_before_loading():
     lines: list[str] = []
     with pytest.raises(ConfigError, match=r"1000 replicas need a core each, .* set --serve.replicas to at most \d+"):
-        serve(tiny.load, config=ServeConfig(replicas=1000, port=0), device="cpu", announce=lines.append)
+        serve({"tiny": tiny.load}, config=ServeConfig(replicas=1000, port=0), device="cpu", announce=lines.append)
     assert not lines
 
 
