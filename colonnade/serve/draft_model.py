@@ -118,12 +118,13 @@ class DraftModel:
         for request in requests:
             self._mark_pages(request)
         states = [_state(request) for request in requests]
-        wanted = [min(self.most, self._limit(request)) for request in requests]
+        wanted = [min(self.most, self._limit(request)) if total else 0 for request in requests]
         counts = choose_counts([state.rate for state in states], wanted, total, rows, self.times)
         for state, count in zip(states, counts, strict=True):
             state.active = count > 0
         self._catch_up([request for request, count in zip(requests, counts, strict=True) if count])
-        self._probe([request for request, count in zip(requests, counts, strict=True) if not count], rows)
+        if total:  # at full load no rate would change anything
+            self._probe([request for request, count in zip(requests, counts, strict=True) if not count], rows)
         return [
             min(count, limit) if len(request.ids) - request.draft_computed <= ROWS else 0
             for request, count, limit in zip(requests, counts, limits, strict=True)
