@@ -60,6 +60,7 @@ inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 inline Bytes low_nibbles(Bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
@@ -101,6 +102,7 @@ inline float sum(Floats x) {
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline Bytes low_nibbles(Bytes b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes b) { return low_nibbles(_mm256_srli_epi16(b, 4)); }
@@ -148,6 +150,7 @@ inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 inline float sum(Floats x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats to_floats(Ints x) { return Floats{float(x[0]), float(x[1]), float(x[2]), float(x[3])}; }
 inline Bytes low_nibbles(Bytes b) { return b & 15; }
 inline Bytes high_nibbles(Bytes b) { return (b >> 4) & 15; }
@@ -456,6 +459,30 @@ inline float element(const void* x, Dtype dtype, int64_t i) {
     return dtype == FLOAT32 ? static_cast<const float*>(x)[i] : to_float(static_cast<const uint16_t*>(x)[i]);
 }
 
+// The largest of x, of which NaN may be ignored.
+inline float largest(const float* x, int64_t count) {
+    float y = x[0];
+    int64_t i = 0;
+    if (count >= LANES) {
+        Floats most = load(x);
+        for (i = LANES; i + LANES <= count; i += LANES) most = larger(most, load(x + i));
+        float values[LANES];
+        store(values, most);
+        for (float value : values) y = y < value ? value : y;
+    }
+    for (; i < count; i++) y = y < x[i] ? x[i] : y;
+    return y;
+}
+
+inline float total_of(const float* x, int64_t count) {
+    Floats sums = zero();
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) sums = fma(load(x + i), broadcast(1.0f), sums);
+    float y = sum(sums);
+    for (; i < count; i++) y += x[i];
+    return y;
+}
+
 // Σ a_i b_i, or Σ (a_i − c)(b_i − c), in an order that depends on `count` only.
 inline float inner_product(const float* a, const float* b, int64_t count, float c = 0.0f) {
     Floats sums[4] = {zero(), zero(), zero(), zero()};
@@ -480,13 +507,7 @@ struct NormWeights {
 inline void normalise(float* x, int64_t width, const NormWeights& norm, Dtype dtype) {
     float mean = 0.0f;
     if (norm.bias != nullptr) {
-        float total = 0.0f;
-        Floats sums = zero();
-        int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) sums = fma(load(x + i), broadcast(1.0f), sums);
-        total = sum(sums);
-        for (; i < width; i++) total += x[i];
-        mean = total / float(width);
+        mean = total_of(x, width) / float(width);
     }
     const float square = inner_product(x, x, width, mean) / float(width);
     const float factor = 1.0f / std::sqrt(square + float(norm.eps));
@@ -524,16 +545,19 @@ struct Rows {
 
 // int8 values p and the scale z of a group of x. A group that is not finite has a scale of NaN.
 inline float quantise_group(const float* x, int64_t count, int8_t* p) {
-    float most = 0.0f, check = 0.0f;
+    int32_t bits_of_most = 0;  // of values that are not negative, bits are ordered as the values; NaN is the largest
     for (int64_t i = 0; i < count; i++) {
-        const float size = std::fabs(x[i]);
-        most = most < size ? size : most;
-        check += x[i] * 0.0f;
+        int32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        bits &= 0x7FFFFFFF;
+        bits_of_most = bits_of_most < bits ? bits : bits_of_most;
     }
-    if (!(check == 0.0f)) {
+    if (bits_of_most >= 0x7F800000) {
         std::memset(p, 0, size_t(count));
         return std::nanf("");
     }
+    float most;
+    std::memcpy(&most, &bits_of_most, 4);
     const float inverse = most < 1e-30f ? 0.0f : 127.0f / most;
     for (int64_t i = 0; i < count; i++) {
         const float shifted = x[i] * inverse + 12582912.0f;  // rounds to nearest even
@@ -1090,11 +1114,9 @@ struct Attention {
         const bool alone = row.splits() == 1;
         for (int64_t g = 0; g < group; g++) {
             float* const weights = scores + g * SPLIT;
-            float most = weights[0];
-            for (int64_t i = 1; i < count; i++) most = most < weights[i] ? weights[i] : most;
+            const float most = largest(weights, count);
             for (int64_t i = 0; i < count; i++) weights[i] = exponential(weights[i] - most);
-            float total = 0.0f;
-            for (int64_t i = 0; i < count; i++) total += weights[i];
+            const float total = total_of(weights, count);
             weigh<T>(weights, at, count, sums + g * padded);
             if (alone) {
                 for (int64_t i = 0; i < width; i++) sums[g * padded + i] /= total;
