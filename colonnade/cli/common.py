@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
 from colonnade.config.model import divisors
@@ -15,6 +15,10 @@ from colonnade.model_spec import ModelSpec
 
 MODEL_SOURCES = "A Colonnade checkpoint or run, a Hugging Face folder, a GGUF file, a hub id"
 Model = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, smollm2, or minilm.")]
+Models = Annotated[
+    Positional[tuple[str, ...]],
+    arg(metavar="MODEL [MODEL ...]", help=f"{MODEL_SOURCES}, smollm2, or minilm; with --serve.upstreams only a name."),
+]
 GenerativeModel = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, or smollm2.")]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)

@@ -5,10 +5,8 @@ The flags are validated before anything is imported that takes seconds.
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
@@ -16,7 +14,7 @@ from tyro.conf import Positional, arg
 from colonnade.cli.common import (
     GenerativeModel,
     LogConsole,
-    Model,
+    Models,
     ServingPlacementArgs,
     is_main_process,
     refuse_torchrun,
@@ -148,35 +146,32 @@ def _with_environment_keys(config: ServeConfig) -> ServeConfig:
 
 
 def serve(
-    model: Positional[Model],
+    models: Models,
     serve: ServeConfig = ServeConfig(),
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, or /v1/embeddings.
+    """Serve models over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, or /v1/embeddings.
 
+    Several models have an engine each; the "model" of a request, the last part of the model's path, chooses one.
     Encoders answer /v1/embeddings, /v1/score and /v1/rerank, classifiers /classify; --serve.task embed serves the
     embeddings of a model that also generates text.
 
     Args:
-        model: The model to serve; with --serve.upstreams only its name.
+        models: The models to serve; with --serve.upstreams only a name.
         serve: Address and limits.
         placement: Where the model runs.
     """
     refuse_torchrun("serve")
     serve = _with_environment_keys(serve)
-    if serve.upstreams:
-        run, announce = _server()
-        run(None, None, serve, name=Path(model).name, device="cpu", announce=announce)
-        return
-    spec = placement.spec(model, serve)
-    run, announce = _server()
-    run(spec.open_loader, spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)
-
-
-def _server() -> tuple[Callable[..., None], Callable[[str], object]]:
-    """(:func:`colonnade.serve.server.serve`, what prints its lines)."""
+    if not models:
+        raise ConfigError("there is no model to serve; give one or several, such as: colonnade serve smollm2")
+    specs = [placement.spec(model, serve) for model in models]
     try:
+        from colonnade.serve.served_models import model_names
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
-    return run, partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
+    loaders = [None if serve.upstreams else spec.open_loader for spec in specs]
+    by_name = dict(zip(model_names(models, serve.model_name), loaders, strict=True))
+    announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
+    run(by_name, specs[0].plan, serve, device="cpu" if serve.upstreams else placement.device, announce=announce)

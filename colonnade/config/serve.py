@@ -17,6 +17,8 @@ CacheFormat = Literal["stored", "int8", "float8"]
 LogFormat = Literal["off", "text", "json"]
 """How requests are logged."""
 
+MAX_REPLICAS = 1024
+
 _ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
 _URL = re.compile(r"https?://[^/\s@?#]+/?")
@@ -61,7 +63,7 @@ class ServeConfig(Config):
     cache_bytes: int | None = Field(default=None, gt=0)
     """Memory for the key/value cache of one rank if pages is not set [bytes]; at most max_requests whole contexts are
     allocated. None: of the memory that is free beside weights, activations and CUDA graphs 90% on a GPU and a quarter
-    on a CPU, or all that memory_bytes leaves."""
+    on a CPU, or all that memory_bytes leaves; several models on one device divide it equally."""
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory limit of one rank for weights, cache, CUDA graphs and activations together [bytes]; Python, torch and the
     CUDA context come on top (about 400 MB). None: the memory that is free on the device at the start."""
@@ -88,8 +90,9 @@ class ServeConfig(Config):
     it computes one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Longest queue of waiting requests; further ones are refused (429)."""
-    replicas: int = Field(default=1, gt=0, le=1024)
-    """Engines with the same model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
+    replicas: int | Literal["auto"] = 1
+    """Engines of each model on this machine, behind one address; on a CPU each has cores of its own in one NUMA node,
+    else GPUs. auto: one per NUMA node, or as many as the GPUs suffice for."""
     upstreams: tuple[str, ...] = ()
     """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
     here, and MODEL is only a name."""
@@ -106,10 +109,11 @@ class ServeConfig(Config):
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0: any free port."""
     model_name: str | None = None
-    """Model name in the HTTP API; None: the last part of the model's path."""
-    draft: Literal["ngram"] | None = None
+    """Model name in the HTTP API, of several models their names with commas between them; None: the last part of the
+    model's path."""
+    draft: str | None = Field(default=None, min_length=1)
     """Speculative decoding, which does not change the text: ngram drafts tokens that followed the newest three tokens
-    before (prompt look-up). None: off."""
+    before (prompt look-up); a smaller MODEL with the same tokenizer drafts those that it generates. None: off."""
     draft_tokens: int = Field(default=5, gt=0, le=64)
     """Tokens to draft, at most, for one step of a request."""
     tool_format: ToolFormat | None = None
@@ -138,6 +142,15 @@ class ServeConfig(Config):
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _is_count(cls, replicas: object) -> object:
+        if isinstance(replicas, int) and not isinstance(replicas, bool) and 0 < replicas <= MAX_REPLICAS:
+            return replicas
+        if replicas != "auto":
+            raise ConfigError(f"serve.replicas is {short_repr(replicas)}; it must be 1 to {MAX_REPLICAS}, or auto")
+        return replicas
 
     @field_validator("upstreams", mode="before")
     @classmethod
@@ -172,6 +185,11 @@ class ServeConfig(Config):
         """``token_budget`` of a resolved config."""
         assert self.token_budget is not None, "the config must be resolved"
         return self.token_budget
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that ``draft`` names; None for no speculative decoding, or prompt look-up."""
+        return None if self.draft == "ngram" else self.draft
 
     def check(self, model: ModelConfig) -> None:
         """Raise :class:`ConfigError` if ``model`` cannot be served with these settings."""

@@ -55,6 +55,7 @@ Operation = Literal[
     "gather_rows",
     "combine_rows",
     "greedy_tokens",
+    "sampled_tokens",
     "write_next_tokens",
     "rope_cos_sin",
     "adamw",
@@ -88,6 +89,7 @@ def _triton() -> tuple[Kernel, ...]:
         triton_dropout,
         triton_permute,
         triton_routing,
+        triton_sampled_tokens,
         triton_sampling,
         triton_sort,
     )
@@ -113,6 +115,7 @@ def _triton() -> tuple[Kernel, ...]:
         Kernel("gather_rows", "triton", triton_permute.gather, **ON_GPU),
         Kernel("combine_rows", "triton", triton_permute.combine, **ON_GPU),
         Kernel("greedy_tokens", "triton", triton_sampling.greedy, **ON_GPU),
+        Kernel("sampled_tokens", "triton", triton_sampled_tokens.sample, **ON_GPU),
         Kernel(
             "write_next_tokens", "triton", triton_sampling.write_next_tokens_, devices=("cuda",), dtypes=(torch.int64,)
         ),
@@ -250,6 +253,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("gather_rows", "reference", permute.gather),
     Kernel("combine_rows", "reference", permute.combine),
     Kernel("greedy_tokens", "reference", sampling.greedy),
+    Kernel("sampled_tokens", "reference", sampling.sample),
     Kernel("write_next_tokens", "reference", sampling.write_next_tokens_, dtypes=(torch.int64,)),
     Kernel("rope_cos_sin", "reference", rotary.rotation),
     Kernel("adamw", "reference", adamw.adamw, dtypes=(torch.float64, torch.float32)),

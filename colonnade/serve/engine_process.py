@@ -16,8 +16,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING
 from colonnade import errors
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.plugins import load_plugin, loaded_plugins
+from colonnade.cores import child_placement
 from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
-from colonnade.serve.cpu_sharing import let_threads_sleep
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement
+from colonnade.serve.start_order import Turn
 
 if TYPE_CHECKING:
     from colonnade.serve.worker import Load
@@ -58,12 +59,13 @@ async def engine_process(
     kill: asyncio.Event | None = None,
     client: EngineClient | None = None,
     placement: Placement = ANYWHERE,
+    turn: Turn | None = None,
 ) -> AsyncIterator[EngineClient]:
     """Start an engine and wait until its model is loaded; stop it at the end.
 
     Setting ``give_up`` ends the wait; setting ``kill`` kills the engine at the end in place of stopping it. ``client``
-    is the connection to use, if the caller has made one; ``placement`` limits its cores or GPUs. Raises what the start
-    raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
+    is the connection to use, if the caller has made one; ``placement`` limits its cores or GPUs; it allocates its cache
+    when it is its ``turn``. Raises what the start raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
     """
     client, kill = client or EngineClient(), kill or asyncio.Event()
     parent = None if len(tempfile.gettempdir()) < MAX_TMPDIR_CHARACTERS else "/tmp"
@@ -74,7 +76,7 @@ async def engine_process(
             report, process = _spawn(args, placement)
             watcher = asyncio.create_task(_watch(client, process, report))
             try:
-                await wait_first(client.ready.wait(), client.exited.wait(), give_up.wait())
+                await wait_first(_allocate(client, turn), client.exited.wait(), give_up.wait())
                 if client.failure:
                     raise client.failure
                 yield client
@@ -86,6 +88,17 @@ async def engine_process(
                 if not client.exited.is_set():
                     _kill(process)
                 await watcher
+
+
+async def _allocate(client: EngineClient, turn: Turn | None) -> None:
+    """Wait until the engine has loaded, and let it allocate its cache in its turn."""
+    await client.loaded.wait()
+    if turn:
+        await turn.wait()
+    client.allocate()
+    await client.ready.wait()
+    if turn:
+        turn.end()
 
 
 async def wait_first(*waits: Awaitable[object], timeout_s: float | None = None) -> None:
@@ -133,26 +146,12 @@ def _spawn(args: tuple, placement: Placement) -> tuple[Connection, BaseProcess]:
     resource_tracker.ensure_running()  # the first child would start it, and that would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _affinity(placement.cores):
+        with child_placement(placement.cpus, os.environ):
             process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         report_end.close()
     return report, process
-
-
-@contextmanager
-def _affinity(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that this thread starts in the block run on ``cores`` only; on any, if it is empty."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _supervise(
@@ -169,19 +168,17 @@ def _supervise(
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    let_threads_sleep(os.environ)
     try:
         # Imported here, since they import torch, which the HTTP process does not need.
-        from colonnade.parallel.launch import launch, limit_threads, use_gpus
+        from colonnade.parallel.launch import launch, use_gpus
         from colonnade.serve.worker import run_worker
 
-        if placement.cores:
-            limit_threads(len(placement.cores))
         if placement.gpus:
             use_gpus(placement.gpus)
         for plugin in plugins:
             load_plugin(plugin)
-        launch(run_worker, (open_model(), plan, config, device, address), plan)
+        cpus = placement.cpus.ranks if placement.cpus else ()
+        launch(run_worker, (open_model(), plan, config, device, address, placement.engines), plan, cpus=cpus)
     except Interrupted:
         sys.exit(1)
     except BaseException as error:  # noqa: BLE001 - the HTTP process raises it

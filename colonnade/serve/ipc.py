@@ -1,12 +1,14 @@
 """Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",
+    HTTP -> engine    {"do": "start"}                       after "loaded": the engine allocates its cache
+                      {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",
                        "priority", "timeout_s", "resume"}
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
                       {"do": "swap", "ids", "path"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}
-    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
+    engine -> HTTP    {"event": "loaded"}
+                      {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
                        "capabilities", "note", "stats": {…}}
                       {"event": "outputs", "outputs": [[…], …], "stats": {…}}   {"event": "refused", "ids", "error"}
                       {"event": "answer", "ids", …}           to messages that generate nothing
@@ -23,7 +25,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import operator
 import resource
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -143,19 +144,17 @@ def submit_message(ids: Sequence[str], request: GenerationRequest | PoolingReque
     return {"do": "submit", "ids": list(ids), **values, "params": dataclasses.asdict(request.params)}
 
 
-_OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
 _POOLING_FIELDS = tuple(each.name for each in dataclasses.fields(PoolingOutput))
-_OUTPUT_VALUES = operator.attrgetter(*_OUTPUT_FIELDS)
 _TIMING, _LOGPROBS, _PROMPT_LOGPROBS, _PROMPT_IDS = map(
-    _OUTPUT_FIELDS.index, ("timing", "logprobs", "prompt_logprobs", "prompt_token_ids")
+    Output._fields.index, ("timing", "logprobs", "prompt_logprobs", "prompt_token_ids")
 )
 
 
 def output_to_list(output: Output | PoolingOutput) -> list[Any]:
-    """The values of an output; ``asdict``, which copies every value, takes ten times as long."""
+    """The values of an output."""
     if isinstance(output, PoolingOutput):
         return [getattr(output, name) for name in _POOLING_FIELDS]
-    values = list(_OUTPUT_VALUES(output))
+    values = list[Any](output)
     if output.timing is not None:
         values[_TIMING] = dataclasses.astuple(output.timing)
     if output.logprobs is not None:
@@ -245,13 +244,11 @@ class EngineClient:
         self.stopped = False
         """Set once the engine is asked to stop: its end is then no failure."""
         self.failure: ColonnadeError | None = None
-        self.ready, self.disconnected, self.exited = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        """The model is loaded; the connection is closed; the engine's processes have exited."""
+        self.loaded, self.ready, self.disconnected, self.exited = (asyncio.Event() for _ in range(4))
+        """The weights are loaded; requests are accepted; the connection is closed; the processes have exited."""
         self.idle = asyncio.Event()
         """Set while no request runs."""
         self.idle.set()
-        self.stop_requested = asyncio.Event()
-        """Set to ask the server to drain and stop."""
         self._queues: dict[str, asyncio.Queue[Output | PoolingOutput | RequestError]] = {}
         """By completion id; all completions of one request have the same queue."""
         self._answers: dict[str, asyncio.Future[Message]] = {}
@@ -356,6 +353,10 @@ class EngineClient:
             if answer.cancelled():
                 self._send({"do": "cancel", "ids": [key]})
 
+    def allocate(self) -> None:
+        """Let the engine, which has loaded its weights, allocate its cache and become ready."""
+        self._send({"do": "start"})
+
     def abort(self) -> None:
         """End all running requests with an error."""
         for answer in self._answers.values():
@@ -404,6 +405,8 @@ class EngineClient:
             if (answer := self._answers.get(message["ids"][0])) and not answer.done():
                 answer.set_result(message)
             return
+        if message["event"] == "loaded":
+            self.loaded.set()
         if "stats" in message:
             self.stats = Stats(**message["stats"])
         if message["event"] == "ready":

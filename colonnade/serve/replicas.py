@@ -3,67 +3,55 @@
     routes -> Replicas.run -> router.choose -> EngineClient.run of a replica -> outputs
                   ^---------- the replica died: the rest of the request (continuation.py), on another
 
-Each replica has its own processes, cores or GPUs, and cache. One that dies is started again at once, after
-:data:`MAX_DEATHS` deaths in :data:`DEATHS_S` no more. While none is up, requests that run wait for one, and new ones
-are refused; when none is left, the server fails.
+Each replica has its own processes, cores or GPUs, and cache (:mod:`colonnade.serve.replica_processes`). While none is
+up, requests that run wait for one, and new ones are refused.
 """
 
 import asyncio
 import dataclasses
-import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, overload
 
-from colonnade.config import Plan, ServeConfig
-from colonnade.errors import ColonnadeError, RequestError, WorkerError
+from colonnade.errors import ColonnadeError, RequestError
 from colonnade.serve.continuation import Progress
-from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
+from colonnade.serve.engine_process import wait_first
 from colonnade.serve.ipc import EngineClient, GenerationRequest, Message, timed_out
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest
-from colonnade.serve.replica_placement import Placement
 from colonnade.serve.request import Output, Stats
 from colonnade.serve.router import Router, text_bytes
 from colonnade.serve.tool_calls import ToolNotation
 
-MAX_DEATHS = 3
-"""A replica is started again after this many deaths within :data:`DEATHS_S`, and left out after one more."""
-
-DEATHS_S = 600.0
-"""[s]"""
-
 
 class Replicas:
-    """A replica for each of ``placements``; ``announce`` gets a line when one dies, and when it is up again."""
+    """``count`` engines, numbered from 0; with one, requests survive its death too, if it is started again."""
 
-    def __init__(self, placements: Sequence[Placement], announce: Callable[[str], object] = print):
-        count = len(placements)
+    def __init__(self, count: int):
         self.draining = False
         self.failure: ColonnadeError | None = None
-        self.ready, self.exited, self.idle, self.stop_requested = (asyncio.Event() for _ in range(4))
-        """Requests are accepted; none is left; no request runs; the server is to drain and stop."""
+        self.ready, self.exited, self.idle = (asyncio.Event() for _ in range(3))
+        """Requests are accepted; none is left; no request runs."""
         self.idle.set()
         self.running = 0
         """Number of HTTP requests that wait for outputs."""
         self.router = Router(count)
-        self._placements = placements
-        self._clients = [EngineClient() for _ in range(count)]
-        self._left = set(range(count))
-        """Replicas that are up or starting."""
+        self.clients = [EngineClient() for _ in range(count)]
+        self.started = False
+        """Whether all have been up."""
+        self.swapped_path: str | None = None
+        """The checkpoint whose weights have replaced the first ones."""
+        self._loaded = set[int]()
         self._ended_stats = Stats()
         """Counters of engines that have died."""
-        self._announce, self._started, self._aborted = announce, False, False
-        """``_started``: all have been up."""
-        self._stopping, self._changed = asyncio.Event(), asyncio.Event()
+        self._aborted, self._changed = False, asyncio.Event()
         """``_changed`` is replaced when it is set: another replica is up, or none is left."""
 
     # -- the model's properties, from a replica that has loaded it ----------------------------------------------------
 
     @property
     def _model(self) -> EngineClient:
-        return next((client for client in self._clients if client.ready.is_set()), self._clients[0])
+        return next((client for client in self.clients if client.ready.is_set()), self.clients[0])
 
     @property
     def context(self) -> int:
@@ -73,7 +61,12 @@ class Replicas:
     @property
     def max_request_tokens(self) -> int:
         """Tokens that a request may have, prompt and output, on any replica."""
-        return min((self._clients[i].max_request_tokens for i in self.up), default=0)
+        return min((self.clients[i].max_request_tokens for i in self.up), default=0)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache of any replica holds."""
+        return min((self.clients[i].cache_tokens for i in self.up), default=0)
 
     @property
     def tools(self) -> ToolNotation | None:
@@ -100,22 +93,45 @@ class Replicas:
     @property
     def up(self) -> list[int]:
         """Replicas that take requests."""
-        return [i for i, client in enumerate(self._clients) if client.ready.is_set() and not client.failure]
+        return [i for i, client in enumerate(self.clients) if i in self._loaded and not client.failure]
 
     @property
     def replicas(self) -> Mapping[int, bool]:
-        """Whether each replica takes requests."""
+        """Whether each replica takes requests; empty if there is one engine."""
         up = self.up
-        return {i: i in up for i in range(len(self._clients))}
+        return {i: i in up for i in range(len(self.clients))} if len(self.clients) > 1 else {}
 
     @property
     def stats(self) -> Stats:
         """The sums over all replicas, counters also over those that have died."""
-        return sum_stats([self._ended_stats, *(client.stats for client in self._clients)])
+        return sum_stats([self._ended_stats, *(client.stats for client in self.clients)])
 
     def resident_bytes(self) -> int:
         """RSS of the engine processes."""
-        return sum(self._clients[i].resident_bytes() for i in self.up)
+        return sum(self.clients[i].resident_bytes() for i in self.up)
+
+    def set_up(self, replica: int) -> None:
+        """Send requests to ``replica``, whose engine is ready."""
+        self._loaded.add(replica)
+        self.started = self.started or len(self.up) == len(self.clients)
+        if self.started:
+            self.ready.set()
+        self._notify()
+
+    def set_down(self, replica: int) -> None:
+        """Forget the engine of ``replica``, which has ended; another connection takes its place."""
+        self._ended_stats = sum_stats([self._ended_stats, _counters(self.clients[replica].stats)])
+        self.router.forget(replica)
+        self._loaded.discard(replica)
+        self.clients[replica] = EngineClient()
+        if not self.up:
+            self.ready.clear()
+
+    def fail(self, failure: ColonnadeError) -> None:
+        """No replica is left, or the start has failed."""
+        self.failure = self.failure or failure
+        self.exited.set()
+        self._notify()
 
     def unavailable(self) -> RequestError:
         """The error (503) of a request that no replica can run now."""
@@ -147,7 +163,7 @@ class Replicas:
                 await self._until_up(progress)
                 replica = self.router.choose(prompt, [i for i in self.up if i not in full] or self.up)
                 try:
-                    async with aclosing(self._clients[replica].run(todo)) as outputs:
+                    async with aclosing(self.clients[replica].run(todo)) as outputs:
                         async for index, output in outputs:
                             begun = True
                             if progress.observe(index, output):
@@ -184,18 +200,21 @@ class Replicas:
 
     async def ask(self, do: str, **fields: Any) -> Message:
         """Send the message ``do`` to a replica and return its answer; the prefix caches of all are reset."""
-        if do == "swap":
+        if do == "swap" and len(self.clients) > 1:
             raise RequestError(
                 "a server with several replicas does not swap weights; start it again with the other checkpoint"
             )
         if do == "reset_cache":
             for replica in self.up:
                 self.router.forget(replica)
-            answers = await asyncio.gather(*(self._clients[i].ask(do, **fields) for i in self.up))
+            answers = await asyncio.gather(*(self.clients[i].ask(do, **fields) for i in self.up))
             return answers[0]
         while self.up and not self.draining:
             try:
-                return await self._clients[min(self.up, key=self.router.loads.__getitem__)].ask(do, **fields)
+                answer = await self.clients[min(self.up, key=self.router.loads.__getitem__)].ask(do, **fields)
+                if do == "swap":
+                    self.swapped_path = answer["path"]
+                return answer
             except RequestError as error:
                 if error.code != "engine_failed":
                     raise
@@ -204,104 +223,9 @@ class Replicas:
     def abort(self) -> None:
         """End all running requests with an error."""
         self._aborted = True
-        for client in self._clients:
+        for client in self.clients:
             client.draining = True
             client.abort()
-        self._notify()
-
-    # -- processes ------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def engine_processes(
-        self,
-        open_model: OpenModel,
-        plan: Plan,
-        config: ServeConfig,
-        device: str,
-        give_up: asyncio.Event,
-        kill: asyncio.Event,
-    ) -> AsyncIterator[None]:
-        """Start all replicas and wait until they are up; keep them up until the end of the block, then stop them.
-
-        Setting ``give_up`` ends the wait; setting ``kill`` kills them at the end. Raises what the start of one raised.
-        """
-
-        def start(replica: int, client: EngineClient, pages: int) -> AbstractAsyncContextManager[EngineClient]:
-            # One that is started again gets the cache that it had: the others have theirs already.
-            own = config.replace(pages=pages, replicas=1) if pages else config
-            return engine_process(
-                open_model, plan, own, device, self._stopping, kill, client, self._placements[replica]
-            )
-
-        tasks = [asyncio.create_task(self._keep(i, start)) for i in range(len(self._clients))]
-        for task in tasks:
-            task.add_done_callback(self._on_end)
-        try:
-            await wait_first(self.ready.wait(), self.exited.wait(), give_up.wait())
-            if self.failure:
-                raise self.failure
-            yield
-        finally:
-            self.draining = True
-            self._stopping.set()
-            self._notify()
-            await asyncio.gather(*tasks)
-
-    async def _keep(
-        self, replica: int, start: Callable[[int, EngineClient, int], AbstractAsyncContextManager[EngineClient]]
-    ) -> None:
-        """Keep ``replica`` up until the server stops, or until it has died too often."""
-        deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
-        pages = 0
-        while not self._stopping.is_set():
-            client = self._clients[replica]
-            try:
-                async with start(replica, client, pages):
-                    if client.ready.is_set():
-                        pages = client.stats.pages
-                        self._on_up(replica, again=bool(deaths))
-                    await wait_first(client.exited.wait(), self._stopping.wait())
-                failure = client.failure
-            except ColonnadeError as error:
-                failure = error
-            if self._stopping.is_set() or failure is None:
-                break
-            self._ended_stats = sum_stats([self._ended_stats, _counters(client.stats)])
-            self.router.forget(replica)
-            deaths.append(time.monotonic())
-            if not self.up:
-                self.ready.clear()
-            if not self._started or (len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_S):
-                self._leave_out(replica, failure)
-                break
-            self._clients[replica] = EngineClient()
-            self._announce(f"replica {replica} died and is started again: {_reason(failure)}")
-
-    def _on_up(self, replica: int, *, again: bool) -> None:
-        if again:
-            self._announce(f"replica {replica} is up again")
-        self._started = self._started or len(self.up) == len(self._clients)
-        if self._started:
-            self.ready.set()
-        self._notify()
-
-    def _leave_out(self, replica: int, failure: ColonnadeError) -> None:
-        """Go on without ``replica``, or fail: if it has never been up, or if it was the last one."""
-        self._clients[replica] = EngineClient()
-        self._left.discard(replica)
-        if self._left and self._started:
-            left = f"{len(self._left)} of {len(self._clients)} are left"
-            self._announce(f"replica {replica} died {MAX_DEATHS + 1} times and is left out, {left}: {_reason(failure)}")
-        else:
-            self._fail(failure)
-
-    def _on_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (bug := task.exception()):
-            self._fail(WorkerError(f"a replica's supervisor failed with {type(bug).__name__}: {bug}"))
-
-    def _fail(self, failure: ColonnadeError) -> None:
-        self.failure = self.failure or failure
-        self.exited.set()
         self._notify()
 
     def _notify(self) -> None:
@@ -333,8 +257,3 @@ def sum_stats(several: Sequence[Stats]) -> Stats:
 def _counters(stats: Stats) -> Stats:
     """``stats`` of an engine that has died: it has no requests and no pages."""
     return dataclasses.replace(stats, running=0, waiting=0, pages=0, pages_used=0)
-
-
-def _reason(failure: ColonnadeError) -> str:
-    """Why a replica died, without the remedy for a server of one engine."""
-    return str(failure).removesuffix("; start the server again")

@@ -2,7 +2,7 @@
 
     listen -> start and load the engine -> SIGINT or SIGTERM -> drain -> stop the engine -> return
                                       |  |                           -> second signal: stop at once -> raise
-                                      |  -> the engine dies -> all requests end with a 503 -> raise
+                                      |  -> no engine is left -> all requests end with a 503 -> raise
                                       -> a signal -> raise
 
 It listens from before the model is loaded until after the drain, so that liveness probes are answered (/health). While
@@ -14,8 +14,7 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
@@ -31,8 +30,11 @@ from colonnade.serve.api.shadow import Shadow, is_own_address
 from colonnade.serve.backend import Backend
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.ipc import EngineClient
-from colonnade.serve.replica_placement import Placement, place_replicas
+from colonnade.serve.replica_placement import ANYWHERE, Placement, place_engines
+from colonnade.serve.replica_processes import ReplicaProcesses
 from colonnade.serve.replicas import Replicas
+from colonnade.serve.served_models import ServedModels
+from colonnade.serve.start_order import start_turns
 from colonnade.serve.upstreams import Upstreams
 
 try:
@@ -59,21 +61,20 @@ FORCED_CLOSE_S = 0.5
 
 
 def serve(
-    open_model: OpenModel | None,
+    open_models: Mapping[str, OpenModel | None],
     plan: Plan | None = None,
     config: ServeConfig | None = None,
     *,
-    name: str = "model",
     device: str = "auto",
     announce: Callable[[str], object] = print,
     limits: ConnectionLimits = ConnectionLimits(),
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM: ``open_model()(context)`` returns it in each engine process.
+    """Serve models until SIGINT or SIGTERM: ``open_models[name]()(context)`` loads one in each of its processes.
 
-    With ``config.upstreams`` no model is loaded here, and ``open_model`` is None.
+    Clients call it ``name``. With ``config.upstreams`` no model is loaded here, and the only value is None.
 
-    Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
-    stops; ``limits`` are those of its connections. Must run in the main thread. Raises :class:`ConfigError` if the port
+    ``announce`` gets a line when it loads, listens and stops; ``limits`` are those of its connections. Must run in the
+    main thread. Raises :class:`ConfigError` if the port
     cannot be bound or the key file cannot be read, whatever loading raises, :class:`PlanError` if an engine process
     died, and :class:`Interrupted` for a signal while it loads or for a second signal.
     """
@@ -83,14 +84,18 @@ def serve(
             f"a server lays its model out over tp and cp ranks only, not over {plan}; set only --plan.tp, "
             "--plan.cp, --plan.ep and --plan.sh"
         )
-    name = config.model_name or name
     keys = KeyRing(config.keys, config.api_key)
-    _check_upstreams(config, keys)
-    placements = place_replicas(config.replicas, plan, device)
+    _check_upstreams(config, keys, len(open_models))
+    placements, warning = [[ANYWHERE]], ""
+    if not config.upstreams:
+        placements, warning = place_engines(len(open_models), config.replicas, plan, device)
+    if warning:
+        announce(warning)
+    config = config.replace(replicas=len(placements[0]))
     shadow = Shadow(config) if config.shadow or config.shadow_log else None
     with (
         _listen(config) as listener,
-        _tracing(config, name) as tracer,
+        _tracing(config) as tracer,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         for flag, urls in (("upstreams", config.upstreams), ("shadow", [config.shadow] if config.shadow else [])):
@@ -98,7 +103,7 @@ def serve(
                 if is_own_address(url, listener):
                     raise ConfigError(f"--serve.{flag} {url} is this server itself; give the address of another one")
         around = _Around(keys, tracer, shadow, limits)
-        runner.run(_serve(listener, open_model, plan, config, name, device, placements, around, announce))
+        runner.run(_serve(listener, open_models, plan, config, device, placements, around, announce))
 
 
 class _Around(NamedTuple):
@@ -112,27 +117,30 @@ class _Around(NamedTuple):
 
 async def _serve(
     listener: socket.socket,
-    open_model: OpenModel | None,
+    open_models: Mapping[str, OpenModel | None],
     plan: Plan,
     config: ServeConfig,
-    name: str,
     device: str,
-    placements: list[Placement],
+    placements: list[list[Placement]],
     around: _Around,
     announce: Callable[[str], object],
 ) -> None:
     stop = _StopSignals()
     keys, tracer, shadow, limits = around
     limits = limits.within_files()
-    engine: Backend = EngineClient() if len(placements) == 1 else Replicas(placements, announce)
+    replicas = len(placements[0])
+    restarts = len(open_models) > 1 or replicas > 1
+    engines: dict[str, Backend] = {name: Replicas(replicas) if restarts else EngineClient() for name in open_models}
     if config.upstreams:
-        engine = Upstreams(config.upstreams, config.upstream_key, announce)
+        engines = {name: Upstreams(config.upstreams, config.upstream_key, announce) for name in open_models}
+    models = ServedModels(engines)
     if config.keys is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, keys, announce)
-    announce(f"loading {name}")
+    names = ", ".join(models.names)
+    announce(f"loading {names}")
     server = _Server(
         uvicorn.Config(
-            build_app(engine, name, config, keys, tracer=tracer, shadow=shadow, limits=limits),
+            build_app(models, config, keys, tracer=tracer, shadow=shadow, limits=limits),
             http=connection_class(limits),
             lifespan="off",
             ws="none",
@@ -146,23 +154,24 @@ async def _serve(
     async with (
         contextlib.AsyncExitStack() as closing,
         server.running(listener) as serving,
-        _engines(engine, open_model, plan, config, device, stop),
+        _running(models, open_models, plan, config, device, placements, stop, announce),
     ):
         if shadow:
             closing.push_async_callback(shadow.close)
         if stop.graceful.is_set():
-            announce(f"stopped before {name} was loaded")
+            announce(f"stopped before {names} {'was' if models.default else 'were'} loaded")
             raise Interrupted(stop.signal)
-        if engine.note:
-            announce(engine.note)
-        announce(_ready_message(name, _url(listener), engine, config))
-        ends = (stop.graceful, engine.stop_requested, engine.exited, server.closed)
-        await wait_first(*(event.wait() for event in ends))
-        engine.draining = True
-        if stop.signal or engine.stop_requested.is_set():
-            announce(_shutdown_message(engine.running, config.drain_s))
-        await wait_first(engine.idle.wait(), stop.immediate.wait(), timeout_s=config.drain_s)
-        engine.abort()
+        for model in models.all:
+            if model.engine.note:
+                announce(model.engine.note)
+        announce(_ready_message(models, _url(listener), config))
+        ends = (stop.graceful, models.stop_requested, server.closed)
+        await wait_first(*(event.wait() for event in ends), models.wait_exited())
+        models.drain()
+        if stop.signal or models.stop_requested.is_set():
+            announce(_shutdown_message(models.running, config.drain_s))
+        await wait_first(models.wait_idle(), stop.immediate.wait(), timeout_s=config.drain_s)
+        models.abort()
         server.should_exit = True
         await wait_first(server.closed.wait(), stop.immediate.wait())
         if stop.immediate.is_set():
@@ -170,19 +179,59 @@ async def _serve(
             await asyncio.wait((serving,), timeout=FORCED_CLOSE_S)
             raise Interrupted(stop.signal)
         await serving
-        if engine.failure:
-            raise engine.failure
+        if models.failure:
+            raise models.failure
 
 
-def _engines(
-    engine: Backend, open_model: OpenModel | None, plan: Plan, config: ServeConfig, device: str, stop: "_StopSignals"
-) -> AbstractAsyncContextManager[object]:
-    if isinstance(engine, Upstreams):
-        return engine.probing(stop.graceful)
-    assert open_model is not None, "a server without upstreams needs a model"
-    if isinstance(engine, EngineClient):
-        return engine_process(open_model, plan, config, device, stop.graceful, stop.immediate, engine)
-    return engine.engine_processes(open_model, plan, config, device, stop.graceful, stop.immediate)
+@contextlib.asynccontextmanager
+async def _running(
+    models: ServedModels,
+    open_models: Mapping[str, OpenModel | None],
+    plan: Plan,
+    config: ServeConfig,
+    device: str,
+    placements: list[list[Placement]],
+    stop: "_StopSignals",
+    announce: Callable[[str], object],
+) -> AsyncIterator[None]:
+    """Start all engines and wait until they are ready; stop them at the end. Raises what the start of one raised."""
+    turns = iter(start_turns([each.alone for several in placements for each in several]))
+    processes: list[ReplicaProcesses] = []
+    async with contextlib.AsyncExitStack() as stack:
+        for (name, engine), placed in zip(models.all, placements, strict=True):
+            if isinstance(engine, Upstreams):
+                await stack.enter_async_context(engine.probing(stop.graceful))
+                continue
+            open_model = open_models[name]
+            assert open_model is not None, "a server without upstreams needs a model"
+            if isinstance(engine, EngineClient):
+                engine_alone = engine_process(
+                    open_model, plan, config, device, stop.graceful, stop.immediate, engine, placed[0]
+                )
+                await stack.enter_async_context(engine_alone)
+                continue
+            labels = _labels(name, len(placed), alone=len(models.all) == 1)
+            processes.append(
+                ReplicaProcesses(
+                    engine, open_model, plan, config, device, placed, [next(turns) for _ in placed], labels, announce
+                )
+            )
+            await stack.enter_async_context(processes[-1].running(stop.immediate))
+        if processes:
+            stack.callback(lambda: [each.stop() for each in processes])  # all at the same time
+            exits = (model.engine.exited.wait() for model in models.all)
+            await wait_first(models.wait_ready(), stop.graceful.wait(), *exits)
+            for model in models.all:
+                if model.engine.failure:
+                    raise model.engine.failure
+        yield
+
+
+def _labels(model: str, replicas: int, *, alone: bool) -> list[str]:
+    """What log lines call the engines of ``model``."""
+    if replicas == 1:
+        return [f"the engine of {model}"]
+    return [f"replica {i}" if alone else f"replica {i} of {model}" for i in range(replicas)]
 
 
 class _StopSignals:
@@ -233,23 +282,28 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _tracing(config: ServeConfig, name: str) -> Iterator["Tracer | None"]:
+def _tracing(config: ServeConfig) -> Iterator["Tracer | None"]:
     """The tracer, if there is a collector."""
     if config.trace is None:
         yield None
         return
     from colonnade.serve.api.tracing import Tracer
 
-    tracer = Tracer(config.trace, name)
+    tracer = Tracer(config.trace)
     try:
         yield tracer
     finally:
         tracer.close()
 
 
-def _check_upstreams(config: ServeConfig, keys: KeyRing) -> None:
+def _check_upstreams(config: ServeConfig, keys: KeyRing, models: int) -> None:
     """Raise :class:`ConfigError` for settings that need an engine here."""
-    if config.upstreams and config.replicas > 1:
+    if config.upstreams and models > 1:
+        raise ConfigError(
+            f"--serve.upstreams passes requests on for one model, not for {models}; give one, or start a server "
+            "for each"
+        )
+    if config.upstreams and config.replicas != 1:
         raise ConfigError(
             "--serve.replicas are engines of this server, which has none with --serve.upstreams; set one of the two"
         )
@@ -268,16 +322,23 @@ def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
         announce(f"{error}; the old keys stay valid")
 
 
-def _ready_message(name: str, url: str, engine: Backend, config: ServeConfig) -> str:
-    message = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
-    if engine.replicas:
-        message += f"; {len(engine.replicas)} {'upstreams' if config.upstreams else 'replicas'}"
-    if engine.max_request_tokens < engine.context:
-        flag = "cache_bytes" if config.pages is None else "pages"
-        message += (
-            f"; the cache limits a request to {engine.max_request_tokens:,} tokens of the model's "
-            f"{engine.context:,}: raise --serve.{flag} for more"
-        )
+def _ready_message(models: ServedModels, url: str, config: ServeConfig) -> str:
+    message = f"serving {', '.join(models.names)} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
+    for name, engine in models.all:
+        whose = "the cache" if models.default else f"the cache of {name}"
+        if engine.replicas:
+            count = f"{len(engine.replicas)} {'upstreams' if config.upstreams else 'replicas'}"
+            message += f"; {count}" if models.default else f"; {count} of {name}"
+        if engine.max_request_tokens < engine.context:
+            flag = "cache_bytes" if config.pages is None else "pages"
+            message += (
+                f"; {whose} limits a request to {engine.max_request_tokens:,} tokens of the model's "
+                f"{engine.context:,}: raise --serve.{flag} for more"
+            )
+    sizes = ", ".join(f"{name} {engine.cache_tokens:,}" for name, engine in models.all if engine.pooler is None)
+    if sizes and not models.default:
+        how = "" if config.pages or config.cache_bytes else ", equal shares of the memory"
+        message += f"; tokens in the caches{how}: {sizes}"
     return message
 
 

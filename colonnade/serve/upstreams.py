@@ -40,8 +40,8 @@ class Upstreams:
         self.draining, self.running, self.stats = False, 0, Stats()
         self.failure: ColonnadeError | None = None
         """None: a server whose upstreams are all down goes on probing them."""
-        self.ready, self.exited, self.idle, self.stop_requested = (asyncio.Event() for _ in range(4))
-        """An upstream is up; (never); no request runs; the server is to drain and stop."""
+        self.ready, self.exited, self.idle = (asyncio.Event() for _ in range(3))
+        """An upstream is up; (never); no request runs."""
         self.idle.set()
         self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S), limits=httpx.Limits(max_connections=None), trust_env=False
@@ -65,7 +65,7 @@ class Upstreams:
         return {url: failures < MAX_FAILURES for url, failures in zip(self.urls, self._failures, strict=True)}
 
     # The application's routes for the model are not reached: their requests are forwarded before.
-    context = max_request_tokens = 0
+    context = max_request_tokens = cache_tokens = 0
     tools = pooler = None
 
     def run(self, request: object) -> AsyncGenerator[tuple[int, Any]]:

@@ -1,6 +1,7 @@
 """The engine side of a server: what each process of :func:`colonnade.parallel.launch.launch` runs.
 
-    rank 0      loads, connects to the HTTP process, and loops:  receive messages -> step -> send outputs
+    rank 0      loads, connects to the HTTP process, waits for its turn to allocate the cache, and loops:
+                    receive messages -> step -> send outputs
     rank > 0    loads and follows rank 0
 
 Threads of rank 0 read the socket and tokenise (:mod:`colonnade.serve.message_reader`); everything else happens in the
@@ -25,7 +26,7 @@ from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.engine import Engine
-from colonnade.serve.ipc import Message, encode_message, output_to_list
+from colonnade.serve.ipc import Message, decode_message, encode_message, output_to_list
 from colonnade.serve.message_reader import read_messages, refusal, sampling_params
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_engine import PoolingEngine
@@ -33,8 +34,8 @@ from colonnade.serve.request import Stats
 from colonnade.serve.sampling_params import SamplingParams, choice_seed
 from colonnade.serve.weight_swap import SWAP_MESSAGES, WeightSwap
 
-Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, PoolerSpec]
-"""A model that generates text, or one with what is made of its hidden states."""
+Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, Transformer | PoolerSpec | None]
+"""A model that generates text, perhaps with a draft model, or one with what is made of its hidden states."""
 
 Load = Callable[[DistributedContext], Loaded]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
@@ -46,31 +47,48 @@ STATS_S = 0.1
 """Interval of the statistics while requests only add tokens [s]."""
 
 
-def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
-    """Run one rank of a server's engine until the HTTP process stops it or exits."""
-    with open_context(plan, device) as context:
-        engine = build_engine(load(context), config)
+def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address: str, engines: int = 1) -> None:
+    """Run one rank of a server's engine until the HTTP process stops it or exits.
+
+    The free memory is divided among ``engines`` that allocate their caches now or later.
+    """
+    with open_context(plan, device) as context, socket.socket(socket.AF_UNIX) as connection:
+        loaded = load(context)
+        if context.rank == 0:
+            _wait_for_turn(connection, address)
+        engine = build_engine(loaded, config, engines)
+        del loaded
         swap = WeightSwap(engine, context)
         _return_free_memory()
         with _frozen_gc():
             if context.rank:
                 engine.follow(swap.follow) if isinstance(engine, Engine) else engine.follow()
                 return
-            with socket.socket(socket.AF_UNIX) as connection:
-                try:
-                    with suppress(ConnectionError, FileNotFoundError):  # the HTTP process has exited
-                        connection.connect(address)
-                        _serve_requests(engine, swap, connection)
-                finally:
-                    engine.stop()
+            try:
+                with suppress(ConnectionError):  # the HTTP process has exited
+                    _serve_requests(engine, swap, connection)
+            finally:
+                engine.stop()
 
 
-def build_engine(loaded: Loaded, config: ServeConfig) -> Engine | PoolingEngine:
+def _wait_for_turn(connection: socket.socket, address: str) -> None:
+    """Connect, and wait until this engine may allocate its cache; exit if the server stops meanwhile."""
+    line = b""
+    with suppress(ConnectionError, FileNotFoundError):  # the HTTP process has exited
+        connection.connect(address)
+        connection.sendall(encode_message({"event": "loaded"}))
+        with connection.makefile("rb") as lines:  # nothing but this line is sent before "ready"
+            line = lines.readline()
+    if not line or decode_message(line)["do"] != "start":
+        sys.exit(1)
+
+
+def build_engine(loaded: Loaded, config: ServeConfig, engines: int = 1) -> Engine | PoolingEngine:
     """The engine for a loaded model."""
-    if len(loaded) == 3:
-        model, tokenizer, spec = loaded
-        return PoolingEngine(model, tokenizer, config, spec)
-    return Engine(*loaded, config)
+    model, tokenizer, more = loaded if len(loaded) == 3 else (*loaded, None)
+    if isinstance(more, PoolerSpec):
+        return PoolingEngine(model, tokenizer, config, more)
+    return Engine(model, tokenizer, config, more, engines=engines)
 
 
 def _return_free_memory() -> None:

@@ -41,14 +41,14 @@ def classifier(classes: int) -> ModelConfig:
     return config(top="classes", classes=classes)
 
 
-def model(it: ModelConfig, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Initialised from a seed; the class head too."""
-    return initialise(Transformer(it, axes, dtype=dtype), seed=3).eval().requires_grad_(False)
+def model(it: ModelConfig, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float32, seed: int = 3) -> Transformer:
+    """Initialised from ``seed``; the class head too."""
+    return initialise(Transformer(it, axes, dtype=dtype), seed=seed).eval().requires_grad_(False)
 
 
-def write(folder: Path, it: ModelConfig, poison: int | None = None) -> Path:
+def write(folder: Path, it: ModelConfig, poison: int | None = None, seed: int = 3) -> Path:
     """A Hugging Face folder with a model of ``it``; the embedding of token ``poison`` is NaN."""
-    written, context = model(it), DistributedContext.solo(torch.device("cpu"))
+    written, context = model(it, seed=seed), DistributedContext.solo(torch.device("cpu"))
     if poison is not None:
         written.get_parameter("embed.tokens.weight")[poison] = torch.nan
     return save(Model(written, tokenizer(), context, "tiny"), folder, format="hf")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ColonnadeError, Interrupted
+from colonnade.model_spec import ModelSpec
 from tests.serve import tiny
 
 if TYPE_CHECKING:  # engine processes import this module too, and need neither client nor server
@@ -62,12 +63,16 @@ def start(
     load: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
     limits: dict[str, Any] | None = None,
+    models: dict[str, dict[str, Any]] | None = None,
     **config: Any,
 ) -> Iterator[Running]:
     """A server that is still starting, without a URL; killed at the end if it still runs."""
     options = json.dumps(
-        {"load": load or {}, "plan": plan or {}, "limits": limits or {}, "config": {"port": 0, "log": "off", **config}}
-    )
+        {
+            "load": load or {}, "plan": plan or {}, "limits": limits or {}, "models": models or {},
+            "config": {"port": 0, "log": "off", **config},
+        }
+    )  # fmt: skip
     command = [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", options]
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         process = subprocess.Popen(
@@ -94,17 +99,29 @@ def server(
     load: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
     limits: dict[str, Any] | None = None,
+    models: dict[str, dict[str, Any]] | None = None,
     **config: Any,
 ) -> Iterator[Running]:
-    """A tiny model served on a real socket; ``limits`` are those of its connections."""
-    with start(load, plan, limits, **config) as running:
+    """A tiny model served on a real socket, or several ``models``; ``limits`` are those of its connections."""
+    names = ", ".join(models or ["tiny"])
+    with start(load, plan, limits, models, **config) as running:
         assert running.process.stdout is not None
-        assert running.process.stdout.readline() == "loading tiny\n"
         line = running.process.stdout.readline()
-        if not line.startswith("serving tiny at http://"):
+        if "cores" in line:  # a warning that depends on the machine
+            line = running.process.stdout.readline()
+        assert line == f"loading {names}\n"
+        line = running.process.stdout.readline()
+        if not line.startswith(f"serving {names} at http://"):
             raise AssertionError(f"the server did not start: {line}{running.stop(0)}")
-        running.url, running.greeting = line.split()[3], line
+        running.url, running.greeting = line.removeprefix(f"serving {names} at ").split()[0], line
         yield running
+
+
+def _open_model(load: dict[str, Any]) -> Any:
+    """A model of these arguments of :func:`tiny.load`, or the one in the folder ``path``."""
+    if "path" in load:
+        return ModelSpec(load["path"], Plan(), ServeConfig(), "cpu", "float32").open_loader
+    return partial(partial, tiny.load, **load)
 
 
 def main() -> None:
@@ -113,12 +130,12 @@ def main() -> None:
     from colonnade.serve.server import serve
 
     options = json.loads(sys.argv[1])
+    loads = options["models"] or {"tiny": options["load"]}
     try:
         serve(
-            partial(partial, tiny.load, **options["load"]),
+            {name: _open_model(load) for name, load in loads.items()},
             Plan(**options["plan"]),
             ServeConfig(**options["config"]),
-            name="tiny",
             device="cpu",
             limits=ConnectionLimits(**options["limits"]),
         )

@@ -220,6 +220,30 @@ def test_models_without_chat(page: Browser, running: Running):
 
 
 @needs_browser
+def test_a_model_can_be_chosen(page: Browser, running: Running):
+    """The first one that chats answers, until another one is chosen; the choice is kept."""
+    assert not page.evaluate("byId('choice').checkVisibility()")
+    cards = [
+        {"id": name, "capabilities": [can]} for name, can in (("minilm", "embeddings"), ("a", "chat"), ("b", "chat"))
+    ]
+
+    def load() -> None:
+        stub(page, "v1/models", {"data": cards})
+        page.evaluate("loadModel()")
+        page.wait("byId('choice').checkVisibility()")
+
+    load()
+    assert page.evaluate("[...byId('models').options].map((each) => each.value)") == ["minilm", "a", "b"]
+    assert page.evaluate("[byId('models').value, bodyOfRequest().model, document.title]") == ["a"] * 3
+    page.evaluate("byId('models').value = 'b'; byId('models').dispatchEvent(new Event('change'))")
+    assert page.evaluate("[bodyOfRequest().model, document.title]") == ["b"] * 2
+    visit(page, running)
+    assert page.evaluate("document.title") == "tiny"
+    load()
+    assert page.evaluate("bodyOfRequest().model") == "b"
+
+
+@needs_browser
 @pytest.mark.parametrize("width", [320, 1200])
 def test_page_is_labelled_and_fits(page: Browser, width: int):
     """Every control has a name, and nothing is wider than the window."""

@@ -26,6 +26,7 @@ from colonnade.serve.api.pooling_routes import pooler_for
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_request import PoolingOutput
+from colonnade.serve.served_models import ServedModel
 from colonnade.tune import Example
 from colonnade.tune.classify import class_logits
 from tests.serve import encoders
@@ -301,12 +302,13 @@ def test_the_wrong_endpoint_names_the_right_one(running: Running, judge: Running
             assert f"{kind}; use {right}" in error["message"] and error["param"] == "model"
     three = EngineClient()
     three.pooler = PoolerSpec("classify", 3, 40, labels=("a", "b", "c"))
+    model = ServedModel("three", three)
     with pytest.raises(RequestError, match="still loading"):
-        pooler_for(three, "three", "score")
+        pooler_for(model, "score")
     three.ready.set()
     for wanted in ("embed", "score"):
         with pytest.raises(RequestError, match=r"'three' is a classifier with 3 classes; use /classify$"):
-            pooler_for(three, "three", wanted)
+            pooler_for(model, wanted)
     error = refused(running, "/classify", {"input": "a"})
     assert error["message"] == "the model 'tiny' has no class head; use /v1/embeddings, /v1/score or /v1/rerank"
     assert "is a classifier with 1 class; use /classify" in refused(judge, "/v1/embeddings", {"input": "a"})["message"]

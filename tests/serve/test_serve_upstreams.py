@@ -228,7 +228,7 @@ def test_configurations_that_are_refused(tmp_path: Path):
         ({"upstreams": ("http://localhost:1", f"http://localhost:{port}"), "port": port}, "is this server itself"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            serve(None, config=ServeConfig(**{"port": 0, **config}), device="cpu", announce=lambda _: None)
+            serve({"tiny": None}, config=ServeConfig(**{"port": 0, **config}), device="cpu", announce=lambda _: None)
     assert ServeConfig(upstreams=("http://a,http://b:1/", "https://c")).upstreams == (
         "http://a",
         "http://b:1/",

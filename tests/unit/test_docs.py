@@ -177,6 +177,7 @@ def test_reference_of_requests_and_metrics_is_complete():
     from colonnade.serve.api import chat_schemas, request_schemas
     from colonnade.serve.api.metrics import Metrics
     from colonnade.serve.request import Stats
+    from colonnade.serve.served_models import ServedModels
 
     page = "docs/reference/serve.md"
     known = {
@@ -188,7 +189,7 @@ def test_reference_of_requests_and_metrics_is_complete():
     text = (ROOT / page).read_text(encoding="utf-8")
     assert {name for name in request_schemas.IGNORED if f"`{name}`" not in text} == set()
     engine = SimpleNamespace(stats=Stats(), replicas={0: True}, resident_bytes=lambda: 1)
-    metrics = Metrics(engine, "it")  # type: ignore[arg-type]
+    metrics = Metrics(ServedModels({"it": engine}))  # type: ignore[arg-type]
     metrics.count_shadow("compared")
     exposition = metrics.text().decode()
     names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", exposition, re.MULTILINE) if "created" not in name}

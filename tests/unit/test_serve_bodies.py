@@ -15,8 +15,9 @@ from colonnade.serve.api.chat_schemas import ChatBody
 from colonnade.serve.api.request_schemas import IGNORED, UNSUPPORTED, CompletionBody
 from colonnade.serve.api.routes import build_app
 from colonnade.serve.ipc import EngineClient
+from colonnade.serve.served_models import ServedModels
 
-APP = build_app(EngineClient(), "tiny", ServeConfig())
+APP = build_app(ServedModels({"tiny": EngineClient()}), ServeConfig())
 
 
 def send(method: str, path: str, **more: Any) -> httpx.Response:

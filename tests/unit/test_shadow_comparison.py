@@ -161,7 +161,7 @@ def test_configurations_that_are_refused_before_loading(config: dict[str, Any], 
         values["shadow"] = values["shadow"].format(port=port)
     lines: list[str] = []
     with pytest.raises(ConfigError, match=message):
-        serve(tiny.load, config=ServeConfig(port=port, **values), device="cpu", announce=lines.append)
+        serve({"tiny": tiny.load}, config=ServeConfig(port=port, **values), device="cpu", announce=lines.append)
     assert not lines
 
 

@@ -10,7 +10,8 @@ from pydantic_core import to_json
 
 from colonnade.errors import RequestError
 from colonnade.serve.api import replies
-from colonnade.serve.backend import Backend
+from colonnade.serve.api.body import parse_body
+from colonnade.serve.served_models import ServedModels
 
 
 class Draining(replies.Reply):
@@ -31,6 +32,8 @@ class WeightsBody(BaseModel):
     """POST /admin/weights."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    """The name of the model, if several are served."""
     path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
     """A checkpoint of the served model, on the server's machine: a run or folder, or whatever else can be served."""
 
@@ -55,19 +58,30 @@ LOG = logging.getLogger("colonnade.serve.admin")
 LOG.addHandler(logging.NullHandler())
 
 
-def install_admin(app: FastAPI, engine: Backend) -> None:
+class CacheResetBody(BaseModel):
+    """POST /admin/cache/reset; the body may be left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    """The name of a model; without one the caches of all are emptied."""
+
+
+def install_admin(app: FastAPI, models: ServedModels) -> None:
     """Add the routes to ``app``."""
 
     @app.post("/admin/drain", status_code=202, responses=replies.refusals(403, "4XX"))
     async def drain() -> Draining:
         """Stop as after SIGTERM: refuse new requests, finish the running ones, exit."""
-        engine.stop_requested.set()
-        return {"status": "draining", "running": engine.running}
+        models.stop_requested.set()
+        return {"status": "draining", "running": models.running}
 
     @app.post("/admin/cache/reset", responses=replies.refusals(403, 503, "4XX"))
-    async def reset_cache() -> CacheReset:
-        """Empty the prefix cache; running requests go on."""
-        await engine.ask("reset_cache")
+    async def reset_cache(request: Request) -> CacheReset:
+        """Empty the prefix cache, of one model or of all; running requests go on."""
+        raw = await request.body()
+        name = parse_body(CacheResetBody, raw, request.headers.get("content-type", "")).model if raw else None
+        for model in models.all if name is None else [models.find(name)]:
+            await model.engine.ask("reset_cache")
         return {"status": "reset"}
 
     @app.post("/admin/weights", responses={200: {"model": WeightsSwapped}, **replies.refusals(400, 403, 503, "4XX")})
@@ -76,7 +90,7 @@ def install_admin(app: FastAPI, engine: Backend) -> None:
 
         The model keeps its name. If anything fails, the old weights stay.
         """
-        started_s = time.monotonic()
+        engine, started_s = models.find(body.model).engine, time.monotonic()
         try:
             answer = await engine.ask("swap", path=body.path)
         except RequestError as refusal:

@@ -1,9 +1,10 @@
 """ASGI middleware that asks for API keys and applies their limits.
 
-    401   no key, or an unknown one          403   a model that the key may not use; /admin without the admin key
+    401   no key, or an unknown one          403   /admin without the admin key
     429   over a rate limit, with Retry-After
 
-It comes before anything that reads a body. Every answer to a limited key has OpenAI's x-ratelimit headers.
+It comes before anything that reads a body. Whether the key may use the model is checked when the body has been read
+(:func:`check_allowed`). Every answer to a limited key has OpenAI's x-ratelimit headers.
 """
 
 import hmac
@@ -25,10 +26,10 @@ ADMIN_PREFIX = "/admin/"
 
 
 class Authenticate:
-    """ASGI middleware around the application that serves ``model``."""
+    """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, admin_key: str | None, model: str, max_body_bytes: int):
-        self.app, self.keys, self.model, self.max_body_bytes = app, keys, model, max_body_bytes
+    def __init__(self, app: ASGIApp, keys: KeyRing, admin_key: str | None, max_body_bytes: int):
+        self.app, self.keys, self.max_body_bytes = app, keys, max_body_bytes
         self._admin_key = None if admin_key is None else admin_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,10 +58,7 @@ class Authenticate:
             await self._refuse(_over_limit(excess), scope, receive, send_with_limits)
             return
         try:
-            if not self._may_use_model(scope, state):
-                await self._refuse(self._model_refused(), scope, receive, send_with_limits)
-            else:
-                await self.app(scope, receive, send_with_limits)
+            await self.app(scope, receive, send_with_limits)
         finally:
             limiter.end()
 
@@ -84,17 +82,6 @@ class Authenticate:
             raise _unauthorised("the API key is not valid; check it, or ask the operator of this server for one")
         return state
 
-    def _may_use_model(self, scope: Scope, state: KeyState) -> bool:
-        return scope["method"] != "POST" or state.key.models is None or self.model in state.key.models
-
-    def _model_refused(self) -> RequestError:
-        return RequestError(
-            f"this API key may not use the model '{self.model}'; use another key",
-            param="model",
-            status=403,
-            code="model_not_allowed",
-        )
-
     async def _refuse(self, refusal: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
         """Send ``refusal``, after its body has been read and dropped: a client that still writes would miss it."""
         seen, more = 0, True
@@ -104,6 +91,18 @@ class Authenticate:
                 return
             seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
         await error_reply(refusal)(scope, receive, send)
+
+
+def check_allowed(scope: Scope, model: str) -> None:
+    """Raise :class:`RequestError` (403) if the request's key may not use ``model``."""
+    state = record_of(scope).key
+    if state is not None and state.key.models is not None and model not in state.key.models:
+        raise RequestError(
+            f"this API key may not use the model '{model}'; use another key",
+            param="model",
+            status=403,
+            code="model_not_allowed",
+        )
 
 
 def _bearer(headers: Headers) -> bytes | None:

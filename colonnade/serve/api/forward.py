@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from colonnade.errors import RequestError
+from colonnade.serve.api.auth import check_allowed
 from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.errors import error_body, error_reply
 from colonnade.serve.api.request_record import record_of
@@ -47,10 +48,13 @@ class _Route:
 
 
 class ForwardRequests:
-    """ASGI middleware; ``forward_keys`` sends the clients' API keys on, unless the upstreams have one of their own."""
+    """ASGI middleware; ``forward_keys`` sends the clients' API keys on, unless the upstreams have one of their own.
 
-    def __init__(self, app: ASGIApp, upstreams: Upstreams, *, forward_keys: bool):
-        self.app, self.upstreams, self.forward_keys = app, upstreams, forward_keys
+    The keys here must allow ``model``.
+    """
+
+    def __init__(self, app: ASGIApp, upstreams: Upstreams, model: str, *, forward_keys: bool):
+        self.app, self.upstreams, self.model, self.forward_keys = app, upstreams, model, forward_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request, or call the application with it."""
@@ -64,6 +68,8 @@ class ForwardRequests:
             async with AsyncExitStack() as running:
                 running.enter_context(self.upstreams.request())
                 body = await request.body()
+                if scope["method"] == "POST":
+                    check_allowed(scope, self.model)
                 prompt = await to_thread_if_large(len(body), prompt_of, body) if path in GENERATION_ROUTES else b""
                 response = await unless_disconnected(request, self._forward(request, body, prompt, running))
                 await response(scope, receive, send)

@@ -4,15 +4,16 @@ Counters and gauges are the engine's, read at each scrape; latencies are measure
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from colonnade.serve.backend import Backend
-from colonnade.serve.request import Output
+from colonnade.serve.request import Output, Stats
+from colonnade.serve.served_models import ServedModels
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 """Buckets of the latency histograms [s]."""
@@ -44,19 +45,21 @@ class SpanCounts(Protocol):
 
 
 class Metrics:
-    """The metrics of one server; ``model`` is their label."""
+    """The metrics of one server; the names of ``models`` are a label."""
 
-    def __init__(self, engine: Backend, model: str, prefix: str = "colonnade"):
+    def __init__(self, models: ServedModels, prefix: str = "colonnade"):
         self._registry, self._prefix = CollectorRegistry(), prefix
-        self._registry.register(_EngineStats(engine, model, prefix))
+        self._registry.register(_EngineStats(models, prefix))
         ProcessCollector(registry=self._registry)
         names = [(name, text, LATENCY_BUCKETS_S) for name, text in LATENCIES.items()]
         names += [(name, text, LENGTH_BUCKETS) for name, text in LENGTHS.items()]
         self._histograms = {
-            name: Histogram(f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self._registry).labels(
-                model
-            )
+            name: Histogram(f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
             for name, text, buckets in names
+        }
+        self._observers = {
+            model: {name: histogram.labels(model) for name, histogram in self._histograms.items()}
+            for model in models.names
         }
         self._prefix, self._shadow = prefix, None
         self._requests = Counter(
@@ -73,13 +76,9 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def start_timer(self) -> "RequestTimer":
-        """A timer for a request that arrives now."""
-        return RequestTimer(self)
-
-    def observe(self, name: str, value: float) -> None:
-        """Record a latency [s] or a length [tokens]."""
-        self._histograms[name].observe(value)
+    def start_timer(self, model: str) -> "RequestTimer":
+        """A timer for a request for ``model`` that arrives now."""
+        return RequestTimer(self._observers[model])
 
     def count_shadow(self, result: str) -> None:
         """Count a request for the shadow: "compared", "unanswered" or "dropped"."""
@@ -95,15 +94,15 @@ class Metrics:
 
 
 class RequestTimer:
-    """Measures the latencies of one HTTP request."""
+    """Measures the latencies of one HTTP request; ``histograms`` by name take them [s], and lengths [tokens]."""
 
-    def __init__(self, metrics: Metrics):
-        self._metrics, self._start_s = metrics, time.monotonic()
+    def __init__(self, histograms: Mapping[str, Histogram]):
+        self._histograms, self._start_s = histograms, time.monotonic()
         self._last_s: dict[int, float] = {}
 
     def observe_output(self, index: int, output: Output) -> None:
         """Record that an output of completion ``index`` has arrived."""
-        now_s, observe = time.monotonic(), self._metrics.observe
+        now_s, observe = time.monotonic(), self._observe
         if index in self._last_s:
             observe("inter_token_latency_seconds", now_s - self._last_s[index])
         else:
@@ -119,57 +118,68 @@ class RequestTimer:
 
     def observe_end(self) -> None:
         """Record that a request without generated tokens has ended."""
-        self._metrics.observe("e2e_request_latency_seconds", time.monotonic() - self._start_s)
+        self._observe("e2e_request_latency_seconds", time.monotonic() - self._start_s)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
 
 class _EngineStats(Collector):
-    """The engine's counters, as of its last message."""
+    """The engines' counters, as of their last messages."""
 
-    def __init__(self, engine: Backend, model: str, prefix: str):
-        self._engine, self._model, self._prefix = engine, model, prefix
+    def __init__(self, models: ServedModels, prefix: str):
+        self._models, self._prefix = models, prefix
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        if rss_bytes := self._engine.resident_bytes():
-            family = GaugeMetricFamily(
-                f"{self._prefix}:engine_resident_memory_bytes", "RSS of the engine process.", labels=["model_name"]
-            )
-            family.add_metric([self._model], rss_bytes)
-            yield family
-        gauges = {
-            "num_requests_running": (stats.running, "Requests with cache pages."),
-            "num_requests_waiting": (stats.waiting, "Requests in the queue."),
-            "kv_cache_usage_perc": (stats.cache_usage, "Share of the cache pages in use, 0 to 1."),
-        }
-        counters = {
-            "num_preemptions": (stats.preemptions, "Requests preempted because no page was free."),
-            "prefix_cache_queries": (stats.prefix_queries, "Tokens looked up in the prefix cache."),
-            "prefix_cache_hits": (stats.prefix_hits, "Tokens found there, and not computed again."),
-            "shared_keys_read": (stats.shared_keys, "Keys of a layer read once for several requests, step by step."),
-            "shared_keys_spared": (stats.spared_keys, "Key reads by other requests that this saved."),
-            "spec_decode_num_drafts": (stats.drafts, "Times that tokens were drafted for a request."),
-            "spec_decode_num_draft_tokens": (stats.draft_tokens, "Tokens drafted."),
-            "spec_decode_num_accepted_tokens": (stats.accepted_draft_tokens, "Drafted tokens that were generated."),
-            "prompt_tokens": (stats.prompt_tokens, "Tokens of prompts run."),
-            "generation_tokens": (stats.generation_tokens, "Tokens generated."),
-        }
-        for families, kind in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
+        rss = GaugeMetricFamily(
+            f"{self._prefix}:engine_resident_memory_bytes", "RSS of the engine process.", labels=["model_name"]
+        )
+        for name, engine in self._models.all:
+            if rss_bytes := engine.resident_bytes():
+                rss.add_metric([name], rss_bytes)
+        if rss.samples:
+            yield rss
+        stats = {name: engine.stats for name, engine in self._models.all}
+        for families, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, (value, text) in families.items():
                 family = kind(f"{self._prefix}:{name}", text, labels=["model_name"])
-                family.add_metric([self._model], value)
+                for model, each in stats.items():
+                    family.add_metric([model], value(each))
                 yield family
-        if replicas := self._engine.replicas:
-            family = GaugeMetricFamily(
-                f"{self._prefix}:replica_up", "1 if the replica takes requests.", labels=["model_name", "replica"]
-            )
-            for number, up in replicas.items():
-                family.add_metric([self._model, str(number)], up)
-            yield family
+        up = GaugeMetricFamily(
+            f"{self._prefix}:replica_up", "1 if the replica takes requests.", labels=["model_name", "replica"]
+        )
+        for name, engine in self._models.all:
+            for number, is_up in engine.replicas.items():
+                up.add_metric([name, str(number)], is_up)
+        if up.samples:
+            yield up
         ended = CounterMetricFamily(
             f"{self._prefix}:request_success",
             "Requests that ended, by reason.",
             labels=["model_name", "finished_reason"],
         )
-        for reason, count in stats.finished.items():
-            ended.add_metric([self._model, reason], count)
+        for model, each in stats.items():
+            for reason, count in each.finished.items():
+                ended.add_metric([model, reason], count)
         yield ended
+
+
+_GAUGES: dict[str, tuple[Callable[[Stats], float], str]] = {
+    "num_requests_running": (attrgetter("running"), "Requests with cache pages."),
+    "num_requests_waiting": (attrgetter("waiting"), "Requests in the queue."),
+    "kv_cache_usage_perc": (attrgetter("cache_usage"), "Share of the cache pages in use, 0 to 1."),
+}
+
+_COUNTERS: dict[str, tuple[Callable[[Stats], float], str]] = {
+    "num_preemptions": (attrgetter("preemptions"), "Requests preempted because no page was free."),
+    "prefix_cache_queries": (attrgetter("prefix_queries"), "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": (attrgetter("prefix_hits"), "Tokens found there, and not computed again."),
+    "shared_keys_read": (attrgetter("shared_keys"), "Keys of a layer read once for several requests, step by step."),
+    "shared_keys_spared": (attrgetter("spared_keys"), "Key reads by other requests that this saved."),
+    "spec_decode_num_drafts": (attrgetter("drafts"), "Times that tokens were drafted for a request."),
+    "spec_decode_num_draft_tokens": (attrgetter("draft_tokens"), "Tokens drafted."),
+    "spec_decode_num_accepted_tokens": (attrgetter("accepted_draft_tokens"), "Drafted tokens that were generated."),
+    "prompt_tokens": (attrgetter("prompt_tokens"), "Tokens of prompts run."),
+    "generation_tokens": (attrgetter("generation_tokens"), "Tokens generated."),
+}

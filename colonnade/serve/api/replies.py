@@ -249,10 +249,16 @@ class ReplicaCount(Reply):
     all: int
 
 
+ReadinessStatus = Literal["ready", "loading", "draining", "queue full", "engine failed"]
+
+
 class Readiness(Reply):
     """Whether new requests are accepted: only "ready" comes with status 200."""
 
-    status: Literal["ready", "loading", "draining", "queue full", "engine failed"]
+    status: ReadinessStatus
+    """The first other status of a model, if it has several."""
+    models: NotRequired[dict[str, ReadinessStatus]]
+    """Of each model, if it has several."""
     replicas: NotRequired[ReplicaCount]
     """Only of a server with several."""
 

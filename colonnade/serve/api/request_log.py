@@ -35,13 +35,14 @@ _REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 class RequestLog:
     """ASGI middleware; ``count(route, status)`` is called for each request, and with ``log`` a line is written.
 
+    ``model`` is that of requests which name none.
     ``routes`` are those of the application: a request that is refused before it is routed is counted under its path.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        model: str,
+        model: str | None,
         routes: Sequence[BaseRoute],
         count: Callable[[str, int], object],
         *,
@@ -58,6 +59,7 @@ class RequestLog:
             return
         start_s, start_ns, status, record = time.monotonic(), time.time_ns(), 500, record_of(scope)
         given = Headers(scope=scope).get("x-request-id", "")
+        record.model = self.model
         record.id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
@@ -96,7 +98,7 @@ class RequestLog:
             "key": record.key and record.key.key.name,
             "method": scope["method"],
             "route": route,
-            "model": self.model,
+            "model": record.model,
             "status": status,
             "prompt_tokens": sum(record.prompt_tokens.values()),
             "generated_tokens": sum(record.generated_tokens.values()),

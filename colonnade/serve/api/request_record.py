@@ -28,6 +28,8 @@ class RequestRecord:
     """In the fair queue."""
     id: str = ""
     """Its x-request-id."""
+    model: str | None = None
+    """The name of the model that it is for, once that is known."""
     key: KeyState | None = None
     """The API key, if it comes from a key file."""
     prompt_tokens: dict[int, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -20,14 +20,14 @@ from colonnade.errors import RequestError
 from colonnade.serve.api import errors, pooling_routes, replies
 from colonnade.serve.api.admin import install_admin
 from colonnade.serve.api.api_keys import KeyRing
-from colonnade.serve.api.auth import Authenticate
+from colonnade.serve.api.auth import Authenticate, check_allowed
 from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.chat_page import add_chat_page
 from colonnade.serve.api.chat_schemas import ChatBody
 from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.event_stream import Batches, EventStream, reply_events
-from colonnade.serve.api.metrics import Metrics
+from colonnade.serve.api.metrics import Metrics, RequestTimer
 from colonnade.serve.api.middleware import BodyLimit, cors_options
 from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
 from colonnade.serve.api.request_log import RequestLog
@@ -40,6 +40,8 @@ from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.backend import Backend
 from colonnade.serve.ipc import GenerationRequest, to_thread_if_large
 from colonnade.serve.request import Output
+from colonnade.serve.served_models import ServedModel, ServedModels
+from colonnade.serve.tool_calls import ToolNotation
 from colonnade.serve.upstreams import Upstreams
 
 if TYPE_CHECKING:  # needs the extra trace
@@ -47,8 +49,7 @@ if TYPE_CHECKING:  # needs the extra trace
 
 
 def build_app(
-    engine: Backend,
-    model: str,
+    models: ServedModels,
     config: ServeConfig,
     keys: KeyRing | None = None,
     *,
@@ -56,102 +57,109 @@ def build_app(
     shadow: Shadow | None = None,
     limits: ConnectionLimits = ConnectionLimits(),
 ) -> FastAPI:
-    """The application that serves ``engine`` under the name ``model``; if there are ``keys``, clients need one.
+    """The application that serves ``models``; if there are ``keys``, clients need one.
 
     A ``shadow`` gets requests again that have been answered.
     """
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     keys = keys or KeyRing(None, None)
-    if isinstance(engine, Upstreams):
+    if isinstance(upstreams := models.all[0].engine, Upstreams):
         from colonnade.serve.api.forward import ForwardRequests  # imports httpx
 
-        app.add_middleware(ForwardRequests, upstreams=engine, forward_keys=not keys.required)
+        app.add_middleware(
+            ForwardRequests, upstreams=upstreams, model=models.all[0].name, forward_keys=not keys.required
+        )
     if shadow:
         app.add_middleware(ShadowRequests, shadow=shadow)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, limits=limits)
-    app.add_middleware(
-        Authenticate, keys=keys, admin_key=config.admin_key, model=model, max_body_bytes=config.max_body_bytes
-    )
+    app.add_middleware(Authenticate, keys=keys, admin_key=config.admin_key, max_body_bytes=config.max_body_bytes)
     if config.origins:
         app.add_middleware(CORSMiddleware, **cors_options(config.origins))
-    metrics = Metrics(engine, model, config.metrics_prefix)
+    metrics = Metrics(models, config.metrics_prefix)
     if tracer:
         metrics.watch_exporter(tracer.exporter)
     if shadow:
         shadow.count = metrics.count_shadow
     log, count = config.log == "json", metrics.count_request
-    app.add_middleware(RequestLog, model=model, routes=app.routes, count=count, log=log, tracer=tracer)
+    app.add_middleware(RequestLog, model=models.default, routes=app.routes, count=count, log=log, tracer=tracer)
     errors.install(app)
     replies.describe_chunks(app, ResponseEvent)
     add_chat_page(app)
     created = int(time.time())
 
-    def card() -> replies.ModelCard:
+    def find_model(name: str | None, request: Request) -> ServedModel:
+        """The model of a request; raises :class:`RequestError` if there is none, or its key may not use it."""
+        found = models.find(name)
+        check_allowed(request.scope, found.name)
+        record_of(request.scope).model = found.name
+        return found
+
+    def card(name: str, engine: Backend) -> replies.ModelCard:
         if not engine.ready.is_set():
             raise engine.unavailable()
         return {
-            "id": model, "object": "model", "created": created, "owned_by": "colonnade",
+            "id": name, "object": "model", "created": created, "owned_by": "colonnade",
             "max_model_len": engine.max_request_tokens, "capabilities": engine.capabilities,
         }  # fmt: skip
 
     @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        builder = CompletionReplies(model, body.logprobs_options, token_ids=bool(body.return_token_ids))
-        return await answer(body, builder, request, body.to_generation_request)
+        model = find_model(body.model, request)
+        builder = CompletionReplies(model.name, body.logprobs_options, token_ids=bool(body.return_token_ids))
+        return await answer(model, body, builder, request, body.to_generation_request)
 
     @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, with the model's chat template."""
-        check_model(body.model)
-        pooling_routes.check_generates(engine, model)
-        if engine.tools is None:
-            raise engine.unavailable()
-        options = body.tool_options(engine.tools)
+        model = find_model(body.model, request)
+        options = body.tool_options(tool_notation(model))
         tool_format, token_ids = options and options.format, bool(body.return_token_ids)
-        builder = ChatReplies(model, body.logprobs_options, tool_format, token_ids=token_ids)
-        return await answer(body, builder, request, partial(body.to_generation_request, options))
+        builder = ChatReplies(model.name, body.logprobs_options, tool_format, token_ids=token_ids)
+        return await answer(model, body, builder, request, partial(body.to_generation_request, options))
 
     @app.post("/v1/responses", responses=replies.answers(ResponseReply, ResponseEvent))
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer an input of messages and function calls; nothing is stored."""
-        if engine.tools is None:
-            raise engine.unavailable()
-        options = body.chat.tool_options(engine.tools)
-        builder = ResponseReplies(model, body, options and options.format)
+        model = find_model(body.model, request)
+        options = body.chat.tool_options(tool_notation(model))
+        builder = ResponseReplies(model.name, body, options and options.format)
         try:
             prepare = partial(body.chat.to_generation_request, options)
-            return await answer(body, builder, request, prepare, response_events)
+            return await answer(model, body, builder, request, prepare, response_events)
         except RequestError as error:
             raise renamed(error) from None
 
     @app.get("/v1/models", responses=replies.refusals(503, "4XX"))
-    async def models() -> replies.ModelList:
-        """List the served model."""
-        return {"object": "list", "data": [card()]}
+    async def list_models() -> replies.ModelList:
+        """List the served models that are ready."""
+        ready = [model for model in models.all if model.engine.ready.is_set()] or models.all
+        return {"object": "list", "data": [card(*model) for model in ready]}
 
     @app.get("/v1/models/{name:path}", responses=replies.refusals(404, 503, "4XX"))
     async def one_model(name: str) -> replies.ModelCard:
-        """Describe the served model, by its name."""
-        check_model(name)
-        return card()
+        """Describe a served model, by its name."""
+        return card(*models.find(name))
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses={503: {"model": replies.Health, "description": "Its engine died"}})
+    @app.get("/health", responses={503: {"model": replies.Health, "description": "No engine is left"}})
     async def health(response: Response) -> replies.Health:
         """Liveness: whether the server works, also while it loads or drains."""
-        response.status_code = 503 if engine.failure else 200
-        return {"status": "engine failed" if engine.failure else "ok"}
+        response.status_code = 503 if models.failure else 200
+        return {"status": "engine failed" if models.failure else "ok"}
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"model": replies.Readiness, "description": "It accepts no requests now"}})
     async def ready(response: Response) -> replies.Readiness:
-        """Readiness: whether new requests are accepted."""
-        status = _readiness(engine, config)
-        response.status_code = 200 if status == "ready" else 503
-        reply: replies.Readiness = {"status": status}
-        if up := list(engine.replicas.values()):
+        """Readiness: whether new requests are accepted, for all models."""
+        statuses: dict[str, replies.ReadinessStatus] = {name: _readiness(engine, config) for name, engine in models.all}
+        not_ready: list[replies.ReadinessStatus] = [status for status in statuses.values() if status != "ready"]
+        response.status_code = 503 if not_ready else 200
+        reply = replies.Readiness(status=not_ready[0] if not_ready else "ready")
+        if not models.default:
+            reply["models"] = statuses
+        if up := [each for model in models.all for each in model.engine.replicas.values()]:
             reply["replicas"] = {"up": sum(up), "all": len(up)}
         return reply
 
@@ -160,23 +168,17 @@ def build_app(
         """Prometheus metrics."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def check_model(name: str | None) -> None:
-        if name not in (None, model):
-            raise RequestError(
-                f"there is no model '{name}' here; use '{model}'", param="model", status=404, code="model_not_found"
-            )
-
-    pooling_routes.install(app, engine, model, metrics, check_model)
+    pooling_routes.install(app, find_model, metrics)
 
     async def answer(
+        model: ServedModel,
         body: Body | ResponsesBody,
         builder: CompletionReplies | ResponseReplies,
         request: Request,
         prepare: Callable[[], GenerationRequest],
         events: Callable[..., AsyncGenerator[bytes]] = reply_events,
     ) -> Response:
-        check_model(body.model)
-        pooling_routes.check_generates(engine, model)
+        pooling_routes.check_generates(model)
         generation = await to_thread_if_large(len(await request.body()), prepare)
         if generation.num_completions > config.max_waiting:
             raise RequestError(
@@ -188,7 +190,7 @@ def build_app(
         record = record_of(request.scope)
         priority = record.priority(body.priority)
         generation = dataclasses.replace(generation, client=record.client, priority=priority, timeout_s=body.timeout_s)
-        batches = _with_metrics(engine.run_batches(generation), metrics, record)
+        batches = _with_metrics(model.engine.run_batches(generation), metrics.start_timer(model.name), record)
         usage = Usage(generation.n)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.
@@ -197,14 +199,20 @@ def build_app(
             return EventStream(events(first, batches, builder, usage, **options))
         return JSONResponse(await unless_disconnected(request, _complete_reply(batches, builder, usage)))
 
-    install_admin(app, engine)
-    install_tokenize(app, engine, check_model)
+    install_admin(app, models)
+    install_tokenize(app, find_model)
     return app
 
 
-def _readiness(
-    engine: Backend, config: ServeConfig
-) -> Literal["ready", "loading", "draining", "queue full", "engine failed"]:
+def tool_notation(model: ServedModel) -> ToolNotation:
+    """How ``model``, which must generate text, writes tool calls; raises :class:`RequestError` while it loads."""
+    pooling_routes.check_generates(model)
+    if model.engine.tools is None:
+        raise model.engine.unavailable()
+    return model.engine.tools
+
+
+def _readiness(engine: Backend, config: ServeConfig) -> replies.ReadinessStatus:
     if engine.failure:
         return "engine failed"
     if engine.draining:
@@ -215,9 +223,8 @@ def _readiness(
     return "queue full" if engine.stats.waiting >= queues * config.max_waiting else "ready"
 
 
-async def _with_metrics(batches: Batches, metrics: Metrics, record: RequestRecord) -> Batches:
-    """``batches``, each output observed by a timer and ``record``."""
-    timer = metrics.start_timer()
+async def _with_metrics(batches: Batches, timer: RequestTimer, record: RequestRecord) -> Batches:
+    """``batches``, each output observed by ``timer`` and ``record``."""
     async with aclosing(batches):
         async for batch in batches:
             for index, output in batch:

@@ -1,7 +1,6 @@
 """vLLM's POST /tokenize and /detokenize, and GET /version. The engine process has the tokenizer and does the work."""
 
 import importlib.metadata
-from collections.abc import Callable
 from typing import Self
 
 from fastapi import FastAPI, Request, Response
@@ -11,7 +10,7 @@ from pydantic_core import to_json
 from colonnade.errors import RequestError
 from colonnade.serve.api import replies
 from colonnade.serve.api.chat_schemas import ChatMessage
-from colonnade.serve.backend import Backend
+from colonnade.serve.api.pooling_routes import FindModel
 
 
 class TokenizeBody(BaseModel):
@@ -76,13 +75,13 @@ class Version(replies.Reply):
     version: str
 
 
-def install_tokenize(app: FastAPI, engine: Backend, check_model: Callable[[str | None], None]) -> None:
-    """Add the routes to ``app``; ``check_model`` raises for the name of another model."""
+def install_tokenize(app: FastAPI, find_model: FindModel) -> None:
+    """Add the routes to ``app``; ``find_model`` returns the model of a request with this ``model``."""
 
     @app.post("/tokenize", responses={200: {"model": TokenizeReply}, **replies.refusals()})
-    async def tokenize(body: TokenizeBody, _request: Request) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a prompt, or of the messages of a chat."""
-        check_model(body.model)
+        engine = find_model(body.model, request).engine
         messages = body.messages and [message.for_template() for message in body.messages]
         answer = await engine.ask(
             "tokenize",
@@ -100,9 +99,9 @@ def install_tokenize(app: FastAPI, engine: Backend, check_model: Callable[[str |
         return Response(to_json(reply), media_type="application/json")
 
     @app.post("/detokenize", responses={200: {"model": DetokenizeReply}, **replies.refusals()})
-    async def detokenize(body: DetokenizeBody, _request: Request) -> Response:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids."""
-        check_model(body.model)
+        engine = find_model(body.model, request).engine
         answer = await engine.ask("detokenize", tokens=body.tokens)
         reply: DetokenizeReply = {"prompt": answer["text"]}
         return Response(to_json(reply), media_type="application/json")

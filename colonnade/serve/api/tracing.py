@@ -38,16 +38,16 @@ SEND_EVERY_S = 1.0
 
 
 class Tracer:
-    """Makes and sends the spans of the server of ``model``; ``endpoint`` is the collector's URL for traces."""
+    """Makes and sends the spans of a server; ``endpoint`` is the collector's URL for traces."""
 
-    def __init__(self, endpoint: str, model: str):
+    def __init__(self, endpoint: str):
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # failures are counted, not logged
         self.exporter = _CountingExporter(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S))
         self._provider = TracerProvider(resource=Resource.create({"service.name": "colonnade"}), shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(self.exporter, max_queue_size=MAX_QUEUED, schedule_delay_millis=1e3 * SEND_EVERY_S)
         )
-        self._tracer, self._model = self._provider.get_tracer("colonnade.serve"), model
+        self._tracer = self._provider.get_tracer("colonnade.serve")
 
     def record(self, scope: Scope, record: RequestRecord, route: str, status: int, start_ns: int, end_ns: int) -> None:
         """Make the spans of a request that has ended; times are nanoseconds since the epoch."""
@@ -63,7 +63,7 @@ class Tracer:
                 "http.route": route,
                 "http.response.status_code": status,
                 "colonnade.request_id": record.id,
-                "gen_ai.request.model": self._model,
+                "gen_ai.request.model": record.model or "",
                 "gen_ai.usage.input_tokens": sum(record.prompt_tokens.values()),
                 "gen_ai.usage.output_tokens": sum(record.generated_tokens.values()),
                 "gen_ai.response.finish_reasons": list(record.finish_reasons.values()),

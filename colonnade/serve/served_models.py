@@ -1,0 +1,124 @@
+"""The models of a server by name: which engine gets a request, and the state of all engines together.
+
+one model       requests may leave ``model`` out; if its engine dies, so does the server
+several         requests must name one; if an engine dies, requests for its model get a 503 and the others go on
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from colonnade.config.base import plural
+from colonnade.errors import ColonnadeError, ConfigError, RequestError
+from colonnade.serve.backend import Backend
+
+
+class ServedModel(NamedTuple):
+    """A model that is served."""
+
+    name: str
+    engine: Backend
+
+
+class ServedModels:
+    """``engines`` by the names of their models; each has at least one."""
+
+    def __init__(self, engines: Mapping[str, Backend]):
+        self.all = [ServedModel(name, engine) for name, engine in engines.items()]
+        self._engines = dict(engines)
+        self.stop_requested = asyncio.Event()
+        """Set to ask the server to drain and stop."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all models."""
+        return list(self._engines)
+
+    @property
+    def default(self) -> str | None:
+        """The model of requests that name none: the only one."""
+        return self.all[0].name if len(self.all) == 1 else None
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model ``name``; raises :class:`RequestError`: 404 if there is none, 400 if a name is needed."""
+        name = self.default if name is None else name
+        if name is None:
+            raise RequestError(
+                f"this server has several models; set model to {self._choice()}", param="model", code="model_missing"
+            )
+        if name not in self._engines:
+            raise RequestError(
+                f"there is no model '{name}' here; use {self._choice()}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        return ServedModel(name, self._engines[name])
+
+    def _choice(self) -> str:
+        *most, last = (f"'{name}'" for name in self._engines)
+        return f"{', '.join(most)} or {last}" if most else last
+
+    # -- the state of all engines -------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> ColonnadeError | None:
+        """Why the server fails: no engine is left."""
+        failures = [model.engine.failure for model in self.all]
+        return failures[0] if all(failures) else None
+
+    @property
+    def running(self) -> int:
+        """Number of HTTP requests that wait for outputs."""
+        return sum(model.engine.running for model in self.all)
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+        for model in self.all:
+            model.engine.draining = True
+
+    def abort(self) -> None:
+        """End all running requests with an error."""
+        for model in self.all:
+            model.engine.abort()
+
+    async def wait_ready(self) -> None:
+        """Wait until all engines are ready."""
+        for model in self.all:
+            await model.engine.ready.wait()
+
+    async def wait_exited(self) -> None:
+        """Wait until no engine is left."""
+        for model in self.all:
+            await model.engine.exited.wait()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request runs, once new ones are refused."""
+        for model in self.all:
+            await model.engine.idle.wait()
+
+
+def model_names(sources: Sequence[str], chosen: str | None) -> list[str]:
+    """What clients call the models of ``sources``: the last parts of their paths, or those ``chosen`` with commas.
+
+    Raises :class:`ConfigError` unless each has a name of its own.
+    """
+    if chosen is None:
+        names = [Path(source).name for source in sources]
+    else:
+        names = [chosen] if len(sources) == 1 else chosen.split(",")
+    if len(names) != len(sources):
+        raise ConfigError(
+            f"--serve.model_name has {plural(len(names), 'name')} for {len(sources)} models; give each one, with "
+            "commas between them, or leave it out"
+        )
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            first = sources[names.index(name)]
+            example = ",".join(f"{each or 'model'}-{number}" for number, each in enumerate(names, 1))
+            raise ConfigError(
+                f"{first} and {sources[i]} would both be called '{name}'; give each model a name: "
+                f"--serve.model_name {example}"
+            )
+    return names
