@@ -90,6 +90,8 @@ class ServeConfig(Config):
     """Longest queue of waiting requests; further ones are refused (429)."""
     replicas: int = Field(default=1, gt=0, le=1024)
     """Engines of each model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
+    fronts: int = Field(default=1, gt=0, le=256)
+    """HTTP processes that share the port in front of the engines; one handles 20,000 to 30,000 streamed tokens/s."""
     upstreams: tuple[str, ...] = ()
     """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
     here, and MODEL is only a name."""
