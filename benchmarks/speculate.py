@@ -38,8 +38,7 @@ def load() -> tuple[str, Transformer, Tokenizer]:
     """(name, model, tokenizer)."""
     if torch.cuda.is_available():
         config = preset("qwen3-0.6b")
-        with torch.device("cuda"):
-            model = Transformer(config, SOLO_AXES, dtype=torch.bfloat16)
+        model = Transformer(config, SOLO_AXES, device="cuda", dtype=torch.bfloat16)
         return "Qwen3-0.6B, random weights, bfloat16", initialise(model, seed=1), words(config.vocab_size)
     try:
         loaded = colonnade.load("smollm2", device="cpu", dtype="float32")

@@ -45,6 +45,7 @@ from colonnade.model.weight_only_quant import quantised_kind
 from colonnade.parallel.device_memory import usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launched
+from colonnade.serve.draft_runner import load_draft, open_draft
 from colonnade.serve.engine import Engine as _Engine
 from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts, token_ids
 from colonnade.serve.sampling_params import SamplingParams
@@ -220,7 +221,17 @@ class Engine(_Engine):
             raise ConfigError(f"an Engine serves a loaded model, not {given}; give it colonnade.load(…)")
         if not isinstance(config, ServeConfig | None):
             raise ConfigError(f"an Engine's config is no {type(config).__name__}; give it ServeConfig(…)")
-        super().__init__(model.transformer, model.tokenizer, config or ServeConfig())
+        config = config or ServeConfig()
+        super().__init__(model.transformer, model.tokenizer, config, _load_draft(model, config))
+
+
+def _load_draft(model: Model, config: ServeConfig) -> Transformer | None:
+    """The draft model that ``config`` names, in the dtype and weight format of ``model``."""
+    if config.draft_model is None:
+        return None
+    config = config.replace(weights=quantised_kind(model.transformer) or "stored")
+    dtype = cast(DType, _dtype_of(model.transformer))
+    return load_draft(open_draft(config, model.config, model.tokenizer), config, model.context, dtype)
 
 
 def load(

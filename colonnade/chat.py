@@ -50,7 +50,8 @@ def _generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
     status = Console(stderr=True, highlight=False).status("loading the model")
     with open_context(spec.plan, spec.device) as context:
         with nullcontext() if rank else status:
-            engine = Engine(*load_checked(spec, context), spec.serve)
+            model, tokenizer, _ = load_checked(spec, context)
+            engine = Engine(model, tokenizer, spec.serve)
         if context.rank:
             engine.follow()
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
+from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
     from colonnade import api
@@ -41,6 +42,13 @@ class ModelSpec:
         opened = self.open()
         pooler = resolve_pooler(opened.config, opened.path, self.serve, self.model, cp=self.plan.cp)
         spec = replace(self, model=str(opened.path))
+        if draft := self.open_draft(opened):
+            if pooler is not None:
+                raise ConfigError(
+                    f"serve.draft is {self.serve.draft}, and drafts are for generated text, which {self.model} is not "
+                    "served for; leave it out"
+                )
+            spec = replace(spec, serve=self.serve.replace(draft=str(draft.path)))
         return (
             functools.partial(load_checked, spec) if pooler is None else functools.partial(load_pooling, spec, pooler)
         )
@@ -66,6 +74,15 @@ class ModelSpec:
             check_ranks(tp=self.plan.tp, cp=self.plan.cp)
         return opened
 
+    def open_draft(self, target: "OpenedModel") -> "OpenedModel | None":
+        """Open the draft model, if there is one; raises :class:`ConfigError` if it cannot draft for ``target``."""
+        if self.serve.draft_model is None:
+            return None
+        from colonnade.data.tokenizer import Tokenizer
+        from colonnade.serve.draft_runner import open_draft
+
+        return open_draft(self.serve, target.config, Tokenizer.from_model(target.tokenizer_source))
+
     def load(self, context: "DistributedContext | None" = None) -> "api.Model":
         """Load the model, on every rank of its plan; ``context`` is an existing distributed context."""
         from colonnade import api
@@ -76,18 +93,25 @@ class ModelSpec:
         )  # fmt: skip
 
 
-def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Transformer, Tokenizer]":
-    """Load the model in an engine process; checks the memory before reading anything."""
+def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Transformer, Tokenizer, Transformer | None]":
+    """Load the model, on rank 0 also its draft model, in an engine process; checks the memory before reading."""
     from colonnade.checkpoint.load_model import resolve_dtype
+    from colonnade.serve.draft_runner import load_draft
     from colonnade.serve.memory_advice import check_memory
     from colonnade.serve.memory_estimate import EngineSpec
 
-    dtype = resolve_dtype(context.device, spec.dtype)
-    config, plan = spec.open().config, spec.plan
+    dtype, opened, plan = resolve_dtype(context.device, spec.dtype), spec.open(), spec.plan
+    draft = spec.open_draft(opened)
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
-    check_memory(EngineSpec(config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident))
+    check_memory(
+        EngineSpec(
+            opened.config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident,
+            draft=None if draft is None else draft.config,
+        )
+    )  # fmt: skip
     model = spec.load(context)
-    return model.transformer, model.tokenizer
+    drafting = None if draft is None else load_draft(draft, spec.serve, context, spec.dtype)
+    return model.transformer, model.tokenizer, drafting
 
 
 def load_pooling(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.kernels import rotary as rotary_reference
 from colonnade.kernels import sampling as sample_reference
-from colonnade.kernels import triton_rotary, triton_sampling
+from colonnade.kernels import triton_rotary, triton_sampled_tokens, triton_sampling
 from colonnade.kernels.attention import cache_write, triton_cache_write
 from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
@@ -20,6 +20,7 @@ from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.kernels.rotary import Rotation
 from tests.guarded import guarded
+from tests.sample_cases import sample_cases
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -162,6 +163,16 @@ def check_greedy() -> int:
     return count + 1
 
 
+def check_sampled() -> int:
+    """Each filter, ties at the limits, several blocks, rows that are not finite, strided rows."""
+    triton_sampled_tokens.MAX_BLOCK = triton_sampled_tokens.MAX_DRAW_BLOCK = 128
+    cases = [*sample_cases(150, rounds=1), *sample_cases(7, rounds=1)]
+    for logits_RV, args_RA in cases:
+        ours = triton_sampled_tokens.sample(logits_RV, args_RA, -5)
+        assert torch.equal(ours, sample_reference.sample(logits_RV, args_RA, -5))
+    return len(cases)
+
+
 def check_write_next_tokens() -> int:
     for T, R in ((1, 1), (300, 7), (5, 300), (0, 3)):
         last = torch.randint(0, 50_000, (R,))
@@ -194,6 +205,7 @@ if __name__ == "__main__":
         check_registered_kernels,
         check_rope_and_kv_write,
         check_greedy,
+        check_sampled,
         check_write_next_tokens,
         check_rotation,
     )

@@ -23,6 +23,7 @@ from colonnade.cli.shadow import shadow
 from colonnade.cli.training import demo, presets, train, train_with_defaults
 from colonnade.config import did_you_mean
 from colonnade.config.plugins import load_plugin
+from colonnade.cores import set_openmp_alone
 from colonnade.errors import ColonnadeError, ConfigError, Interrupted
 
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
@@ -122,6 +123,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"colonnade {version('colonnade')}")
         return
     try:
+        set_openmp_alone(os.environ)  # before anything imports torch
         for plugin in _pop_imports(argv):
             load_plugin(plugin)
         parse(argv)()

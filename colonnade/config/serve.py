@@ -17,6 +17,8 @@ CacheFormat = Literal["stored", "int8", "float8"]
 LogFormat = Literal["off", "text", "json"]
 """How requests are logged."""
 
+MAX_REPLICAS = 1024
+
 _ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
 _URL = re.compile(r"https?://[^/\s@?#]+/?")
@@ -88,8 +90,9 @@ class ServeConfig(Config):
     it computes one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Longest queue of waiting requests; further ones are refused (429)."""
-    replicas: int = Field(default=1, gt=0, le=1024)
-    """Engines of each model on this machine, behind one address; each has its own cores, on a CPU, or GPUs."""
+    replicas: int | Literal["auto"] = 1
+    """Engines of each model on this machine, behind one address; on a CPU each has cores of its own in one NUMA node,
+    else GPUs. auto: one per NUMA node, or as many as the GPUs suffice for."""
     fronts: int = Field(default=1, gt=0, le=256)
     """HTTP processes that share the port in front of the engines; one handles 20,000 to 30,000 streamed tokens/s."""
     upstreams: tuple[str, ...] = ()
@@ -110,9 +113,9 @@ class ServeConfig(Config):
     model_name: str | None = None
     """Model name in the HTTP API, of several models their names with commas between them; None: the last part of the
     model's path."""
-    draft: Literal["ngram"] | None = None
+    draft: str | None = Field(default=None, min_length=1)
     """Speculative decoding, which does not change the text: ngram drafts tokens that followed the newest three tokens
-    before (prompt look-up). None: off."""
+    before (prompt look-up); a smaller MODEL with the same tokenizer drafts those that it generates. None: off."""
     draft_tokens: int = Field(default=5, gt=0, le=64)
     """Tokens to draft, at most, for one step of a request."""
     tool_format: ToolFormat | None = None
@@ -141,6 +144,14 @@ class ServeConfig(Config):
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _is_count(cls, replicas: object) -> object:
+        is_int = isinstance(replicas, int) and not isinstance(replicas, bool)
+        if replicas != "auto" and not (is_int and 0 < replicas <= MAX_REPLICAS):
+            raise ConfigError(f"serve.replicas is {short_repr(replicas)}; it must be 1 to {MAX_REPLICAS}, or auto")
+        return replicas
 
     @field_validator("upstreams", mode="before")
     @classmethod
@@ -175,6 +186,11 @@ class ServeConfig(Config):
         """``token_budget`` of a resolved config."""
         assert self.token_budget is not None, "the config must be resolved"
         return self.token_budget
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that ``draft`` names; None for no speculative decoding, or prompt look-up."""
+        return None if self.draft == "ngram" else self.draft
 
     def check(self, model: ModelConfig) -> None:
         """Raise :class:`ConfigError` if ``model`` cannot be served with these settings."""

@@ -1,9 +1,10 @@
-"""Incremental detokenizer for streaming: never half a character, and in total exactly ``decode(all the ids)``.
+"""Incremental detokenizers for streaming: never half a character, and in total exactly ``decode(all the ids)``.
 
-A token cannot be decoded alone. A byte-level token may be part of a UTF-8 character; SentencePiece's first token loses
-its leading space and the others keep it; its byte tokens (``<0xE2>``) become a character only if the whole run of them
-is valid, and one U+FFFD each otherwise. So each token is decoded together with some before it, and text is withheld
-while a later token could still change it:
+In a byte-level vocabulary each token is some bytes, and an incremental UTF-8 decoder suffices
+(:class:`ByteDetokenizer`). In general a token cannot be decoded alone (:class:`Detokenizer`). A byte-level token may be
+part of a UTF-8 character; SentencePiece's first token loses its leading space and the others keep it; its byte tokens
+(``<0xE2>``) become a character only if the whole run of them is valid, and one U+FFFD each otherwise. So each token is
+decoded together with some before it, and text is withheld while a later token could still change it:
 
 - A final U+FFFD may be the first bytes of a character: lossy decoding writes a single one for an unfinished character,
   however many of its bytes are present (Unicode 15, section 3.9, "U+FFFD substitution of maximal subparts"), so only
@@ -14,11 +15,35 @@ The difference from the sliding windows of other servers: these two rules make t
 too, and the window moves only after several settled tokens, so most tokens are decoded with a single call.
 """
 
+import codecs
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BROKEN_RUN = 32  # tokens; bounds the work for a model that repeats an invalid byte
 _SETTLED = 8  # tokens of context before the newest: enough that the window's first token no longer matters
+
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class ByteDetokenizer:
+    """Pass ids to :meth:`push`, which returns new text, and call :meth:`flush` at the end.
+
+    ``token_bytes`` are the bytes of an id; ``silent`` ids have no text (skipped special tokens). Python replaces
+    invalid bytes as lossy decoding in Rust does, by one U+FFFD for each maximal part of a character.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int] = frozenset()):
+        self._token_bytes, self._silent = token_bytes, silent
+        self._decode = _utf8_decoder("replace").decode
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes; often one word, sometimes none."""
+        return "" if token in self._silent else self._decode(self._token_bytes(token))
+
+    def flush(self) -> str:
+        """U+FFFD for an incomplete character; ends the stream and resets the detokenizer."""
+        return self._decode(b"", True)
 
 
 class Detokenizer:

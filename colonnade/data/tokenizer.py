@@ -16,7 +16,7 @@ from typing import Any, Self
 import tokenizers
 
 from colonnade.data.chat_template import ChatEncoder, ChatTemplate, Message
-from colonnade.data.detokenize import Detokenizer
+from colonnade.data.detokenize import ByteDetokenizer, Detokenizer
 from colonnade.data.train_tokenizer import BYTE_LEVEL, CLS, END, SEP, byte_level_bpe, train_bpe, train_wordpiece
 from colonnade.errors import DataError, RequestError
 
@@ -246,13 +246,23 @@ class Tokenizer:
     def _is_byte_level(self) -> bool:
         return '"ByteLevel"' in json.dumps(json.loads(self._json).get("decoder"))
 
-    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
+    def detokenizer(self, skip_special: bool = True) -> Detokenizer | ByteDetokenizer:
         """A new incremental decoder, for streaming."""
-        return Detokenizer(
-            lambda ids: self._core.decode(ids, skip_special_tokens=False),
-            silent=self.special_ids if skip_special else frozenset(),
-            byte_ids=self._byte_ids,
-        )
+        silent = self.special_ids if skip_special else frozenset()
+        if self._decodes_bytes:
+            return ByteDetokenizer(self._decoded_bytes.__getitem__, silent)
+        decode = functools.partial(self._core.decode, skip_special_tokens=False)
+        return Detokenizer(decode, silent=silent, byte_ids=self._byte_ids)
+
+    @functools.cached_property
+    def _decodes_bytes(self) -> bool:
+        """Whether :meth:`decode` joins the bytes of its tokens."""
+        decoder = json.loads(self._json).get("decoder")
+        return decoder is not None and decoder["type"] == "ByteLevel"
+
+    @functools.cached_property
+    def _decoded_bytes(self) -> "_DecodedBytes":
+        return _DecodedBytes(self._core)
 
     def chat(
         self,
@@ -375,3 +385,21 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{file} contains {type(value).__name__}, not a JSON object; fetch it again")
     return value
+
+
+class _DecodedBytes(dict[int, bytes]):
+    """The bytes of each token by the rule of a ByteLevel decoder, which also applies to added tokens.
+
+    A token spelled with the alphabet of bytes only is those bytes, any other one its spelling in UTF-8.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer):
+        super().__init__()
+        self._core = core
+
+    def __missing__(self, token_id: int) -> bytes:
+        spelling = self._core.id_to_token(token_id) or ""
+        is_bytes = all(character in BYTE_LEVEL for character in spelling)
+        data = bytes(BYTE_LEVEL[character] for character in spelling) if is_bytes else spelling.encode()
+        self[token_id] = data
+        return data

@@ -17,6 +17,7 @@ import torch
 from colonnade.errors import ConfigError
 from colonnade.kernels import adamw, dropout, norm, permute, rotary, routing, sampling
 from colonnade.kernels.attention import cache_write, chunk, reference, sdpa
+from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
@@ -35,6 +36,7 @@ Operation = Literal[
     "chunk_backward",
     "dropout",
     "linear",
+    "embedding",
     "norm",
     "quantised_linear",
     "fused_linear",
@@ -53,6 +55,7 @@ Operation = Literal[
     "gather_rows",
     "combine_rows",
     "greedy_tokens",
+    "sampled_tokens",
     "write_next_tokens",
     "rope_cos_sin",
     "adamw",
@@ -86,6 +89,7 @@ def _triton() -> tuple[Kernel, ...]:
         triton_dropout,
         triton_permute,
         triton_routing,
+        triton_sampled_tokens,
         triton_sampling,
         triton_sort,
     )
@@ -111,6 +115,7 @@ def _triton() -> tuple[Kernel, ...]:
         Kernel("gather_rows", "triton", triton_permute.gather, **ON_GPU),
         Kernel("combine_rows", "triton", triton_permute.combine, **ON_GPU),
         Kernel("greedy_tokens", "triton", triton_sampling.greedy, **ON_GPU),
+        Kernel("sampled_tokens", "triton", triton_sampled_tokens.sample, **ON_GPU),
         Kernel(
             "write_next_tokens", "triton", triton_sampling.write_next_tokens_, devices=("cuda",), dtypes=(torch.int64,)
         ),
@@ -145,6 +150,23 @@ def _skinny() -> tuple[Kernel, ...]:
         Kernel("linear", "skinny", skinny_gemm.linear, **ON_GPU),
         Kernel("quantised_linear", "skinny", skinny_gemm.linear, **ON_GPU),
         Kernel("rope_cos_sin", "skinny", triton_rotary.rotation, **ON_GPU),
+    )
+
+
+NATIVE: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float32, torch.bfloat16)}
+
+
+def _native() -> tuple[Kernel, ...]:
+    """Decode steps in C++; serving selects them by name, if the library is available."""
+    return (
+        Kernel("embedding", "native", cpu_kernels.embedding, **NATIVE),
+        Kernel("rope_cos_sin", "native", cpu_kernels.rotation, **NATIVE),
+        Kernel("norm", "native", cpu_kernels.norm, **NATIVE),
+        Kernel("linear", "native", cpu_kernels.linear, **NATIVE),
+        Kernel("quantised_linear", "native", cpu_kernels.quantised_linear, **NATIVE),
+        Kernel("fused_linear", "native", cpu_kernels.fused_linear, **NATIVE),
+        Kernel("rope_and_kv_write", "native", cpu_kernels.rope_and_kv_write, **NATIVE),
+        Kernel("paged_attention", "native", cpu_kernels.paged, **NATIVE),
     )
 
 
@@ -199,6 +221,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("dropout_attention", "reference", reference.packed),
     Kernel("dropout", "recompute", dropout.recomputed_dropout),
     Kernel("dropout", "reference", dropout.dropout),
+    Kernel("embedding", "reference", linear_reference.embedding),
     # In bfloat16 torch uses oneDNN, which is fast enough.
     Kernel("linear", "skinny", skinny_gemm_cpu.skinny_linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Kernel("linear", "reference", linear_reference.linear),
@@ -230,10 +253,12 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("gather_rows", "reference", permute.gather),
     Kernel("combine_rows", "reference", permute.combine),
     Kernel("greedy_tokens", "reference", sampling.greedy),
+    Kernel("sampled_tokens", "reference", sampling.sample),
     Kernel("write_next_tokens", "reference", sampling.write_next_tokens_, dtypes=(torch.int64,)),
     Kernel("rope_cos_sin", "reference", rotary.rotation),
     Kernel("adamw", "reference", adamw.adamw, dtypes=(torch.float64, torch.float32)),
     *_skinny(),
+    *_native(),
     *_batch_invariant(),
 )
 """All kernels, the preferred ones first."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.kernels.registry import choose
 from colonnade.model.dropout import Dropout
 from colonnade.model.moe.routing_context import Routing
 from colonnade.model.norm import Norm
@@ -51,6 +52,9 @@ class _Table(nn.Module):
 class Embedding(nn.Module):
     """Token ids, positions and segments to the residual stream."""
 
+    kernels = "auto"
+    """The implementation of the look-up of tokens (:mod:`~colonnade.kernels.registry`)."""
+
     def __init__(
         self, config: ModelConfig, axes: Axes, *, positions: bool = True, device: torch.device, dtype: torch.dtype
     ):
@@ -86,7 +90,8 @@ class Embedding(nn.Module):
         weight_vD = self.tokens.weight
         v = weight_vD.shape[0]
         if v == self.vocab_size:
-            return F.embedding(tokens_T, weight_vD)
+            run = choose("embedding", tokens_T.device.type, weight_vD.dtype, self.kernels)
+            return run(tokens_T, weight_vD, weight_vD.dtype)
         local_T = tokens_T - self.start
         here_T = (local_T >= 0) & (local_T < v)
         x_TD = F.embedding(torch.where(here_T, local_T, 0), weight_vD)

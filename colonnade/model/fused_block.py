@@ -7,6 +7,8 @@ A step of one row launches one kernel for each of these, and about two for atten
 twenty, and at two microseconds each that takes as long as reading a third of the weights. With many rows, such as a
 prompt's, norms and products are library kernels, and fusion saves reading and writing x in between. The result is the
 same, rounded less often. Serving enables it (:func:`enable`); a block with anything else runs its modules.
+
+On a CPU the kernels are C++ (:mod:`colonnade.kernels.cpu`); many rows are fused only if weights are quantised.
 """
 
 from typing import TYPE_CHECKING
@@ -14,11 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.linear.reference import Gate, RmsNorm
 from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
 from colonnade.model.attention import Attention
+from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.norm import Norm
 from colonnade.model.tensor_parallel_linear import Linear
@@ -27,18 +31,31 @@ if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
 
 
-def enable(model: "Transformer") -> None:
-    """Enable fused steps in all blocks of ``model``, on a GPU that has the kernels."""
+def enable(model: "Transformer") -> str:
+    """Enable fused steps in all blocks of ``model``, where there are kernels; returns the name of attention's."""
     weight = next(model.parameters())
-    if not TRITON or not weight.is_cuda or weight.dtype == torch.float64:
-        return
+    if weight.is_cuda:
+        if TRITON and weight.dtype != torch.float64:
+            _select(model, "skinny", "auto")
+        return "auto"
+    if weight.device.type == "cpu" and model.axes.cp.size == 1 and cpu_kernels.available(weight.dtype):
+        _select(model, "native", "native")
+        for module in (model.embed, model.norm):
+            if isinstance(module, Embedding | Norm) and module.kernels == "auto":
+                module.kernels = "native"
+        return "native"
+    return "auto"
+
+
+def _select(model: "Transformer", linears: str, fused: str) -> None:
+    """Fuse all blocks with kernels ``fused``; rotary angles, products and the head use ``linears``."""
     for block in model.blocks:
-        block.fused = True  # type: ignore[assignment]
+        block.fused, block.kernels = True, fused  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Linear) and module.kernels == "auto":
-            module.kernels = "skinny"
+            module.kernels = linears
     if model.kernels == "auto":
-        model.kernels = "skinny"
+        model.kernels = linears
 
 
 def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
@@ -65,7 +82,7 @@ def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, atte
     norms = None
     if isinstance(attention.q_norm, Norm) and isinstance(attention.k_norm, Norm):
         norms = _scale(attention.q_norm), _scale(attention.k_norm)
-    qkv_Tz = _linear(x_TD, attention.qkv, norm=_scale(block.norm1))
+    qkv_Tz = _linear(block, x_TD, attention.qkv, norm=_scale(block.norm1))
     o_Tz = attend.from_qkv(qkv_Tz, rotation, norms).flatten(1)
     return _linear_residual(block, o_Tz, attention.out, x_TD)
 
@@ -76,12 +93,16 @@ def ffn_step(block: "Block", x_TD: Tensor, *, in_place: bool) -> Tensor:
     assert isinstance(ffn, FeedForward)
     assert ffn.gate is not None
     gate = Gate(ffn.gate.matrix, ffn.gate.bias, ffn.activation)
-    h_Tf = _linear(x_TD, ffn.up, norm=_scale(block.norm2), gate=gate)
+    h_Tf = _linear(block, x_TD, ffn.up, norm=_scale(block.norm2), gate=gate)
     return _linear_residual(block, h_Tf, ffn.down, x_TD, in_place=in_place)
 
 
 def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:
     if not len(x_tD) or block.post or block.axes.sequence_parallel:
+        return False
+    if block.kernels == "native" and not all(
+        cpu_kernels.fits(x_tD, layer.matrix) for layer in part.modules() if isinstance(layer, Linear)
+    ):
         return False
     if not isinstance(norm, Norm) or norm.bias is not None or norm.kernels != "auto":
         return False
@@ -96,6 +117,7 @@ def _scale(norm: nn.Module) -> RmsNorm:
 
 
 def _linear(
+    block: "Block",
     x_TD: Tensor,
     layer: Linear,
     *,
@@ -104,12 +126,12 @@ def _linear(
     residual_TF: Tensor | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    run = choose("fused_linear", x_TD.device.type, x_TD.dtype)
+    run = choose("fused_linear", x_TD.device.type, x_TD.dtype, block.kernels)
     return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, residual_TF=residual_TF, inplace=in_place)
 
 
 def _linear_residual(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, in_place: bool = False) -> Tensor:
     """x + W y, summed over the block's tp ranks."""
     if block.axes.tp.size == 1:
-        return _linear(y_Tz, layer, residual_TF=x_TD, in_place=in_place)
-    return x_TD + block.axes.leave_tp_region(_linear(y_Tz, layer))
+        return _linear(block, y_Tz, layer, residual_TF=x_TD, in_place=in_place)
+    return x_TD + block.axes.leave_tp_region(_linear(block, y_Tz, layer))

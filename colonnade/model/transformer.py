@@ -69,6 +69,8 @@ class Block(nn.Module):
         self.recompute = False
         self.fused = False
         """Whether inference steps use :mod:`~colonnade.model.fused_block` where possible; serving sets it."""
+        self.kernels = "auto"
+        """The implementation of fused steps (:mod:`~colonnade.kernels.registry`)."""
 
     def forward(
         self,

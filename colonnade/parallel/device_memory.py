@@ -3,8 +3,8 @@
     free(host) = min(MemAvailable, limit − usage + file cache of each control group of this process,
                      RLIMIT_AS − address space in use)
 
-Containers and job schedulers limit memory by control groups (cgroups), version 1 or 2, often nested; the tightest limit
-counts. The kernel drops the file cache before it kills a process, so the cache counts as free. psutil does not read
+Containers and job schedulers limit memory by control groups (:mod:`colonnade.cgroups`); the tightest limit counts. The
+kernel drops the file cache before it kills a process, so the cache counts as free. psutil does not read
 cgroup limits, so it would replace only the three lines that parse /proc/meminfo.
 """
 
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
+from colonnade.cgroups import PROC, control_groups
 from colonnade.parallel.launch import local_world_size
 
 USABLE_FRACTION = 0.95
 """Of free memory; allocators and libraries need the rest."""
-PROC = Path("/proc")
 UNLIMITED = 1 << 60
 """Limits from here on mean none: version 1 writes the largest multiple of a page below 2⁶³."""
 
@@ -81,41 +81,13 @@ def _meminfo_bytes(meminfo: Path, row: str) -> int:
 
 def _cgroup_limits(proc: Path) -> Iterator[tuple[int, int]]:
     """(limit, free) of each limited control group of this process, innermost first."""
-    for names, mount, group in _cgroup_mounts(proc):
-        for folder in (group, *group.parents):
-            limit_file, usage_file, stat = (folder / name for name in (names.limit, names.usage, "memory.stat"))
-            if limit_file.is_file() and usage_file.is_file():
-                limit = limit_file.read_text(encoding="ascii").strip()
-                if limit != "max" and int(limit) < UNLIMITED:
-                    rows = dict(line.split() for line in stat.read_text("ascii").splitlines()) if stat.is_file() else {}
-                    cache = sum(int(rows.get(row, 0)) for row in names.cache)
-                    used = int(usage_file.read_text(encoding="ascii")) - cache
-                    yield int(limit), max(0, int(limit) - used)
-            if folder == mount:
-                break
-
-
-def _cgroup_mounts(proc: Path) -> Iterator[tuple[_CgroupFiles, Path, Path]]:
-    """(files, mount point, folder of this process's group) of each hierarchy that limits memory."""
-    cgroup, mountinfo = proc / "self" / "cgroup", proc / "self" / "mountinfo"
-    if not (cgroup.is_file() and mountinfo.is_file()):
-        return
-    paths: dict[_CgroupFiles, str] = {}
-    for line in cgroup.read_text(encoding="utf-8").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            paths[V2] = path
-        elif "memory" in controllers.split(","):
-            paths[V1] = path
-    for line in mountinfo.read_text(encoding="utf-8").splitlines():
-        left, _, right = line.partition(" - ")
-        kind, _, options = right.split(" ", 2)
-        names = V2 if kind == "cgroup2" else V1
-        limits_memory = kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(","))
-        if not limits_memory or names not in paths:
-            continue
-        root, mount = left.split()[3:5]
-        group = Path(paths[names])
-        # In a container the path may be the host's, while only the part below ``root`` is mounted.
-        below = group.relative_to(root) if group.is_relative_to(root) else Path()
-        yield names, Path(mount), Path(mount) / below
+    for version, folder in control_groups("memory", proc):
+        names = V1 if version == 1 else V2
+        limit_file, usage_file, stat = (folder / name for name in (names.limit, names.usage, "memory.stat"))
+        if limit_file.is_file() and usage_file.is_file():
+            limit = limit_file.read_text(encoding="ascii").strip()
+            if limit != "max" and int(limit) < UNLIMITED:
+                rows = dict(line.split() for line in stat.read_text("ascii").splitlines()) if stat.is_file() else {}
+                cache = sum(int(rows.get(row, 0)) for row in names.cache)
+                used = int(usage_file.read_text(encoding="ascii")) - cache
+                yield int(limit), max(0, int(limit) - used)

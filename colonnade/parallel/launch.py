@@ -34,6 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from colonnade import errors
 from colonnade.config import Plan
 from colonnade.config.plugins import load_plugin, loaded_plugins
+from colonnade.cores import threads_per_rank
 from colonnade.errors import Interrupted
 
 Result = TypeVar("Result")
@@ -46,8 +47,16 @@ REPORTS_VARIABLE = "COLONNADE_REPORTS"
 """Environment variable of our workers: the folder for their failure reports."""
 
 
-def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, restarts: int = 0) -> Result:
+def launch(
+    work: Callable[..., Result],
+    args: tuple[Any, ...],
+    plan: Plan,
+    restarts: int = 0,
+    cpus: Sequence[Sequence[int]] = (),
+) -> Result:
     """Run ``work(*args)`` in every process of ``plan`` and return rank 0's result.
+
+    ``cpus`` are those of each rank, for a plan of several; by default all share the machine's.
 
     ``work`` and its arguments must be importable and picklable (they are sent to our own children only). Raises the
     failing worker's :class:`~colonnade.errors.ColonnadeError` with its rank, :class:`~colonnade.errors.WorkerError`
@@ -65,7 +74,7 @@ def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, resta
     while True:
         try:
             with tempfile.TemporaryDirectory(prefix="colonnade-") as reports:
-                return _run_elastic(work, args, plan, Path(reports))
+                return _run_elastic(work, args, plan, Path(reports), cpus)
         except errors.WorkerError as failure:
             if tried == restarts:
                 raise
@@ -116,11 +125,6 @@ def use_gpus(gpus: Sequence[str]) -> None:
     os.environ[GPUS_VARIABLE] = ",".join(gpus)
 
 
-def limit_threads(most: int) -> None:
-    """Use at most ``most`` threads for an operation."""
-    torch.set_num_threads(min(most, torch.get_num_threads()))
-
-
 def slurm_job() -> tuple[str, str]:
     """(id, restart count) of the Slurm job, empty outside one; a requeue keeps the id."""
     return os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
@@ -131,7 +135,9 @@ def local_ranks(plan: Plan) -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else plan.world
 
 
-def _run_elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, reports: Path) -> Result:
+def _run_elastic(
+    work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, reports: Path, cpus: Sequence[Sequence[int]]
+) -> Result:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -154,7 +160,9 @@ def _run_elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan,
         logger.setLevel(logging.CRITICAL)
     try:
         with _sigint_blocked_in_children():
-            results = elastic_launch(config, _worker)(work, args, plan.world, str(reports), loaded_plugins())
+            results = elastic_launch(config, _worker)(
+                work, args, plan.world, str(reports), loaded_plugins(), cpus
+            )  # fmt: skip
         return results[0]
     except ChildFailedError as failure:
         raise _explain(failure, reports) from None
@@ -185,11 +193,18 @@ def _sigint_blocked_in_children() -> Iterator[None]:
 
 
 def _worker(
-    work: Callable[..., Result], args: tuple[Any, ...], world: int, reports: str, plugins: tuple[str, ...]
+    work: Callable[..., Result],
+    args: tuple[Any, ...],
+    world: int,
+    reports: str,
+    plugins: tuple[str, ...],
+    cpus: Sequence[Sequence[int]],
 ) -> Result:
     """Run in the child: divide the cores, call ``work``, and write a report when it fails."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world))
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus[local_rank()])
+    else:
+        torch.set_num_threads(min(torch.get_num_threads(), threads_per_rank(world)))
     os.environ[REPORTS_VARIABLE] = reports
     # Nothing here uses NVLink multicast, which torch would set up for each symmetric buffer.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from colonnade.parallel.device_memory import usable_bytes
-from colonnade.serve.memory_estimate import EngineSpec, page_count, scratch_pages
+from colonnade.serve.memory_estimate import EngineSpec, scratch_pages
 
 CACHE_SHARES = {"cuda": 0.9, "cpu": 0.25}
 """Share of the cache in the available memory that nothing else of the engine needs."""
@@ -23,7 +23,7 @@ def available_bytes(spec: EngineSpec, in_use: int = 0, engines: int = 1) -> int:
     ``in_use`` is what it has already. Replicas share the memory of a CPU; what is left after loading is divided equally
     among ``engines`` of different models.
     """
-    replicas = spec.serve.replicas if spec.device.type == "cpu" else 1
+    replicas = spec.serve.replicas if spec.device.type == "cpu" and spec.serve.replicas != "auto" else 1
     return spec.serve.memory_bytes or usable_bytes(spec.device) // (replicas * engines) + in_use
 
 
@@ -48,5 +48,5 @@ def affordable_pages(spec: EngineSpec, available: int) -> int:
         needs = spec.needs_with(pages + scratch)
         return needs.total - needs.cache + needs.cache / share
 
-    most = page_count(spec.model, spec.axes, spec.resolved, spec.dtype) - scratch
+    most = spec.page_count - scratch
     return bisect_right(range(1, most + 1), available, key=total)

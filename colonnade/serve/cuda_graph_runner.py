@@ -182,8 +182,8 @@ class _PaddedBatch:
         tokens, starts, slots, lengths = ([x] * self.size for x in (0, 0, scratch_slot, 1))
         tables: list[Sequence[int]] = [(self.scratch,)] * self.size
         for row, piece in zip(rows, work.slices, strict=True):
-            tokens[row], starts[row], lengths[row] = piece.tokens[0], piece.start, self.shard.local_length(piece)
-            (slots[row],), tables[row] = self.shard.slots(piece), self.shard.local_pages(piece)
+            tokens[row], starts[row] = piece.tokens[0], piece.start
+            slots[row], lengths[row], tables[row] = self.shard.decode_row(piece)
         upload_into(self.token_position_slot, [tokens, starts, slots])
         upload_into(self.lengths, lengths)
         changed = [row for row, table in enumerate(tables) if table != self._tables[row]]

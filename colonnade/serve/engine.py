@@ -21,15 +21,17 @@ from typing import Any
 from colonnade.config import ServeConfig
 from colonnade.config.expert_overrides import check_generates
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import RequestError
+from colonnade.errors import ConfigError, RequestError
 from colonnade.model import Transformer
 from colonnade.serve.batch_invariance import batching_note, make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+from colonnade.serve.draft_model import DraftModel
+from colonnade.serve.draft_runner import build_draft_model
 from colonnade.serve.grammar import GrammarCompiler
 from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.memory_estimate import scratch_pages
 from colonnade.serve.model_inputs import IDLE, STOP, SWAP, broadcast_message, broadcast_work, receive_work
-from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_cache, check_model
+from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_caches, check_model
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import Prompt, check_params, check_params_list, check_prompts, limit_tokens, token_ids
 from colonnade.serve.request import (
@@ -47,6 +49,7 @@ from colonnade.serve.resolve_config import EngineTraits, check_fixed_steps, chec
 from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
+from colonnade.serve.speculation import NgramSpeculator
 from colonnade.serve.text_stream import TextStream
 from colonnade.serve.tool_calls import ToolNotation
 from colonnade.serve.wait_estimate import WaitEstimate
@@ -81,8 +84,15 @@ class Engine:
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None, *, engines: int = 1
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        config: ServeConfig | None = None,
+        draft: Transformer | None = None,
+        *,
+        engines: int = 1,
     ):
+        """``draft`` is the model that ``config.draft`` names; only rank 0 has it."""
         self.model, self.tokenizer = model, tokenizer
         check_generates(model.config)
         check_plan(model)
@@ -90,23 +100,35 @@ class Engine:
         check_fixed_steps(config, traits)
         self.config = resolve_config(config, traits)
         check_model(model, self.config)
-        self.cache = build_cache(model, self.config, engines)
+        if (self.config.draft_model is None) == (draft is not None) and model.axes.token_replicas.rank == 0:
+            given = "no" if draft is None else "a"
+            raise ConfigError(f"serve.draft is {self.config.draft}, and the engine was given {given} draft model")
+        self.cache, draft_cache = build_caches(model, self.config, draft, engines)
         invariant = make_batch_invariant(model) if self.config.batch_invariant else None
         graphs, ranks = None, model.axes.cp.size
         pages = (self.cache.pages - scratch_pages(model.axes, self.config)) * ranks
-        page_bytes = self.cache.bytes // self.cache.pages if self.config.pages is None else None
+        page_bytes = None
+        if self.config.pages is None:
+            page_bytes = self.cache.bytes // self.cache.pages
+            page_bytes += 0 if draft_cache is None else ranks * (draft_cache.bytes // draft_cache.pages)
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
             share = self.config.shared_reading and not invariant
             graphs = CudaGraphRunner(
                 model, self.cache, self.config.max_requests, context, share=share, kernels=invariant
             )
+        pool = PagePool(pages, self.cache.page_tokens, ranks, page_bytes=page_bytes)
+        speculator = NgramSpeculator(self.config.draft_tokens) if self.config.draft == "ngram" else None
+        self._draft_model: DraftModel | None = None
+        if draft is not None and draft_cache is not None:
+            speculator = self._draft_model = build_draft_model(draft, draft_cache, model, pool, self.config)
         self.scheduler = Scheduler(
-            PagePool(pages, self.cache.page_tokens, ranks, page_bytes=page_bytes),
+            pool,
             max_requests=self.config.max_requests,
             token_budget=self.config.budget,
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
+            speculator=speculator,
         )
         self._runner = ModelRunner(model, self.cache, graphs, share=self.config.shared_reading, invariant=invariant)
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
@@ -153,7 +175,6 @@ class Engine:
             seed=uuid.uuid4().int >> 65 if params.seed is None else params.seed,
             limit_tokens=limit_tokens(ids, params, context=context, vocab_size=vocab_size, pool=self.scheduler.pool),
             processor=LogitsProcessor.of(ids, params, self.tokenizer, matcher),
-            draft_tokens=self.config.draft_tokens if self.config.draft else 0,
             client=client,
             priority=priority,
             resume=None if resume is None else tuple(resume),
@@ -252,10 +273,12 @@ class Engine:
 
     def _commit(self, work: Work, sampled: SampledTokens) -> list[Output]:
         tokens, now_s = sampled.tolist(), time.monotonic()
+        if self._draft_model is not None:
+            self._draft_model.observe_pass(work, sampled.launched_s)
         self._stats.steps += 1
         scores, prompt = iter(sampled.scores()), iter(sampled.prompt())
         for request, piece in zip(work.requests, work.slices, strict=True):
-            rows = [next(prompt) for target in piece.targets if target >= 0]
+            rows = [next(prompt) for target in piece.targets if target >= 0] if piece.targets else []
             if rows and (live := self._live.get(request.id)) is not None and live.request is request:
                 live.prompt_scores += rows
         scored = [next(scores) if args.logprobs >= 0 else None for args in work.sample_args]
@@ -266,9 +289,10 @@ class Engine:
         """The output for one new token: the text that it completes, and whether the request ends."""
         request, params = live.request, live.request.params
         echo, prompt_logprobs, prompt_ids = "", None, None
-        if request.generated == len(request.resume or ()) + 1:
+        generated = request.generated
+        if live.first_token_s == 0.0:
             live.first_token_s = now_s
-        if request.generated == 1:
+        if generated == 1:
             self._stats.prompt_tokens += len(request.prompt)
             echo, prompt_logprobs = self._prompt_outputs(live)
             prompt_ids = request.prompt if params.return_prompt_ids else None
@@ -284,7 +308,7 @@ class Engine:
             request.processor.accept(token)
             matcher = request.processor.matcher
         is_end = token in params.stop_token_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
-        may_stop = request.generated >= params.min_tokens
+        may_stop = generated >= params.min_tokens
         text = "" if is_end or token == NOT_FINITE else live.text.push(token, may_stop=may_stop)
         reason: FinishReason | None = None
         if token == NOT_FINITE:
@@ -293,7 +317,7 @@ class Engine:
             reason = "grammar_error"
         elif is_end or live.text.stopped or (matcher is not None and matcher.finished):
             reason = "stop"
-        elif request.generated == request.limit_tokens:
+        elif generated == request.limit_tokens:
             reason = "length"
         timing = None
         if reason:
@@ -302,7 +326,7 @@ class Engine:
             self._finish(live, reason)
             timing = live.timing(now_s)
         return Output(
-            request.id, echo + text, token, reason, len(request.prompt), request.generated, timing, logprobs,
+            request.id, echo + text, token, reason, len(request.prompt), generated, timing, logprobs,
             prompt_logprobs, request.cached_tokens or 0, prompt_ids,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from colonnade import errors
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.plugins import load_plugin, loaded_plugins
+from colonnade.cores import child_placement
 from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
 from colonnade.serve.child_process import ignore_interrupts, start_child
-from colonnade.serve.cpu_sharing import let_threads_sleep
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement
 from colonnade.serve.start_order import Turn
@@ -148,24 +148,10 @@ def _spawn(args: tuple, placement: Placement) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     report, report_end = context.Pipe(duplex=False)
     try:
-        with _affinity(placement.cores):
+        with child_placement(placement.cpus, os.environ):
             return report, start_child(_supervise, (report_end, *args), "colonnade-engine")
     finally:
         report_end.close()
-
-
-@contextmanager
-def _affinity(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that this thread starts in the block run on ``cores`` only; on any, if it is empty."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _supervise(
@@ -181,19 +167,21 @@ def _supervise(
     """In the child: open the model, launch the ranks, and report why they failed."""
     os.setsid()
     ignore_interrupts()
-    let_threads_sleep(os.environ)
     try:
         # Imported here, since they import torch, which the HTTP process does not need.
-        from colonnade.parallel.launch import launch, limit_threads, use_gpus
+        from colonnade.parallel.launch import launch, use_gpus
         from colonnade.serve.worker import run_worker
 
-        if placement.cores:
-            limit_threads(len(placement.cores))
         if placement.gpus:
             use_gpus(placement.gpus)
         for plugin in plugins:
             load_plugin(plugin)
-        launch(run_worker, (open_model(), plan, config, device, address, placement.engines), plan)
+        launch(
+            run_worker,
+            (open_model(), plan, config, device, address, placement.engines),
+            plan,
+            cpus=placement.cpus.ranks if placement.cpus else (),
+        )
     except Interrupted:
         sys.exit(1)
     except BaseException as error:  # noqa: BLE001 - the HTTP process raises it

@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import operator
 import resource
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -145,19 +144,17 @@ def submit_message(ids: Sequence[str], request: GenerationRequest | PoolingReque
     return {"do": "submit", "ids": list(ids), **values, "params": dataclasses.asdict(request.params)}
 
 
-_OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
 _POOLING_FIELDS = tuple(each.name for each in dataclasses.fields(PoolingOutput))
-_OUTPUT_VALUES = operator.attrgetter(*_OUTPUT_FIELDS)
 _TIMING, _LOGPROBS, _PROMPT_LOGPROBS, _PROMPT_IDS = map(
-    _OUTPUT_FIELDS.index, ("timing", "logprobs", "prompt_logprobs", "prompt_token_ids")
+    Output._fields.index, ("timing", "logprobs", "prompt_logprobs", "prompt_token_ids")
 )
 
 
 def output_to_list(output: Output | PoolingOutput) -> list[Any]:
-    """The values of an output; ``asdict``, which copies every value, takes ten times as long."""
+    """The values of an output."""
     if isinstance(output, PoolingOutput):
         return [getattr(output, name) for name in _POOLING_FIELDS]
-    values = list(_OUTPUT_VALUES(output))
+    values = list[Any](output)
     if output.timing is not None:
         values[_TIMING] = dataclasses.astuple(output.timing)
     if output.logprobs is not None:

@@ -16,7 +16,6 @@ from colonnade.serve.cache_size import available_bytes, size_cache
 from colonnade.serve.memory_estimate import (
     EngineSpec,
     MemoryNeeds,
-    page_count,
     scratch_pages,
     supports_float8,
 )
@@ -35,7 +34,7 @@ def check_memory(spec: EngineSpec, in_use: int = 0, engines: int = 1) -> EngineS
     available = available_bytes(spec, in_use, engines)
     spec = size_cache(spec, available)
     serve, context = spec.resolved, spec.model.context
-    if not page_count(spec.model, spec.axes, serve, spec.dtype):
+    if not spec.page_count:
         raise CapacityError(
             f"--serve.cache_bytes {serve.cache_bytes} holds no page of {serve.page} tokens, which takes "
             f"{spec.page_bytes} bytes; give {spec.page_bytes * -(-context // serve.page)} for one whole context of "
@@ -162,7 +161,7 @@ class _Search:
 
 def _pages(spec: EngineSpec) -> int:
     """Pages of a rank's cache that hold tokens."""
-    return page_count(spec.model, spec.axes, spec.resolved, spec.dtype) - scratch_pages(spec.axes, spec.resolved)
+    return spec.page_count - scratch_pages(spec.axes, spec.resolved)
 
 
 def _tokens(spec: EngineSpec, pages: int) -> int:
@@ -199,6 +198,8 @@ def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
     for kind in ("int8", "int4"):
         if serve.weights not in (kind, "int4"):
             options.append(("serve.weights", kind, "rounded"))
+    if spec.draft_spec is not None:
+        options.append(("serve.draft", None, "no draft model"))
     if spec.model.moe is None:
         options.append(("plan.tp", 2 * spec.tp, f"{2 * spec.tp} processes"))
     elif (layers := len(expert_modules(Transformer(spec.model, device="meta")))) > 2 and spec.resident is None:

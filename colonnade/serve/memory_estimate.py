@@ -8,7 +8,9 @@
 
 At its peak a pass of t tokens (``token_budget``) holds the residual stream, its norm and three rows of f hidden units,
 or the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
-requests (``max_requests``) v logits, a float32 copy and the sampler's float64 noise. Allocator waste and libraries are
+requests (``max_requests``) v logits, a float32 copy and the sampler's float64 noise. A draft model
+(:mod:`~colonnade.serve.draft_model`) adds its weights and graphs, and to each page its keys and values; it runs before
+the target, so that only the larger activations count. Allocator waste and libraries are
 not included: the engine plans for a share of the free memory
 (:data:`~colonnade.parallel.device_memory.USABLE_FRACTION`).
 """
@@ -25,7 +27,7 @@ from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.weight_only_quant import quantisable_shapes, weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
-from colonnade.serve.resolve_config import EngineTraits, resolve_config
+from colonnade.serve.resolve_config import EngineTraits, draft_config, resolve_config
 from colonnade.serve.scheduler import padded_batch_size
 
 FLOAT8 = (8, 9)
@@ -40,11 +42,13 @@ class MemoryNeeds:
     cache: int
     graphs: int
     activations: int
+    draft: int = 0
+    """Weights and graphs of a draft model."""
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.cache + self.graphs + self.activations
+        return self.weights + self.cache + self.graphs + self.activations + self.draft
 
     def use(self, available: int) -> MemoryUse:
         """The needs as a table, compared with the ``available`` bytes."""
@@ -54,6 +58,8 @@ class MemoryNeeds:
             "graphs": self.graphs,
             "activations": self.activations,
         }
+        if self.draft:
+            rows["draft model"] = self.draft
         return MemoryUse("rank", rows, available)
 
 
@@ -73,6 +79,10 @@ class EngineSpec:
     """Layers whose experts are on the device."""
     weights: int | None = None
     """Bytes of a loaded model's weights; None: estimated from its shape."""
+    draft: ModelConfig | None = None
+    """The draft model, if ``serve.draft`` names one; rank 0 has all of it."""
+    draft_weights: int | None = None
+    """Bytes of its weights, if it is loaded."""
 
     @property
     def axes(self) -> Axes:
@@ -88,27 +98,57 @@ class EngineSpec:
             self.serve, EngineTraits(self.model, self.dtype, self.device, self.cp, offloads_experts=waiting)
         )
 
+    @cached_property
+    def draft_spec(self) -> "EngineSpec | None":
+        """The draft model as an engine of its own; None without one."""
+        if self.draft is None or self.serve.draft_model is None:
+            return None
+        serve = draft_config(self.resolved, EngineTraits(self.draft, self.dtype, self.device))
+        return EngineSpec(self.draft, serve, self.dtype, self.device, weights=self.draft_weights)
+
+    @cached_property
+    def page_count(self) -> int:
+        """Pages of the rank's cache; 0 when none fits.
+
+        As many as configured, but no more than ``max_requests`` whole contexts fill, divided by the ranks that share
+        it. Without a configured size that is the most that an engine uses
+        (:func:`colonnade.serve.cache_size.size_cache`).
+        """
+        serve = self.resolved
+        pages = -(-(serve.pages or serve.max_requests * -(-self.model.context // serve.page)) // self.cp)
+        if serve.pages is None and serve.cache_bytes is not None:
+            pages = min(serve.cache_bytes // self.page_bytes, pages)
+        return pages and pages + scratch_pages(self.axes, serve)
+
     def needs(self) -> MemoryNeeds:
         """The needs of the first rank, which has the largest shards."""
-        return self.needs_with(page_count(self.model, self.axes, self.resolved, self.dtype))
+        return self.needs_with(self.page_count)
 
     def needs_with(self, pages: int) -> MemoryNeeds:
         """The needs with ``pages`` pages on the rank, including a scratch page."""
         context = min(self.model.context, pages * self.resolved.page * self.cp)
-        graphs = 0
-        if self.resolved.fixed_steps and self.device.type == "cuda":
-            most = self.serve.max_requests
-            sizes = {padded_batch_size(n, most) for n in range(1, most + 1)}
-            logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
-            tables = 4 * -(-context // self.resolved.page)
-            graphs = sum(sizes) * (logits + tables) + self._layer_bytes(most)
         activations = self._activation_bytes(context) + self._dequantised_bytes
-        return MemoryNeeds(self._weight_bytes, pages * self.page_bytes, graphs, activations)
+        own = MemoryNeeds(self._weight_bytes, pages * self.page_bytes, self._graph_bytes(context), activations)
+        if (draft := self.draft_spec) is None:
+            return own
+        needs = draft.needs_with(pages * self.cp)
+        return replace(own, activations=max(activations, needs.activations), draft=needs.weights + needs.graphs)
+
+    def _graph_bytes(self, context: int) -> int:
+        if not self.resolved.fixed_steps or self.device.type != "cuda":
+            return 0
+        most = self.serve.max_requests
+        sizes = {padded_batch_size(n, most) for n in range(1, most + 1)}
+        logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
+        tables = 4 * -(-context // self.resolved.page)
+        return sum(sizes) * (logits + tables) + self._layer_bytes(most)
 
     @cached_property
     def page_bytes(self) -> int:
-        """Memory of one page of the rank's cache [bytes]."""
-        return bytes_per_page(self.model, self.axes, self.resolved, self.dtype)
+        """Memory of one page of the rank's cache, and of those of the draft model's [bytes]."""
+        serve, draft = self.resolved, self.draft_spec
+        own = KVCache.bytes_per_page(self.model, self.axes, serve.page, self.dtype, serve.cache)
+        return own if draft is None else own + self.cp * draft.page_bytes
 
     @cached_property
     def _shape(self) -> Transformer:
@@ -163,24 +203,7 @@ class EngineSpec:
 
     def replace(self, **changes: object) -> "EngineSpec":
         """The same with ``changes``, and its weights estimated unless given."""
-        return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
-
-
-def bytes_per_page(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
-    """Memory of one page of a rank's cache [bytes]."""
-    return KVCache.bytes_per_page(model, axes, serve.page, dtype, serve.cache)
-
-
-def page_count(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
-    """Pages of a rank's cache; 0 when none fits. ``serve`` is resolved (:mod:`colonnade.serve.resolve_config`).
-
-    As many as configured, but no more than ``max_requests`` whole contexts fill, divided by the ranks that share it.
-    Without a configured size that is the most that an engine uses (:func:`colonnade.serve.cache_size.size_cache`).
-    """
-    pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page)) // axes.cp.size)
-    if serve.pages is None and serve.cache_bytes is not None:
-        pages = min(serve.cache_bytes // bytes_per_page(model, axes, serve, dtype), pages)
-    return pages and pages + scratch_pages(axes, serve)
+        return replace(self, **{"weights": None, "draft_weights": None, **changes})  # type: ignore[arg-type]
 
 
 def scratch_pages(axes: Axes, serve: ServeConfig) -> int:

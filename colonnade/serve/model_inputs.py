@@ -142,6 +142,13 @@ class CacheShard:
         scratch = self.scratch_page * size
         return [p // ranks * size + offset if p % ranks == rank else scratch for p, offset in located]
 
+    def decode_row(self, piece: Slice) -> tuple[int, int, Sequence[int]]:
+        """(slot, length, pages) of a slice of one token."""
+        if self.is_whole:
+            page, offset = divmod(piece.start, self.cache.page_tokens)
+            return piece.pages[page] * self.cache.page_tokens + offset, piece.start + 1, piece.pages
+        return self.slots(piece)[0], self.local_length(piece), self.local_pages(piece)
+
     def sharded_attend(
         self, slices: Sequence[Slice], table: PageTable, slots_T: Tensor, positions_T: Tensor, kernels: str = "auto"
     ) -> ShardedPaged:

@@ -1,5 +1,6 @@
 """Runs the model: allocates the KV cache, and runs one forward pass, with sampling, for each :class:`Work`."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,8 +18,9 @@ from colonnade.parallel.device_memory import usable_bytes
 from colonnade.serve.batch_invariance import check_ranks, split_into_single_tokens
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.memory_advice import check_memory, refusal
-from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, page_count, supports_float8
+from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, scratch_pages, supports_float8
 from colonnade.serve.model_inputs import CacheShard, build_inputs
+from colonnade.serve.resolve_config import EngineTraits, draft_config
 from colonnade.serve.sampler import Sampled, sample_and_score
 from colonnade.serve.scheduler import Work
 
@@ -47,29 +49,41 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
         )
 
 
-def build_cache(model: Transformer, config: ServeConfig, engines: int = 1) -> KVCache:
+def build_caches(
+    model: Transformer, config: ServeConfig, draft: Transformer | None = None, engines: int = 1
+) -> tuple[KVCache, KVCache | None]:
     """Allocate this rank's part of the KV cache that ``config`` allows, at most ``max_requests`` whole contexts.
 
-    All ranks allocate as many pages as the one with the least memory, which is divided among ``engines``. Raises
-    :class:`CapacityError` if not one page fits and, with a table, if there is not enough memory.
+    All ranks allocate as many pages as the one with the least memory, which is divided among ``engines``. The second
+    cache is the ``draft`` model's, with the pages of all ranks. Raises :class:`CapacityError` if not one page fits and,
+    with a table, if there is not enough memory.
     """
     weight = next(model.parameters())
-    weight_bytes = sum(x.nbytes for x in weight_tensors(model) if x.device == weight.device)
+    weight_bytes, draft_bytes = (0 if each is None else _device_bytes(each) for each in (model, draft))
     asked = EngineSpec(
         model.config, config.replace(weights=quantised_kind(model) or "stored"), weight.dtype, weight.device,
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.experts.ep.size, sh=model.axes.experts.sh.size,
-        weights=weight_bytes,
+        weights=weight_bytes, draft=None if draft is None else draft.config, draft_weights=draft_bytes,
     )  # fmt: skip
-    asked = check_memory(asked, weight_bytes, engines)
-    pages = page_count(model.config, model.axes, asked.resolved, weight.dtype)
-    pages = min(model.axes.token_replicas.all_gather_int(pages))
+    in_use = weight_bytes + draft_bytes
+    asked = check_memory(asked, in_use, engines)
+    pages = min(model.axes.token_replicas.all_gather_int(asked.page_count))
+    options = {"page_tokens": config.page, "dtype": weight.dtype, "device": weight.device}
     try:
-        return KVCache(
-            model.config, model.axes, pages=pages, page_tokens=config.page, dtype=weight.dtype,
-            device=weight.device, kind=config.cache,
-        )  # fmt: skip
+        cache, second = KVCache(model.config, model.axes, pages=pages, kind=config.cache, **options), None
+        if draft is not None:
+            own, ranks = draft_config(config, EngineTraits.of(draft)), model.axes.cp.size
+            pages = (pages - scratch_pages(model.axes, config)) * ranks + scratch_pages(draft.axes, own)
+            second = KVCache(draft.config, draft.axes, pages=pages, kind=own.cache, **options)
+        return cache, second
     except (RuntimeError, MemoryError):  # the system refuses the allocation, or a GPU's memory is fragmented
-        raise CapacityError(refusal(asked, asked.needs(), usable_bytes(weight.device) + weight_bytes)) from None
+        raise CapacityError(refusal(asked, asked.needs(), usable_bytes(weight.device) + in_use)) from None
+
+
+def _device_bytes(model: Transformer) -> int:
+    """Bytes of the weights on the model's device."""
+    device = next(model.parameters()).device
+    return sum(x.nbytes for x in weight_tensors(model) if x.device == device)
 
 
 class ModelRunner:
@@ -89,8 +103,8 @@ class ModelRunner:
         ``invariant`` is the attention implementation from :func:`batch_invariance.make_batch_invariant`.
         """
         self.model, self.cache, self.graphs, self.share, self.invariant = model, cache, graphs, share, invariant
-        if invariant is None:  # batch-invariant kernels are not fused
-            fused_block.enable(model)
+        # Batch-invariant kernels are not fused.
+        self._kernels = invariant or fused_block.enable(model)
         self._shard = CacheShard.of(model, cache)
         self._single_tokens = invariant is not None and not cache.k[0].is_cuda
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
@@ -99,7 +113,7 @@ class ModelRunner:
     @torch.inference_mode()
     def __call__(self, work: Work) -> "SampledTokens":
         """Run ``work``; returns the R sampled tokens in the order of its slices, equal on every rank (R may be 0)."""
-        axes = self.model.axes
+        axes, launched_s = self.model.axes, time.perf_counter()
         if self.graphs is not None and self.graphs.accepts(work):
             logits_Rv = self.graphs(work, self._last_R)
             vocab_size, rowwise = self.model.config.vocab_size, self.invariant is not None
@@ -114,13 +128,15 @@ class ModelRunner:
             # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
             self._last_R = axes.cp.from_rank_0_(sampled.tokens_R)
             sampled = sampled._replace(tokens_R=self._last_R)
-        return SampledTokens(sampled)
+        return SampledTokens(sampled, launched_s)
 
     def _run(self, work: Work) -> Sampled:
         stream, attend, head = build_inputs(self._shard, work, share=self.share)
         if self.invariant:
             assert isinstance(attend, Paged), "batch invariance is for one rank"
-            attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, rowwise=True)
+            attend, head = replace(attend, share=False), replace(head, rowwise=True)
+        if isinstance(attend, Paged):
+            attend = replace(attend, kernels=self._kernels)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
             choose("write_next_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
         return self.model(stream, attend, head)
@@ -138,7 +154,9 @@ class HostScore(NamedTuple):
 class SampledTokens:
     """Sampled tokens, copied to the host asynchronously: reading them does not wait for later work of the device."""
 
-    def __init__(self, sampled: Sampled):
+    def __init__(self, sampled: Sampled, launched_s: float):
+        self.launched_s = launched_s
+        """When the pass was launched (time.perf_counter)."""
         self._copied: torch.cuda.Event | None = None
         self._tokens_R, self._scores, self._prompt = sampled.tokens_R, sampled.scores, sampled.prompt
         if self._tokens_R.is_cuda:

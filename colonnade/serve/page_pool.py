@@ -55,6 +55,8 @@ class PagePool:
         self._free = [[*reversed(range(rank, pages, ranks))] for rank in range(ranks)]
         # Free pages with a hash, in the order of their release.
         self._evictable: list[dict[int, None]] = [{} for _ in range(ranks)]
+        self.drafted: set[int] = set()
+        """Full pages that the cache of a draft model, which has the same pages, has computed too."""
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -106,6 +108,7 @@ class PagePool:
             last = taken[-1] if taken else after[-1] if after else None
             taken.append(self._pop_free(self._freest_rank() if last is None else (last + 1) % self.ranks))
             self._references[taken[-1]] = 1
+        self.drafted.difference_update(taken)
         return taken
 
     def cache_page(self, page: int, page_hash: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from colonnade.errors import RequestError
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.speculation import NgramDrafter
+from colonnade.serve.speculation import Drafter
 
 if TYPE_CHECKING:
     from colonnade.serve.logits_processor import LogitsProcessor
@@ -47,8 +47,6 @@ class Request:
     """Tokens to generate, at most."""
     processor: "LogitsProcessor | None" = None
     """Changes the logits; None samples them unchanged."""
-    draft_tokens: int = 0
-    """Tokens to draft at most for a step; 0 for no speculative decoding."""
     client: str = ""
     """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
     priority: int = 0
@@ -75,15 +73,15 @@ class Request:
     batch_row: int = -1
     """Its row in a padded decode batch (:class:`~colonnade.serve.scheduler.BatchRows`); negative for none."""
     status: Status = Status.WAITING
-    drafter: NgramDrafter | None = field(init=False, default=None)
+    drafter: Drafter | None = None
+    """Set by the scheduler; None for no speculative decoding."""
+    draft_computed: int = 0
+    """Tokens in the cache of the draft model, if there is one."""
 
     def __post_init__(self):
         self.ids = [*self.prompt, *(self.resume or ())]
         if self.resume:  # the first output, with the prompt's log-probabilities, has been delivered
             self.scored = len(self.prompt) - 1
-        history = self.processor is not None and self.processor.needs_history
-        if self.draft_tokens and not history:
-            self.drafter = NgramDrafter(self.ids, self.draft_tokens)
 
     @property
     def generated(self) -> int:
@@ -106,12 +104,23 @@ class Request:
         return len(self.ids) + self.in_flight
 
     @property
+    def decodes(self) -> bool:
+        """True if the next step can run its newest token."""
+        length = len(self.ids) + self.in_flight
+        ends = length - len(self.prompt) >= self.limit_tokens
+        return length - self.computed == 1 and not ends and not self.needs_commit
+
+    @property
     def needs_commit(self) -> bool:
         """True if its next token cannot be sampled before those in flight are known."""
         if not self.in_flight:
             return False
-        drafts = self.drafter is not None and self.drafter.active
-        return drafts or (self.processor is not None and self.processor.needs_history)
+        return self.needs_history or (self.drafter is not None and self.drafter.active)
+
+    @property
+    def needs_history(self) -> bool:
+        """True if the changes of its logits depend on the tokens before."""
+        return self.processor is not None and self.processor.needs_history
 
     @property
     def complete(self) -> bool:
@@ -159,8 +168,7 @@ class TokenLogprob(NamedTuple):
         return bool(self.top) and self.top[0].token == self.token
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """One new token of a request, and the text that it completes."""
 
     id: str

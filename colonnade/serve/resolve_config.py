@@ -87,6 +87,14 @@ def resolve_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
     )
 
 
+def draft_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
+    """How the draft model of the resolved ``serve`` runs: on one rank, with CUDA graphs if both models allow them."""
+    capturable = traits.device.type == "cpu" or traits.graph_limitation is None
+    fixed_steps = serve.fixed_steps and traits.padding_safe and capturable
+    cache = "stored" if serve.cache == "int8" and traits.model.latent is None else serve.cache
+    return serve.replace(draft=None, fixed_steps=fixed_steps, cache=cache, batch_invariant=False)
+
+
 def check_fixed_steps(serve: ServeConfig, traits: EngineTraits) -> None:
     """Raise :class:`ConfigError` if ``serve`` asks for CUDA graphs that cannot be captured."""
     if serve.fixed_steps and traits.device.type == "cuda" and (limitation := traits.graph_limitation):

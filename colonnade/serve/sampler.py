@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.device import upload
-from colonnade.kernels.dropout import column_hash, lowbias32
 from colonnade.kernels.registry import choose
+from colonnade.kernels.sampling import log_exponential_noise, sample_noise
 from colonnade.model.output_heads import OutputProjection, local_logits
 from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
@@ -103,6 +103,9 @@ def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab
     V = vocab_size or logits_Rv.shape[1]
     if tp.size == 1 and all(each.greedy for each in args):
         return choose("greedy_tokens", logits_Rv.device.type, logits_Rv.dtype)(logits_Rv, NOT_FINITE)
+    if tp.size == 1 and logits_Rv.is_cuda:
+        args_RA = upload([_numbers(each) for each in args], torch.float64, logits_Rv.device)
+        return choose("sampled_tokens", "cuda", logits_Rv.dtype)(logits_Rv, args_RA, NOT_FINITE)
     shard = -(-V // tp.size)
     x_Rv = logits_Rv if logits_Rv.dtype == torch.float64 else logits_Rv.float()
     if missing := shard - x_Rv.shape[1]:  # the last rank may have fewer tokens, or none
@@ -125,12 +128,20 @@ def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab
     return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
 
 
+def _numbers(args: SampleArgs) -> tuple[float, ...]:
+    """The columns of :func:`kernels.sampling.sample`."""
+    temperature = 0.0 if args.greedy else max(args.temperature, MIN_TEMPERATURE)
+    log_min_p = math.log(args.min_p) if args.min_p else -math.inf
+    seed, low = args.seed, (1 << 32) - 1
+    return temperature, args.top_k, args.top_p, log_min_p, seed & low, seed >> 32 & low, args.index
+
+
 def sample_rowwise(
     logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab_size: int | None = None
 ) -> Tensor:
     """Like :func:`sample`, one row at a time where rows are summed: no rounding depends on another row."""
-    if all(each.greedy for each in args):
-        return sample(logits_Rv, args, tp, vocab_size)
+    if all(each.greedy for each in args) or (tp.size == 1 and logits_Rv.is_cuda):
+        return sample(logits_Rv, args, tp, vocab_size)  # one kernel program per row
     return torch.cat([sample(logits_Rv[r : r + 1], [each], tp, vocab_size) for r, each in enumerate(args)])
 
 
@@ -159,8 +170,7 @@ class SamplingTensors:
             [each.top_p for each in args],
             [math.log(each.min_p) if each.min_p else -math.inf for each in args],
         ]
-        # The seed is hashed before it is combined with the index: people choose 0, 1, 2, … for both.
-        noise_R = lowbias32(lowbias32(lowbias32(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int())
+        noise_R = sample_noise(seed_R, index_R)
         top_ks = [each.top_k for each in args]
         temperature, top_k, top_p, log_min_p = upload(columns, like.dtype, like.device).unsqueeze(-1)
         return SamplingTensors(temperature, top_k, top_p, log_min_p, noise_R, max(top_ks), all(top_ks))
@@ -169,7 +179,7 @@ class SamplingTensors:
 def _sample_unfiltered(x_Rv: Tensor, tensors: SamplingTensors, first: int, tp: Axis) -> Tensor:
     """tokens_R of rows without top-k and top-p; the maximum of each whole row is 0."""
     ids_v = torch.arange(first, first + x_Rv.shape[1], device=x_Rv.device)
-    score_Rv = x_Rv - _log_exponential_noise(tensors.noise_R, ids_v, x_Rv.dtype)
+    score_Rv = x_Rv - log_exponential_noise(tensors.noise_R, ids_v, x_Rv.dtype)
     best_R, column_R = score_Rv.masked_fill_(x_Rv < tensors.log_min_p, -math.inf).max(-1)
     best = _gather_ranks(torch.stack([best_R, (first + column_R).to(best_R)], 1), tp)
     return best[..., 1].gather(1, best[..., :1].argmax(1)).squeeze(1).long()
@@ -178,7 +188,7 @@ def _sample_unfiltered(x_Rv: Tensor, tensors: SamplingTensors, first: int, tp: A
 def _sample_filtered(x_Rv: Tensor, tensors: SamplingTensors, first: int, tp: Axis) -> Tensor:
     """tokens_R of rows with top-k or top-p; the maximum of each whole row is 0."""
     x_RC, ids_RC = top_candidates(x_Rv, tensors, first, tp)
-    score_RC = x_RC - _log_exponential_noise(tensors.noise_R, ids_RC, x_Rv.dtype)
+    score_RC = x_RC - log_exponential_noise(tensors.noise_R, ids_RC, x_Rv.dtype)
     return ids_RC.gather(1, score_RC.argmax(-1, keepdim=True)).squeeze(1)
 
 
@@ -227,14 +237,3 @@ def _gather_ranks(x_RC: Tensor, tp: Axis) -> Tensor:
     """All-gather ``x_RC`` to (R, ranks, C)."""
     R, C = x_RC.shape
     return tp.join(x_RC, 1, C * tp.size).unflatten(1, (tp.size, C)) if R else x_RC[:, None]
-
-
-def _log_exponential_noise(noise_R: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """log e of exponential noise e = -log u for the tokens ``ids``, (v,) for all rows or (R, C).
-
-    The uniform u has 32 bits plus a half, so that it is never 0 or 1, and its logarithm is taken in float64: with
-    float32's 24 bits, one step in a few hundred would get e = 0 for some token of a large vocabulary, and emit that
-    token however improbable it is.
-    """
-    u = lowbias32(noise_R[:, None] ^ column_hash(0, ids)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
-    return u.log_().neg_().to(dtype).log_()

@@ -26,16 +26,17 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from colonnade.errors import RequestError
 from colonnade.serve.fair_queue import FairQueue
 from colonnade.serve.page_pool import PagePool, extend_page_hashes
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sample_args import SampleArgs
+from colonnade.serve.speculation import Speculator
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """The tokens of one request in a forward pass."""
 
     start: int
@@ -81,9 +82,16 @@ class Scheduler:
     """Holds every live request and returns the next :class:`Work`; not thread-safe."""
 
     def __init__(
-        self, pool: PagePool, *, max_requests: int, token_budget: int, max_waiting: int, prefix_cache: bool = True
+        self,
+        pool: PagePool,
+        *,
+        max_requests: int,
+        token_budget: int,
+        max_waiting: int,
+        prefix_cache: bool = True,
+        speculator: Speculator | None = None,
     ):
-        self.pool, self.prefix_cache = pool, prefix_cache
+        self.pool, self.prefix_cache, self.speculator = pool, prefix_cache, speculator
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
         self.batch_rows = BatchRows(max_requests)
@@ -118,6 +126,8 @@ class Scheduler:
                 operator_hint="raise --serve.max_waiting for a longer queue",
             )
         self.waiting.append(request, now_s)
+        if self.speculator is not None and not request.needs_history:
+            request.drafter = self.speculator.start(request)
 
     def schedule(self, now_s: float = 0.0) -> Work:
         """Choose the tokens of the next forward pass, at the time ``now_s``; at most one may be uncommitted.
@@ -127,16 +137,18 @@ class Scheduler:
         budget, chosen = self.token_budget, []
         self.waiting.advance(now_s)
 
-        for request in [r for r in self.running if r.pending == 1 and not r.complete and not r.needs_commit]:
+        for request in [r for r in self.running if r.decodes]:
             if request.status is Status.RUNNING and self._grow(request):
                 chosen.append(self._slice(request, 1))
                 budget -= 1
+        others = len(chosen) < len(self.running)
         chosen, budget = self._with_drafts(chosen, budget)
-        for request in self.running:
-            if request.pending > 1 and budget:
-                chosen.append(self._slice(request, min(request.pending, budget)))
-                budget -= len(chosen[-1][1].tokens)
-        budget -= sum(r.needs_commit and not r.complete for r in self.running)  # for their decodes in the next step
+        if others:
+            for request in self.running:
+                if request.pending > 1 and budget:
+                    chosen.append(self._slice(request, min(request.pending, budget)))
+                    budget -= len(chosen[-1][1].tokens)
+            budget -= sum(r.needs_commit and not r.complete for r in self.running)  # for their next decodes
         # A request preempted in this step is not admitted again: one of the pages that it needs is taken.
         while budget > 0 and (request := self._admit()):
             chosen.append(self._slice(request, min(request.pending, budget)))
@@ -165,40 +177,54 @@ class Scheduler:
             drafts = list(group)
             request = drafts[0][0]
             request.in_flight -= 1
+            accepted, refused, drafted = 0, False, request.draft_computed
             for i, (_, piece, token, index) in enumerate(drafts):
-                if request.status is Status.FINISHED or (i and piece.tokens[0] != request.ids[-1]):
+                if request.status is Status.FINISHED:
                     break
-                self.accepted_draft_tokens += i > 0
+                if i and piece.tokens[0] != request.ids[-1]:
+                    refused = True
+                    break
+                accepted = i
                 request.ids.append(token)
+                if len(drafts) > 1 and request.status is Status.RUNNING:  # keys of refused drafts are overwritten
+                    request.computed = len(request.ids) - 1
+                    request.draft_computed = min(drafted, len(request.ids) - 1)
                 yield request, token, index
-            if len(drafts) > 1 and request.status is Status.RUNNING:
-                request.computed = len(request.ids) - 1  # keys of refused drafts are overwritten
+            self.accepted_draft_tokens += accepted
+            if self.speculator is not None and len(drafts) > 1:
+                self.speculator.observe(request, accepted, refused)
 
     def _with_drafts(self, chosen: list[tuple[Request, Slice]], budget: int) -> tuple[list[tuple[Request, Slice]], int]:
         """``chosen`` decodes, each followed by a decode for each token drafted for its request, and what is left.
 
         Drafts take only pages, tokens and rows that are free: they never delay another request.
         """
-        rows, result = self.max_requests - len(chosen), []
+        if self.speculator is None or not chosen:
+            return chosen, budget
+        requests = [request for request, _ in chosen if request.drafter is not None]
+        # While a token is in flight, the newest one is not known yet.
+        limits = [0 if r.in_flight else max(0, r.limit_tokens - r.generated - 1) for r in requests]
+        total = max(0, min(budget, self.max_requests - len(chosen)))
+        counts = self.speculator.plan(requests, limits, total, len(chosen))
+        for i, request in enumerate(requests):
+            room = (len(request.pages) + self.pool.free) * self.pool.page_tokens - len(request.ids)
+            counts[i] = max(0, min(counts[i], room))
+            if counts[i]:
+                missing = self.pool.pages_for(len(request.ids) + counts[i]) - len(request.pages)
+                request.pages += self.pool.allocate(max(0, missing), request.pages)
+        drafted = [(request, count) for request, count in zip(requests, counts, strict=True) if count]
+        drafts = dict[int, list[int]]()
+        if drafted:
+            tokens = self.speculator.draft(*zip(*drafted, strict=True))
+            drafts = {id(request): each for (request, _), each in zip(drafted, tokens, strict=True)}
+        result = []
         for request, piece in chosen:
             result.append((request, piece))
-            if request.drafter is None:
-                continue
-            request.drafter.update()
-            if request.in_flight:  # the newest token is not known yet
-                continue
-            most = min(budget, rows, request.limit_tokens - request.generated - 1)
-            tokens = request.drafter.draft(most) if most > 0 else []
-            room = (len(request.pages) + self.pool.free) * self.pool.page_tokens - len(request.ids)
-            tokens = tokens[: max(0, room)]
-            if not tokens:
-                continue
-            missing = self.pool.pages_for(len(request.ids) + len(tokens)) - len(request.pages)
-            request.pages += self.pool.allocate(max(0, missing), request.pages)
-            result += [(request, self._draft_slice(request, i, token)) for i, token in enumerate(tokens, 1)]
-            request.computed += len(tokens)
-            budget, rows = budget - len(tokens), rows - len(tokens)
-            self.drafts, self.draft_tokens = self.drafts + 1, self.draft_tokens + len(tokens)
+            if tokens := drafts.get(id(request)):
+                result += [(request, self._draft_slice(request, i, token)) for i, token in enumerate(tokens, 1)]
+                request.computed += len(tokens)
+                budget -= len(tokens)
+                self.drafts, self.draft_tokens = self.drafts + 1, self.draft_tokens + len(tokens)
         return result, budget
 
     def _draft_slice(self, request: Request, i: int, token: int) -> Slice:
@@ -241,11 +267,13 @@ class Scheduler:
 
     def _slice(self, request: Request, count: int) -> tuple[Request, Slice]:
         """Schedule the next ``count`` tokens of ``request``."""
-        start, end = request.computed, request.computed + count
-        tokens = request.ids[start:end] + [-1 - request.sample_index] * (end - max(start, len(request.ids)))
+        start, end, known = request.computed, request.computed + count, len(request.ids)
+        tokens = tuple(request.ids[start:end])
+        if end > known:
+            tokens += (-1 - request.sample_index,) * (end - max(start, known))
         args = None
-        if end == request.length:
-            index, changes = request.generated + request.in_flight, None
+        if end == known + request.in_flight:
+            index, changes = end - len(request.prompt), None
             if request.processor is not None:
                 changes = request.processor.changes(request.ids, index)
             args = SampleArgs.of(request.params, request.seed, index, changes)
@@ -258,7 +286,7 @@ class Scheduler:
             targets = tuple(request.prompt[i + 1] if request.scored <= i < last else -1 for i in indices)
             request.scored = min(end, last)
         alternatives = (request.params.prompt_logprobs or 0) if targets else 0
-        return request, Slice(start, tuple(tokens), pages, args, request.batch_row, targets, alternatives)
+        return request, Slice(start, tokens, pages, args, request.batch_row, targets, alternatives)
 
     def _admit(self) -> Request | None:
         """Start the first waiting request, with pages for all its tokens, if they are free."""
@@ -295,13 +323,13 @@ class Scheduler:
         Requests admitted in the same step may share them: in each layer a pass writes all its keys and values before it
         reads any.
         """
-        if not self.prefix_cache:
+        full = min(request.computed, len(request.ids)) // self.pool.page_tokens
+        if not self.prefix_cache or full <= request.cached_pages:
             return
         extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens)
-        full = min(request.computed, len(request.ids)) // self.pool.page_tokens
         for i in range(request.cached_pages, full):
             self.pool.cache_page(request.pages[i], request.page_hashes[i])
-        request.cached_pages = max(request.cached_pages, full)
+        request.cached_pages = full
 
     def _grow(self, request: Request) -> bool:
         """Allocate a page for the next token of ``request`` if it needs one; False if ``request`` was preempted."""
@@ -327,6 +355,7 @@ class Scheduler:
         self.pool.release(request.pages)
         self.batch_rows.remove(request)
         request.pages, request.computed, request.cached_pages, request.status = [], 0, 0, status
+        request.draft_computed = 0
 
 
 def padded_batch_size(requests: int, most: int) -> int:

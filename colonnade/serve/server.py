@@ -27,7 +27,7 @@ from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.fronts import Fronts
 from colonnade.serve.http_server import Around, HttpServer, listen, new_event_loop, open_tracer, reserve_port, url_of
 from colonnade.serve.ipc import EngineClient
-from colonnade.serve.replica_placement import Placement, place_engines
+from colonnade.serve.replica_placement import ANYWHERE, Placement, place_engines
 from colonnade.serve.replica_processes import ReplicaProcesses
 from colonnade.serve.served_models import ServedModels
 from colonnade.serve.start_order import start_turns
@@ -62,7 +62,12 @@ def serve(
         )
     keys = KeyRing(config.keys, config.api_key)
     _check_upstreams(config, keys, len(open_models))
-    placements = place_engines(len(open_models), config.replicas, plan, device)
+    placements, warning = [[ANYWHERE]], ""
+    if not config.upstreams:
+        placements, warning = place_engines(len(open_models), config.replicas, plan, device)
+    if warning:
+        announce(warning)
+    config = config.replace(replicas=len(placements[0]))
     shadow = Shadow(config) if config.shadow or config.shadow_log else None
     with (
         reserve_port(config) if config.fronts > 1 else listen(config) as listener,
@@ -211,7 +216,7 @@ def _check_upstreams(config: ServeConfig, keys: KeyRing, models: int) -> None:
             f"--serve.upstreams passes requests on for one model, not for {models}; give one, or start a server "
             "for each"
         )
-    if config.upstreams and config.replicas > 1:
+    if config.upstreams and config.replicas != 1:
         raise ConfigError(
             "--serve.replicas are engines of this server, which has none with --serve.upstreams; set one of the two"
         )

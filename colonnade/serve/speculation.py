@@ -1,6 +1,7 @@
-"""Speculative decoding by prompt look-up: guesses the next tokens, which one forward pass then checks together.
+"""Speculative decoding: guesses the next tokens of a request, which one forward pass then checks together.
 
-    draft    the tokens that followed the last occurrence of the newest three tokens     (Saxena 2023)
+    draft    here: the tokens that followed the last occurrence of the newest three tokens     (Saxena 2023)
+             colonnade.serve.draft_model: those that a smaller model generates                 (Leviathan 2023)
     check    a pass decodes the newest token and the drafts, each as a row of its own, and samples after each
     accept   samples while they equal the next draft; the first other one replaces it
 
@@ -8,11 +9,15 @@ A sample is a function of the logits, the seed and the number of tokens before i
 of how it was scheduled. So an accepted token is the one that decoding without drafts gives, for every seed and every
 temperature: the text does not change.
 
-Whether drafts pay is known before any is tried: each new token is compared with the look-up's guess, and only requests
-whose recent guesses were right are drafted for.
+Whether a look-up pays is known before any draft is tried: each new token is compared with the look-up's guess, and only
+requests whose recent guesses were right are drafted for.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from colonnade.serve.request import Request
 
 NGRAM = 3
 """Tokens that must occur again."""
@@ -25,6 +30,70 @@ RATE_STEP = 1 / 16
 
 LEAST_RATE = 0.5
 """Rate of right guesses from which on drafts are tried: a wrong draft costs a row of a pass."""
+
+
+class Drafter(Protocol):
+    """What a speculator knows about one request."""
+
+    @property
+    def active(self) -> bool:
+        """Whether drafts are worth a try; the request then waits until its newest token is known."""
+        ...
+
+
+class Speculator(Protocol):
+    """Drafts tokens for the requests of a step: first how many each may get, then, when they have pages, which."""
+
+    def start(self, request: "Request") -> Drafter:
+        """Called once for each request."""
+        ...
+
+    def plan(self, requests: Sequence["Request"], limits: Sequence[int], total: int, rows: int) -> list[int]:
+        """The number of drafts for each request, at most its limit, and ``total`` together.
+
+        ``requests`` decode a token each in a pass of ``rows`` decodes.
+        """
+        ...
+
+    def draft(self, requests: Sequence["Request"], counts: Sequence[int]) -> list[list[int]]:
+        """At most so many tokens for each request, which has pages for them."""
+        ...
+
+    def observe(self, request: "Request", accepted: int, refused: bool) -> None:
+        """Called when drafts have been checked: how many were right, and whether one was wrong after them."""
+        ...
+
+
+class NgramSpeculator:
+    """Prompt look-up for every request: the newest tokens are compared with earlier ones."""
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def start(self, request: "Request") -> "NgramDrafter":
+        """A drafter that reads the request's tokens."""
+        return NgramDrafter(request.ids, self.most)
+
+    def plan(self, requests: Sequence["Request"], limits: Sequence[int], total: int, rows: int) -> list[int]:
+        """As many as each look-up finds, in the order of the requests."""
+        counts = []
+        for request, limit in zip(requests, limits, strict=True):
+            _lookup(request).update()
+            counts.append(len(_lookup(request).draft(min(limit, total))))
+            total -= counts[-1]
+        return counts
+
+    def draft(self, requests: Sequence["Request"], counts: Sequence[int]) -> list[list[int]]:
+        """The tokens that the look-ups find."""
+        return [_lookup(request).draft(count) for request, count in zip(requests, counts, strict=True)]
+
+    def observe(self, request: "Request", accepted: int, refused: bool) -> None:
+        """Nothing: each new token is compared with the look-up's guess, drafted or not."""
+
+
+def _lookup(request: "Request") -> "NgramDrafter":
+    assert isinstance(request.drafter, NgramDrafter)
+    return request.drafter
 
 
 class NgramDrafter:
@@ -58,7 +127,7 @@ class NgramDrafter:
     def draft(self, most: int) -> list[int]:
         """At most ``most`` tokens that may come next; more of them the better the guesses were."""
         found = self._following.get(tuple(self._ids[-NGRAM:]))
-        if found is None or not self.active:
+        if found is None or not self.active or most <= 0:
             return []
         count = min(most, self.most, int(1 / max(1 - self.rate, 1e-3)))
         tokens: list[int] = []

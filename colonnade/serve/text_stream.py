@@ -35,10 +35,12 @@ class StopFilter:
 
         Without ``may_stop`` stop strings are not searched for in ``text``.
         """
+        if not self.stops:
+            return text
         if self.stopped:
             return ""
         text, self._buffer = self._buffer + text, ""
-        if not self.stops or not may_stop:
+        if not may_stop:
             return text
         matches = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if matches:

@@ -34,8 +34,8 @@ from colonnade.serve.request import Stats
 from colonnade.serve.sampling_params import SamplingParams, choice_seed
 from colonnade.serve.weight_swap import SWAP_MESSAGES, WeightSwap
 
-Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, PoolerSpec]
-"""A model that generates text, or one with what is made of its hidden states."""
+Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, Transformer | PoolerSpec | None]
+"""A model that generates text, perhaps with a draft model, or one with what is made of its hidden states."""
 
 Load = Callable[[DistributedContext], Loaded]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
@@ -85,10 +85,10 @@ def _wait_for_turn(connection: socket.socket, address: str) -> None:
 
 def build_engine(loaded: Loaded, config: ServeConfig, engines: int = 1) -> Engine | PoolingEngine:
     """The engine for a loaded model."""
-    if len(loaded) == 3:
-        model, tokenizer, spec = loaded
-        return PoolingEngine(model, tokenizer, config, spec)
-    return Engine(*loaded, config, engines=engines)
+    model, tokenizer, more = loaded if len(loaded) == 3 else (*loaded, None)
+    if isinstance(more, PoolerSpec):
+        return PoolingEngine(model, tokenizer, config, more)
+    return Engine(model, tokenizer, config, more, engines=engines)
 
 
 def _return_free_memory() -> None:

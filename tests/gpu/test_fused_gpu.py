@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from colonnade.config import ServeConfig
 from colonnade.kernels import rotary as rotary_reference
 from colonnade.kernels import sampling as sample_reference
-from colonnade.kernels import triton_rotary, triton_sampling
+from colonnade.kernels import triton_rotary, triton_sampled_tokens, triton_sampling
 from colonnade.kernels.attention import cache_write, triton_cache_write
 from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
@@ -23,6 +23,7 @@ from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.model import fused_block
 from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.serve import Engine, SamplingParams
+from tests.sample_cases import sample_cases
 from tests.serve import tiny
 from tests.unit.test_fused import SHAPES
 from tests.units import codes, tolerance
@@ -226,6 +227,18 @@ def test_greedy_sampling(dtype: torch.dtype, R: int, V: int) -> None:
         assert int((row == top).nonzero()[0]) == token  # the first of equal maxima
     logits[0, V // 2] = torch.nan
     assert triton_sampling.greedy(logits, -1)[0] == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, 5000, 151_936])
+def test_sampling(dtype: torch.dtype, vocab: int) -> None:
+    """Each filter with many ties, and rows that are not finite."""
+    for logits_RV, args_RA in sample_cases(vocab, "cuda"):
+        logits_RV = logits_RV.to(dtype)
+        ours_R = triton_sampled_tokens.sample(logits_RV, args_RA, -5)
+        assert torch.equal(ours_R, sample_reference.sample(logits_RV, args_RA, -5))
+        alone_R = [triton_sampled_tokens.sample(logits_RV[r : r + 1], args_RA[r : r + 1], -5) for r in range(3)]
+        assert torch.equal(torch.cat(alone_R), ours_R[:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

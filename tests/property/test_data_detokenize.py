@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colonnade.data import Tokenizer
+from colonnade.data.detokenize import ByteDetokenizer, Detokenizer
 from tests import tokens
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -20,6 +22,11 @@ def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
     )
 
 
+def windows(tokenizer: Tokenizer) -> Detokenizer:
+    """The detokenizer for any vocabulary."""
+    return Detokenizer(tokenizer.decode, silent=tokenizer.special_ids)
+
+
 @pytest.mark.parametrize("kind", tokens.ALL)
 @pytest.mark.parametrize("skip_special", [True, False])
 @given(data=st.data())
@@ -30,6 +37,16 @@ def test_pushes_and_flush_are_the_whole_text(kind, skip_special, data):
     pushed = "".join(stream.push(i) for i in ids)
     assert pushed + stream.flush() == tokenizer.decode(ids, skip_special=skip_special)
     assert stream.flush() == ""
+
+
+@given(data=st.data())
+def test_windows_give_the_same_text_as_bytes(data):
+    tokenizer = tokens.byte_level()
+    ids = data.draw(ids_of("byte_level"))
+    by_bytes, by_windows = tokenizer.detokenizer(), windows(tokenizer)
+    assert isinstance(by_bytes, ByteDetokenizer)
+    texts = ["".join(map(each.push, ids)) + each.flush() for each in (by_bytes, by_windows)]
+    assert texts[0] == texts[1]
 
 
 @given(st.text())
@@ -68,7 +85,7 @@ def test_control_tokens_are_skipped_by_default():
 
 def test_long_streams_use_bounded_memory():
     tokenizer = tokens.byte_level()
-    stream = tokenizer.detokenizer()
+    stream = windows(tokenizer)
     for token in tokenizer.encode(tokens.TEXT * 20, special=False):
         stream.push(token)
         assert len(stream._window) <= 24
@@ -78,7 +95,7 @@ def test_long_streams_use_bounded_memory():
 def test_repeated_broken_bytes_have_constant_cost(stuck):
     tokenizer = tokens.byte_level()
     run = [tokenizer.token_id(piece) for piece in stuck]
-    stream, ids, shown = tokenizer.detokenizer(), [], ""
+    stream, ids, shown = windows(tokenizer), [], ""
     for token in run * 200:
         ids.append(token)
         shown += stream.push(token)

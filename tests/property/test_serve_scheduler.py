@@ -1,5 +1,6 @@
 """Any interleaving of arrivals, steps, cancellations and preemptions: no leaks, and no request starves."""
 
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from colonnade.errors import CapacityError, RequestError
 from colonnade.serve import speculation
+from colonnade.serve.draft_model import DraftModel
+from colonnade.serve.draft_planner import PassTimes
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.scheduler import Scheduler
+from colonnade.serve.scheduler import Scheduler, Work
+from colonnade.serve.speculation import NgramSpeculator, Speculator
 
 
 def next_token(ids: list[int], tokens: int) -> int:
@@ -22,6 +26,22 @@ def next_token(ids: list[int], tokens: int) -> int:
 
 END = 13
 """A token that ends a request before its limit."""
+
+
+class CheapDrafts(PassTimes):
+    """Drafts always pay."""
+
+    def draft_s(self, rows: int) -> float:
+        return 1e-6
+
+
+class Sampled(NamedTuple):
+    """Sampled tokens of a pass."""
+
+    tokens: list[int]
+
+    def tolist(self) -> list[int]:
+        return self.tokens
 
 
 class Serving(RuleBasedStateMachine):
@@ -37,6 +57,8 @@ class Serving(RuleBasedStateMachine):
         run_ahead=st.booleans(),
         draft_tokens=st.integers(0, 3),
         model_tokens=st.sampled_from([97, 2]),
+        draft_model=st.booleans(),
+        end=st.sampled_from([END, 1]),
     )
     def start(
         self,
@@ -49,19 +71,49 @@ class Serving(RuleBasedStateMachine):
         run_ahead: bool,
         draft_tokens: int,
         model_tokens: int,
+        draft_model: bool,
+        end: int,
+    ):
+        self.begin(
+            pages, page_tokens, max_requests, token_budget, max_waiting, prefix_cache, run_ahead, draft_tokens,
+            model_tokens, draft_model, end,
+        )  # fmt: skip
+
+    def begin(
+        self,
+        pages: int,
+        page_tokens: int,
+        max_requests: int,
+        token_budget: int,
+        max_waiting: int,
+        prefix_cache: bool,
+        run_ahead: bool,
+        draft_tokens: int,
+        model_tokens: int,
+        draft_model: bool,
+        end: int,
     ):
         self.patch = patch.object(speculation, "LEAST_RATE", 0.0)  # wrong drafts too
         self.patch.start()
-        self.draft_tokens, self.model_tokens = draft_tokens, model_tokens
+        self.model_tokens, self.end = model_tokens, end
         self.pool = PagePool(pages, page_tokens)
+        speculator: Speculator | None = NgramSpeculator(draft_tokens) if draft_tokens else None
+        if draft_tokens and draft_model:
+            speculator = DraftModel(
+                self.run_draft, self.pool, CheapDrafts(0.1), most=draft_tokens, context=99, vocab_sizes=(97, 97),
+                max_requests=max_requests, token_budget=token_budget,
+            )  # fmt: skip
         self.scheduler = Scheduler(
             self.pool,
             max_requests=max_requests,
             token_budget=token_budget,
             max_waiting=max_waiting,
             prefix_cache=prefix_cache,
+            speculator=speculator,
         )
         self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> the token whose key and value it holds
+        self.draft_slots: dict[tuple[int, int], int] = {}
+        self.draft_last: list[int] = []
         self.live: list[Request] = []
         self.arrived = 0
         self.admitted: list[Request] = []
@@ -84,7 +136,7 @@ class Serving(RuleBasedStateMachine):
     def arrive(self, prompt: list[int], limit: int, client: str, priority: int):
         request = Request(
             id=str(self.arrived), prompt=tuple(prompt), params=SamplingParams(), seed=0, limit_tokens=limit,
-            client=client, priority=priority, draft_tokens=self.draft_tokens,
+            client=client, priority=priority,
         )  # fmt: skip
         full = len(self.scheduler.waiting) >= self.scheduler.max_waiting
         if self.pool.pages_for(len(prompt) + limit - 1) > self.pool.pages:
@@ -138,7 +190,7 @@ class Serving(RuleBasedStateMachine):
         assert ready or self.flying, "no step is finished and none is in flight"
         for request, token, _ in self.scheduler.commit(*ready) if ready else ():
             assert request.ids[-1] == token
-            if request.generated == request.limit_tokens or token == END:
+            if request.generated == request.limit_tokens or token == self.end:
                 self.scheduler.finish(request)
                 self.live.remove(request)
                 self.check_output(request)
@@ -174,6 +226,25 @@ class Serving(RuleBasedStateMachine):
         self.last = tokens
         return tokens
 
+    def run_draft(self, work: Work) -> "Sampled":
+        """The tokens that the draft model samples: in a quarter of the places another one than the target."""
+        size, tokens = self.pool.page_tokens, []
+        for piece in work.slices:
+            assert piece.start + len(piece.tokens) <= len(piece.pages) * size
+            for at, token in enumerate(piece.tokens, piece.start):
+                assert -len(self.draft_last) <= token
+                page = piece.pages[at // size]
+                self.draft_slots[page, at % size] = token if token >= 0 else self.draft_last[-1 - token]
+        for piece in work.slices:
+            end = piece.start + len(piece.tokens)
+            seen = [self.draft_slots[piece.pages[i // size], i % size] for i in range(end)]
+            confirmed = [r for r in self.live if r.pages[: len(piece.pages)] == list(piece.pages)]
+            assert any(seen[: len(r.ids)] == r.ids[:end] for r in confirmed), "the draft model reads another text"
+            if piece.sample_args is not None:
+                tokens.append(next_token(seen, self.model_tokens) ^ (sum(seen) % 4 == 0))
+        self.draft_last = tokens or self.draft_last
+        return Sampled(tokens)
+
     def text_of(self, request: Request, length: int) -> list[int]:
         """The first tokens of a request, including those still in flight."""
         ids = list(request.prompt)
@@ -194,8 +265,8 @@ class Serving(RuleBasedStateMachine):
 
     def check_output(self, request: Request):
         assert request.ids == self.text_of(request, len(request.ids))
-        assert END not in request.ids[len(request.prompt) : -1]
-        assert request.generated == request.limit_tokens or request.ids[-1] == END
+        assert self.end not in request.ids[len(request.prompt) : -1]
+        assert request.generated == request.limit_tokens or request.ids[-1] == self.end
 
     @invariant()
     def nothing_leaks(self):
@@ -214,5 +285,25 @@ class Serving(RuleBasedStateMachine):
             assert not self.scheduler.busy and self.pool.free == self.pool.pages
 
 
+class Drafting(Serving):
+    """The same with room for drafts, of which many are right: the fake model has two tokens."""
+
+    @initialize(
+        pages=st.integers(4, 24), page_tokens=st.integers(1, 4), max_requests=st.integers(4, 9),
+        prefix_cache=st.booleans(), run_ahead=st.booleans(), draft_tokens=st.integers(1, 4),
+        draft_model=st.booleans(), end=st.sampled_from([END, 1]),
+    )  # fmt: skip
+    def start(
+        self, pages: int, page_tokens: int, max_requests: int, prefix_cache: bool, run_ahead: bool, draft_tokens: int,
+        draft_model: bool, end: int,
+    ):  # fmt: skip
+        self.begin(
+            pages, page_tokens, max_requests, 2 * max_requests, 5, prefix_cache, run_ahead, draft_tokens, 2,
+            draft_model, end,
+        )  # fmt: skip
+
+
+TestDrafting = Drafting.TestCase
+TestDrafting.settings = settings(max_examples=200, stateful_step_count=30)
 TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=150, stateful_step_count=30)

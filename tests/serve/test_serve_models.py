@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from colonnade.config import Plan, ServeConfig
+from colonnade.cores import Cpu, Machine
 from colonnade.errors import ConfigError
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.replica_placement import Placement, place_engines, share_gpus
@@ -279,14 +280,18 @@ def test_upstreams_have_one_model():
 
 
 def test_engines_divide_what_their_device_has():
-    """4 GPUs for 3 models of 1 rank; 2 GPUs for 3 models; cores for 2 models of 2 replicas."""
+    """4 GPUs for 3 models of 1 rank; 2 GPUs for 3 models; 4 cores for 3 models of 2 replicas."""
     assert share_gpus([("0",), ("1",), ("2",), ("3",)], 3, 1) == [[Placement(gpus=(gpu,))] for gpu in "012"]
     first, second, third = share_gpus([("0",), ("1",)], 3, 1)
     assert first == [Placement(gpus=("0",), engines=2)] and third == [Placement(gpus=("0",), engines=1)]
     assert second == [Placement(gpus=("1",), engines=1)]
     two = share_gpus([("0", "1"), ("2", "3")], 2, 2)
     assert [[each.engines for each in model] for model in two] == [[2, 2], [1, 1]]
-    assert place_engines(3, 1, Plan(), "cpu") == [[Placement(engines=3)]] * 3
+    machine = Machine(tuple(Cpu(i, i) for i in range(4)))
+    models, warning = place_engines(3, 2, Plan(), "cpu", machine)
+    assert [[each.cpus and each.cpus.cpus for each in model] for model in models] == [[(0, 1), (2, 3)]] * 3
+    assert all(each.engines == 3 and each.cpus and not each.cpus.owned for model in models for each in model)
+    assert not warning
 
 
 def test_caches_are_allocated_in_turn_once_all_have_loaded():

@@ -65,6 +65,29 @@ def model(axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float64, **changes:
 
 
 @torch.no_grad()
+def noisy(noise: float, dtype: torch.dtype = torch.float64, **changes: object) -> Transformer:
+    """The model with normal noise on its weights, ``noise`` times their standard deviation: a draft model for it."""
+    it, generator = model(dtype=dtype, **changes), torch.Generator().manual_seed(5)
+    for weight in it.parameters():
+        deviation = weight.std() if weight.numel() > 1 else 0.0
+        weight.add_(noise * deviation * torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(dtype))
+    return it
+
+
+DEEP = 12
+"""Layers of a model to draft for."""
+
+
+@torch.no_grad()
+def cut(it: Transformer) -> Transformer:
+    """Zero what the layers after the second add, so that the first two alone are a draft model that always agrees."""
+    for block in list(it.blocks)[2:]:
+        block.attention.out.weight.zero_()
+        block.ffn.down.weight.zero_()
+    return it
+
+
+@torch.no_grad()
 def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
     """The reference: ``count`` tokens, each the argmax of a forward pass over everything before it."""
     ids = list(prompt)
@@ -89,23 +112,33 @@ def load(
     gate: str | None = None,
     tools: bool = False,
     length: int = 128,
-) -> tuple[Transformer, Tokenizer]:
+    deep: bool = False,
+    drafts: bool = False,
+) -> tuple[Transformer, Tokenizer, Transformer | None]:
     """Load the model in a server's engine processes, once the file ``wait_for`` exists.
 
     Texts of over 500 characters are tokenised once the file ``gate`` exists.
+    With ``deep`` it is :func:`deep`, with ``drafts`` rank 0 has a draft model that always agrees with it.
     With ``tools`` the template shows tools, and the context is 1,024 tokens in the place of ``length``.
     The embedding of token ``poison`` is NaN; each forward pass after the first ``quick_steps`` takes ``slow_s`` longer.
     """
     while wait_for and not Path(wait_for).exists():
         time.sleep(0.01)
-    it = model(context.axes.serving(), dtype=torch.float32, context=1024 if tools else length)
+    length = 1024 if tools else length
+    it = model(context.axes.serving(), dtype=torch.float32, context=length, layers=DEEP if deep else 2)
+    if deep:
+        cut(it)
     if poison is not None:
         with torch.no_grad():
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan
     if slow_s:
         steps = count()
         it.register_forward_pre_hook(lambda *_: time.sleep(slow_s) if next(steps) >= quick_steps else None)
-    return it, _gated(tokenizer(chat), Path(gate)) if gate else tokenizer(chat, tools)
+    draft = None
+    if drafts and context.rank == 0:
+        whole, draft = cut(model(dtype=torch.float32, layers=DEEP)), model(dtype=torch.float32)
+        draft.load_state_dict(whole.state_dict(), strict=False)
+    return it, _gated(tokenizer(chat), Path(gate)) if gate else tokenizer(chat, tools), draft
 
 
 def _gated(tokenizer: Tokenizer, gate: Path) -> Tokenizer:

@@ -19,7 +19,7 @@ from colonnade.parallel import device_memory
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.cache_size import affordable_pages, size_cache
 from colonnade.serve.memory_advice import check_memory
-from colonnade.serve.memory_estimate import EngineSpec, page_count
+from colonnade.serve.memory_estimate import EngineSpec
 from tests.serve import tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -28,7 +28,7 @@ LLAMA = EngineSpec(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bf
 
 
 def pages_of(spec: EngineSpec) -> int:
-    return page_count(spec.model, spec.axes, spec.resolved, spec.dtype)
+    return spec.page_count
 
 
 @pytest.mark.parametrize(

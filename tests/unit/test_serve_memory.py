@@ -42,6 +42,35 @@ def test_weights_and_cache_match_an_engine(tp: int, changes: dict) -> None:
     assert share.weights == sum(p.nbytes for p in (*first.parameters(), *first.buffers()))
 
 
+@pytest.mark.parametrize("cp", [1, 3])
+def test_a_draft_model_is_counted(cp: int) -> None:
+    """Its weights and, in each page, its keys and values; over context ranks rank 0 has those of all pages."""
+    model, draft = tiny.model(), tiny.model(layers=1, kv_heads=1, heads=3)
+    serve = ServeConfig(pages=30, page_tokens=4, draft="small")
+    with_draft = engine_spec(model, serve, draft=draft.config, cp=cp)
+    needs, plain = with_draft.needs(), engine_spec(model, serve.replace(draft=None), draft=draft.config, cp=cp).needs()
+    assert needs.draft == weight_bytes(draft) and plain.draft == 0
+    page, draft_page = (KVCache.bytes_per_page(each.config, SOLO_AXES, 4, torch.float64) for each in (model, draft))
+    assert with_draft.page_bytes == page + cp * draft_page
+    assert needs.cache - plain.cache == plain.cache // page * cp * draft_page
+    assert needs.total == plain.total + needs.draft + needs.cache - plain.cache
+    assert "draft model" in str(needs.use(1 << 20)) and "draft" not in str(plain.use(1 << 20))
+    short = needs.total - plain.total - 1
+    with pytest.raises(CapacityError, match=r"(?s)draft model.*--serve.draft None .*enough"):
+        check_memory(replace(with_draft, serve=serve.replace(memory_bytes=plain.total + short)))
+
+
+def test_the_cache_of_a_draft_model_is_part_of_cache_bytes() -> None:
+    model, draft = tiny.model(), tiny.model(layers=1)
+    serve = ServeConfig(cache_bytes=100_000, page_tokens=4, draft="small")
+    engine = Engine(model, tiny.tokenizer(), serve, draft)
+    assert engine._draft_model is not None
+    caches = engine.cache, engine._draft_model.run.cache  # type: ignore[attr-defined]
+    page_bytes = sum(each.bytes for each in caches) // engine.cache.pages
+    assert caches[0].pages == caches[1].pages == 100_000 // page_bytes
+    assert engine_spec(model, serve, draft=draft.config).needs().cache == sum(each.bytes for each in caches)
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
 @pytest.mark.parametrize("moe", [None, MoeConfig(experts=4, active=2, ffn_width=6, first=1, shared_width=5)], ids=bool)
 def test_quantised_weights_are_estimated_to_the_byte(weights: str, moe: MoeConfig | None, tmp_path: Path) -> None:

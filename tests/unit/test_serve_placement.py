@@ -5,33 +5,15 @@ from pathlib import Path
 import pytest
 
 from colonnade.config import Plan, ServeConfig
+from colonnade.cores import Cpu, Machine
 from colonnade.errors import ConfigError
 from colonnade.serve.continuation import Progress
 from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest
-from colonnade.serve.replica_placement import ANYWHERE, core_blocks, gpu_blocks, neighbours, place_engines
+from colonnade.serve.replica_placement import ANYWHERE, gpu_blocks, has_gpu_devices, place_engines
 from colonnade.serve.replicas import sum_stats
 from colonnade.serve.request import Stats
 from colonnade.serve.server import serve
 from tests.serve import tiny
-
-
-def test_cores_are_divided_without_rest():
-    assert core_blocks(range(8), 2) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert core_blocks([3, 5, 9], 3) == [(3,), (5,), (9,)]
-    blocks = core_blocks(range(10), 4)
-    assert [len(block) for block in blocks] == [2, 3, 2, 3] and sorted(sum(blocks, ())) == list(range(10))
-
-
-def test_hardware_threads_of_a_core_stay_together(tmp_path: Path):
-    """2 sockets of 2 cores with 2 threads, numbered as Linux does: first threads first."""
-    for cpu in range(8):
-        folder = tmp_path / f"cpu{cpu}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "physical_package_id").write_text(f"{cpu % 4 // 2}\n")
-        (folder / "core_id").write_text(f"{cpu % 2}\n")
-    assert neighbours(range(8), tmp_path) == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert neighbours([7, 2, 0], tmp_path) == [0, 2, 7]
-    assert neighbours([2, 0], tmp_path / "missing") == [0, 2]
 
 
 def test_gpus_are_divided_by_world_size():
@@ -42,8 +24,26 @@ def test_gpus_are_divided_by_world_size():
         gpu_blocks("", 2, 1)
 
 
-def test_one_engine_is_not_placed():
-    assert place_engines(1, 1, Plan(), "auto") == [[ANYWHERE]]
+def test_replicas_on_cores():
+    machine = Machine(tuple(Cpu(i, i, node=i // 4) for i in range(8)))
+    [placements], warning = place_engines(1, "auto", Plan(), "cpu", machine)
+    assert [each.cpus and each.cpus.cpus for each in placements] == [(0, 1, 2, 3), (4, 5, 6, 7)] and not warning
+    [placements], warning = place_engines(1, 3, Plan(), "cpu", machine)
+    assert len(placements) == 3 and "use 6 of 8 cores and leave 25% idle" in warning and "replicas 2 or 4" in warning
+
+
+def test_one_engine_on_a_machine_with_gpus_is_not_placed(monkeypatch: pytest.MonkeyPatch):
+    """And torch, which would tell whether it can use them, is not asked."""
+    monkeypatch.setattr("colonnade.serve.replica_placement.has_gpu_devices", lambda: True)
+    assert place_engines(1, 1, Plan(), "auto") == ([[ANYWHERE]], "")
+
+
+def test_gpu_devices(tmp_path: Path):
+    (tmp_path / "null").touch()
+    (tmp_path / "nvidiactl").touch()
+    assert not has_gpu_devices(tmp_path)
+    (tmp_path / "nvidia3").touch()
+    assert has_gpu_devices(tmp_path)
 
 
 def test_too_many_replicas_are_refused_before_loading():

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from colonnade.errors import RequestError
+from colonnade.kernels import sampling
 from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.serve import sampler
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import NOT_FINITE, SamplingTensors, top_candidates
 from colonnade.serve.sampling_params import SamplingParams
+from tests.sample_cases import sample_cases
 from tests.worlds import run
 
 
@@ -43,6 +45,17 @@ def frequencies(logits_V: torch.Tensor, draws: int = 4000, **params: Any) -> tor
 def test_greedy_takes_the_largest_logit(dtype):
     logits_RV = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]], dtype=dtype)
     assert sample(logits_RV, [request(temperature=0)] * 2) == [1, 0]
+
+
+def test_sorting_all_tokens_gives_the_same_tokens():
+    """The reference of the GPU kernel against the sampler, which sorts as few tokens as possible."""
+    for logits_RV, args_RA in sample_cases(1001):
+        draws = []
+        for temperature, top_k, top_p, log_min_p, low, high, index in args_RA.tolist():
+            seed, min_p = int(low) | int(high) << 32, math.exp(log_min_p)
+            draws.append(SampleArgs(temperature, int(top_k), top_p, min_p, seed, int(index)))
+        if len(logits_RV.unique()) == logits_RV.numel():  # which of equal logits the sampler keeps is not specified
+            assert sampling.sample(logits_RV, args_RA, NOT_FINITE).tolist() == sample(logits_RV, draws)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -163,6 +163,19 @@ def test_top_k_kernel_stays_in_registers(experts: int, active: int, tmp_path: Pa
     assert spilled(built, tmp_path) == 0
 
 
+@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
+def test_sampling_kernel_stays_in_registers(logits: str, tmp_path: Path) -> None:
+    from colonnade.kernels import triton_sampled_tokens as module
+
+    types = {"logits_ptr": logits, "args_ptr": "*fp64", "tokens_ptr": "*i64"}
+    types |= dict.fromkeys(("vocab", "stride", "none"), "i32")
+    constants = {"NUM_ARGS": 7, "BLOCK": module.MAX_BLOCK, "DRAW_BLOCK": module.MAX_DRAW_BLOCK}
+    built = compiled(module._sample, types, constants, ("vocab", "stride"), warps=module.MAX_BLOCK // 512)
+    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert "ld.global.v4" in built.asm["ptx"]
+    assert built.metadata.shared <= 1024, "a search exchanges sums only"
+
+
 @pytest.mark.parametrize(("experts", "turns"), [(8, 1), (64, 2), (128, 4), (512, 8)])
 def test_sort_and_count_kernels_stay_in_registers(experts: int, turns: int, tmp_path: Path) -> None:
     from colonnade.kernels import triton_sort

@@ -4,6 +4,7 @@
     quantised_linear    the same with a weight-only quantised W: dequantises :data:`BAND_ELEMENTS` elements of W at a
                         time, which fit the caches however large the model is, and multiplies
     scaled_product      C = (a ⊙ s_a) (b ⊙ s_b)ᵀ of float8 matrices and their scales, in float32 arithmetic
+    embedding           rows of a table, plain or quantised
     fused_linear        y = W x̂ + b + r,   or   y = act(G x̂ + b_G) ⊙ (W x̂ + b) + r
                         with x̂ = x, or its RMSNorm x / √(mean(x²) + ε) · g
 
@@ -58,6 +59,14 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
     ]
     y_TF = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     return y_TF if bias_F is None else y_TF + bias_F
+
+
+def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype) -> Tensor:
+    """x_TD: the rows of ``table`` (V, D) that belong to ``tokens_T``; quantised rows are dequantised to ``dtype``."""
+    if not isinstance(table, Quantised):
+        return F.embedding(tokens_T, table)
+    rows = table._replace(values=table.values[tokens_T], scales=table.scales[tokens_T])
+    return dequantise(rows, dtype)
 
 
 def band_rows(weight: Quantised) -> int:

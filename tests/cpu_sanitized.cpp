@@ -1,0 +1,125 @@
+// Small runs of every kernel of kernels/cpu/decode.cpp, under a sanitizer (tests/unit/test_cpu_library.py).
+//
+// Every array has its exact size, so that AddressSanitizer sees an access behind it. Sizes are odd on purpose.
+
+#include "decode.cpp"
+
+#include <cstdio>
+
+namespace {
+
+uint32_t state = 1;
+
+float number() {
+    state = state * 1664525u + 1013904223u;
+    return float(int32_t(state)) / 2147483648.0f;
+}
+
+std::vector<char> elements(int64_t count, Dtype dtype) {
+    std::vector<char> x(size_t(count * (dtype == FLOAT32 ? 4 : 2)));
+    for (int64_t i = 0; i < count; i++) {
+        const float value = number();
+        write_row(x.data(), dtype, i, 1, &value);
+    }
+    return x;
+}
+
+std::vector<char> integers(int64_t count) {
+    std::vector<char> x(static_cast<size_t>(count));
+    for (char& each : x) each = char(number() * 127.0f);
+    return x;
+}
+
+struct Weight {
+    std::vector<char> values, scales, bias;
+    Matrix matrix;
+
+    Weight(Kind kind, int64_t outputs, int64_t inputs, int64_t group, Dtype dtype) {
+        const int64_t groups = ceil_div(inputs, group);
+        bias = elements(outputs, dtype);
+        if (kind == PLAIN) values = elements(outputs * inputs, dtype);
+        if (kind == INT8) {
+            values = integers(outputs * inputs);
+            scales = elements(outputs, FLOAT32);
+        }
+        if (kind == INT4) {
+            values = integers(outputs * groups * group / 2);
+            scales = elements(outputs * groups * 2, BFLOAT16);
+        }
+        matrix = {values.data(), scales.data(), bias.data(), kind, outputs, inputs, group};
+    }
+};
+
+void check(int64_t error, const char* what) {
+    if (error != OK) {
+        std::printf("%s: error %d\n", what, int(error));
+        std::exit(1);
+    }
+}
+
+void products(Dtype dtype, int64_t threads) {
+    const struct { Kind kind; int64_t group; } formats[] = {{PLAIN, 1}, {INT8, 1}, {INT4, 32}, {INT4, 64}, {INT4, 128}};
+    const int64_t sizes[][2] = {{5, 3}, {37, 70}, {130, 200}};
+    for (const auto& format : formats) {
+        for (const auto& size : sizes) {
+            for (int64_t rows : {1, 6}) {
+                const int64_t outputs = size[0], inputs = size[1];
+                Weight weight(format.kind, outputs, inputs, format.group, dtype);
+                Weight gate(format.kind, outputs, inputs, format.group, dtype);
+                const auto x = elements(rows * inputs, dtype), norm = elements(inputs, dtype);
+                auto y = elements(rows * outputs, dtype);
+                Linear linear{x.data(), y.data(), y.data(), {norm.data(), nullptr, 1e-5}, weight.matrix, gate.matrix,
+                              rows, inputs, dtype, SILU};
+                const Call call{LINEAR, &linear};
+                check(colonnade_run(&call, 1, threads), "linear");
+            }
+        }
+    }
+}
+
+void step(Dtype dtype, int64_t threads) {
+    const int64_t rows = 5, kv = 2, group = 3, width = 20, heads = kv * group, page = 7, pages = 90, vocabulary = 11;
+    const int64_t lengths64[] = {1, 300, 40};
+    const std::vector<int32_t> lengths{1, 300, 40}, offsets{0, 1, 2, 5};
+    const int64_t table_width = ceil_div(lengths64[1], page), splits = ceil_div(table_width * page, SPLIT);
+    std::vector<int32_t> tables;
+    for (int64_t i = 0; i < 3 * table_width; i++) tables.push_back(int32_t((i * 7) % pages));
+    const std::vector<int64_t> tokens{0, 10, 3, 3, 1}, positions{0, 299, 37, 38, 39}, slots{0, 629, 8, 9, 10};
+    const auto table = elements(vocabulary * width, dtype), gain = elements(width, dtype), bias = elements(width, dtype);
+    auto x = elements(rows * width, dtype), y = elements(rows * width, dtype);
+    auto own = elements(rows * width, dtype), other = elements(rows * width, dtype);
+    const auto theta = elements(width / 2, FLOAT32), qkv = elements(rows * kv * (group + 2) * width, dtype);
+    auto keys = elements(pages * page * kv * width, dtype), values = elements(pages * page * kv * width, dtype);
+    auto q = elements(rows * heads * width, dtype), out = elements(rows * heads * width, dtype);
+    std::vector<float> partial(size_t(rows * heads * splits * (width + 2)));
+    const NormWeights norm{gain.data(), nullptr, 1e-5}, layer_norm{gain.data(), bias.data(), 1e-5};
+    Embedding embed{tokens.data(), {table.data(), nullptr, nullptr, PLAIN, vocabulary, width, width}, x.data(), rows, dtype};
+    Norm normed{x.data(), layer_norm, y.data(), rows, width, dtype};
+    Rotation rotation{positions.data(), reinterpret_cast<const float*>(theta.data()), own.data(), other.data(), 1.0, rows,
+                      width / 2, dtype};
+    RopeWrite rope{qkv.data(), own.data(), other.data(), norm, norm, slots.data(), keys.data(), values.data(), q.data(),
+                   rows, kv, group, width, pages * page, dtype};
+    Attention attention{q.data(), keys.data(), values.data(), tables.data(), lengths.data(), offsets.data(),
+                        partial.data(), out.data(), rows, 3, heads, kv, width, page, pages, table_width, splits, 0, dtype};
+    Attention window = attention;
+    window.window = 270;
+    const Call calls[] = {{EMBEDDING, &embed}, {NORM, &normed}, {ROTATION, &rotation}, {ROPE_WRITE, &rope},
+                          {ATTENTION, &attention}, {ATTENTION, &window}};
+    for (int i = 0; i < 3; i++) check(colonnade_run(calls, 6, threads), "step");
+    const std::vector<int64_t> bad_tokens{0, 11, 3, 3, -1};
+    embed.tokens = bad_tokens.data();
+    if (colonnade_run(calls, 6, threads) != BAD_TOKEN) check(BAD_TOKEN, "a token outside the table was not detected");
+}
+
+}  // namespace
+
+int main() {
+    for (int64_t threads : {1, 2, 5}) {
+        for (Dtype dtype : {FLOAT32, BFLOAT16}) {
+            products(dtype, threads);
+            step(dtype, threads);
+        }
+    }
+    std::printf("done\n");
+    return 0;
+}

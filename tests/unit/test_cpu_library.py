@@ -1,0 +1,147 @@
+"""Compiling, caching and loading the C++ kernels; their memory safety under sanitizers."""
+
+import logging
+import multiprocessing
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade.kernels.cpu import kernels, library
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, library.COMPILERS)), reason="needs a C++ compiler: apt install g++"
+)
+SOURCES = Path(__file__).parents[1]
+TINY = 'extern "C" { long colonnade_run(const void*, long, long) { return 7; } long colonnade_lanes() { return 4; } }'
+
+
+@pytest.fixture(autouse=True)
+def tiny_source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A source that compiles at once, and a cache of its own."""
+    if "sanitizer" in request.fixturenames:
+        yield
+        return
+    source = tmp_path / "tiny.cpp"
+    source.write_text(TINY)
+    monkeypatch.setattr(library, "SOURCE", source)
+    monkeypatch.setattr(library, "CACHE_FOLDER", tmp_path / "cache")
+    library.load_for.cache_clear()
+    library.load.cache_clear()
+    yield
+    library.load_for.cache_clear()
+    library.load.cache_clear()
+
+
+def files() -> list[Path]:
+    return sorted(library.CACHE_FOLDER.iterdir())
+
+
+def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.load_for("portable").colonnade_run(None, 0, 1) == 7
+    (path,) = files()
+    assert path.suffix == ".so" and path.stat().st_mode & 0o077 == 0
+    library.load_for.cache_clear()
+    monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert library.load_for("portable").colonnade_lanes() == 4
+    library.SOURCE.write_text(TINY + "\n")  # another source is another file
+    with pytest.raises(pytest.fail.Exception, match="compiled again"):
+        library._compiled("portable", library.CACHE_FOLDER)
+
+
+def test_a_damaged_file_is_compiled_again() -> None:
+    path = library._compiled("portable", library.CACHE_FOLDER)
+    good = path.read_bytes()
+    for bad in (b"", good[:1000], good[:-1] + bytes([good[-1] ^ 1])):
+        path.write_bytes(bad)
+        assert library._compiled("portable", library.CACHE_FOLDER) == path and library._is_whole(path)
+
+
+def compile_one(folder: Path, source: Path) -> str:
+    library.SOURCE = source
+    return str(library._compiled("portable", folder))
+
+
+def test_processes_may_compile_at_the_same_time() -> None:
+    folder, source = library.CACHE_FOLDER, library.SOURCE
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        paths = pool.starmap(compile_one, [(folder, source)] * 3)
+    assert len(set(paths)) == 1 and files() == [Path(paths[0])]
+
+
+@pytest.mark.parametrize("problem", ["folder", "link", "file"])
+def test_a_cache_that_others_can_write_is_not_trusted(
+    problem: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = library._compiled("portable", library.CACHE_FOLDER)
+    if problem == "folder":
+        library.CACHE_FOLDER.chmod(0o777)
+    elif problem == "link":
+        library.CACHE_FOLDER.rename(tmp_path / "elsewhere")
+        library.CACHE_FOLDER.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.chmod(0o722)
+    with caplog.at_level(logging.WARNING):
+        again = library._compiled("portable", library.CACHE_FOLDER)
+    if problem == "file":
+        assert again == path and path.stat().st_mode & 0o077 == 0
+        return
+    assert again.parent != library.CACHE_FOLDER and again.parent.stat().st_mode & 0o077 == 0
+    expected = {"folder": "others may write to", "link": "is a symbolic link"}[problem]
+    assert [expected in message for message in caplog.messages] == [True]
+    shutil.rmtree(again.parent)
+
+
+@pytest.mark.parametrize("reason", ["no compiler", "does not compile", "no AVX2"])
+def test_without_the_library_torch_runs_after_one_warning(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if reason == "no compiler":
+        monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
+    elif reason == "does not compile":
+        library.SOURCE.write_text("int main( {")
+    else:
+        monkeypatch.setattr(library, "CPU_FLAGS", {"avx2": frozenset(("avx9",))})
+        monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert not kernels.available(torch.float32)
+    assert len(caplog.messages) == 1 and library.COST in caplog.text
+    assert {"no compiler": "install", "does not compile": "error", "no AVX2": "no AVX2"}[reason] in caplog.text
+    x, w = torch.randn(2, 5), torch.randn(3, 5)
+    assert (kernels.linear(x, w) - x @ w.T).abs().max() < 1e-6
+
+
+def test_the_instruction_set_follows_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    for flags, expected in (("fma avx2 avx512f avx512bw avx512vl avx512_vnni", "avx512"), ("fma avx2 avx512f", "avx2")):
+        info.write_text(f"model name\t: x\nflags\t\t: sse {flags}\n\n")
+        assert library.best_instruction_set(info) == expected
+    info.write_text("flags\t\t: sse avx\n")
+    with pytest.raises(library.BuildError, match="no AVX2"):
+        library.best_instruction_set(info)
+    monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
+    assert library.best_instruction_set(info) == "portable"
+
+
+@pytest.fixture(params=["address,undefined", "thread"])
+def sanitizer(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.slow
+def test_kernels_are_clean_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++ with its sanitizers")
+    best = library.best_instruction_set(Path("/proc/cpuinfo"))
+    options = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+    sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *library.INSTRUCTION_SETS[best]]
+    program, source = tmp_path / "sanitized", SOURCES / "cpu_sanitized.cpp"
+    command = ["g++", *options, *sanitize, f"-I{library.SOURCE.parent}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True, timeout=150)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and done.stdout == "done\n", done.stdout + done.stderr
