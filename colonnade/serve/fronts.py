@@ -11,7 +11,6 @@ the last one. The interface is that of :class:`~colonnade.serve.http_server.Http
 import asyncio
 import contextlib
 import dataclasses
-import os
 import socket
 import time
 from collections import deque
@@ -49,7 +48,9 @@ class _FrontProcess:
 
     def __init__(self, options: FrontOptions, keys: KeyRing):
         self.options, self.use = options, FrontUse(keys)
-        self.process: BaseProcess = start_child(run_front, (options,), f"colonnade-front-{options.number}")
+        self.process: BaseProcess = start_child(
+            run_front, (options,), f"colonnade-front-{options.number}", {METRICS_VARIABLE: options.metrics}
+        )
         self.control: ControlChannel | None = None
         self.has_sockets = False
         """Whether engines may connect to it."""
@@ -153,7 +154,7 @@ class Fronts:
         """Keep one front up until the server stops, or until it has died too often."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         while not self._stopping:
-            front = self._fronts[options.number] = self._start(options)
+            front = self._fronts[options.number] = _FrontProcess(options, self._keys)
             await front.died.wait()
             await asyncio.to_thread(front.process.join)
             front.use.end_all()
@@ -172,16 +173,6 @@ class Fronts:
         del self._fronts[options.number]
         if not self._fronts or self._failure:
             self.closed.set()
-
-    def _start(self, options: FrontOptions) -> _FrontProcess:
-        before = os.environ.get(METRICS_VARIABLE)
-        os.environ[METRICS_VARIABLE] = options.metrics
-        try:
-            return _FrontProcess(options, self._keys)
-        finally:
-            del os.environ[METRICS_VARIABLE]
-            if before is not None:
-                os.environ[METRICS_VARIABLE] = before
 
     async def _all(self, event: str) -> None:
         """Wait until all fronts have set ``event``, or have died."""
