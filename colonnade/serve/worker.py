@@ -25,6 +25,7 @@ from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.engine import Engine
+from colonnade.serve.grammar_check import GrammarChecker
 from colonnade.serve.http_connections import RETRY_S, HttpConnection, HttpConnections
 from colonnade.serve.ipc import Message, decode_message, encode_message
 from colonnade.serve.message_reader import refusal, sampling_params
@@ -123,6 +124,8 @@ def _serve_requests(engine: Engine | PoolingEngine, swap: WeightSwap, connection
     """Run the engine until the HTTP process that started it disconnects or says stop."""
     ready = {"event": "ready", **engine.limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)}
     connections = HttpConnections(engine, ready)
+    if isinstance(engine, Engine):
+        engine.grammars.check = GrammarChecker(engine.grammars).check
     connections.add(connection, is_server=True)
     swap.notify = lambda: connections.inbox.put((None, {"do": "advance_swap"}))
     timer = _StatsTimer()
@@ -222,7 +225,7 @@ def _reply(engine: Engine | PoolingEngine, message: Message) -> Message | None:
             return None
         resume = message["resume"]
         if not resume:
-            _check_queue(engine, len(message["ids"]))
+            _check_queue(engine, message["client"], len(message["ids"]))
             _check_wait(engine, message)
         params, n = sampling_params(message["params"]), message["n"]
         for i, key in enumerate(message["ids"]):
@@ -245,10 +248,10 @@ def _choice_params(params: SamplingParams, choice: int) -> SamplingParams:
     return dataclasses.replace(params, seed=choice_seed(params.seed, choice))
 
 
-def _check_queue(engine: Engine, count: int) -> None:
-    """Raise :class:`RequestError` (429) if the queue has no room for all of ``count`` prompts."""
+def _check_queue(engine: Engine, client: str, count: int) -> None:
+    """Raise :class:`RequestError` (429) if the queue has no room for all of ``count`` prompts of ``client``."""
     waiting, most = len(engine.scheduler.waiting), engine.config.max_waiting
-    if waiting + count > most and count > 1:  # for one, the scheduler raises
+    if count > 1 and not engine.scheduler.waiting.has_room(client, count, most):  # for one, the scheduler raises
         fewer = f", or with at most {most - waiting:,} prompts" if waiting < most else ""
         raise RequestError(
             f"the queue has no room for {count:,} prompts: {waiting:,} requests wait already, of {most:,}; "
