@@ -7,7 +7,7 @@ theirs is ``LlamaForCausalLM.generate`` with its KV cache and no padding. The de
 first; the time to the first token is ``first_token_ms``. The two alternate; ratios are medians of the per-round ratios.
 
 A step must at least read the weights once: ``bandwidth_share`` is the weights' bytes over the step time, as a share of
-the read bandwidth of the same threads in the same run (the better of a sum and a dot product of 256 MiB).
+the read bandwidth of the same threads in the same run (the best of several reductions of 256 MiB).
 """
 
 import argparse
@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaLis
 
 import colonnade
 from colonnade.api import Model
+from colonnade.bench.ceilings import read_bandwidth
 from colonnade.config import ServeConfig
 from colonnade.serve.sampling_params import SamplingParams
 from harness.paired_timing import Neighbours, turns
@@ -96,21 +97,6 @@ def theirs(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -
     return run
 
 
-def read_bytes_per_s() -> float:
-    """Read bandwidth of torch's threads, the best of ten attempts."""
-    x = torch.ones(1 << 26)
-
-    def best(run: Callable[[], object]) -> float:
-        took = []
-        for _ in range(10):
-            began = time.perf_counter()
-            run()
-            took.append(time.perf_counter() - began)
-        return x.nbytes / min(took)
-
-    return max(best(x.sum), best(lambda: torch.dot(x, x)))
-
-
 def agreement(a: list[list[int]], b: list[list[int]]) -> float:
     """The share of tokens before the first difference, over all requests."""
 
@@ -128,7 +114,7 @@ def measure(
     sides = {"colonnade": ours(model, prompts, args.new), "transformers": theirs(peer, prompts, args.new)}
     took = turns(sides, args.rounds)
     weights_bytes = sum(p.nbytes for p in model.transformer.parameters())
-    bandwidth = read_bytes_per_s()
+    bandwidth = read_bandwidth("cpu", 1 << 28)
     rows: list[dict[str, Cell]] = []
     for name, runs in took.items():
         step_s = statistics.median(run.rest_s for run in runs) / (args.new - 1)

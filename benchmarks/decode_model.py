@@ -35,11 +35,11 @@ from typing import Any, get_args
 
 import torch
 
+from colonnade.bench.roofline import read_bytes
 from colonnade.config import ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
-from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.weight_only_quant import build
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
@@ -61,20 +61,6 @@ TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_w
 GREEDY = SampleArgs.of(SamplingParams(temperature=0), 0, 0)
 PAGE = 64
 RECORD = re.compile(r"decode_.*_h200\.json")
-
-
-def read_bytes(model: Transformer, batch: int) -> float:
-    """Bytes of weights read by a step of ``batch`` tokens on this rank."""
-    config, total = model.config, 0.0
-    for name, weight in model.named_parameters():
-        share = 1.0
-        if ".experts." in name and config.moe is not None:  # experts that no token chose are not read
-            share = 1 - (1 - config.moe.active / config.moe.experts) ** batch
-        if name == "embed.tokens.weight" and not config.tied:
-            share = min(1.0, batch / weight.shape[0])
-        total += share * weight.nbytes
-    layers = (module.quantised for module in model.modules() if isinstance(module, Linear))
-    return total + sum(weight.nbytes for weight in layers if weight is not None)
 
 
 def made(

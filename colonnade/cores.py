@@ -237,9 +237,9 @@ def cpu_quota(proc: Path = PROC) -> float | None:
     for version, folder in control_groups("cpu", proc):
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         if all((folder / file).is_file() for file in files):
-            quota, period = " ".join((folder / file).read_text(encoding="ascii") for file in files).split()
-            if quota not in ("max", "-1"):
-                quotas.append(int(quota) / int(period))
+            words = " ".join(_read_text(folder / file) for file in files).split()
+            if len(words) == 2 and all(word.isdecimal() for word in words):  # without a limit: max, or -1
+                quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
@@ -302,7 +302,8 @@ def set_openmp_alone(environ: MutableMapping[str, str]) -> None:
 
     The number of threads is the user's, if OMP_NUM_THREADS is set.
     """
-    machine, ranks = read_machine(), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    machine, local = read_machine(), environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(1, int(local)) if local.isdecimal() else 1
     threads = max(1, machine.usable // ranks)
     given = environ.get("OMP_NUM_THREADS")
     set_openmp(environ, threads, owned=machine.idle and threads * ranks <= machine.cores)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from colonnade.bench import ceilings
 from colonnade.kernels.attention import cuda_decode, reference, triton_decode
 from colonnade.kernels.attention.decode_plan import KernelLayout, Kernels
 from colonnade.kernels.attention.page_table import PageTable
@@ -285,24 +286,5 @@ def replayed(run: Run, copies: int, device: str, *, rounds: int = 15) -> float:
 
 
 def read_bandwidth(device: str, *, gigabytes: float = 4) -> float:
-    """Read bandwidth in bytes/s: the best of several torch reductions."""
-    x = torch.empty(int(gigabytes * 2**28) if device == "cuda" else 2**16, device=device).normal_()
-    reductions = [x.sum, x.amax, lambda: x.view(-1, 2**14).sum(1), lambda: x.view(-1, 2**14).amax(1)]
-    best = 0.0
-    for run in reductions:
-        run()
-        taken = []
-        for _ in range(10):
-            if device == "cuda":
-                first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                first.record()
-                run()
-                last.record()
-                last.synchronize()
-                taken.append(first.elapsed_time(last) / 1e3)
-            else:
-                began = time.perf_counter()
-                run()
-                taken.append(time.perf_counter() - began)
-        best = max(best, x.nbytes / statistics.median(taken))
-    return best
+    """Read bandwidth in bytes/s; on a CPU, where sizes are toys, of a small buffer."""
+    return ceilings.read_bandwidth(device, int(gigabytes * 2**30) if device == "cuda" else 2**18, budget_s=0.5)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from colonnade.bench.ceilings import machine_name
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PEERS = ("torch", "transformers", "triton", "numpy", "tokenizers", "openai", "llama-cpp-python", "flashinfer-python")
@@ -126,22 +128,12 @@ def machine() -> dict[str, Cell]:
     )
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_name(),
+        "cpu": machine_name("cpu"),
         "cores": usable,
         "threads": torch.get_num_threads(),
         "gpu": f"{len(gpus)} x {gpus[0]}" if gpus else None,
         "cuda": torch.version.cuda if gpus else None,
     }
-
-
-def cpu_name() -> str:
-    """The processor's model name where the system reports it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 import tyro
 from rich.text import Text
 
+from colonnade.cli.bench import bench
 from colonnade.cli.common import console
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
@@ -46,6 +47,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "shadow": shadow,
     "convert": convert,
     "verify": verify,
+    "bench": bench,
 }
 
 

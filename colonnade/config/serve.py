@@ -148,8 +148,9 @@ class ServeConfig(Config):
     @field_validator("replicas", mode="before")
     @classmethod
     def _is_count(cls, replicas: object) -> object:
-        is_int = isinstance(replicas, int) and not isinstance(replicas, bool)
-        if replicas != "auto" and not (is_int and 0 < replicas <= MAX_REPLICAS):
+        if isinstance(replicas, int) and not isinstance(replicas, bool) and 0 < replicas <= MAX_REPLICAS:
+            return replicas
+        if replicas != "auto":
             raise ConfigError(f"serve.replicas is {short_repr(replicas)}; it must be 1 to {MAX_REPLICAS}, or auto")
         return replicas
 

@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from colonnade import errors
 from colonnade.config import Plan
 from colonnade.config.plugins import load_plugin, loaded_plugins
-from colonnade.cores import threads_per_rank
+from colonnade.cores import child_placement, threads_per_rank
 from colonnade.errors import Interrupted
 
 Result = TypeVar("Result")
@@ -159,7 +159,7 @@ def _run_elastic(
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with _sigint_blocked_in_children():
+        with _sigint_blocked_in_children(), child_placement(None, os.environ):
             results = elastic_launch(config, _worker)(
                 work, args, plan.world, str(reports), loaded_plugins(), cpus
             )  # fmt: skip

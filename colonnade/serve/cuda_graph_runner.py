@@ -4,8 +4,8 @@ A CUDA graph is a recording of kernels with their arguments, so whatever changes
 fixed addresses: tokens, positions, slots, lengths, page tables, the split plans of attention. A step that decodes one
 token for each of R requests is padded to one of a few batch sizes (:func:`scheduler.padded_batch_size`). A row without
 a request (:class:`scheduler.BatchRows`) decodes token 0 into the scratch page. A size is captured when it is first
-needed; sampling, which differs between requests, runs after the graph. On a CPU the same buffers are used without a
-graph, so that tests cover everything but the capture.
+needed; sampling, which differs between requests, runs after the graph. On a CPU the same buffers are used, and the
+first step of a size is recorded (:mod:`~colonnade.serve.step_recorder`) where C++ kernels compute all of it.
 
 A split plan is made for lengths a few steps ahead (:data:`PLAN_AHEAD_STEPS`), and used until they are reached or a row
 goes to a longer request. It is also valid for a shorter request, since missing keys are never read; except under a
@@ -23,14 +23,16 @@ from torch import Tensor
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Plan
+from colonnade.kernels.cpu.calls import Recording
 from colonnade.kernels.device import upload, upload_into
 from colonnade.kernels.registry import choose
-from colonnade.model import KVCache, Paged, Stream, Transformer
+from colonnade.model import KVCache, Paged, Stream, Transformer, fused_block
 from colonnade.model.context_parallel import ShardedPaged
 from colonnade.model.output_heads import LocalVocabRows
 from colonnade.parallel.cuda_graphs import capture
 from colonnade.serve.model_inputs import CacheShard
 from colonnade.serve.scheduler import Work, padded_batch_size
+from colonnade.serve.step_recorder import record
 
 PLAN_AHEAD_STEPS = 16
 """Decode steps for which a split plan stays valid."""
@@ -51,7 +53,7 @@ class CudaGraphRunner:
     ):
         """For at most ``most`` requests of up to ``context`` tokens; the cache's last page is the scratch page."""
         self.model, self.cache, self.most, self.context, self.share = model, cache, most, context, share
-        self.kernels = kernels or ("triton" if cache.k[0].is_cuda else "auto")
+        self.kernels = kernels or ("triton" if cache.k[0].is_cuda else fused_block.enable(model))
         self.shared_keys = self.spared_keys = 0
         """Sums of :attr:`Cascade.keys` over all steps."""
         self._batches: dict[int, _PaddedBatch] = {}
@@ -149,6 +151,7 @@ class _PaddedBatch:
         self.scratch = self.shard.scratch_page
         widest = -(-runner.context // self.cache.page_tokens)
         self.token_position_slot = torch.zeros(3, size, dtype=torch.int64, device=self.device)
+        self.tokens, self.positions, self.slots = self.token_position_slot
         self.lengths = torch.ones(size, dtype=torch.int32, device=self.device)
         self.pages = torch.full((size, widest), self.scratch, dtype=torch.int32, device=self.device)
         self.head = LocalVocabRows()
@@ -160,11 +163,15 @@ class _PaddedBatch:
         self._graphs: dict[bool, _CapturedGraph] = {}
         """Without and with shared prefixes."""
         self._planned: PlannedBatch | None = None
+        # Collectives are no torch functions, so the recorder would not see them.
+        self._records = runner.kernels == "native" and self.shard.is_whole and runner.model.axes.tp.size == 1
+        """Whether the next step on a CPU is to be recorded."""
+        self._recorded: tuple[Tensor, Recording] | None = None
 
     def __call__(self, work: Work, rows: Sequence[int], last_R: Tensor) -> Tensor:
         lengths = self._write_inputs(work, rows, last_R)
         if self.device.type == "cpu":
-            return self._run(self._attend(max(lengths), work))
+            return self._run_on_cpu(lengths, work)
         if not self._graphs:
             self._capture(lengths, work, shares_prefix=False)
         graph = self._graphs[self._update_plans(lengths, work)]
@@ -195,19 +202,32 @@ class _PaddedBatch:
             upload_into(self.pages[:, :widest], self._host_pages[:, :widest])
             self._tables = tables
         if min(tokens) < 0:
-            choose("write_next_tokens", self.device.type, torch.int64)(self.token_position_slot[0], last_R)
+            choose("write_next_tokens", self.device.type, torch.int64)(self.tokens, last_R)
         return lengths
 
     def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged:
-        (_, positions, slots), kernels, share = self.token_position_slot, self.runner.kernels, self.runner.share
+        slots, positions, kernels, share = self.slots, self.positions, self.runner.kernels, self.runner.share
         attend = Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=share)
         if self.shard.is_whole:
             return attend
         return self.shard.sharded_attend(work.slices, attend.table, slots, positions, kernels)
 
     def _run(self, attend: Paged | ShardedPaged) -> Tensor:
-        tokens, positions, _ = self.token_position_slot
-        return self.runner.model(Stream(tokens, positions), attend, self.head)
+        return self.runner.model(Stream(self.tokens, self.positions), attend, self.head)
+
+    def _run_on_cpu(self, lengths: list[int], work: Work) -> Tensor:
+        if self._recorded is not None:
+            logits, recording = self._recorded
+            recording.replay()
+            return logits
+        attend = self._attend(max(lengths), work)
+        if not self._records:
+            return self._run(attend)
+        logits, recording = record(lambda: self._run(attend))
+        self._records = False
+        if recording is not None:
+            self._recorded = logits, recording
+        return logits
 
     # -- on a GPU --------------------------------------------------------------------------------------------------
 

@@ -72,6 +72,8 @@ class PassTimes:
 
     ratio: float
     """Bytes of the draft model's weights to those of the target."""
+    row_share: float = 0.0
+    """How much longer a pass takes for each row, to that of one row, until it is measured."""
     target: PassTime = field(default_factory=PassTime)
     draft: PassTime = field(default_factory=PassTime)
 
@@ -82,11 +84,11 @@ class PassTimes:
 
     def target_s(self, rows: int) -> float:
         """Time of a decode pass of the target; in units of one, if it has not been measured."""
-        return self.target(rows) if self.measured else 1.0
+        return self.target(rows) if self.measured else 1.0 + self.row_share * (rows - 1)
 
     def draft_s(self, rows: int) -> float:
         """Time of a pass of the draft model in the same units."""
-        return self.draft(rows) if self.measured else self.ratio
+        return self.draft(rows) if self.measured else self.ratio * (1.0 + self.row_share * (rows - 1))
 
 
 def choose_counts(rates: Sequence[float], limits: Sequence[int], total: int, rows: int, times: PassTimes) -> list[int]:

@@ -92,7 +92,9 @@ class Engine:
         *,
         engines: int = 1,
     ):
-        """``draft`` is the model that ``config.draft`` names; only rank 0 has it."""
+        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The memory that is free is divided
+        among ``engines``.
+        """
         self.model, self.tokenizer = model, tokenizer
         check_generates(model.config)
         check_plan(model)

@@ -176,12 +176,8 @@ def _supervise(
             use_gpus(placement.gpus)
         for plugin in plugins:
             load_plugin(plugin)
-        launch(
-            run_worker,
-            (open_model(), plan, config, device, address, placement.engines),
-            plan,
-            cpus=placement.cpus.ranks if placement.cpus else (),
-        )
+        cpus = placement.cpus.ranks if placement.cpus else ()
+        launch(run_worker, (open_model(), plan, config, device, address, placement.engines), plan, cpus=cpus)
     except Interrupted:
         sys.exit(1)
     except BaseException as error:  # noqa: BLE001 - the HTTP process raises it

@@ -1,7 +1,8 @@
-"""Decides where the engines of a server run: on cores (:mod:`colonnade.cores`) or on GPUs.
+"""Decides where the engines of a server run, replicas or different models: on cores or on GPUs.
 
-Of the GPUs each engine gets as many as its plan has ranks; if they are too few, different models share them. Models
-always share cores, since not all are busy at the same time.
+On a CPU all models share the cores, since not all are busy at the same time, and the replicas of each have cores of
+their own (:mod:`colonnade.cores`). Of the GPUs each engine gets as many as its plan has ranks; if they are too few,
+different models share them.
 """
 
 from collections.abc import Sequence
@@ -37,29 +38,30 @@ ANYWHERE = Placement()
 
 
 def place_engines(
-    models: int, count: int | Literal["auto"], plan: Plan, device: str, machine: Machine | None = None
+    models: int, replicas: int | Literal["auto"], plan: Plan, device: str, machine: Machine | None = None
 ) -> tuple[list[list[Placement]], str]:
-    """(for each of ``models`` a placement for each of ``count`` replicas, a warning or nothing).
+    """(for each of ``models`` a placement for each replica, a warning or nothing) on ``machine``, by default this one.
 
-    They are on ``machine``, by default this one. Raises :class:`ConfigError` if there are too few cores or GPUs for the
-    replicas of one model. Imports torch only if there may be GPUs.
+    Raises :class:`ConfigError` if there are too few cores or GPUs for the replicas of one model. Imports torch only if
+    there may be GPUs.
     """
     if device == "cuda" or (device == "auto" and has_gpu_devices()):
-        if models == count == 1:
+        if models == replicas == 1:
             return [[ANYWHERE]], ""
         from colonnade.parallel.launch import visible_gpus
 
         gpus = visible_gpus()
         if device == "cuda" or len(gpus) >= plan.world:
-            most = max(1, len(gpus) // plan.world)
-            replicas = max(1, most // models) if count == "auto" else count
-            return share_gpus(gpu_blocks(gpus, max(most, replicas), plan.world), models, replicas), ""
+            groups = len(gpus) // plan.world
+            count = max(1, groups // models) if replicas == "auto" else replicas
+            blocks = gpu_blocks(gpus, count, plan.world)
+            blocks += gpu_blocks(gpus, groups, plan.world)[count:]
+            return share_gpus(blocks, models, count), ""
     machine = machine or read_machine()
-    number = auto_replicas(machine, plan.world) if count == "auto" else count
-    cpus = [each._replace(owned=each.owned and models == 1) for each in place(machine, number, plan.world)]
-    return [[Placement(each, engines=models) for each in cpus] for _ in range(models)], idle_warning(
-        machine, number, plan.world
-    )
+    count = auto_replicas(machine, plan.world) if replicas == "auto" else replicas
+    cpus = [each._replace(owned=each.owned and models == 1) for each in place(machine, count, plan.world)]
+    placements = [[Placement(each, engines=models) for each in cpus] for _ in range(models)]
+    return placements, idle_warning(machine, count, plan.world)
 
 
 def share_gpus(blocks: Sequence[tuple[str, ...]], models: int, replicas: int) -> list[list[Placement]]:

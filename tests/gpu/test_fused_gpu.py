@@ -233,8 +233,8 @@ def test_greedy_sampling(dtype: torch.dtype, R: int, V: int) -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 5000, 151_936])
 def test_sampling(dtype: torch.dtype, vocab: int) -> None:
     """Each filter with many ties, and rows that are not finite."""
-    for logits_RV, args_RA in sample_cases(vocab, "cuda"):
-        logits_RV = logits_RV.to(dtype)
+    for drawn_RV, args_RA in sample_cases(vocab, "cuda"):
+        logits_RV = drawn_RV.to(dtype)
         ours_R = triton_sampled_tokens.sample(logits_RV, args_RA, -5)
         assert torch.equal(ours_R, sample_reference.sample(logits_RV, args_RA, -5))
         alone_R = [triton_sampled_tokens.sample(logits_RV[r : r + 1], args_RA[r : r + 1], -5) for r in range(3)]

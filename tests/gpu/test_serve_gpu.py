@@ -10,7 +10,7 @@ from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.serve import Engine, SamplingParams, speculation
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import sample
-from tests.serve import test_speculation, tiny
+from tests.serve import test_draft_model, test_speculation, tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +82,21 @@ def test_speculation_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: boo
     model = tiny.model(dtype=torch.float32).to("cuda")
     limits = ServeConfig(pages=90, page_tokens=4, max_requests=8, fixed_steps=fixed)
     plain, drafted = (Engine(model, tiny.tokenizer(), limits.replace(draft=draft)) for draft in (None, "ngram"))
+    expected, got = (engine.generate(prompts, params) for engine in (plain, drafted))
+    assert [each.token_ids for each in got] == [each.token_ids for each in expected]
+    assert 0 < drafted.stats.accepted_draft_tokens < drafted.stats.draft_tokens
+    drafted.scheduler.audit()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_draft_model_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: bool):
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install llguidance")
+    test_draft_model.make_cheap(monkeypatch)
+    prompts, params = test_draft_model.mixed(40)
+    model, draft = (it.to("cuda") for it in (tiny.model(dtype=torch.float32), tiny.noisy(0.05, dtype=torch.float32)))
+    limits = ServeConfig(pages=200, page_tokens=4, max_requests=16, fixed_steps=fixed)
+    plain = Engine(model, tiny.tokenizer(), limits)
+    drafted = Engine(model, tiny.tokenizer(), limits.replace(draft="small"), draft)
     expected, got = (engine.generate(prompts, params) for engine in (plain, drafted))
     assert [each.token_ids for each in got] == [each.token_ids for each in expected]
     assert 0 < drafted.stats.accepted_draft_tokens < drafted.stats.draft_tokens

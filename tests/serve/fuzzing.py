@@ -137,7 +137,7 @@ def mutate(rng: random.Random, bodies: list[Any]) -> bytes:
 def _change(rng: random.Random, body: Any, bodies: list[Any]) -> Any:
     places = list(_places(body))
     if not places or rng.random() < 0.02:
-        return rng.choice(_VALUES)
+        return copy.deepcopy(rng.choice(_VALUES))
     parent, key = rng.choice(places)
     match rng.randrange(8):
         case 0 | 1 | 2:

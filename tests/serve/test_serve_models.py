@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from colonnade.config import Plan, ServeConfig
-from colonnade.cores import Cpu, Machine
 from colonnade.errors import ConfigError
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.replica_placement import Placement, place_engines, share_gpus
@@ -104,7 +103,7 @@ def test_two_models_stream_at_the_same_time(running: Running):
         return text
 
     async def both() -> list[str]:
-        return await asyncio.gather(stream("tiny"), stream("wide"))
+        return list(await asyncio.gather(stream("tiny"), stream("wide")))
 
     assert asyncio.run(both()) == [alone("tiny", "The quick", 60), alone("wide", "The quick", 60)]
     assert sum(one != other for one, other in pairwise(order)) >= 3, order
@@ -175,9 +174,9 @@ def test_operators_name_the_model(running: Running, folder: Path):
         post(running, "/v1/completions", model=name, prompt=[5] * 90, max_tokens=1)
         return hits(name) > before
 
-    for name in ("tiny", "wide"):
-        hit(name)
-        assert hit(name)
+    post(running, "/v1/completions", model="tiny", prompt=[5] * 90, max_tokens=1)
+    post(running, "/v1/completions", model="wide", prompt=[5] * 90, max_tokens=1)
+    assert [hit("tiny"), hit("wide")] == [True, True]
     reset = f"{running.url}/admin/cache/reset"
     assert httpx.post(reset, headers=ADMIN, json={"model": "wide"}).status_code == 200
     assert [hit("tiny"), hit("wide")] == [True, False]
@@ -287,11 +286,8 @@ def test_engines_divide_what_their_device_has():
     assert second == [Placement(gpus=("1",), engines=1)]
     two = share_gpus([("0", "1"), ("2", "3")], 2, 2)
     assert [[each.engines for each in model] for model in two] == [[2, 2], [1, 1]]
-    machine = Machine(tuple(Cpu(i, i) for i in range(4)))
-    models, warning = place_engines(3, 2, Plan(), "cpu", machine)
-    assert [[each.cpus and each.cpus.cpus for each in model] for model in models] == [[(0, 1), (2, 3)]] * 3
-    assert all(each.engines == 3 and each.cpus and not each.cpus.owned for model in models for each in model)
-    assert not warning
+    placements, _ = place_engines(3, 1, Plan(), "cpu")
+    assert [each.engines for model in placements for each in model] == [3, 3, 3]
 
 
 def test_caches_are_allocated_in_turn_once_all_have_loaded():

@@ -111,9 +111,9 @@ def load(
     wait_for: str | None = None,
     gate: str | None = None,
     tools: bool = False,
-    length: int = 128,
     deep: bool = False,
     drafts: bool = False,
+    length: int = 128,
 ) -> tuple[Transformer, Tokenizer, Transformer | None]:
     """Load the model in a server's engine processes, once the file ``wait_for`` exists.
 
@@ -124,8 +124,8 @@ def load(
     """
     while wait_for and not Path(wait_for).exists():
         time.sleep(0.01)
-    length = 1024 if tools else length
-    it = model(context.axes.serving(), dtype=torch.float32, context=length, layers=DEEP if deep else 2)
+    context_tokens, layers = 1024 if tools else length, DEEP if deep else 2
+    it = model(context.axes.serving(), dtype=torch.float32, context=context_tokens, layers=layers)
     if deep:
         cut(it)
     if poison is not None:

@@ -150,6 +150,11 @@ MACHINES = {
         lambda t: (t.add_cpus(single(range(8))), t.set_quota("max 100000", "300000 100000", "600000 100000")),
         r(8), 3, 1, [[r(8)]] * 3, 1, "",
     ),
+    "files without a meaning": (
+        lambda t: (t.add_cpus(single(range(4)), speed=1), t.set_quota("", "x y", "100000 0x1"),
+                   t.write("cpu/cpu1/cpu_capacity", "?"), t.write("node/node0/cpulist", ""), t.write("cpu/online", "")),
+        r(4), 2, 1, [[(0, 1)], [(2, 3)]], 2, "",
+    ),
     "quota of half a core": (
         lambda t: (t.add_cpus(single(range(4))), t.set_quota("50000 100000")), r(4), 1, 1, [[r(4)]], 1, ""
     ),

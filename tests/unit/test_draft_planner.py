@@ -53,6 +53,8 @@ def test_limits_hold():
 def test_before_any_pass_is_measured_the_weights_decide():
     assert choose_counts([0.7], [4], 9, 1, PassTimes(0.05)) == [4]
     assert choose_counts([0.7], [4], 9, 1, PassTimes(0.95)) == [0]
+    assert choose_counts([0.7], [4], 9, 1, PassTimes(0.3, row_share=0.25)) == [1], "a CPU: each row takes time"
+    assert choose_counts([0.7] * 9, [4] * 9, 99, 9, PassTimes(0.3, row_share=0.25)) == [0] * 9
 
 
 def test_a_line_is_fitted_and_follows_changes():

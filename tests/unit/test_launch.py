@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from colonnade.config import Plan
+from colonnade.cores import OPENMP_VARIABLES, read_machine
 from colonnade.errors import DataError, PlanError
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.parallel.launch import launch
@@ -45,12 +46,25 @@ def pid_and_threads() -> tuple[int, int]:
     return os.getpid(), torch.get_num_threads()
 
 
-def test_returns_rank_0_result_and_workers_share_the_cores() -> None:
+def test_returns_rank_0_result_and_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with one GPU all ranks use the CPU."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "999")
     chosen, sums, pid, threads = launch(choose_and_work, (), TWO)
     assert chosen == "cpu" and sums == [6.0, 6.0]
     assert pid != os.getpid()
-    assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert threads == max(1, read_machine().usable // 2)
+
+
+def waiting() -> str | None:
+    return os.environ.get("OMP_WAIT_POLICY")
+
+
+def test_waiting_threads_of_workers_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a program that did not start on the command line."""
+    for name in OPENMP_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert launch(waiting, (), TWO) == "PASSIVE" and waiting() is None
 
 
 def test_world_of_one_runs_in_this_process() -> None:

@@ -26,16 +26,25 @@ def test_gpus_are_divided_by_world_size():
 
 def test_replicas_on_cores():
     machine = Machine(tuple(Cpu(i, i, node=i // 4) for i in range(8)))
-    [placements], warning = place_engines(1, "auto", Plan(), "cpu", machine)
-    assert [each.cpus and each.cpus.cpus for each in placements] == [(0, 1, 2, 3), (4, 5, 6, 7)] and not warning
-    [placements], warning = place_engines(1, 3, Plan(), "cpu", machine)
-    assert len(placements) == 3 and "use 6 of 8 cores and leave 25% idle" in warning and "replicas 2 or 4" in warning
+    placements, warning = place_engines(1, "auto", Plan(), "cpu", machine)
+    assert [each.cpus and each.cpus.cpus for each in placements[0]] == [(0, 1, 2, 3), (4, 5, 6, 7)] and not warning
+    placements, warning = place_engines(1, 3, Plan(), "cpu", machine)
+    assert len(placements[0]) == 3 and "use 6 of 8 cores and leave 25% idle" in warning and "replicas 2 or 4" in warning
 
 
 def test_one_engine_on_a_machine_with_gpus_is_not_placed(monkeypatch: pytest.MonkeyPatch):
     """And torch, which would tell whether it can use them, is not asked."""
     monkeypatch.setattr("colonnade.serve.replica_placement.has_gpu_devices", lambda: True)
     assert place_engines(1, 1, Plan(), "auto") == ([[ANYWHERE]], "")
+
+
+def test_models_share_cores_and_memory():
+    machine = Machine(tuple(Cpu(i, i, node=i // 4) for i in range(8)))
+    placements, _ = place_engines(3, 2, Plan(), "cpu", machine)
+    assert [[each.cpus and each.cpus.cpus for each in several] for several in placements] == [
+        [(0, 1, 2, 3), (4, 5, 6, 7)]
+    ] * 3
+    assert all(each.engines == 3 and each.cpus and not each.cpus.owned for several in placements for each in several)
 
 
 def test_gpu_devices(tmp_path: Path):

@@ -1,0 +1,307 @@
+"""Serving on a CPU, step by step: default threads, aligned threads, pinned workers, lighter weights; requests/s.
+
+    python benchmarks/cpu_ladder.py                          # all services, on the cores that this process may use
+    python benchmarks/cpu_ladder.py --services image --workers 4 --clients 4 --rounds 5
+    python benchmarks/cpu_ladder.py --rate 5                 # an open loop: 5 requests/s arrive, whatever the answers
+    python benchmarks/cpu_ladder.py --tiny                   # a smoke test: a small image service, no record
+
+Services: ``image``, ResNet-50 on JPEG images at 384 x 384, in plain torch, about the size of the image scoring model in
+"ML Model Server Resource Saving" (NAVER and Intel, PyTorch's blog), whose figures are shown beside ours;
+``text``, embeddings of a passage by MiniLM; ``chat``, 16 tokens by SmolLM2-135M. Steps, each with as many workers:
+
+    default     each worker has a thread for each core, which wait as OpenMP's do by default
+    aligned     cores / workers threads each
+    pinned      and cores, affinity and waiting of colonnade.cores: ``--serve.replicas`` for text and chat
+    int8, int4  and quantised weights; images: bfloat16 weights
+    student     images only: ResNet-18 at 224 x 224, in the place of the article's distilled model
+
+Clients are closed loops, bound to the workers in turn (pinned engines: to their router), and use the same cores. One
+service runs at a time; steps alternate over the rounds, each with servers of its own, after a warm-up. Latencies are of
+all rounds together, rates are medians. On several NUMA nodes ``colonnade serve`` binds a default engine to a node too.
+
+Stages: ``image`` pinned, with decoding, resizing and JSON beside the network of another request, or in turn with it;
+``text`` pinned, with texts (tokenised beside the forward pass) or token ids.
+"""
+
+import argparse
+import io
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from colonnade.cores import OPENMP_VARIABLES, child_placement, idle_warning, place, read_machine
+from colonnade.data.readers import sotu_documents
+from harness.http_load import Served, closed_loop, open_loop
+from harness.paired_timing import Neighbours, turns
+from harness.report import RESULTS, ROOT, Cell, Headline, report
+from harness.rows import figures, line
+from harness.served import served
+
+PUBLISHED = {"default": 2.1, "aligned": 6.3, "pinned": 7.9, "student": 61.9}
+"""Requests/s of the article's image scoring model: 4 workers under a quota of 8 cores of 2 x 12."""
+PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
+WARM_UP_S = 2.0
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *OPENMP_VARIABLES)
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the workers of one measurement run."""
+
+    name: str
+    threads: int
+    """Threads of each worker, if it is not pinned."""
+    pinned: bool = False
+    flags: tuple[str, ...] = ()
+    """Of the worker, or of ``colonnade serve``."""
+    weights: str = "float32"
+    ids: bool = False
+    """Text is sent as token ids."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command line."""
+
+    workers: int
+    cores: int
+    clients: int
+    seconds: float
+    rate: float | None
+    size: int = 384
+
+
+def steps_of(service: str, settings: Settings) -> list[Step]:
+    """The steps of a service, and its comparison of stages."""
+    default, aligned = Step("default", settings.cores), Step("aligned", max(1, settings.cores // settings.workers))
+    pinned = replace(aligned, name="pinned", pinned=True)
+    if service == "image":
+        image = ("--size", str(settings.size))
+        default, aligned, pinned = (replace(step, flags=(*image, "--overlap")) for step in (default, aligned, pinned))
+        return [
+            default, aligned, pinned,
+            replace(pinned, name="bfloat16", flags=(*pinned.flags, "--dtype", "bfloat16"), weights="bfloat16"),
+            replace(pinned, name="student", flags=("--overlap", "--model", "resnet18", "--size", "224")),
+            replace(pinned, name="pinned, stages in turn", flags=image),
+        ]  # fmt: skip
+    if service == "text":
+        return [default, aligned, pinned, replace(pinned, name="pinned, token ids", ids=True)]
+    quantised = (replace(pinned, name=kind, flags=("--serve.weights", kind), weights=kind) for kind in ("int8", "int4"))
+    return [default, aligned, pinned, *quantised]
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+def environment(step: Step) -> dict[str, str]:
+    """What unpinned workers get: a number of threads, and libgomp's default waiting, which the product would change."""
+    return {} if step.pinned else {"OMP_NUM_THREADS": str(step.threads), "GOMP_SPINCOUNT": "300000"}
+
+
+@contextmanager
+def without_thread_settings() -> Iterator[None]:
+    """In the block this process's own thread settings are not inherited."""
+    given = {name: os.environ.pop(name) for name in THREAD_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(given)
+
+
+@contextmanager
+def image_worker(step: Step, number: int, workers: int) -> Iterator[str]:
+    """The URL of one worker."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "harness.image_worker", *step.flags]
+    with ExitStack() as stack:
+        if step.pinned:
+            stack.enter_context(child_placement(place(read_machine(), workers)[number], os.environ))
+        process = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path, **environment(step)}, stdout=subprocess.PIPE, text=True
+        )
+    with process:
+        assert process.stdout is not None
+        try:
+            words = process.stdout.readline().split()
+            if not words:
+                raise RuntimeError(f"the worker did not start: {' '.join(command)}")
+            yield words[1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+@contextmanager
+def started(service: str, step: Step, workers: int) -> Iterator[list[str]]:
+    """The URLs to which the clients of ``step`` send their requests."""
+    with without_thread_settings(), ExitStack() as stack:
+        if service == "image":
+            urls = [stack.enter_context(image_worker(step, i, workers)) for i in range(workers)]
+        else:
+            model, path = ("minilm", "/v1/embeddings") if service == "text" else ("smollm2", "/v1/completions")
+            flags = ("--serve.log", "off", *step.flags)
+            flags += ("--serve.replicas", str(workers)) if step.pinned else ()
+            servers = [served(model, *flags, **environment(step)) for _ in range(1 if step.pinned else workers)]
+            urls = [stack.enter_context(server)[0] + path for server in servers]
+        yield urls
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def request_of(service: str, step: Step) -> dict[str, Any]:
+    """The arguments of ``httpx``'s ``post``."""
+    if service == "image":
+        return {"content": photo()}
+    words = sotu_documents()[-1][1].split()
+    if service == "chat":
+        body = {"prompt": " ".join(words[:24]), "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+        return {"json": body}
+    text = " ".join(words[:100])
+    return {"json": {"input": [token_ids(text)] if step.ids else text, "encoding_format": "base64"}}
+
+
+def token_ids(text: str) -> list[int]:
+    """MiniLM's ids of ``text``."""
+    from colonnade.api import load_tokenizer
+
+    return load_tokenizer("minilm").encode(text)
+
+
+def photo(height: int = 768, width: int = 1024) -> bytes:
+    """A JPEG image with smooth areas and noise, as large as a phone's preview."""
+    draw = np.random.default_rng(0)
+    y_HW, x_HW = np.mgrid[0:height, 0:width]
+    waves = [np.sin(x_HW / (40 + 30 * i)) * np.cos(y_HW / (60 - 10 * i)) for i in range(3)]
+    pixels = 128 + 100 * np.stack(waves, -1) + draw.normal(0, 8, (height, width, 3))
+    out = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=85)
+    return out.getvalue()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def run_step(service: str, step: Step, settings: Settings, number: int) -> Served:
+    """One round of one step: start the workers, warm up, measure, and stop."""
+    request = request_of(service, step)
+    with started(service, step, settings.workers) as urls:
+        closed_loop(urls, request, settings.clients, min(WARM_UP_S, settings.seconds))
+        if settings.rate is None:
+            result = closed_loop(urls, request, settings.clients, settings.seconds)
+        else:
+            result = open_loop(urls, request, settings.rate, settings.seconds, seed=number)
+    print(f"{service}, {step.name}: {result.requests_per_s:.2f} requests/s", flush=True)
+    return result
+
+
+def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cell]]:
+    """A row for each step of ``service``."""
+    steps = steps_of(service, settings)
+    runs: dict[str, Callable[[int], Served]] = {step.name: partial(run_step, service, step, settings) for step in steps}
+    results = turns(runs, rounds, warm_up=0)
+    rates = {name: statistics.median(each.requests_per_s for each in results[name]) for name in runs}
+    threads = {step.name: place(read_machine(), settings.workers)[0].threads if step.pinned else step.threads
+               for step in steps}  # fmt: skip
+    rows: list[dict[str, Cell]] = []
+    for step in steps:
+        each = results[step.name]
+        everything = Served(1, 0, [latency for one in each for latency in one.latencies_s])
+        rows.append(
+            {
+                "service": service,
+                "step": step.name,
+                "requests_per_s": figures(rates[step.name]),
+                "over_default": figures(rates[step.name] / rates["default"], 3) if rates["default"] else None,
+                **{
+                    f"p{percent}_ms": figures(everything.percentile_ms(percent)) if everything.latencies_s else None
+                    for percent in (50, 95, 99)
+                },
+                "slowest_round_requests_per_s": figures(min(one.requests_per_s for one in each)),
+                "failures": sum(one.failures for one in each),
+                "workers": settings.workers,
+                "threads_each": threads[step.name],
+                "weights": step.weights,
+                "clients": settings.clients,
+                "rate": settings.rate,
+                "published_requests_per_s": PUBLISHED.get(step.name) if service == "image" else None,
+            }
+        )
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def headlines(rows: Sequence[dict[str, Cell]]) -> list[Headline]:
+    """Pinned workers beside default threads, for each service."""
+    speed = {(row["service"], row["step"]): float(row["requests_per_s"] or 0) for row in rows}
+    names = {"image": "ResNet-50 at 384 x 384", "text": "MiniLM embeddings", "chat": "SmolLM2-135M, 16 tokens"}
+    return [
+        Headline(f"{what} on a CPU, pinned workers", speed[service, "pinned"], "requests/s",
+                 "default threads", speed[service, "default"])
+        for service, what in names.items() if (service, "pinned") in speed
+    ]  # fmt: skip
+
+
+def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
+    """Requests/s relative to default threads, beside the published figures."""
+    from matplotlib.figure import Figure
+
+    steps = list(dict.fromkeys(str(row["step"]) for row in rows if "," not in str(row["step"])))
+    ladders = {"published, 8 cores": {step: rate / PUBLISHED["default"] for step, rate in PUBLISHED.items()}}
+    for row in rows:
+        if row["over_default"] is not None:
+            ladders.setdefault(str(row["service"]), {})[str(row["step"])] = float(row["over_default"])
+    figure = Figure(figsize=(8, 4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    width = 0.8 / len(ladders)
+    for i, (name, ladder) in enumerate(ladders.items()):
+        at = [j + (i - (len(ladders) - 1) / 2) * width for j, step in enumerate(steps) if step in ladder]
+        bars = axes.bar(at, [ladder[step] for step in steps if step in ladder], width, label=name,
+                        color="#999999" if i == 0 else None)  # fmt: skip
+        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+    axes.set(yscale="log", ylabel="requests/s over default threads", xticks=range(len(steps)), xticklabels=steps)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--services", nargs="+", choices=["image", "text", "chat"], default=["image", "text", "chat"])
+    parser.add_argument("--workers", type=int, help="default: 4 as in the article, 1 a core on fewer cores")
+    parser.add_argument("--clients", type=int, help="default: 4 a worker")
+    parser.add_argument("--seconds", type=float, default=15, help="for each step and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=float, help="requests/s that arrive, in place of clients that wait for answers")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
+    parser.add_argument("--tiny", action="store_true", help="small images, short rounds; writes no record")
+    args = parser.parse_args(argv)
+    machine, neighbours = read_machine(), Neighbours()
+    workers = args.workers or min(4, machine.usable)
+    place(machine, workers)  # refuses more workers than cores
+    if warning := idle_warning(machine, workers):
+        print(warning, flush=True)
+    settings = Settings(workers, machine.usable, args.clients or 4 * workers, args.seconds, args.rate)
+    if args.tiny:
+        measure("image", replace(settings, seconds=0.5, size=64), 1)
+        return
+    rows = [row for service in args.services for row in measure(service, settings, args.rounds)]
+    draw(rows, args.picture)
+    load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
+    notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
+    report("cpu_ladder", rows, notes, headlines=headlines(rows), folder=args.out)
+
+
+if __name__ == "__main__":
+    main()

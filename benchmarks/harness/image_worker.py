@@ -1,0 +1,94 @@
+"""A worker that classifies JPEG images over HTTP, one process of one model.
+
+    python -m harness.image_worker --model resnet50 --size 384 [--overlap] [--dtype bfloat16]
+
+    POST /  JPEG -> decode, resize, normalise -> network -> softmax, five best classes -> JSON
+
+A thread a connection, and one thread that runs the network, since OpenMP has a set of threads for each that calls it.
+With --overlap the other stages run in the connections' threads, beside the network of another request; else that one
+thread runs all three. Threads, affinity and OpenMP's settings are inherited (:mod:`colonnade.cores`).
+"""
+
+import argparse
+import io
+import json
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from harness.resnet import STAGES, classifier
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's channels."""
+BEST = 5
+
+
+def prepare(jpeg: bytes, size: int, dtype: torch.dtype) -> Tensor:
+    """x_1CHW of a JPEG image, resized to ``size`` x ``size``; in numpy, which starts no threads."""
+    image = Image.open(io.BytesIO(jpeg)).convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+    pixels_HWC = np.asarray(image, dtype=np.float32) / 255
+    x_HWC = (pixels_HWC - np.float32(MEAN)) / np.float32(STD)
+    return torch.from_numpy(np.ascontiguousarray(x_HWC.transpose(2, 0, 1))[None]).to(dtype)
+
+
+def answer(logits_1K: Tensor) -> bytes:
+    """The five most probable classes as JSON."""
+    best = logits_1K[0].float().softmax(-1).topk(BEST)
+    classes = [{"class": i, "probability": p} for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return json.dumps(classes).encode()
+
+
+def handler(model: nn.Module, size: int, dtype: torch.dtype, *, overlap: bool) -> type[BaseHTTPRequestHandler]:
+    """Answers one connection."""
+    network = ThreadPoolExecutor(1)
+
+    @torch.inference_mode()
+    def run(x_1CHW: Tensor) -> Tensor:
+        return model(x_1CHW)
+
+    def classify(jpeg: bytes) -> bytes:
+        return answer(run(prepare(jpeg, size, dtype)))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if overlap:
+                reply = answer(network.submit(run, prepare(body, size, dtype)).result())
+            else:
+                reply = network.submit(classify, body).result()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=STAGES, default="resnet50")
+    parser.add_argument("--size", type=int, default=384, help="height and width of the network's input")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--overlap", action="store_true", help="overlap the stages of different requests")
+    args = parser.parse_args(argv)
+    dtype = getattr(torch, args.dtype)
+    model = classifier(args.model, dtype)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(model, args.size, dtype, overlap=args.overlap))
+    server.daemon_threads = True
+    print(f"serving http://127.0.0.1:{server.server_port} with {torch.get_num_threads()} threads", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``colonnade bench``: what this machine can do at most, and which part of it decoding reaches."""

@@ -1,0 +1,129 @@
+"""Upper bounds of a machine: read bandwidth of its memory, and rates of matrix products, by number of threads.
+
+    bandwidth   bytes of a buffer larger than the caches / time of the fastest torch reduction over it
+    products    2 N³ / time of an (N, N) product; int8 is oneDNN's product of uint8 and int8, on a CPU
+
+The best of several runs counts: another process only makes one slower.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from colonnade.parallel.device_memory import free_bytes
+
+BUFFER_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
+"""Size of the buffer that is read: larger than the caches of most machines."""
+
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
+"""N of the measured products."""
+
+
+class Ceilings(NamedTuple):
+    """Bounds with one number of threads."""
+
+    threads: int
+    read_bytes_per_s: float
+    flops: dict[str, float]
+    """Multiplications and additions per second, by number format."""
+
+
+def measure_ceilings(
+    device: str, threads: Iterable[int], budget_s: float, *, buffer_bytes: int = 0, size: int = 0
+) -> Iterator[Ceilings]:
+    """The bounds for each number of ``threads``, in about ``budget_s`` seconds; on a GPU they do not depend on it."""
+    counts = list(threads) if device == "cpu" else [torch.get_num_threads()]
+    size = size or PRODUCT_SIZE[device]
+    for count in counts:
+        with use_threads(count):
+            products = dict(_products(device, size))
+            each_s = budget_s / len(counts) / (len(products) + 1)
+            most = free_bytes(torch.device(device)) // 4
+            bandwidth = read_bandwidth(device, buffer_bytes or min(most, BUFFER_BYTES[device]), each_s)
+            flops = {name: 2 * size**3 / fastest(run, device, each_s) for name, run in products.items()}
+        yield Ceilings(count, bandwidth, flops)
+
+
+def read_bandwidth(device: str, buffer_bytes: int, budget_s: float = 1.0) -> float:
+    """Read bandwidth in bytes/s: the best of several reductions of torch."""
+    x = torch.ones(max(1, buffer_bytes >> 16) << 14, device=device)
+    rows = x.view(-1, 1 << 14)
+    reductions = [x.sum, lambda: torch.dot(x, x), x.amax, lambda: rows.sum(1), lambda: rows.amax(1)]
+    return x.nbytes / min(fastest(run, device, budget_s / len(reductions)) for run in reductions)
+
+
+def fastest(run: Callable[[], object], device: str, budget_s: float) -> float:
+    """Seconds of the fastest of at least three runs, after one that does not count."""
+    run()
+    best, end = float("inf"), time.perf_counter() + budget_s
+    count = 0
+    while count < 3 or time.perf_counter() < end:
+        best, count = min(best, _seconds(run, device)), count + 1
+    return best
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        run()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _products(device: str, size: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(number format, product) of those that the device has."""
+    a = torch.randn(size, size, device=device)
+    if device == "cpu":
+        yield "float32", lambda: a @ a
+    b = a.bfloat16()
+    yield "bfloat16", lambda: b @ b
+    if device == "cpu" and hasattr(torch.ops.onednn, "qlinear_prepack"):
+        yield "int8", int8_product(torch.randint(0, 255, (size, size), dtype=torch.uint8), b.to(torch.int8))
+
+
+def int8_product(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The product of activations of uint8 and weights of int8, exact in float32 while the sums are below 2²⁴."""
+    packed = torch.ops.onednn.qlinear_prepack(weight_FD, list(x_TD.shape))
+    outputs = len(weight_FD)
+    scales, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
+    return lambda: torch.ops.onednn.qlinear_pointwise(
+        x_TD, 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "none"
+    )
+
+
+def thread_counts(most: int) -> list[int]:
+    """1, 2, 4, … and ``most``."""
+    return sorted({*(1 << i for i in range(most.bit_length())), most})
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """Operations in the block use ``count`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def machine_name(device: str) -> str:
+    """The GPU's or the processor's name; the architecture, where the system does not report it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    for text in info.read_text().splitlines() if info.exists() else ():
+        if text.startswith("model name"):
+            return text.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or os.name

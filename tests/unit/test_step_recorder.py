@@ -1,0 +1,99 @@
+"""Recorded decode steps on a CPU: the same bits as eager ones; any other operation leaves them eager."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colonnade.config import MoeConfig, ServeConfig
+from colonnade.kernels.cpu import calls, kernels, library
+from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+from colonnade.serve.step_recorder import record
+from tests.serve import tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [50, 7], [9, *range(20, 60)], [4] * 30]
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "untied": {"tied": False},
+    "norms of heads": {"qk_norm": True},
+    "biases": {"qkv_bias": True},
+    "a window": {"window": 5},
+}
+
+
+@pytest.fixture(autouse=True)
+def needs_the_library() -> None:
+    if not kernels.available(torch.float32):
+        pytest.skip("needs a C++ compiler and AVX2, or another processor than x86-64")
+
+
+def run_engine(*, fixed: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Engine]:
+    model = tiny.model(**changes).to(dtype)
+    limits = ServeConfig(pages=40, page_tokens=4, max_requests=4, fixed_steps=fixed)
+    engine = Engine(model, tiny.tokenizer(), limits)
+    return engine.generate(PROMPTS, GREEDY), engine
+
+
+def runner_of(engine: Engine) -> CudaGraphRunner:
+    graphs = engine._runner.graphs
+    assert isinstance(graphs, CudaGraphRunner)
+    return graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_recorded_steps_are_eager_steps_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    (eager, plain), (recorded, fixed) = (run_engine(fixed=f, dtype=dtype, **SHAPES[name]) for f in (False, True))
+    assert recorded == eager
+    batches = runner_of(fixed)._batches
+    assert batches and all(batch._recorded is not None for batch in batches.values())
+    for a, b in zip([*plain.cache.k, *plain.cache.v], [*fixed.cache.k, *fixed.cache.v], strict=True):
+        assert torch.equal(a, b[: len(a)]), "the last page of the padded engine is the scratch page"
+
+
+@pytest.mark.parametrize(
+    ("changes", "operation"),
+    [
+        ({"moe": MoeConfig(experts=4, active=2, ffn_width=20)}, "linear|matmul|topk|softmax"),
+        ({"norm_order": "post"}, "add"),
+        ({"qkv_clip": 0.5}, "clamp"),
+    ],
+    ids=["experts", "norms after", "clipped"],
+)
+def test_other_operations_leave_steps_eager(
+    changes: dict[str, Any], operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "colonnade.serve.step_recorder"):
+        outputs, engine = run_engine(fixed=True, **changes)
+    assert all(batch._recorded is None for batch in runner_of(engine)._batches.values())
+    assert caplog.messages and all("not recorded" in message for message in caplog.messages)
+    assert any(name in caplog.text for name in operation.split("|"))
+    assert outputs == run_engine(fixed=False, **changes)[0]
+
+
+def test_views_are_fine_and_copies_are_not() -> None:
+    x, w = torch.randn(2, 6), torch.randn(4, 6)
+    with torch.no_grad():
+        y, recording = record(lambda: kernels.linear(x.view(2, 2, 3).flatten(1), w).unflatten(1, (2, 2)))
+        assert recording is not None and len(recording) == 1
+        x.add_(1)
+        recording.replay()
+        assert torch.equal(y.flatten(1), kernels.linear(x, w))
+        assert record(lambda: kernels.linear(x, w) + 1)[1] is None
+        assert record(lambda: kernels.linear(x[:, ::2].contiguous(), w[:, :3].contiguous()))[1] is None
+        assert record(lambda: x)[1] is None
+    assert calls._active.recording is None
+
+
+def test_an_error_ends_the_recording() -> None:
+    with pytest.raises(RuntimeError), calls.recording():
+        raise RuntimeError
+    assert calls._active.recording is None
+
+
+def test_the_library_is_the_processors_best() -> None:
+    assert library.load() is library.load_for(library.best_instruction_set(Path("/proc/cpuinfo")))
