@@ -93,6 +93,8 @@ class ServeConfig(Config):
     replicas: int | Literal["auto"] = 1
     """Engines of each model on this machine, behind one address; on a CPU each has cores of its own in one NUMA node,
     else GPUs. auto: one per NUMA node, or as many as the GPUs suffice for."""
+    fronts: int = Field(default=1, gt=0, le=256)
+    """HTTP processes that share the port in front of the engines; one handles 20,000 to 30,000 streamed tokens/s."""
     upstreams: tuple[str, ...] = ()
     """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
     here, and MODEL is only a name."""
