@@ -52,8 +52,6 @@ TOPICS = {
         ("decode_cpu", 0, "SmolLM2-135M decoding, float32, batch 1"),
         ("decode_cpu", 3, "SmolLM2-135M decoding, bfloat16, batch 8"),
         ("speculate_cpu", 0, "SmolLM2-135M, text that repeats, speculative decoding"),
-        ("cpu_ladder", 0, "ResNet-50 over HTTP, pinned workers"),
-        ("cpu_ladder", 2, "SmolLM2-135M over HTTP, 16 tokens, pinned workers"),
         ("train_cpu", 0, "Training a 4 M parameter Llama"),
     ],
     "Same numbers": [
