@@ -1,17 +1,21 @@
-"""CPU time of the HTTP process per streamed token, with 1, 8 and 64 clients.
+"""CPU time of the HTTP processes per streamed token, with 1, 8 and 64 clients.
 
     python benchmarks/serve_http.py
+    python benchmarks/serve_http.py --fronts 2              # in turns with a server of 2 HTTP processes
     python benchmarks/serve_http.py --compare ../older      # in turns with another checkout of Colonnade
     python benchmarks/serve_http.py --tiny                  # few tokens: a smoke test
 
 ``colonnade serve`` serves a model of one narrow layer, which generates faster than any real one, with chats streamed
-over keep-alive connections. Nothing is replaced: the CPU time of the HTTP process is read from the kernel, and the
-engine and the clients are processes of their own. ``tokens_per_s`` depends on how many cores they share.
+over keep-alive connections. Nothing is replaced: the CPU time of the HTTP processes (with fronts that of the process
+which supervises them too) is read from the kernel, and the engine and the clients are processes of their own.
+``tokens_per_s`` depends on how many cores they share, and on the engine: it shows what fronts gain only where one HTTP
+process is the bottleneck.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -49,8 +53,11 @@ def save_model(folder: Path) -> None:
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU time of all threads of a process."""
-    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    """CPU time of all threads of a server, and of its fronts: children in its session, which the engines are not."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    fronts = [child for child in map(int, children) if os.getsid(child) == os.getsid(pid)]
+    paths = (path for each in (pid, *fronts) for path in Path(f"/proc/{each}/task").glob("*/schedstat"))
+    return sum(int(path.read_text().split()[0]) for path in paths)
 
 
 async def stream(port: int, answers: int) -> None:
@@ -73,7 +80,7 @@ async def stream(port: int, answers: int) -> None:
 
 
 def crowd(server: tuple[int, int], clients: int, answers: int, _: int) -> dict[str, float]:
-    """``clients`` clients at once; the HTTP process's CPU time per token, and the tokens per second of all."""
+    """``clients`` clients at once; the CPU time of HTTP per token, and the tokens per second of all."""
     pid, port = server
 
     async def all_of_them() -> None:
@@ -88,15 +95,19 @@ def crowd(server: tuple[int, int], clients: int, answers: int, _: int) -> dict[s
     }
 
 
-def measure(roots: dict[str, Path], rounds: int, answers: int) -> tuple[list[dict[str, Cell]], list[Headline]]:
+def measure(
+    servers_of: dict[str, tuple[Path, int]], rounds: int, answers: int
+) -> tuple[list[dict[str, Cell]], list[Headline]]:
+    """Rows and headlines for servers of (checkout, number of HTTP processes)."""
     rows: list[dict[str, Cell]] = []
     heads = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = Path(folder) / "tiny"
         save_model(model)
         servers = {}
-        for who, root in roots.items():
-            url, pid = stack.enter_context(served(model, root=root, OMP_NUM_THREADS="1"))
+        for who, (root, fronts) in servers_of.items():
+            flags = ("--serve.fronts", str(fronts)) if fronts > 1 else ()
+            url, pid = stack.enter_context(served(model, *flags, root=root, OMP_NUM_THREADS="1"))
             servers[who] = pid, int(url.rpartition(":")[2])
         for clients in CLIENTS:
             each = max(1, answers // clients)
@@ -106,7 +117,7 @@ def measure(roots: dict[str, Path], rounds: int, answers: int) -> tuple[list[dic
                 rows.append({"who": who, "clients": clients, "tokens": clients * each * TOKENS, **medians})
                 print(line(rows[-1]), flush=True)
             ours, *others = (float(row["us_per_token"] or 0) for row in rows if row["clients"] == clients)
-            peer = ("the version before", others[0]) if others else ("", None)
+            peer = (list(servers_of)[1], others[0]) if others else ("", None)
             heads.append(Headline(f"CPU time of HTTP per streamed token, {clients} clients", ours, "µs", *peer))
     return rows, heads
 
@@ -115,15 +126,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="few tokens; writes no record")
     parser.add_argument("--compare", type=Path, help="another checkout of Colonnade")
+    parser.add_argument("--fronts", type=int, default=1, help="HTTP processes of another server")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
-    roots = {"colonnade": ROOT} | ({"before": args.compare.resolve()} if args.compare else {})
+    servers = {"colonnade": (ROOT, 1)}
+    if args.compare:
+        servers["the version before"] = (args.compare.resolve(), 1)
+    if args.fronts > 1:
+        servers[f"{args.fronts} fronts"] = (ROOT, args.fronts)
     around = Neighbours()
-    rows, heads = measure(roots, 1 if args.tiny else args.rounds, 1 if args.tiny else 8)
+    rows, heads = measure(servers, 1 if args.tiny else args.rounds, 1 if args.tiny else 8)
     if not args.tiny:
         report(
-            "serve_http",
+            "serve_http" if args.fronts == 1 else "serve_http_fronts",
             rows,
             f"medians of {args.rounds} rounds, in turns; {around}, the servers included",
             headlines=heads,

@@ -2,10 +2,17 @@
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from colonnade.config import ServeConfig
 from colonnade.serve.ipc import EngineClient
+from colonnade.serve.replicas import Replicas
 
-if TYPE_CHECKING:  # the routes of a server with one engine need no router
-    from colonnade.serve.replicas import Replicas
+if TYPE_CHECKING:  # most servers have none
     from colonnade.serve.upstreams import Upstreams
 
 Backend: TypeAlias = "EngineClient | Replicas | Upstreams"
+
+
+def make_engine(config: ServeConfig, models: int) -> EngineClient | Replicas:
+    """The engine, or the replicas, of one of ``models``: with several an engine that dies is started again."""
+    assert config.replicas != "auto", "the server has decided how many"
+    return Replicas(config.replicas) if models > 1 or config.replicas > 1 else EngineClient()

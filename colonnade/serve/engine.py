@@ -184,12 +184,19 @@ class Engine:
         if request.id in self._live:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
         now_s = time.monotonic()
-        self.scheduler.add(request, now_s)
+        if displaced := self.scheduler.add(request, now_s):
+            self._deliver([self._displaced_output(self._live[displaced.id], now_s)])
         text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         live = self._live[request.id] = _Generation(request, text, arrived_s=now_s)
         if resume:
             self._replay(live)
         return request.id
+
+    def _displaced_output(self, live: _Generation, now_s: float) -> Output:
+        """End a request that another client's has displaced from the queue."""
+        self._finish(live, "displaced")
+        timing = Timing(now_s - live.arrived_s, 0.0, 0.0)
+        return Output(live.request.id, "", None, "displaced", len(live.request.prompt), 0, timing)
 
     def _replay(self, live: _Generation) -> None:
         """Bring the text, the penalties and the grammar of a resumed request to the state after its last token."""
@@ -431,7 +438,10 @@ class Engine:
 
     def _step_and_deliver(self) -> None:
         """Run one step and put its outputs into the queues of their readers."""
-        for output in self._step():
+        self._deliver(self._step())
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
             self._queues.get(output.id, self._undelivered).append(output)
 
     def _drop(self, key: str) -> None:

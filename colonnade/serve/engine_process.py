@@ -16,9 +16,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from multiprocessing import resource_tracker
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from colonnade.config import Plan, ServeConfig
 from colonnade.config.plugins import load_plugin, loaded_plugins
 from colonnade.cores import child_placement
 from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
+from colonnade.serve.child_process import ignore_interrupts, start_child
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement
 from colonnade.serve.start_order import Turn
@@ -68,8 +68,7 @@ async def engine_process(
     when it is its ``turn``. Raises what the start raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
     """
     client, kill = client or EngineClient(), kill or asyncio.Event()
-    parent = None if len(tempfile.gettempdir()) < MAX_TMPDIR_CHARACTERS else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="colonnade-", dir=parent) as folder:  # only this user may enter
+    with socket_folder() as folder:
         address = f"{folder}/engine"
         async with await asyncio.start_unix_server(client.listen, address, limit=MAX_MESSAGE_BYTES):
             args = (loaded_plugins(), open_model, plan, config, device, address, placement)
@@ -88,6 +87,14 @@ async def engine_process(
                 if not client.exited.is_set():
                     _kill(process)
                 await watcher
+
+
+@contextmanager
+def socket_folder() -> Iterator[str]:
+    """A temporary folder for Unix sockets, which only this user may enter."""
+    parent = None if len(tempfile.gettempdir()) < MAX_TMPDIR_CHARACTERS else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="colonnade-", dir=parent) as folder:
+        yield folder
 
 
 async def _allocate(client: EngineClient, turn: Turn | None) -> None:
@@ -140,18 +147,11 @@ def _spawn(args: tuple, placement: Placement) -> tuple[Connection, BaseProcess]:
     """Start the supervisor; returns the pipe on which it reports a failure, and its process."""
     context = multiprocessing.get_context("spawn")
     report, report_end = context.Pipe(duplex=False)
-    process = context.Process(target=_supervise, args=(report_end, *args), name="colonnade-engine")
-    # A child inherits the signal mask: Ctrl-C in a terminal must not reach it before it has a session of its own.
-    # (Ignoring the signal here would prevent that too, but lose one that is meant for this process.)
-    resource_tracker.ensure_running()  # the first child would start it, and that would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with child_placement(placement.cpus, os.environ):
-            process.start()
+            return report, start_child(_supervise, (report_end, *args), "colonnade-engine")
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         report_end.close()
-    return report, process
 
 
 def _supervise(
@@ -166,8 +166,7 @@ def _supervise(
 ) -> None:
     """In the child: open the model, launch the ranks, and report why they failed."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    ignore_interrupts()
     try:
         # Imported here, since they import torch, which the HTTP process does not need.
         from colonnade.parallel.launch import launch, use_gpus

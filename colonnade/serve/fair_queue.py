@@ -15,13 +15,17 @@ class, again and again, so that no request waits for ever behind better classes 
 requests whose own class that is. Time spent behind other requests of the same client does not count, or else a client
 with a long backlog would overtake all others after :data:`RISE_S`.
 
+A full queue is shared equally: a client that has fewer requests in it than its share may still add one, and the client
+that has most loses its newest (longest queue drop; Suter et al. 1998, "Design considerations for supporting TCP with
+per-flow queueing"). Alone a client may fill all of it.
+
 Preempted requests come before all others, in the order in which they were admitted; they are not charged again.
 
 Pure Python without a clock: the caller passes the time.
 """
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -80,6 +84,8 @@ class FairQueue:
         """By priority; only those with waiting requests."""
         self._heap: list[_Entry] = []
         """(class, -rises, start, number, line) of the first request of each line."""
+        self._counts = Counter[str]()
+        """Requests of each client that wait for their first admission; without clients that have none."""
         self._size = self._number = 0
         self._now_s = self._updated_s = 0.0
 
@@ -124,6 +130,7 @@ class FairQueue:
         group = self._classes.setdefault(request.priority, _Class())
         line = group.lines.setdefault(request.client, _Line())
         self._number += 1
+        self._counts[request.client] += 1
         group.waiting += 1
         line.requests[request] = self._number
         if len(line.requests) == 1:
@@ -186,6 +193,22 @@ class FairQueue:
                 before += own + sum(min(number, own + count) for number in others)
         return before
 
+    def has_room(self, client: str, count: int, most: int) -> bool:
+        """Whether ``count`` new requests of ``client`` may wait where ``most`` may: in free places, or in its share."""
+        clients = len(self._counts) + (client not in self._counts)
+        return len(self) + count <= most or self._counts[client] + count <= most // clients
+
+    def displaced_by(self, client: str) -> Request | None:
+        """The request that makes way for one of ``client`` in a full queue: the newest of the client that has most.
+
+        None if no client has at least two more than ``client``.
+        """
+        hog, number = max(self._counts.items(), key=lambda each: each[1], default=("", 0))
+        if number < self._counts[client] + 2:
+            return None
+        worst = max(p for p, group in self._classes.items() if hog in group.lines and group.lines[hog].requests)
+        return next(reversed(self._classes[worst].lines[hog].requests))
+
     def _first_line(self) -> _Line | None:
         while self._heap and self._heap[0][-1].entry is not self._heap[0]:
             heapq.heappop(self._heap)
@@ -196,6 +219,9 @@ class FairQueue:
         was_first = next(iter(line.requests)) is request
         del line.requests[request]
         self._size -= 1
+        self._counts[request.client] -= 1
+        if not self._counts[request.client]:
+            del self._counts[request.client]
         group = self._classes[request.priority]
         group.waiting -= 1
         if was_first:

@@ -1,29 +1,29 @@
 """Compiles :class:`StructuredOutputs` to matchers that say which tokens may come next.
 
-The grammar engine is llguidance (Microsoft): its limits on lexer and parser work bound the time of a compilation and of
-a mask, whatever the grammar. It compiles lazily, so most of a schema costs nothing until the text reaches it.
+The grammar engine is llguidance (Microsoft): its limits on lexer and parser work bound the time of a mask, whatever the
+grammar. It compiles lazily, so most of a schema costs nothing until the text reaches it.
 """
 
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar
 
-from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.serve.structured_outputs import WHITESPACE, StructuredOutputs, lark_json
 
-if TYPE_CHECKING:  # of the extra 'serve': other requests need no grammar engine
+if TYPE_CHECKING:  # llguidance is of the extra 'serve': other requests need no grammar engine
     import llguidance
+
+    from colonnade.data.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 CACHED_GRAMMARS = 256
 """Compiled grammars that are kept, the least recently used ones dropped first."""
-
-
-MAX_COMPILE_S = 2.0
-"""Longest compilation [s]."""
 
 COMPILE_STACK_BYTES = 256 << 20
 """Stack of a compilation: llguidance recurses over rules that refer to one another, and 64 KiB of them overflow the
@@ -60,13 +60,26 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for the vocabulary of ``tokenizer``; may be used by several threads."""
+    """Makes matchers for the vocabulary of ``tokenizer``; may be used by several threads.
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+    A server sets ``check``, which raises for a grammar that would take too much
+    (:class:`~colonnade.serve.grammar_check.GrammarChecker`).
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int):
         self._tokenizer, self._mask_bytes = tokenizer, -(-vocab_size // 8)
+        self.check: Callable[[StructuredOutputs], object] = lambda _: None
         self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         """Held while ``_compiled`` is read or changed, and while the vocabulary is prepared."""
+
+    @cached_property
+    def vocabulary(self) -> "Vocabulary":
+        """What the grammar engine knows of the tokenizer."""
+        it = self._tokenizer
+        tokens = [it.token_bytes(i) for i in range(it.vocab_size)]
+        encode = lambda text: it.encode_documents([text.decode()])[0]  # noqa: E731
+        return Vocabulary(tokens, sorted(it.special_ids), list(it.eos_ids), it.bos_id, encode)
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """A matcher at the start of the text; raises :class:`RequestError` for a grammar that cannot be compiled."""
@@ -76,35 +89,14 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = self._compile_in_thread(wanted)
+            self._prepare()
+            self.check(wanted)
+            compiled = in_large_stack(partial(compile_grammar, wanted, self._tokens)).result()
             with self._lock:
                 self._compiled[key] = compiled
                 while len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
         return Matcher(compiled.deep_copy(), self._mask_bytes)
-
-    def _compile_in_thread(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
-        """Run :meth:`_compile` with a large stack and a time limit."""
-        self._prepare()
-        result: Future[llguidance.LLMatcher] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(self._compile(wanted))
-            except BaseException as error:  # noqa: BLE001 - the caller raises it
-                result.set_exception(error)
-
-        thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
-        with _stack_size:
-            before = threading.stack_size(COMPILE_STACK_BYTES)
-            try:
-                thread.start()
-            finally:
-                threading.stack_size(before)
-        try:
-            return result.result(MAX_COMPILE_S)
-        except TimeoutError:
-            raise _invalid(wanted, "compiled", f"it takes over {MAX_COMPILE_S:g} s; simplify it") from None
 
     def _prepare(self) -> None:
         """Read the vocabulary, once: for a large one that takes a second."""
@@ -117,43 +109,74 @@ class GrammarCompiler:
                 param="structured_outputs",
             ) from None
         with self._lock:
-            _ = self._vocabulary
-
-    def _compile(self, wanted: StructuredOutputs) -> "llguidance.LLMatcher":
-        import llguidance
-
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        try:
-            grammar = _to_grammar(wanted)
-        except Exception as error:  # noqa: BLE001 - a parser of untrusted text, which raises errors of many kinds
-            raise _invalid(wanted, "read", str(error) or type(error).__name__) from None
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds grammars that match nothing
-        if matcher.is_error():
-            raise _invalid(wanted, "compiled", matcher.get_error())
-        return matcher
+            _ = self._tokens
 
     @cached_property
-    def _vocabulary(self) -> "llguidance.LLTokenizer":
-        import llguidance
-
-        return llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer)), eos_token=list(self._tokenizer.eos_ids)
-        )
+    def _tokens(self) -> "llguidance.LLTokenizer":
+        return read_vocabulary(self.vocabulary)
 
 
-class _Vocabulary:
-    """The interface of a tokenizer that llguidance expects."""
+class Vocabulary:
+    """The interface of a tokenizer that llguidance expects: the bytes of each token, which are special, text to ids."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.eos_token_id, self.bos_token_id = tokenizer.eos_ids[0], tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokens: list[bytes],
+        special_ids: list[int],
+        eos_ids: list[int],
+        bos_id: int | None,
+        encode: Callable[[bytes], list[int]],
+    ):
+        self.tokens, self.special_token_ids, self.eos_ids = tokens, special_ids, eos_ids
+        self.eos_token_id, self.bos_token_id, self._encode = eos_ids[0], bos_id, encode
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode_documents([text.decode()])[0]
+        """The ids of ``text``."""
+        return self._encode(text)
+
+
+def read_vocabulary(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
+    """llguidance's form of it."""
+    import llguidance
+
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=vocabulary.eos_ids)
+
+
+def in_large_stack(work: Callable[[], Result]) -> Future[Result]:
+    """Run ``work`` in a thread with :data:`COMPILE_STACK_BYTES`."""
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
+    with _stack_size:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return result
+
+
+def compile_grammar(wanted: StructuredOutputs, vocabulary: "llguidance.LLTokenizer") -> "llguidance.LLMatcher":
+    """A matcher for ``wanted``; raises :class:`RequestError` if it is invalid."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    try:
+        grammar = _to_grammar(wanted)
+    except Exception as error:  # noqa: BLE001 - a parser of untrusted text, which raises errors of many kinds
+        raise invalid_grammar(wanted, "read", str(error) or type(error).__name__) from None
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # finds grammars that match nothing
+    if matcher.is_error():
+        raise invalid_grammar(wanted, "compiled", matcher.get_error())
+    return matcher
 
 
 def _to_grammar(wanted: StructuredOutputs) -> str:
@@ -174,7 +197,8 @@ def _to_grammar(wanted: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
 
 
-def _invalid(wanted: StructuredOutputs, verb: str, reason: str) -> RequestError:
+def invalid_grammar(wanted: StructuredOutputs, verb: str, reason: str) -> RequestError:
+    """The error (400) of a grammar that cannot be ``verb``: read or compiled."""
     if reason.startswith("NoExtension"):
         reason = "no text matches it"
     return RequestError(

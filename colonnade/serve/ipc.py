@@ -6,7 +6,7 @@
                       {"do": "cancel", "ids"}       {"do": "reset_cache", "ids"}      {"do": "stop"}
                       {"do": "swap", "ids", "path"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
-                      {"do": "detokenize", "ids", "tokens"}
+                      {"do": "detokenize", "ids", "tokens"}   {"do": "connect", "address"}
     engine -> HTTP    {"event": "loaded"}
                       {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
                        "capabilities", "note", "stats": {…}}
@@ -356,6 +356,10 @@ class EngineClient:
     def allocate(self) -> None:
         """Let the engine, which has loaded its weights, allocate its cache and become ready."""
         self._send({"do": "start"})
+
+    def connect_front(self, address: str) -> None:
+        """Let the engine connect to another HTTP process, which listens at this Unix socket."""
+        self._send({"do": "connect", "address": address})
 
     def abort(self) -> None:
         """End all running requests with an error."""

@@ -26,6 +26,9 @@ from colonnade.serve.tokenize_messages import answer_message, work_size
 
 LOG = logging.getLogger("colonnade.serve.engine")
 
+Put = Callable[[Message | BaseException], object]
+"""Puts a message, or a bug of this thread, into the engine's inbox."""
+
 LARGE_TEXT = 1 << 15
 """Requests with more text than this are tokenised in a thread of their own [characters]."""
 
@@ -49,9 +52,9 @@ def sampling_params(values: Message) -> SamplingParams:
     return SamplingParams(**{**values, **changed})
 
 
-def read_messages(connection: socket.socket, engine: Engine | PoolingEngine, inbox: queue.SimpleQueue) -> None:
-    """In a thread: put messages, with prompts as token ids, into the inbox; a stop at the end of the connection."""
-    large = _LargeRequests(engine, inbox)
+def read_messages(connection: socket.socket, engine: Engine | PoolingEngine, put: Put) -> None:
+    """In a thread: ``put`` messages, with prompts as token ids, into the inbox; "disconnected" at the end."""
+    large = _LargeRequests(engine, put)
     try:
         with suppress(OSError), connection.makefile("rb") as lines:  # OSError: the HTTP process was killed
             for line in lines:
@@ -59,17 +62,17 @@ def read_messages(connection: socket.socket, engine: Engine | PoolingEngine, inb
                 if _is_slow(message):
                     large.add(message)
                 elif message["do"] != "cancel" or not large.cancel(message["ids"]):
-                    inbox.put(prepare(message, engine))
-        inbox.put({"do": "stop"})
+                    put(prepare(message, engine))
+        put({"do": "disconnected"})
     except BaseException as bug:  # noqa: BLE001 - raised again by the main thread, which would otherwise wait for ever
-        inbox.put(bug)
+        put(bug)
 
 
 class _LargeRequests:
     """Tokenises submissions, and compiles their grammars, in a thread in order of arrival; drops cancelled ones."""
 
-    def __init__(self, engine: Engine | PoolingEngine, inbox: queue.SimpleQueue):
-        self._engine, self._inbox = engine, inbox
+    def __init__(self, engine: Engine | PoolingEngine, put: Put):
+        self._engine, self._put = engine, put
         self._todo: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._pending: set[str] = set()
         """Ids of the submissions that have not reached the inbox."""
@@ -102,9 +105,9 @@ class _LargeRequests:
                 with self._lock:
                     if self._wanted(ids):
                         self._pending.difference_update(ids)
-                        self._inbox.put(message)
+                        self._put(message)
         except BaseException as bug:  # noqa: BLE001 - raised again by the main thread
-            self._inbox.put(bug)
+            self._put(bug)
 
 
 def _is_slow(message: Message) -> bool:

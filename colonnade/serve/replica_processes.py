@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ColonnadeError, RequestError, WorkerError
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
+from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import Placement
 from colonnade.serve.replicas import Replicas
 from colonnade.serve.start_order import Turn
@@ -27,7 +28,8 @@ DEATHS_S = 600.0
 class ReplicaProcesses:
     """The processes of ``replicas``, one engine for each of ``placements``, which allocates its cache in its turn.
 
-    ``announce`` gets a line when one dies, and when it is up again; it calls them ``labels``.
+    ``announce`` gets a line when one dies, and when it is up again; it calls them ``labels``. ``on_up`` is called with
+    the number and the connection of one that is up.
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class ReplicaProcesses:
         turns: Sequence[Turn],
         labels: Sequence[str],
         announce: Callable[[str], object],
+        on_up: Callable[[int, EngineClient], object],
     ):
         self._replicas, self._open_model, self._plan, self._config = replicas, open_model, plan, config
         self._device, self._placements, self._turns = device, placements, turns
-        self._labels, self._announce = labels, announce
+        self._labels, self._announce, self._on_up = labels, announce, on_up
         self._left = set(range(len(placements)))
         """Replicas that are up or starting."""
         self._stopping = asyncio.Event()
@@ -89,6 +92,7 @@ class ReplicaProcesses:
                         if path := self._replicas.swapped_path:
                             await client.ask("swap", path=path)
                         self._replicas.set_up(replica)
+                        self._on_up(replica, client)
                         if deaths:
                             self._announce(f"{label} is up again")
                     await wait_first(client.exited.wait(), self._stopping.wait())

@@ -42,7 +42,7 @@ class Replicas:
         self.swapped_path: str | None = None
         """The checkpoint whose weights have replaced the first ones."""
         self._loaded = set[int]()
-        self._ended_stats = Stats()
+        self.ended_stats = Stats()
         """Counters of engines that have died."""
         self._aborted, self._changed = False, asyncio.Event()
         """``_changed`` is replaced when it is set: another replica is up, or none is left."""
@@ -104,7 +104,7 @@ class Replicas:
     @property
     def stats(self) -> Stats:
         """The sums over all replicas, counters also over those that have died."""
-        return sum_stats([self._ended_stats, *(client.stats for client in self.clients)])
+        return sum_stats([self.ended_stats, *(client.stats for client in self.clients)])
 
     def resident_bytes(self) -> int:
         """RSS of the engine processes."""
@@ -120,7 +120,7 @@ class Replicas:
 
     def set_down(self, replica: int) -> None:
         """Forget the engine of ``replica``, which has ended; another connection takes its place."""
-        self._ended_stats = sum_stats([self._ended_stats, _counters(self.clients[replica].stats)])
+        self.ended_stats = sum_stats([self.ended_stats, _counters(self.clients[replica].stats)])
         self.router.forget(replica)
         self._loaded.discard(replica)
         self.clients[replica] = EngineClient()
@@ -148,7 +148,14 @@ class Replicas:
     @overload
     def run(self, request: PoolingRequest) -> AsyncGenerator[tuple[int, PoolingOutput]]: ...
     async def run(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[tuple[int, Any]]:
-        """Yield (index of the completion, output) as outputs arrive; closing the generator cancels the request.
+        """Yield the outputs of :meth:`run_batches` one by one."""
+        async with aclosing(self.run_batches(request)) as batches:
+            async for batch in batches:
+                for each in batch:
+                    yield each
+
+    async def run_batches(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[list[tuple[int, Any]]]:
+        """Yield lists of (index of the completion, output) as outputs arrive; closing it cancels the request.
 
         Raises :class:`RequestError` as one engine does, but goes on elsewhere if a replica dies.
         """
@@ -163,11 +170,11 @@ class Replicas:
                 await self._until_up(progress)
                 replica = self.router.choose(prompt, [i for i in self.up if i not in full] or self.up)
                 try:
-                    async with aclosing(self.clients[replica].run(todo)) as outputs:
-                        async for index, output in outputs:
+                    async with aclosing(self.clients[replica].run_batches(todo)) as batches:
+                        async for batch in batches:
                             begun = True
-                            if progress.observe(index, output):
-                                yield index, output
+                            if new := [(index, output) for index, output in batch if progress.observe(index, output)]:
+                                yield new
                     return
                 except RequestError as error:
                     full.add(replica)
@@ -181,12 +188,6 @@ class Replicas:
             self.running -= 1
             if not self.running:
                 self.idle.set()
-
-    async def run_batches(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[list[tuple[int, Any]]]:
-        """Yield the outputs of :meth:`run` in lists of one."""
-        async with aclosing(self.run(request)) as outputs:
-            async for each in outputs:
-                yield [each]
 
     async def _until_up(self, progress: Progress) -> None:
         """Wait until a replica is up; raises :class:`RequestError` if none will be, or the request times out."""

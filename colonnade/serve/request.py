@@ -18,9 +18,10 @@ from colonnade.serve.speculation import Drafter
 if TYPE_CHECKING:
     from colonnade.serve.logits_processor import LogitsProcessor
 
-FinishReason = Literal["stop", "length", "error", "grammar_error"]
+FinishReason = Literal["stop", "length", "error", "grammar_error", "displaced"]
 """stop: an end token, a stop string, or the end of the grammar. length: max_tokens or the context. error: the logits
-were not finite. grammar_error: the grammar needs more work for a token than is allowed."""
+were not finite. grammar_error: the grammar needs more work for a token than is allowed. displaced: it lost its place in
+a full queue to another client."""
 
 
 class Status(Enum):
@@ -229,6 +230,13 @@ def failure(reason: FinishReason | None) -> RequestError | None:
             "the grammar is too complex: the next token needs more work than is allowed; simplify structured_outputs",
             param="structured_outputs",
             code="grammar_too_complex",
+        )
+    if reason == "displaced":
+        return RequestError(
+            "the queue is full, and most of it is this client's: the newest of its requests made way for another "
+            "client's; try again later",
+            status=429,
+            code="queue_full",
         )
     if reason != "error":
         return None

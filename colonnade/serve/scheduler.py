@@ -112,13 +112,17 @@ class Scheduler:
         """True if one more request would be refused."""
         return len(self.waiting) >= self.max_waiting
 
-    def add(self, request: Request, now_s: float = 0.0) -> None:
-        """Queue ``request`` at the time ``now_s``.
+    def add(self, request: Request, now_s: float = 0.0) -> Request | None:
+        """Queue ``request`` at the time ``now_s``; returns the one that it displaces from a full queue.
 
-        Raises RequestError (429) if the queue is full, CapacityError if the request can never fit.
+        The caller has to :meth:`finish` that one. Raises RequestError (429) if the queue is full, CapacityError if the
+        request can never fit.
         """
         self.pool.check_fits(len(request.prompt), request.limit_tokens)
+        displaced = None
         if self.full and request.resume is None:
+            displaced = self.waiting.displaced_by(request.client)
+        if self.full and request.resume is None and displaced is None:
             raise RequestError(
                 f"the queue is full: {len(self.waiting):,} requests wait already; try again later",
                 status=429,
@@ -128,6 +132,7 @@ class Scheduler:
         self.waiting.append(request, now_s)
         if self.speculator is not None and not request.needs_history:
             request.drafter = self.speculator.start(request)
+        return displaced
 
     def schedule(self, now_s: float = 0.0) -> Work:
         """Choose the tokens of the next forward pass, at the time ``now_s``; at most one may be uncommitted.

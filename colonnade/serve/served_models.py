@@ -12,6 +12,7 @@ from typing import NamedTuple
 from colonnade.config.base import plural
 from colonnade.errors import ColonnadeError, ConfigError, RequestError
 from colonnade.serve.backend import Backend
+from colonnade.serve.ipc import Message
 
 
 class ServedModel(NamedTuple):
@@ -67,6 +68,15 @@ class ServedModels:
         """Why the server fails: no engine is left."""
         failures = [model.engine.failure for model in self.all]
         return failures[0] if all(failures) else None
+
+    async def request_drain(self) -> int:
+        """Ask the server to drain and stop; returns the number of running requests."""
+        self.stop_requested.set()
+        return self.running
+
+    async def swap(self, name: str, path: str) -> Message:
+        """Replace the weights of the model ``name`` by those at ``path``."""
+        return await self._engines[name].ask("swap", path=path)
 
     @property
     def running(self) -> int:

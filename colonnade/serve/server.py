@@ -11,53 +11,29 @@ it loads or drains, new requests get a 503, and so does /ready.
 
 import asyncio
 import contextlib
-import errno
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
-
-import uvicorn
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.base import plural
 from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.api_keys import KeyRing
-from colonnade.serve.api.connection import ConnectionLimits, connection_class, limit_unsent
-from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
-from colonnade.serve.api.routes import build_app
+from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.shadow import Shadow, is_own_address
-from colonnade.serve.backend import Backend
+from colonnade.serve.backend import Backend, make_engine
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
+from colonnade.serve.fronts import Fronts
+from colonnade.serve.http_server import Around, HttpServer, listen, new_event_loop, open_tracer, reserve_port, url_of
 from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement, place_engines
 from colonnade.serve.replica_processes import ReplicaProcesses
-from colonnade.serve.replicas import Replicas
 from colonnade.serve.served_models import ServedModels
 from colonnade.serve.start_order import start_turns
 from colonnade.serve.upstreams import Upstreams
 
-try:
-    from uvloop import new_event_loop
-except ImportError:  # it has no wheel for every platform
-    from asyncio import new_event_loop
-
-if TYPE_CHECKING:  # needs the extra trace
-    from colonnade.serve.api.tracing import Tracer
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-KEEP_ALIVE_S = 65
-"""Time that an idle connection is kept open [s]: longer than clients do, so that they close first."""
-
-GRACE_S = 2
-"""Time to send the last bytes after the drain [s]."""
-
-BACKLOG = 2048
-"""Connections that wait to be accepted; uvicorn's default."""
-
-FORCED_CLOSE_S = 0.5
-"""The same after a second signal [s]."""
 
 
 def serve(
@@ -94,25 +70,16 @@ def serve(
     config = config.replace(replicas=len(placements[0]))
     shadow = Shadow(config) if config.shadow or config.shadow_log else None
     with (
-        _listen(config) as listener,
-        _tracing(config) as tracer,
+        reserve_port(config) if config.fronts > 1 else listen(config) as listener,
+        open_tracer(config) as tracer,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         for flag, urls in (("upstreams", config.upstreams), ("shadow", [config.shadow] if config.shadow else [])):
             for url in urls:
                 if is_own_address(url, listener):
                     raise ConfigError(f"--serve.{flag} {url} is this server itself; give the address of another one")
-        around = _Around(keys, tracer, shadow, limits)
+        around = Around(keys, tracer, shadow, limits)
         runner.run(_serve(listener, open_models, plan, config, device, placements, around, announce))
-
-
-class _Around(NamedTuple):
-    """What surrounds the routes."""
-
-    keys: KeyRing
-    tracer: "Tracer | None"
-    shadow: Shadow | None
-    limits: ConnectionLimits
 
 
 async def _serve(
@@ -122,63 +89,46 @@ async def _serve(
     config: ServeConfig,
     device: str,
     placements: list[list[Placement]],
-    around: _Around,
+    around: Around,
     announce: Callable[[str], object],
 ) -> None:
     stop = _StopSignals()
-    keys, tracer, shadow, limits = around
-    limits = limits.within_files()
-    replicas = len(placements[0])
-    restarts = len(open_models) > 1 or replicas > 1
-    engines: dict[str, Backend] = {name: Replicas(replicas) if restarts else EngineClient() for name in open_models}
+    engines: dict[str, Backend] = {name: make_engine(config, len(open_models)) for name in open_models}
     if config.upstreams:
         engines = {name: Upstreams(config.upstreams, config.upstream_key, announce) for name in open_models}
     models = ServedModels(engines)
-    if config.keys is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, keys, announce)
     names = ", ".join(models.names)
     announce(f"loading {names}")
-    server = _Server(
-        uvicorn.Config(
-            build_app(models, config, keys, tracer=tracer, shadow=shadow, limits=limits),
-            http=connection_class(limits),
-            lifespan="off",
-            ws="none",
-            log_config={"off": None, "text": ACCESS_LOG, "json": JSON_LOG}[config.log],
-            access_log=config.log == "text",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
+    if config.fronts > 1:
+        http = Fronts(models, config, around.keys, around.limits, announce)
+    else:
+        http = HttpServer(models, config, around)
+    if config.keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, around.keys, http, announce)
     async with (
-        contextlib.AsyncExitStack() as closing,
-        server.running(listener) as serving,
-        _running(models, open_models, plan, config, device, placements, stop, announce),
+        http.running(listener),
+        _running(models, open_models, plan, config, device, placements, stop, announce, http.connect),
     ):
-        if shadow:
-            closing.push_async_callback(shadow.close)
+        if not stop.graceful.is_set():
+            await wait_first(http.wait_ready(), stop.graceful.wait(), http.closed.wait())
         if stop.graceful.is_set():
             announce(f"stopped before {names} {'was' if models.default else 'were'} loaded")
             raise Interrupted(stop.signal)
         for model in models.all:
             if model.engine.note:
                 announce(model.engine.note)
-        announce(_ready_message(models, _url(listener), config))
-        ends = (stop.graceful, models.stop_requested, server.closed)
+        announce(_ready_message(models, url_of(listener), config))
+        ends = (stop.graceful, models.stop_requested, http.closed)
         await wait_first(*(event.wait() for event in ends), models.wait_exited())
-        models.drain()
+        running = await http.drain()
         if stop.signal or models.stop_requested.is_set():
-            announce(_shutdown_message(models.running, config.drain_s))
-        await wait_first(models.wait_idle(), stop.immediate.wait(), timeout_s=config.drain_s)
-        models.abort()
-        server.should_exit = True
-        await wait_first(server.closed.wait(), stop.immediate.wait())
+            announce(_shutdown_message(running, config.drain_s))
+        await wait_first(http.wait_idle(), stop.immediate.wait(), timeout_s=config.drain_s)
+        http.abort()
+        await wait_first(http.closed.wait(), stop.immediate.wait())
         if stop.immediate.is_set():
-            server.force_exit = True
-            await asyncio.wait((serving,), timeout=FORCED_CLOSE_S)
+            await http.kill()
             raise Interrupted(stop.signal)
-        await serving
         if models.failure:
             raise models.failure
 
@@ -193,8 +143,12 @@ async def _running(
     placements: list[list[Placement]],
     stop: "_StopSignals",
     announce: Callable[[str], object],
+    on_up: Callable[[str, int, EngineClient], object],
 ) -> AsyncIterator[None]:
-    """Start all engines and wait until they are ready; stop them at the end. Raises what the start of one raised."""
+    """Start all engines and wait until they are ready; stop them at the end. Raises what the start of one raised.
+
+    ``on_up`` is called with (model, replica, connection) of each engine that is up.
+    """
     turns = iter(start_turns([each.alone for several in placements for each in several]))
     processes: list[ReplicaProcesses] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -209,12 +163,12 @@ async def _running(
                     open_model, plan, config, device, stop.graceful, stop.immediate, engine, placed[0]
                 )
                 await stack.enter_async_context(engine_alone)
+                on_up(name, 0, engine)
                 continue
             labels = _labels(name, len(placed), alone=len(models.all) == 1)
+            own_turns, up = [next(turns) for _ in placed], partial(on_up, name)
             processes.append(
-                ReplicaProcesses(
-                    engine, open_model, plan, config, device, placed, [next(turns) for _ in placed], labels, announce
-                )
+                ReplicaProcesses(engine, open_model, plan, config, device, placed, own_turns, labels, announce, up)
             )
             await stack.enter_async_context(processes[-1].running(stop.immediate))
         if processes:
@@ -249,55 +203,14 @@ class _StopSignals:
         self.signal = number
 
 
-class _Server(uvicorn.Server):
-    """uvicorn in a task, without signal handlers: it would raise signals again at the end."""
-
-    def __init__(self, config: uvicorn.Config):
-        super().__init__(config)
-        self.listening, self.closed = asyncio.Event(), asyncio.Event()
-
-    @contextlib.asynccontextmanager
-    async def running(self, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-        """Answer requests until the end of the block, or until ``should_exit`` is set; the task raises what failed."""
-        serving = asyncio.create_task(self.serve(sockets=[listener]))
-        serving.add_done_callback(lambda _: self.closed.set())
-        try:
-            await wait_first(self.listening.wait(), self.closed.wait())
-            yield serving
-        finally:
-            self.should_exit = True
-            if self.force_exit:
-                serving.cancel()
-            await asyncio.wait((serving,))
-            if not serving.cancelled() and (error := serving.exception()):
-                raise error
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
-@contextlib.contextmanager
-def _tracing(config: ServeConfig) -> Iterator["Tracer | None"]:
-    """The tracer, if there is a collector."""
-    if config.trace is None:
-        yield None
-        return
-    from colonnade.serve.api.tracing import Tracer
-
-    tracer = Tracer(config.trace)
-    try:
-        yield tracer
-    finally:
-        tracer.close()
-
-
 def _check_upstreams(config: ServeConfig, keys: KeyRing, models: int) -> None:
     """Raise :class:`ConfigError` for settings that need an engine here."""
+    if config.upstreams and config.fronts > 1:
+        raise ConfigError(
+            "--serve.fronts share the engines of this server, which has none with --serve.upstreams; set one of the two"
+        )
+    if config.fronts > 1 and not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("--serve.fronts need SO_REUSEPORT, which this system does not have; leave it out")
     if config.upstreams and models > 1:
         raise ConfigError(
             f"--serve.upstreams passes requests on for one model, not for {models}; give one, or start a server "
@@ -314,10 +227,11 @@ def _check_upstreams(config: ServeConfig, keys: KeyRing, models: int) -> None:
         )
 
 
-def _reload_keys(keys: KeyRing, announce: Callable[[str], object]) -> None:
+def _reload_keys(keys: KeyRing, http: HttpServer | Fronts, announce: Callable[[str], object]) -> None:
     """Read the key file again, or keep the keys and say why."""
     try:
         announce(keys.reload())
+        http.keys_changed()
     except ConfigError as error:
         announce(f"{error}; the old keys stay valid")
 
@@ -347,33 +261,3 @@ def _shutdown_message(running: int, drain_s: float) -> str:
         return "stopping"
     verb = "has" if running == 1 else "have"
     return f"stopping: {plural(running, 'request')} {verb} {drain_s:g} s to finish; Ctrl-C again ends now"
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _listen(config: ServeConfig) -> socket.socket:
-    """A socket that listens at the address of ``config``."""
-    where = f"{config.host}:{config.port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --serve.host") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        limit_unsent(listener)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        reason = (error.strerror or str(error)).lower()
-        remedy = "choose another --serve.port, or 0 for any free one"
-        if error.errno == errno.EADDRNOTAVAIL:
-            remedy = "this machine has no such address; choose another --serve.host"
-        raise ConfigError(f"cannot listen on {where}: {reason}; {remedy}") from None
-    return listener

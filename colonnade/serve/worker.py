@@ -4,7 +4,7 @@
                     receive messages -> step -> send outputs
     rank > 0    loads and follows rank 0
 
-Threads of rank 0 read the socket and tokenise (:mod:`colonnade.serve.message_reader`); everything else happens in the
+Threads of rank 0 read the sockets and tokenise (:mod:`colonnade.serve.message_reader`); everything else happens in the
 main thread. When the HTTP process exits, the connection closes and the engine stops.
 """
 
@@ -15,7 +15,6 @@ import os
 import queue
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,8 +25,10 @@ from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.engine import Engine
-from colonnade.serve.ipc import Message, decode_message, encode_message, output_to_list
-from colonnade.serve.message_reader import read_messages, refusal, sampling_params
+from colonnade.serve.grammar_check import GrammarChecker
+from colonnade.serve.http_connections import RETRY_S, HttpConnection, HttpConnections
+from colonnade.serve.ipc import Message, decode_message, encode_message
+from colonnade.serve.message_reader import refusal, sampling_params
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_engine import PoolingEngine
 from colonnade.serve.request import Stats
@@ -120,28 +121,24 @@ def open_context(plan: Plan, device: str) -> Iterator[DistributedContext]:
 
 
 def _serve_requests(engine: Engine | PoolingEngine, swap: WeightSwap, connection: socket.socket) -> None:
-    """Run the engine until the HTTP process disconnects or says stop."""
-    inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-    threading.Thread(target=read_messages, args=(connection, engine, inbox), daemon=True).start()
-    swap.notify = lambda: inbox.put({"do": "advance_swap"})
+    """Run the engine until the HTTP process that started it disconnects or says stop."""
     ready = {"event": "ready", **engine.limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)}
-    connection.sendall(encode_message(ready))
-    stats = _StatsTimer()
+    connections = HttpConnections(engine, ready)
+    if isinstance(engine, Engine):
+        engine.grammars.check = GrammarChecker(engine.grammars).check
+    connections.add(connection, is_server=True)
+    swap.notify = lambda: connections.inbox.put((None, {"do": "advance_swap"}))
+    timer = _StatsTimer()
     while True:
-        for message in receive_messages(engine, inbox):
+        for sender, message in receive_messages(engine, connections):
             if isinstance(message, BaseException):
                 raise message
-            if message["do"] == "stop":
+            if message["do"] in ("stop", "disconnected") and sender and sender.is_server:
                 return
-            reply = swap.handle(message) if message["do"] in SWAP_MESSAGES else _handle(engine, message)
-            if reply:
-                connection.sendall(encode_message(reply))
+            _handle(engine, swap, connections, sender, message)
         outputs = engine.step()
-        event: Message = {"event": "outputs", "outputs": [output_to_list(output) for output in outputs]}
-        if stats.due(engine.stats, finished=any(output.finish_reason for output in outputs)):
-            event["stats"] = dataclasses.asdict(engine.stats)
-        if outputs or "stats" in event:
-            connection.sendall(encode_message(event))
+        due = timer.due(engine.stats, finished=any(output.finish_reason for output in outputs))
+        connections.send_outputs(outputs, dataclasses.asdict(engine.stats) if due else None)
 
 
 class _StatsTimer:
@@ -159,25 +156,60 @@ class _StatsTimer:
         return True
 
 
-def receive_messages(engine: Engine | PoolingEngine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
+def receive_messages(
+    engine: Engine | PoolingEngine, connections: HttpConnections
+) -> list[tuple[HttpConnection | None, Message | BaseException]]:
     """All messages that have arrived; while the engine is idle, wait for one and send heartbeats."""
-    messages: list[Message | BaseException] = []
-    while not messages or not inbox.empty():
+    messages: list[tuple[HttpConnection | None, Message | BaseException]] = []
+    beat_s = time.monotonic()
+    while not messages or not connections.inbox.empty():
+        wait_s = RETRY_S if connections.has_unsent else HEARTBEAT_S
         try:
-            messages.append(inbox.get(block=not engine.busy, timeout=HEARTBEAT_S))
+            messages.append(connections.inbox.get(block=not engine.busy, timeout=wait_s))
         except queue.Empty:
             if engine.busy:
                 break
-            engine.heartbeat()
+            connections.flush()
+            if time.monotonic() - beat_s >= HEARTBEAT_S:
+                engine.heartbeat()
+                beat_s = time.monotonic()
     return messages
 
 
-def _handle(engine: Engine | PoolingEngine, message: Message) -> Message | None:
-    """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
-    if message["do"] == "cancel":
-        for key in message["ids"]:
+def _handle(
+    engine: Engine | PoolingEngine,
+    swap: WeightSwap,
+    connections: HttpConnections,
+    sender: HttpConnection | None,
+    message: Message,
+) -> None:
+    """Do what ``message`` says, and send a reply if it has one now."""
+    if message["do"] == "connect":
+        connections.connect(message["address"])
+    elif message["do"] in ("cancel", "disconnected"):
+        assert sender is not None, "only the weight swap sends itself messages"
+        ids = message["ids"] if message["do"] == "cancel" else connections.end(sender)
+        for key in ids:
             engine.cancel(key)
-        return None
+        connections.forget(ids)
+    elif sender is None or not sender.closed:
+        if sender:
+            connections.begin(sender, _live_ids(message))
+        reply = swap.handle(message) if message["do"] in SWAP_MESSAGES else _reply(engine, message)
+        if reply:
+            connections.reply(reply)
+
+
+def _live_ids(message: Message) -> list[str]:
+    """Ids of ``message`` to which there will be an answer: not of completions that ended before it was resumed."""
+    if message["do"] == "answer":
+        return message["event"]["ids"]
+    resume = message.get("resume") or [()] * len(message["ids"])
+    return [key for key, tokens in zip(message["ids"], resume, strict=True) if tokens is not None]
+
+
+def _reply(engine: Engine | PoolingEngine, message: Message) -> Message | None:
+    """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
     if message["do"] == "answer":
         return message["event"]
     if message["do"] == "reset_cache":
@@ -193,7 +225,7 @@ def _handle(engine: Engine | PoolingEngine, message: Message) -> Message | None:
             return None
         resume = message["resume"]
         if not resume:
-            _check_queue(engine, len(message["ids"]))
+            _check_queue(engine, message["client"], len(message["ids"]))
             _check_wait(engine, message)
         params, n = sampling_params(message["params"]), message["n"]
         for i, key in enumerate(message["ids"]):
@@ -216,10 +248,10 @@ def _choice_params(params: SamplingParams, choice: int) -> SamplingParams:
     return dataclasses.replace(params, seed=choice_seed(params.seed, choice))
 
 
-def _check_queue(engine: Engine, count: int) -> None:
-    """Raise :class:`RequestError` (429) if the queue has no room for all of ``count`` prompts."""
+def _check_queue(engine: Engine, client: str, count: int) -> None:
+    """Raise :class:`RequestError` (429) if the queue has no room for all of ``count`` prompts of ``client``."""
     waiting, most = len(engine.scheduler.waiting), engine.config.max_waiting
-    if waiting + count > most and count > 1:  # for one, the scheduler raises
+    if count > 1 and not engine.scheduler.waiting.has_room(client, count, most):  # for one, the scheduler raises
         fewer = f", or with at most {most - waiting:,} prompts" if waiting < most else ""
         raise RequestError(
             f"the queue has no room for {count:,} prompts: {waiting:,} requests wait already, of {most:,}; "

@@ -1,6 +1,6 @@
 """The fair queue: equal shares of tokens, first come first served for one client, and no request starves."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,3 +144,28 @@ def test_count_before_takes_turns():
     assert queue.count_before("a", 0) == 1 + 2 + 3 + 1
     assert queue.count_before("new", -1) == 1 and queue.count_before("new", -2) == 0
     assert queue.count_before("new", 1) == len(queue) == 104
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1)), max_size=80), st.integers(1, 12))
+def test_a_full_queue_is_shared_equally(adds: list[tuple[str, int]], most: int):
+    """A client below its share is never refused, and the newest request of the client that has most makes way."""
+    queue, waiting = FairQueue(), list[Request]()
+    for client, priority in adds:
+        counts = Counter(request.client for request in waiting)
+        share = most // len({*counts, client})
+        request = make(client, priority=priority)
+        if len(waiting) == most:
+            displaced = queue.displaced_by(client)
+            assert queue.has_room(client, 1, most) <= (displaced is not None)
+            if displaced is None:
+                assert counts[client] >= share
+                continue
+            hog = displaced.client
+            assert counts[hog] == max(counts.values()) >= counts[client] + 2
+            worst = max(each.priority for each in waiting if each.client == hog)
+            assert displaced is [each for each in waiting if (each.client, each.priority) == (hog, worst)][-1]
+            queue.remove(displaced)
+            waiting.remove(displaced)
+        queue.append(request, 0.0)
+        waiting.append(request)
+        assert len(queue) == len(waiting) <= most

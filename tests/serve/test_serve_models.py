@@ -279,7 +279,7 @@ def test_upstreams_have_one_model():
 
 
 def test_engines_divide_what_their_device_has():
-    """4 GPUs for 3 models of 1 rank; 2 GPUs for 3 models; cores for 2 models of 2 replicas."""
+    """4 GPUs for 3 models of 1 rank; 2 GPUs for 3 models; 4 cores for 3 models of 2 replicas."""
     assert share_gpus([("0",), ("1",), ("2",), ("3",)], 3, 1) == [[Placement(gpus=(gpu,))] for gpu in "012"]
     first, second, third = share_gpus([("0",), ("1",)], 3, 1)
     assert first == [Placement(gpus=("0",), engines=2)] and third == [Placement(gpus=("0",), engines=1)]

@@ -60,6 +60,35 @@ def test_fair_queue(slow: Running):
     asyncio.run(flooded(slow, check))
 
 
+def test_a_full_queue_has_room_for_other_clients():
+    """Of 8 places one client takes all, until others come: each gets its share, also with several prompts at once."""
+    with server({"slow_s": 0.05}, max_requests=1, max_waiting=8, pages=64) as running:
+
+        async def ask(http: httpx.AsyncClient, prompt: object = "x", tokens: int = 2) -> httpx.Response:
+            return await http.post("/v1/completions", json=body(prompt, tokens))
+
+        async def run() -> None:
+            async with client_at(running, "127.0.0.2") as hog, client_at(running) as http:
+                running_one = asyncio.create_task(ask(hog, tokens=100))
+                while await metric(http, "num_requests_running") < 1:
+                    await asyncio.sleep(0.01)
+                queued = [asyncio.create_task(ask(hog, f"{i}")) for i in range(8)]
+                await until_waiting(http, 8)
+                refused = await ask(hog)
+                assert refused.status_code == 429 and "8 requests wait already" in refused.text
+                several = asyncio.create_task(ask(http, ["a", "b", "c", "d"]))
+                displaced, _ = await asyncio.wait(queued, return_when=asyncio.FIRST_COMPLETED)
+                assert {each.result().status_code for each in displaced} == {429}
+                assert "made way for another client's" in displaced.pop().result().text
+                too_many = await ask(http, "e")
+                assert too_many.status_code == 429
+                assert (await several).status_code == 200 and (await running_one).status_code == 200
+                codes = [(await each).status_code for each in queued]
+                assert codes == [200] * 4 + [429] * 4
+
+        asyncio.run(run())
+
+
 def test_a_better_priority_comes_first(slow: Running):
     async def check(http: httpx.AsyncClient) -> None:
         order: list[int] = []

@@ -21,7 +21,7 @@ ALLOWED_FILES = {
     "torch.distributed": ("parallel/*", "checkpoint/*"),
     "torch.distributed.tensor": ("checkpoint/dtensor_view.py", "parallel/collectives.py", "parallel/fsdp.py"),
     "torch.distributed.checkpoint": ("checkpoint/*",),
-    "os.environ": ("cli/*", "parallel/launch.py", "serve/engine_process.py"),
+    "os.environ": ("cli/*", "parallel/launch.py", "serve/engine_process.py", "serve/child_process.py"),
     "os.getenv": (),
     "os.putenv": (),
     "pickle": (),

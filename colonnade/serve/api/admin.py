@@ -72,8 +72,7 @@ def install_admin(app: FastAPI, models: ServedModels) -> None:
     @app.post("/admin/drain", status_code=202, responses=replies.refusals(403, "4XX"))
     async def drain() -> Draining:
         """Stop as after SIGTERM: refuse new requests, finish the running ones, exit."""
-        models.stop_requested.set()
-        return {"status": "draining", "running": models.running}
+        return {"status": "draining", "running": await models.request_drain()}
 
     @app.post("/admin/cache/reset", responses=replies.refusals(403, 503, "4XX"))
     async def reset_cache(request: Request) -> CacheReset:
@@ -90,9 +89,9 @@ def install_admin(app: FastAPI, models: ServedModels) -> None:
 
         The model keeps its name. If anything fails, the old weights stay.
         """
-        engine, started_s = models.find(body.model).engine, time.monotonic()
+        name, started_s = models.find(body.model).name, time.monotonic()
         try:
-            answer = await engine.ask("swap", path=body.path)
+            answer = await models.swap(name, body.path)
         except RequestError as refusal:
             LOG.info("the weights of %r were refused: %s", body.path, refusal.message)
             raise

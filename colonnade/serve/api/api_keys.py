@@ -9,6 +9,7 @@ import hmac
 import json
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from pydantic import Field, StringConstraints
 from colonnade.config import Config
 from colonnade.config.base import plural
 from colonnade.errors import ConfigError
-from colonnade.serve.api.rate_limit import Limits, RateLimiter
+from colonnade.serve.api.rate_limit import Excess, Limits, RateLimiter
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
@@ -52,18 +53,36 @@ class KeyState:
     def __init__(self, key: ApiKey):
         self.key, self.limiter = key, RateLimiter(key.limits, time.monotonic())
 
+    async def start(self) -> Excess | None:
+        """Count a request that begins, unless it would exceed a limit, which is returned."""
+        return self.limiter.start(time.monotonic())
+
+    def end(self) -> None:
+        """Count a request that ends."""
+        self.limiter.end()
+
+    def take_tokens(self, count: int) -> None:
+        """Count tokens of a prompt or an answer."""
+        self.limiter.take_tokens(count, time.monotonic())
+
+    async def headers(self) -> dict[str, str]:
+        """OpenAI's headers about its limits."""
+        return self.limiter.headers(time.monotonic())
+
 
 class KeyRing:
     """The keys of a server: those of ``file``, which :meth:`reload` reads again, and ``api_key`` without limits.
 
-    Raises :class:`ConfigError` if the file cannot be used.
+    With ``keys`` these are used in the place of the file's. Raises :class:`ConfigError` if the file cannot be used.
     """
 
-    def __init__(self, file: str | None, api_key: str | None):
+    def __init__(self, file: str | None, api_key: str | None, keys: Sequence[ApiKey] | None = None):
         self._file = file
         self._single = None if api_key is None else _sha256(api_key.encode())
         self._states: dict[str, KeyState] = {}
-        if file is not None:
+        if keys is not None:
+            self.replace(keys)
+        elif file is not None:
             self.reload()
 
     @property
@@ -81,11 +100,29 @@ class KeyRing:
         if self._file is None:
             return "there is no key file to read again"
         keys = read_keys(Path(self._file))
+        self.replace(keys)
+        return f"read {plural(len(keys), 'key')} from {self._file}"
+
+    @property
+    def all(self) -> list[ApiKey]:
+        """Those of the file."""
+        return [state.key for state in self._states.values()]
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Use ``keys`` in the place of the file's; those that are unchanged keep their counts."""
         old = self._states
         self._states = {
-            key.sha256: state if (state := old.get(key.sha256)) and state.key == key else KeyState(key) for key in keys
+            key.sha256: state if (state := old.get(key.sha256)) and state.key == key else self.make_state(key)
+            for key in keys
         }
-        return f"read {plural(len(keys), 'key')} from {self._file}"
+
+    def make_state(self, key: ApiKey) -> KeyState:
+        """The state of a new key."""
+        return KeyState(key)
+
+    def state(self, sha256: str) -> KeyState | None:
+        """The state of the key with this hash, if it comes from the file."""
+        return self._states.get(sha256)
 
     def find(self, secret: bytes) -> tuple[bool, KeyState | None]:
         """(whether ``secret`` is a key, its state if it comes from the file); takes equally long for any."""

@@ -8,7 +8,6 @@ It comes before anything that reads a body. Whether the key may use the model is
 """
 
 import hmac
-import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,22 +44,22 @@ class Authenticate:
         if state is None:
             await self.app(scope, receive, send)
             return
-        limiter, record = state.limiter, record_of(scope)
+        record = record_of(scope)
         record.key, record.client = state, state.key.name
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(limiter.headers(time.monotonic()))
+                MutableHeaders(scope=message).update(await state.headers())
             await send(message)
 
-        excess = limiter.start(time.monotonic())
+        excess = await state.start()
         if excess:
             await self._refuse(_over_limit(excess), scope, receive, send_with_limits)
             return
         try:
             await self.app(scope, receive, send_with_limits)
         finally:
-            limiter.end()
+            state.end()
 
     def _authenticate(self, scope: Scope) -> KeyState | None:
         """The state of the request's key, if it has one; raises :class:`RequestError` (401, 403)."""

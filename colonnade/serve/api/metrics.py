@@ -10,8 +10,10 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from colonnade.serve.api.process_metrics import FrontProcesses
 from colonnade.serve.request import Output, Stats
 from colonnade.serve.served_models import ServedModels
 
@@ -34,23 +36,34 @@ LENGTH_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 
 LENGTHS = {
     "request_prompt_tokens": "Tokens of the prompt.",
     "request_generation_tokens": "Tokens generated.",
+    "request_max_num_generation_tokens": "Tokens of the longest of a request's completions.",
 }
 
 
 class SpanCounts(Protocol):
-    """Counts of a span exporter (:mod:`colonnade.serve.api.tracing`)."""
+    """A span exporter (:mod:`colonnade.serve.api.tracing`), which calls these with numbers of spans."""
 
-    sent: int
-    failed: int
+    sent: Callable[[float], None]
+    failed: Callable[[float], None]
 
 
 class Metrics:
-    """The metrics of one server; the names of ``models`` are a label."""
+    """The metrics of one server; the names of ``models`` are a label.
 
-    def __init__(self, models: ServedModels, prefix: str = "colonnade"):
+    With ``folder``, which prometheus_client must use too (its multiprocess mode), they are those of all fronts.
+    """
+
+    def __init__(self, models: ServedModels, prefix: str = "colonnade", folder: str | None = None):
         self._registry, self._prefix = CollectorRegistry(), prefix
-        self._registry.register(_EngineStats(models, prefix))
-        ProcessCollector(registry=self._registry)
+        self._shown = self._registry
+        """What a scrape shows."""
+        if folder is not None:
+            self._shown = CollectorRegistry()
+            MultiProcessCollector(self._shown, folder)
+            self._shown.register(FrontProcesses(folder))
+        else:
+            ProcessCollector(registry=self._registry)
+        self._shown.register(_EngineStats(models, prefix))
         names = [(name, text, LATENCY_BUCKETS_S) for name, text in LATENCIES.items()]
         names += [(name, text, LENGTH_BUCKETS) for name, text in LENGTHS.items()]
         self._histograms = {
@@ -68,13 +81,16 @@ class Metrics:
 
     def watch_exporter(self, exporter: SpanCounts) -> None:
         """Show how many spans were sent to a collector, and how many could not be."""
-        for name in ("sent", "failed"):
-            gauge = Gauge(f"{self._prefix}:trace_spans_{name}", f"Spans {name}.", registry=self._registry)
-            gauge.set_function(lambda name=name: getattr(exporter, name))
+        exporter.sent, exporter.failed = (
+            Gauge(
+                f"{self._prefix}:trace_spans_{name}", f"Spans {name}.", registry=self._registry, multiprocess_mode="sum"
+            ).inc
+            for name in ("sent", "failed")
+        )
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
 
     def start_timer(self, model: str) -> "RequestTimer":
         """A timer for a request for ``model`` that arrives now."""
@@ -99,6 +115,7 @@ class RequestTimer:
     def __init__(self, histograms: Mapping[str, Histogram]):
         self._histograms, self._start_s = histograms, time.monotonic()
         self._last_s: dict[int, float] = {}
+        self._longest = 0
 
     def observe_output(self, index: int, output: Output) -> None:
         """Record that an output of completion ``index`` has arrived."""
@@ -115,6 +132,11 @@ class RequestTimer:
             observe("request_decode_time_seconds", output.timing.decode_s)
             observe("request_prompt_tokens", output.prompt_tokens)
             observe("request_generation_tokens", output.generated_tokens)
+            self._longest = max(self._longest, output.generated_tokens)
+
+    def observe_longest(self) -> None:
+        """Record that all completions of a request have ended."""
+        self._observe("request_max_num_generation_tokens", self._longest)
 
     def observe_end(self) -> None:
         """Record that a request without generated tokens has ended."""

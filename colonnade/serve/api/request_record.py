@@ -45,7 +45,7 @@ class RequestRecord:
         """Record an output of completion ``index``, and take its tokens from the key's allowance."""
         if self.key:
             before = self.generated_tokens.get(index, 0) + self.prompt_tokens.get(index, 0)
-            self.key.limiter.take_tokens(output.prompt_tokens + output.generated_tokens - before, time.monotonic())
+            self.key.take_tokens(output.prompt_tokens + output.generated_tokens - before)
         self.prompt_tokens[index], self.generated_tokens[index] = output.prompt_tokens, output.generated_tokens
         if output.finish_reason:
             self.finish_reasons[index] = output.finish_reason

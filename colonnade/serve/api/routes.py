@@ -56,10 +56,12 @@ def build_app(
     tracer: "Tracer | None" = None,
     shadow: Shadow | None = None,
     limits: ConnectionLimits = ConnectionLimits(),
+    metrics_folder: str | None = None,
 ) -> FastAPI:
     """The application that serves ``models``; if there are ``keys``, clients need one.
 
-    A ``shadow`` gets requests again that have been answered.
+    A ``shadow`` gets requests again that have been answered. With ``metrics_folder`` metrics are the sums over all
+    processes that use it.
     """
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -76,7 +78,7 @@ def build_app(
     app.add_middleware(Authenticate, keys=keys, admin_key=config.admin_key, max_body_bytes=config.max_body_bytes)
     if config.origins:
         app.add_middleware(CORSMiddleware, **cors_options(config.origins))
-    metrics = Metrics(models, config.metrics_prefix)
+    metrics = Metrics(models, config.metrics_prefix, metrics_folder)
     if tracer:
         metrics.watch_exporter(tracer.exporter)
     if shadow:
@@ -231,6 +233,7 @@ async def _with_metrics(batches: Batches, timer: RequestTimer, record: RequestRe
                 timer.observe_output(index, output)
                 record.observe(index, output)
             yield batch
+    timer.observe_longest()
 
 
 async def _complete_reply(

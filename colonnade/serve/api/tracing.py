@@ -9,7 +9,7 @@ nothing: at most :data:`MAX_QUEUED` spans are kept, further ones are dropped, an
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -92,15 +92,17 @@ class _CountingExporter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter):
         self._exporter = exporter
-        self.sent = self.failed = 0
+        self.sent: Callable[[float], None] = lambda _number: None
+        self.failed: Callable[[float], None] = lambda _number: None
+        """Called with numbers of spans."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send ``spans``; called by the processor's thread."""
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
-            self.sent += len(spans)
+            self.sent(len(spans))
         else:
-            self.failed += len(spans)
+            self.failed(len(spans))
         return result
 
     def shutdown(self) -> None:
