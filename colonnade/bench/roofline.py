@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from colonnade import api
 from colonnade.config import Plan, ServeConfig
@@ -26,7 +26,6 @@ from colonnade.serve.sampling_params import SamplingParams
 
 DeviceType = Literal["cpu", "cuda"]
 WeightKind = Literal["float32", "bfloat16", "int8", "int4"]
-WEIGHT_KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 
 PROMPT_TOKENS, MOST_TOKENS, LEAST_STEPS = 16, 240, 8
 
