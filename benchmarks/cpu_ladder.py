@@ -50,6 +50,8 @@ from harness.served import served
 
 PUBLISHED = {"default": 2.1, "aligned": 6.3, "pinned": 7.9, "student": 61.9}
 """Requests/s of the article's image scoring model: 4 workers under a quota of 8 cores of 2 x 12."""
+LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
+"""Order of the plot."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
 WARM_UP_S = 2.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *OPENMP_VARIABLES)
@@ -256,7 +258,8 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     """Requests/s relative to default threads, beside the published figures."""
     from matplotlib.figure import Figure
 
-    steps = list(dict.fromkeys(str(row["step"]) for row in rows if "," not in str(row["step"])))
+    measured = {str(row["step"]) for row in rows}
+    steps = [step for step in LADDER if step in measured or step in PUBLISHED]
     ladders = {"published, 8 cores": {step: rate / PUBLISHED["default"] for step, rate in PUBLISHED.items()}}
     for row in rows:
         if row["over_default"] is not None:

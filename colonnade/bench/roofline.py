@@ -13,19 +13,19 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from colonnade import api
 from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ConfigError
 from colonnade.model import KVCache, Transformer
-from colonnade.model.tensor_parallel_linear import Linear
+from colonnade.model.moe.experts import Experts
+from colonnade.model.tensor_parallel_linear import QuantisableMatrix
 from colonnade.model_spec import ModelSpec
 from colonnade.serve.sampling_params import SamplingParams
 
 DeviceType = Literal["cpu", "cuda"]
 WeightKind = Literal["float32", "bfloat16", "int8", "int4"]
-WEIGHT_KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 
 PROMPT_TOKENS, MOST_TOKENS, LEAST_STEPS = 16, 240, 8
 
@@ -110,12 +110,16 @@ def step_seconds(model: api.Model, serve: ServeConfig, budget_s: float) -> list[
 def read_bytes(model: Transformer, batch: int) -> float:
     """Bytes of weights read by a step of ``batch`` tokens on this rank."""
     config, total = model.config, 0.0
+    # experts that no token chose are not read
+    chosen = 1 - (1 - config.moe.active / config.moe.experts) ** batch if config.moe else 1.0
     for name, weight in model.named_parameters():
-        share = 1.0
-        if ".experts." in name and config.moe is not None:  # experts that no token chose are not read
-            share = 1 - (1 - config.moe.active / config.moe.experts) ** batch
+        share = chosen if ".experts." in name else 1.0
         if name == "embed.tokens.weight" and not config.tied:
             share = min(1.0, batch / weight.shape[0])
         total += share * weight.nbytes
-    layers = (module.quantised for module in model.modules() if isinstance(module, Linear))
-    return total + sum(weight.nbytes for weight in layers if weight is not None)
+    for module in model.modules():
+        if isinstance(module, QuantisableMatrix) and module.quantised is not None:
+            total += module.quantised.nbytes
+        elif isinstance(module, Experts):
+            total += chosen * sum(stack.nbytes for stack in module.quantised.values())
+    return total

@@ -14,8 +14,9 @@ from colonnade.bench import ceilings
 from colonnade.bench.roofline import DecodeSpeed, read_bytes
 from colonnade.checkpoint import native
 from colonnade.cli import main
-from colonnade.config import ModelConfig
+from colonnade.config import ModelConfig, MoeConfig
 from colonnade.model import Transformer, initialise
+from colonnade.model.moe.experts import Experts
 from colonnade.model.weight_only_quant import build as build_quantised
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
@@ -66,15 +67,34 @@ def test_a_token_reads_one_row_of_an_untied_embedding():
 
 
 def test_quantised_weights_count_with_their_scales():
+    """Those of a tied embedding too: it is the output projection."""
     config = ModelConfig(vocab_size=90, layers=1, width=64, heads=2, ffn_width=64, context=16, tied=True)
     quantised, assign = build_quantised(config, SOLO_AXES, device="cpu", dtype=torch.float32, kind="int8", group=64)
     plain = initialise(Transformer(config), 0)
     with torch.no_grad():
         for name, weight in [*quantised.named_parameters()]:
             assign(name, weight, plain.get_parameter(name))
-    matrices = [weight for name, weight in plain.named_parameters() if weight.dim() == 2 and "embed" not in name]
+    matrices = [weight for weight in plain.parameters() if weight.dim() == 2]
     saved = sum(weight.nbytes - weight.numel() - 4 * len(weight) for weight in matrices)
     assert read_bytes(quantised, 1) == read_bytes(plain, 1) - saved
+
+
+@pytest.mark.parametrize("kind", ["stored", "int8"])
+def test_only_chosen_experts_are_read(kind: str):
+    moe = MoeConfig(experts=8, active=2, ffn_width=64)
+    config = ModelConfig(vocab_size=90, layers=1, width=64, heads=2, ffn_width=64, context=16, tied=True, moe=moe)
+    model = initialise(Transformer(config), 0)
+    stacks = sum(weight.nbytes for name, weight in model.named_parameters() if ".experts." in name)
+    if kind == "int8":
+        quantised, assign = build_quantised(config, SOLO_AXES, device="cpu", dtype=torch.float32, kind="int8", group=64)
+        with torch.no_grad():
+            for name, weight in [*quantised.named_parameters()]:
+                assign(name, weight, model.get_parameter(name))
+        model = quantised
+        stacks = sum(stack.nbytes for each in model.modules() if isinstance(each, Experts)
+                     for stack in each.quantised.values())  # fmt: skip
+    assert stacks > 0
+    assert read_bytes(model, 1000) - read_bytes(model, 1) == pytest.approx(0.75 * stacks)
 
 
 def test_share_of_the_bound():
