@@ -19,7 +19,7 @@ from colonnade import api
 from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ConfigError
 from colonnade.model import KVCache, Transformer
-from colonnade.model.tensor_parallel_linear import Linear
+from colonnade.model.tensor_parallel_linear import QuantisableMatrix
 from colonnade.model_spec import ModelSpec
 from colonnade.serve.sampling_params import SamplingParams
 
@@ -117,5 +117,5 @@ def read_bytes(model: Transformer, batch: int) -> float:
         if name == "embed.tokens.weight" and not config.tied:
             share = min(1.0, batch / weight.shape[0])
         total += share * weight.nbytes
-    layers = (module.quantised for module in model.modules() if isinstance(module, Linear))
+    layers = (module.quantised for module in model.modules() if isinstance(module, QuantisableMatrix))
     return total + sum(weight.nbytes for weight in layers if weight is not None)
