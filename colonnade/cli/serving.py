@@ -76,7 +76,7 @@ class CacheArgs:
     token_budget: int | None = None
     """Tokens of the prompt in one forward pass; None: 512, on a GPU 2048."""
     fixed_steps: bool | None = None
-    """Run decode steps as CUDA graphs; None: on a GPU, for models and layouts that allow it."""
+    """Run decode steps as CUDA graphs, or recorded on a CPU; None: for models and layouts that allow it."""
 
     @property
     def config(self) -> ServeConfig:
