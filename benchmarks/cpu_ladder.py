@@ -216,7 +216,7 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
     rows: list[dict[str, Cell]] = []
     for step in steps:
         each = results[step.name]
-        everything = Served(1, 0, [latency for one in each for latency in one.latencies_s])
+        everything = Served(1, [latency for one in each for latency in one.latencies_s])
         rows.append(
             {
                 "service": service,

@@ -68,8 +68,8 @@ def load() -> tuple[str, Transformer, Tokenizer]:
 def with_layers(model: Transformer, layers: int) -> Transformer:
     """The model with fewer layers, the first ones, or with more, whose outputs are zero."""
     weight = next(model.parameters())
-    with weight.device:
-        other = Transformer(model.config.replace(layers=layers), SOLO_AXES, dtype=weight.dtype)
+    config = model.config.replace(layers=layers)
+    other = Transformer(config, SOLO_AXES, device=weight.device, dtype=weight.dtype)
     other = initialise(other, seed=1).eval().requires_grad_(False)
     other.load_state_dict(model.state_dict(), strict=False)
     for block in list(other.blocks)[model.config.layers :]:

@@ -40,6 +40,7 @@ TOPICS = {
     ],
     "Serving on a GPU": [
         ("engine_h200", 0, "Continuous batching, 256 requests, Qwen3-0.6B"),
+        ("serve_throughput_h200", 0, "The same streamed over HTTP"),
         ("decode_llama-2-7b_tp1_b1_h200", 0, "Llama-2-7B, batch 1, bfloat16"),
         ("decode_llama-2-7b_int8_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int8 weights"),
         ("decode_llama-2-7b_int4_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int4 weights"),

@@ -4,8 +4,8 @@
     open loop     requests arrive at a given mean rate (exponential gaps), whether or not earlier ones are answered;
                   a latency counts from the planned arrival, so that a stall is not hidden (coordinated omission)
 
-Clients are bound to the URLs in turn. Requests that were sent in time are awaited, and count in the latencies; the rate
-counts the answers within the time.
+Clients are bound to the URLs in turn. Requests that were sent in time are awaited and count; the rate is that of all
+answers until the last one, so that a server whose answers take longer than the run does not have a rate of 0.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ TIMEOUT_S = 120.0
 class Served:
     """The answers of a run."""
 
-    seconds: float
-    in_time: int = 0
+    seconds: float = 0.0
+    """Time until the last answer, at least that of sending."""
     latencies_s: list[float] = field(default_factory=list[float])
     failures: int = 0
 
     @property
     def requests_per_s(self) -> float:
-        """Answers within the time of the run, by that time."""
-        return self.in_time / self.seconds
+        """Answers by time."""
+        return len(self.latencies_s) / self.seconds
 
     def percentile_ms(self, percent: float) -> float:
         """The latency that ``percent`` of the answers do not exceed; NaN without answers."""
@@ -45,14 +45,16 @@ def closed_loop(urls: Sequence[str], request: dict[str, Any], clients: int, seco
     """Load of ``clients`` clients; ``request`` are the arguments of ``httpx``'s ``post``."""
 
     async def run() -> Served:
-        served, began = Served(seconds), time.perf_counter()
+        served = Served()
 
-        async def client(http: httpx.AsyncClient, url: str) -> None:
-            while (start := time.perf_counter()) - began < seconds:
-                await _send(http, url, request, start, served, began + seconds)
+        async def client(http: httpx.AsyncClient, url: str, end: float) -> None:
+            while (start := time.perf_counter()) < end:
+                await _send(http, url, request, start, served)
 
         async with _http(clients) as http:
-            await asyncio.gather(*(client(http, urls[i % len(urls)]) for i in range(clients)))
+            began = time.perf_counter()
+            await asyncio.gather(*(client(http, urls[i % len(urls)], began + seconds) for i in range(clients)))
+        served.seconds = max(seconds, time.perf_counter() - began)
         return served
 
     return asyncio.run(run())
@@ -66,12 +68,14 @@ def open_loop(urls: Sequence[str], request: dict[str, Any], rate: float, seconds
     del arrivals[-1]
 
     async def run() -> Served:
-        served, began = Served(seconds), time.perf_counter()
-        async with _http(4096) as http, asyncio.TaskGroup() as tasks:
+        served, http = Served(), _http(4096)
+        began = time.perf_counter()
+        async with http, asyncio.TaskGroup() as tasks:
             for i, arrival in enumerate(arrivals):
                 await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
                 url = urls[i % len(urls)]
-                tasks.create_task(_send(http, url, request, began + arrival, served, began + seconds))
+                tasks.create_task(_send(http, url, request, began + arrival, served))
+        served.seconds = max(seconds, time.perf_counter() - began)
         return served
 
     return asyncio.run(run())
@@ -81,17 +85,13 @@ def _http(connections: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=connections))
 
 
-async def _send(
-    http: httpx.AsyncClient, url: str, request: dict[str, Any], start: float, served: Served, end: float
-) -> None:
+async def _send(http: httpx.AsyncClient, url: str, request: dict[str, Any], start: float, served: Served) -> None:
     try:
         reply = await http.post(url, **request)
     except httpx.HTTPError:
         served.failures += 1
         return
-    now = time.perf_counter()
     if reply.is_error:
         served.failures += 1
-        return
-    served.latencies_s.append(now - start)
-    served.in_time += now <= end
+    else:
+        served.latencies_s.append(time.perf_counter() - start)

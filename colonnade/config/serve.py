@@ -50,8 +50,8 @@ class ServeConfig(Config):
     """Tokens per page of the key/value cache; None: 16 on a CPU, 64 on a GPU."""
     weights: WeightFormat = "stored"
     """Storage format of the weight matrices: stored keeps the dtype; the others quantise while the checkpoint is read:
-    int8 and float8 with one scale per row, int4 with one per group of inputs. Embeddings and routers are not
-    quantised."""
+    int8 and float8 with one scale per row, int4 with one per group of inputs. Routers are not quantised, nor
+    embeddings, unless they are the output projection too (int8 under int4)."""
     weight_group: WeightGroup = 64
     """int4: consecutive inputs that share a scale; smaller groups are more exact and take a little more memory."""
     cache: CacheFormat = "stored"
@@ -83,8 +83,8 @@ class ServeConfig(Config):
     """Launch the next forward pass before the tokens of the last one are known on the host (asynchronous scheduling);
     None: only on a GPU."""
     fixed_steps: bool | None = None
-    """Pad decoding steps to a few batch sizes; on a GPU each size is captured once as a CUDA graph and replayed. None:
-    on a GPU, for models and layouts whose steps can be captured."""
+    """Pad decoding steps to a few batch sizes; on a GPU each size is captured once as a CUDA graph and replayed, on a
+    CPU recorded once and replayed in one call. None: for models and layouts whose steps can be captured or recorded."""
     batch_invariant: bool = False
     """Bitwise batch-invariant: a request's logits do not depend on the other requests. Slower; needs one rank; on a CPU
     it computes one token at a time."""

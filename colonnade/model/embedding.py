@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.kernels.linear.quantise import Quantised
 from colonnade.kernels.registry import choose
 from colonnade.model.dropout import Dropout
 from colonnade.model.moe.routing_context import Routing
 from colonnade.model.norm import Norm
+from colonnade.model.tensor_parallel_linear import QuantisableMatrix
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, residual_placement
 
@@ -41,12 +43,19 @@ class Stream(NamedTuple):
     """Routing of a mixture of experts; None: inference."""
 
 
-class _Table(nn.Module):
-    """An embedding table."""
+class _Table(QuantisableMatrix):
+    """An embedding table; quantised only if it is the output projection too."""
+
+    never_quantise = True
 
     def __init__(self, rows: int, width: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of looked-up rows."""
+        return self.weight.dtype if self.quantised is None else self.dequantised_dtype
 
 
 class Embedding(nn.Module):
@@ -87,12 +96,12 @@ class Embedding(nn.Module):
         return x_tD if self.norm is None else self.norm(x_tD)
 
     def _rows(self, tokens_T: Tensor) -> Tensor:
-        weight_vD = self.tokens.weight
-        v = weight_vD.shape[0]
+        table = self.tokens.matrix
+        v, dtype = len(table.values if isinstance(table, Quantised) else table), self.tokens.dtype
+        run = choose("embedding", tokens_T.device.type, dtype, self.kernels)
         if v == self.vocab_size:
-            run = choose("embedding", tokens_T.device.type, weight_vD.dtype, self.kernels)
-            return run(tokens_T, weight_vD, weight_vD.dtype)
+            return run(tokens_T, table, dtype)
         local_T = tokens_T - self.start
         here_T = (local_T >= 0) & (local_T < v)
-        x_TD = F.embedding(torch.where(here_T, local_T, 0), weight_vD)
+        x_TD = run(torch.where(here_T, local_T, 0), table, dtype)
         return self.axes.leave_tp_region(x_TD * here_T[:, None])

@@ -47,13 +47,17 @@ def enable(model: "Transformer") -> str:
     return "auto"
 
 
+def _linears(model: "Transformer") -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
 def _select(model: "Transformer", linears: str, fused: str) -> None:
     """Fuse all blocks with kernels ``fused``; rotary angles, products and the head use ``linears``."""
     for block in model.blocks:
         block.fused, block.kernels = True, fused  # type: ignore[assignment]
-    for module in model.modules():
-        if isinstance(module, Linear) and module.kernels == "auto":
-            module.kernels = linears
+    for layer in _linears(model):
+        if layer.kernels == "auto":
+            layer.kernels = linears
     if model.kernels == "auto":
         model.kernels = linears
 

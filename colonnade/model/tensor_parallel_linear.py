@@ -46,15 +46,33 @@ class Float8Module(nn.Module):
     """Whether they are grouped products, which have float8 scales by row only, on Hopper."""
 
 
-class Linear(Float8Module):
-    """y = x Wᵀ + b, with uninitialised weights (:mod:`~colonnade.model.initialise`)."""
+class QuantisableMatrix(nn.Module):
+    """A module with a matrix, ``weight``, that may be quantised."""
 
+    weight: nn.Parameter
     quantised: Quantised | None = None
     """Replaces :attr:`weight`; not a buffer, so that a cast of the model does not touch it."""
-    kernels = "auto"
-    """The implementation of the product (:mod:`~colonnade.kernels.registry`)."""
+    dequantised_dtype: torch.dtype
+    """That of :attr:`weight` before it was quantised."""
     never_quantise = False
     """Keep :attr:`weight` unquantised: its parts are used elsewhere, or it decides where a token goes."""
+
+    @property
+    def matrix(self) -> Matrix:
+        """W, quantised or not."""
+        return self.weight if self.quantised is None else self.quantised
+
+    def quantise(self, weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> None:
+        """Replace :attr:`weight` by ``weight``, quantised to ``kind`` (:func:`quantise_finite`)."""
+        self.quantised, self.dequantised_dtype = quantise_finite(weight, kind, group, over), self.weight.dtype
+        del self.weight
+
+
+class Linear(Float8Module, QuantisableMatrix):
+    """y = x Wᵀ + b, with uninitialised weights (:mod:`~colonnade.model.initialise`)."""
+
+    kernels = "auto"
+    """The implementation of the product (:mod:`~colonnade.kernels.registry`)."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -73,16 +91,6 @@ class Linear(Float8Module):
         if self.float8 is None:
             return linear(x, self.matrix, None, self.kernels)
         return float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
-
-    @property
-    def matrix(self) -> Matrix:
-        """W, quantised or not."""
-        return self.weight if self.quantised is None else self.quantised
-
-    def quantise(self, weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> None:
-        """Replace :attr:`weight` by ``weight``, quantised to ``kind`` (:func:`quantise_finite`)."""
-        self.quantised = quantise_finite(weight, kind, group, over)
-        del self.weight
 
 
 def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:

@@ -153,6 +153,7 @@ class Transformer(nn.Module):
         if first or (last and config.tied):
             # On the last pipeline stage a tied weight is a copy: the two gradients are summed.
             self.embed = Embedding(config, axes, positions=first, **on)
+            self.embed.tokens.never_quantise = not config.tied
             self.copies = frozenset() if first else frozenset({"embed.tokens.weight"})
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
@@ -209,7 +210,7 @@ class Transformer(nn.Module):
             weight_vD = self.unembed.matrix
         else:
             assert self.embed is not None
-            weight_vD = self.embed.tokens.weight
+            weight_vD = self.embed.tokens.matrix
         return OutputProjection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels)
 
     def _rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:

@@ -1,9 +1,9 @@
 """Weight-only quantisation while a model is read, one matrix at a time (experts: one layer's stack at a time).
 
-Quantised are the linear layers of the blocks, all experts among them, and an output projection of its own; that one has
-8 bits if the others have 4, because each of its rows is a token's logit. Not quantised are embeddings (looked up, not
-multiplied) and an output projection tied to them; norms and biases; the up-projection of latent attention, which is
-multiplied in parts; routers, and the gate of shared experts.
+Quantised are the linear layers of the blocks, all experts among them, and the output projection, also if it is tied to
+the embedding; that one has 8 bits if the others have 4, because each of its rows is a token's logit. Not quantised are
+embeddings that are only looked up; norms and biases; the up-projection of latent attention, which is multiplied in
+parts; routers, and the gate of shared experts.
 
 Quantised weights are bitwise the same in every layout: if columns are cut over ranks, int8 and float8 take each row's
 maximum over all of them, and int4's groups are never cut (:mod:`colonnade.config.feature_checks`).
@@ -18,7 +18,7 @@ from colonnade.config import ModelConfig, WeightFormat
 from colonnade.kernels.linear.quantise import Kind, Quantised, stored_bytes
 from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
-from colonnade.model.tensor_parallel_linear import Linear, quantise_finite
+from colonnade.model.tensor_parallel_linear import Linear, QuantisableMatrix, quantise_finite
 from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.layout import layout_of
@@ -71,11 +71,11 @@ def build(
     return model, store
 
 
-def quantisable_modules(model: nn.Module) -> dict[str, Linear | Experts]:
+def quantisable_modules(model: nn.Module) -> dict[str, QuantisableMatrix | Experts]:
     """The modules with a matrix, or a stack of them, that can be quantised, by parameter name."""
-    found: dict[str, Linear | Experts] = {}
+    found: dict[str, QuantisableMatrix | Experts] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and not module.never_quantise:
+        if isinstance(module, QuantisableMatrix) and not module.never_quantise:
             found[_joined(name, "weight")] = module
         elif isinstance(module, Experts):
             parts = ("up", "down") if module.gate is None else ("up", "down", "gate")
@@ -96,7 +96,7 @@ class Requantise:
         match self._layers.get(name):
             case Experts() as layer:
                 return layer.quantised.get(_part(name))
-            case Linear() as layer:
+            case QuantisableMatrix() as layer:
                 return layer.quantised
         return None
 
@@ -132,7 +132,7 @@ def _part(name: str) -> str:
 
 
 def _bits(name: str, kind: Kind) -> Kind:
-    return "int8" if kind == "int4" and name == "unembed.weight" else kind
+    return "int8" if kind == "int4" and name in ("unembed.weight", "embed.tokens.weight") else kind
 
 
 def quantisable_shapes(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
@@ -169,7 +169,7 @@ def weight_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from (*model.parameters(), *model.buffers())
     for module in model.modules():
         quantised = []
-        if isinstance(module, Linear) and module.quantised is not None:
+        if isinstance(module, QuantisableMatrix) and module.quantised is not None:
             quantised = [module.quantised]
         elif isinstance(module, Experts):
             quantised = module.quantised.values()

@@ -118,46 +118,45 @@ class DraftModel:
         for request in requests:
             self._mark_pages(request)
         states = [_state(request) for request in requests]
-        wanted = [min(self.most, self._limit(request)) for request in requests]
+        wanted = [min(self.most, self._limit(request)) if total else 0 for request in requests]
         counts = choose_counts([state.rate for state in states], wanted, total, rows, self.times)
         for state, count in zip(states, counts, strict=True):
             state.active = count > 0
         self._catch_up([request for request, count in zip(requests, counts, strict=True) if count])
-        self._probe([request for request, count in zip(requests, counts, strict=True) if not count], rows)
+        if total:  # at full load no rate would change anything
+            self._probe([request for request, count in zip(requests, counts, strict=True) if not count], rows)
         return [
             min(count, limit) if len(request.ids) - request.draft_computed <= ROWS else 0
             for request, count, limit in zip(requests, counts, limits, strict=True)
         ]
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """One pass for each draft of the request with most; the host waits for the last one only."""
-        began_s, passes, rows = time.perf_counter(), list[tuple[Tokens, dict[int, int]]](), 0
-        known: list[tuple[Request, int]] = []  # the text's tokens that the first pass draws once more
-        for depth in range(max(counts)):
-            slices, index_of = list[Slice](), dict[int, int]()
-            for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-                if depth == 0:
-                    end = len(request.ids)
-                    slices += [self._row(request, at) for at in range(request.draft_computed, end)]
-                    first = max(request.draft_computed, len(request.prompt) - 1)
-                    known += [(request, -1)] * (first - request.draft_computed)
-                    known += [(request, token) for token in request.ids[first + 1 :]] + [(request, -1)]
-                elif depth < count:
-                    at = len(request.ids) - 1 + depth
-                    slices.append(self._row(request, at, -1 - passes[-1][1][i]))
-                else:
-                    continue
-                index_of[i] = len(slices) - 1
-            passes.append((self.run(Work(tuple(slices))), index_of))
+        """One pass for each draft of the request with most; the host reads the tokens after the last one."""
+        began_s = time.perf_counter()
+        slices, newest = list[Slice](), dict[int, int]()
+        known: list[tuple[DraftState, int] | None] = []
+        """For each row of the first pass the text's next token, if it has one already."""
+        for i, request in enumerate(requests):
+            for at in range(request.draft_computed, len(request.ids)):
+                slices.append(self._row(request, at))
+                generated = len(request.prompt) <= at + 1 < len(request.ids)
+                known.append((_state(request), request.ids[at + 1]) if generated else None)
+            newest[i] = len(slices) - 1
+        passes, rows = [(self.run(Work(tuple(slices))), newest)], len(slices)
+        for depth in range(1, max(counts)):
+            deeper = [i for i, count in enumerate(counts) if count > depth]
+            before, newest = newest, {i: row for row, i in enumerate(deeper)}
+            slices = [self._row(requests[i], len(requests[i].ids) - 1 + depth, -1 - before[i]) for i in deeper]
+            passes.append((self.run(Work(tuple(slices))), newest))
             rows += len(slices)
-        sampled = [(tokens.tolist(), index_of) for tokens, index_of in passes]
+        sampled = [(tokens.tolist(), newest) for tokens, newest in passes]
         self.times.draft.update(rows / len(passes), (time.perf_counter() - began_s) / len(passes))
-        for (request, expected), token in zip(known, sampled[0][0], strict=True):
-            if expected >= 0:
-                self._observe(_state(request), right=token == expected)
+        for pair, token in zip(known, sampled[0][0], strict=True):
+            if pair is not None:
+                self._observe(pair[0], right=token == pair[1])
         drafts = []
         for i, request in enumerate(requests):
-            drafts.append(self._valid(tokens[index_of[i]] for tokens, index_of in sampled if i in index_of))
+            drafts.append(self._valid(tokens[newest[i]] for tokens, newest in sampled if i in newest))
             request.draft_computed = len(request.ids) + max(0, len(drafts[-1]) - 1)
         return drafts
 

@@ -97,16 +97,20 @@ def choose_counts(rates: Sequence[float], limits: Sequence[int], total: int, row
     ``rates`` are the requests' acceptance rates; without drafts the pass has ``rows`` rows.
     """
     counts, left = [0] * len(rates), total
+    if not left:
+        return counts
     tokens, seconds = float(rows), times.target_s(rows)
     plain = tokens / seconds
-    row_s = times.target_s(rows + 1) - seconds
+    draft_row_s = times.draft_s(2) - times.draft_s(1)
+    row_s = times.target_s(rows + 1) - seconds + draft_row_s
+    pass_s = times.draft_s(1) - draft_row_s
     for depth in range(1, max(limits, default=0) + 1):
         deeper = [i for i, limit in enumerate(limits) if limit >= depth == counts[i] + 1]
         gains = sorted(((rates[i] ** depth, i) for i in deeper), reverse=True)[:left]
         best, chosen, gain = (tokens, seconds), 0, 0.0
         for number, (each, _) in enumerate(gains, 1):
             gain += each
-            more = tokens + gain, seconds + times.draft_s(number) + number * row_s
+            more = tokens + gain, seconds + pass_s + number * row_s
             if more[0] * best[1] > best[0] * more[1]:
                 best, chosen = more, number
         if not chosen:

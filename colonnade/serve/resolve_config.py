@@ -3,7 +3,8 @@
     page_tokens    16; on a GPU 64, which are whole tiles of keys for its copy engine (TMA)
     token_budget   512; on a GPU 2048, since it runs a pass of 512 faster than the host prepares the next one
     run_ahead      on a GPU
-    fixed_steps    on a GPU, if its decode steps can be captured as CUDA graphs and padding changes no result
+    fixed_steps    on a GPU, if its decode steps can be captured as CUDA graphs and padding changes no result; on a
+                   CPU, if C++ kernels run its decode steps, which are then recorded
 
 A CUDA graph replays the same kernels with the same arguments: nothing in it may synchronise with the host, and kernels
 must read what changes from the buffers of :mod:`colonnade.serve.cuda_graph_runner`.
@@ -15,6 +16,7 @@ import torch
 
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.errors import ConfigError, PlanError
+from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.registry import LOOKUP
 from colonnade.model import Transformer
 from colonnade.model.context_parallel import MAX_FUSED_HEAD_WIDTH
@@ -68,6 +70,16 @@ class EngineTraits:
         return None
 
     @property
+    def records_steps(self) -> bool:
+        """Whether C++ kernels run all of a decode step on a CPU (on one rank), so that it can be recorded."""
+        config = self.model
+        fused = config.norm == "rmsnorm" and config.norm_order == "pre" and config.gated and not config.embed_norm
+        plain = config.positions == "rotary" and config.moe is None and config.latent is None and not config.ffn_bias
+        heads = not config.out_bias and not (config.qk_norm and config.qk_norm_over == "all")
+        on_cpu = self.cp == 1 and not self.sequence_parallel and self.device.type == "cpu"
+        return fused and plain and heads and config.qkv_clip is None and on_cpu and cpu_kernels.available(self.dtype)
+
+    @property
     def padding_safe(self) -> bool:
         """Whether padding a batch cannot change a token's result."""
         moe = self.model.moe
@@ -75,10 +87,11 @@ class EngineTraits:
 
 
 def resolve_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
-    """``serve`` with every open field decided. On a CPU ``fixed_steps`` only pads, and only if it was set."""
+    """``serve`` with every open field decided."""
     on_gpu, run_ahead, fixed_steps = traits.device.type == "cuda", serve.run_ahead, serve.fixed_steps
     if fixed_steps is None:
-        fixed_steps = on_gpu and traits.graph_limitation is None and traits.padding_safe
+        recorded = traits.records_steps and not serve.batch_invariant
+        fixed_steps = traits.graph_limitation is None and traits.padding_safe if on_gpu else recorded
     return serve.replace(
         page_tokens=serve.page_tokens or (64 if on_gpu else 16),
         token_budget=serve.token_budget or (2048 if on_gpu else 512),

@@ -104,7 +104,7 @@ def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab
     if tp.size == 1 and all(each.greedy for each in args):
         return choose("greedy_tokens", logits_Rv.device.type, logits_Rv.dtype)(logits_Rv, NOT_FINITE)
     if tp.size == 1 and logits_Rv.is_cuda:
-        args_RA = upload([_numbers(each) for each in args], torch.float64, logits_Rv.device)
+        args_RA = upload([kernel_args(each) for each in args], torch.float64, logits_Rv.device)
         return choose("sampled_tokens", "cuda", logits_Rv.dtype)(logits_Rv, args_RA, NOT_FINITE)
     shard = -(-V // tp.size)
     x_Rv = logits_Rv if logits_Rv.dtype == torch.float64 else logits_Rv.float()
@@ -128,7 +128,7 @@ def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab
     return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
 
 
-def _numbers(args: SampleArgs) -> tuple[float, ...]:
+def kernel_args(args: SampleArgs) -> tuple[float, ...]:
     """The columns of :func:`kernels.sampling.sample`."""
     temperature = 0.0 if args.greedy else max(args.temperature, MIN_TEMPERATURE)
     log_min_p = math.log(args.min_p) if args.min_p else -math.inf

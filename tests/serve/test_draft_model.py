@@ -98,8 +98,9 @@ def test_speculation_changes_no_text(limits: ServeConfig, noise: str, ahead: boo
 @pytest.mark.usefixtures("cheap")
 def test_speculation_changes_no_text_of_a_thousand_requests():
     model = tiny.model(dtype=torch.float32)
-    drafted = serve(model, tiny.noisy(0.05, dtype=torch.float32), LIMITS)
-    stats = check_texts(1000, serve(model, None), drafted)
+    limits = LIMITS.replace(pages=120)  # which leave rows for drafts
+    drafted = serve(model, tiny.noisy(0.05, dtype=torch.float32), limits)
+    stats = check_texts(1000, serve(model, None, limits), drafted)
     assert stats.accepted_draft_tokens > 0.4 * stats.draft_tokens > 1000
 
 
@@ -245,11 +246,11 @@ def _serve(plan: dict[str, int], count: int, limits: ServeConfig) -> tuple[list[
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.xdist_group("worlds")
 def test_speculation_changes_no_text_on_two_ranks(plan: dict[str, int], count: int):
-    limits = LIMITS.replace(pages=120, page_tokens=3, max_requests=19, fixed_steps=True)
+    limits = LIMITS.replace(pages=120, page_tokens=3, fixed_steps=True)
     plain = serve(tiny.model(), None).generate(*mixed(count))
     completions, stats = run(2, _serve, plan, count, limits)[0]
     assert [each.token_ids for each in completions] == [each.token_ids for each in plain]
-    assert stats.accepted_draft_tokens > 0.5 * stats.draft_tokens > count / 2
+    assert stats.accepted_draft_tokens > 0.4 * stats.draft_tokens > count / 2
 
 
 def test_swapped_weights_keep_the_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -162,6 +162,20 @@ def test_every_metric_of_the_dashboard_exists(running: Running):
     assert {name.replace("colonnade:", "vllm:") for name in names} <= scraped
 
 
+def test_every_metric_of_vllms_dashboard_exists(running: Running):
+    """Those that vLLM's own dashboard queries (examples/observability/prometheus_grafana)."""
+    post(running, "/v1/completions", body(n=2))
+    text = httpx.get(f"{running.url}/metrics").text
+    seconds = ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
+    names = [f"{name}_seconds_{part}" for name in seconds for part in ("bucket", "sum", "count")]
+    names += [f"request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode")]
+    names += ["prompt_tokens_total", "generation_tokens_total", "num_requests_running", "num_requests_waiting"]
+    names += ["kv_cache_usage_perc", "request_prompt_tokens_bucket", "request_generation_tokens_bucket"]
+    names += ["request_success_total", "request_max_num_generation_tokens_sum"]
+    assert not [name for name in names if not re.search(rf'^vllm:{name}{{.*model_name="tiny"', text, re.MULTILINE)]
+    assert re.search(r'^vllm:request_success_total{finished_reason="\w+"', text, re.MULTILINE)
+
+
 def test_each_request_is_one_json_line_without_text(running: Running):
     """The last test of the server: it ends."""
     post(running, "/v1/completions", body(), **{"x-request-id": "mine"})

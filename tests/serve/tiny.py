@@ -74,7 +74,7 @@ def noisy(noise: float, dtype: torch.dtype = torch.float64, **changes: object) -
     return it
 
 
-DEEP = 12
+DEEP = 32
 """Layers of a model to draft for."""
 
 

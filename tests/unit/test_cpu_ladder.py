@@ -73,16 +73,16 @@ def test_closed_loop_waits_for_answers():
     with slow_server(0.05) as url:
         served = closed_loop([url], {"content": b"x"}, clients=3, seconds=0.5)
     assert served.failures == 0
-    assert 3 <= served.in_time <= 30, "3 clients with at most 10 answers each"
-    assert served.in_time <= len(served.latencies_s) <= served.in_time + 3, "what was sent in time is awaited"
+    assert 3 <= len(served.latencies_s) <= 33, "3 clients with at most 10 answers each, and one that is awaited"
+    assert served.seconds >= 0.5 and served.requests_per_s == len(served.latencies_s) / served.seconds
     assert min(served.latencies_s) >= 0.05 and served.percentile_ms(50) >= 50
 
 
 def test_open_loop_does_not_wait_for_answers():
     with slow_server(1.0) as url:
         served = open_loop([url, url], {"content": b"x"}, rate=40, seconds=0.5)
-    assert served.in_time == 0 and served.requests_per_s == 0, "none was answered within the half second"
     assert len(served.latencies_s) > 5, "arrivals did not wait for the first answer"
+    assert served.seconds > 1, "the rate counts the time until the last answer"
     assert min(served.latencies_s) >= 1
 
 
@@ -96,7 +96,7 @@ def test_failures_are_counted_apart():
 
 @pytest.mark.parametrize(("percent", "expected"), [(50, 50), (95, 95), (99, 99), (100, 100), (1, 1), (99.5, 100)])
 def test_percentiles_by_nearest_rank(percent: float, expected: int):
-    served = Served(1, 0, [i / 1e3 for i in range(100, 0, -1)])
+    served = Served(1, [i / 1e3 for i in range(100, 0, -1)])
     assert served.percentile_ms(percent) == pytest.approx(expected)
 
 

@@ -21,7 +21,7 @@ from colonnade.kernels.registry import KERNELS
 from colonnade.model import Transformer
 from colonnade.model.moe import expert_modules
 from colonnade.model.moe.experts import Experts
-from colonnade.model.tensor_parallel_linear import Linear
+from colonnade.model.tensor_parallel_linear import QuantisableMatrix
 from colonnade.model.weight_only_quant import quantised_kind, weight_bytes, weight_bytes_as
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
@@ -102,7 +102,7 @@ def dequantised(model: Transformer, like: Transformer) -> Transformer:
     with torch.no_grad():
         for name, module in like.named_modules():
             theirs = model.get_submodule(name)
-            if isinstance(theirs, Linear) and theirs.quantised is not None:
+            if isinstance(theirs, QuantisableMatrix) and theirs.quantised is not None:
                 module.weight.copy_(dequantise(theirs.quantised, torch.float64))
             elif isinstance(theirs, Experts):
                 for destination, values in zip(module.stored, written_out(theirs.stored, torch.float64), strict=True):

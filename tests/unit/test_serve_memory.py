@@ -239,7 +239,8 @@ def test_ranks_of_one_host_share_free_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sharded_cache_has_a_share_and_a_scratch_page_per_rank():
-    for serve in (ServeConfig(pages=1000), ServeConfig(max_requests=1, cache_bytes=1 << 40, page_tokens=32)):
+    sized = ServeConfig(fixed_steps=False)
+    for serve in (sized.replace(pages=1000), sized.replace(max_requests=1, cache_bytes=1 << 40, page_tokens=32)):
         one, four = (EngineSpec(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
         page_bytes = KVCache.bytes_per_page(preset("llama-2-7b"), SOLO_AXES, serve.page_tokens or 16, torch.bfloat16)
         assert four == one // 4 + page_bytes

@@ -11,6 +11,7 @@ from colonnade.config import MoeConfig, ServeConfig
 from colonnade.kernels.cpu import calls, kernels, library
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+from colonnade.serve.resolve_config import EngineTraits, resolve_config
 from colonnade.serve.step_recorder import record
 from tests.serve import tiny
 
@@ -73,6 +74,19 @@ def test_other_operations_leave_steps_eager(
     assert caplog.messages and all("not recorded" in message for message in caplog.messages)
     assert any(name in caplog.text for name in operation.split("|"))
     assert outputs == run_engine(fixed=False, **changes)[0]
+
+
+def test_recording_is_the_default_where_kernels_run_the_whole_step() -> None:
+    def fixed(dtype: torch.dtype = torch.float32, limits: ServeConfig | None = None, **changes: Any) -> bool | None:
+        traits = EngineTraits.of(tiny.model(**changes).to(dtype))
+        return resolve_config(limits or ServeConfig(), traits).fixed_steps
+
+    assert fixed() and fixed(torch.bfloat16)
+    assert not fixed(torch.float64) and not fixed(limits=ServeConfig(batch_invariant=True))
+    assert not fixed(limits=ServeConfig(fixed_steps=False))
+    others = [{"moe": MoeConfig(experts=4, active=2, ffn_width=20)}, {"norm_order": "post"}, {"qkv_clip": 0.5},
+              {"gated": False, "activation": "gelu"}, {"norm": "layernorm"}]  # fmt: skip
+    assert not any(fixed(**changes) for changes in others)
 
 
 def test_views_are_fine_and_copies_are_not() -> None:

@@ -60,6 +60,7 @@ inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 inline Bytes low_nibbles(Bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
@@ -101,6 +102,7 @@ inline float sum(Floats x) {
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline Bytes low_nibbles(Bytes b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes b) { return low_nibbles(_mm256_srli_epi16(b, 4)); }
@@ -148,6 +150,7 @@ inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 inline float sum(Floats x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats to_floats(Ints x) { return Floats{float(x[0]), float(x[1]), float(x[2]), float(x[3])}; }
 inline Bytes low_nibbles(Bytes b) { return b & 15; }
 inline Bytes high_nibbles(Bytes b) { return (b >> 4) & 15; }
@@ -175,7 +178,9 @@ inline Floats high_halves(Bytes x) {
 constexpr int64_t UNIT = 4 * LANES;  // bytes in a vector
 constexpr int64_t X_GROUP = 32;      // inputs that share a scale when x is quantised for int8 weights
 constexpr int64_t BAND = 128;        // outputs that are computed before bias, activation and residual are applied
+constexpr int64_t AHEAD = 4096;      // bytes between the weights that are multiplied and those that are requested
 constexpr int64_t PANEL = 64;        // rows of x that are prepared at once
+constexpr int64_t KEYS_AHEAD = 24;   // likewise, in keys or values
 constexpr int64_t SPLIT = 256;       // keys of one task of attention
 constexpr auto SPIN = std::chrono::microseconds(50);  // how long a thread spins before it sleeps
 
@@ -434,6 +439,11 @@ inline Bytes load_bytes_part(const void* p, int64_t count) {
 }
 #endif
 
+// Requests `bytes` of memory that are read later.
+inline void prefetch(const void* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+}
+
 inline void read_row(const void* x, Dtype dtype, int64_t start, int64_t count, float* y) {
     if (dtype == FLOAT32) {
         std::memcpy(y, static_cast<const float*>(x) + start, size_t(count) * 4);
@@ -454,6 +464,30 @@ inline void write_row(void* y, Dtype dtype, int64_t start, int64_t count, const 
 
 inline float element(const void* x, Dtype dtype, int64_t i) {
     return dtype == FLOAT32 ? static_cast<const float*>(x)[i] : to_float(static_cast<const uint16_t*>(x)[i]);
+}
+
+// The largest of x, of which NaN may be ignored.
+inline float largest(const float* x, int64_t count) {
+    float y = x[0];
+    int64_t i = 0;
+    if (count >= LANES) {
+        Floats most = load(x);
+        for (i = LANES; i + LANES <= count; i += LANES) most = larger(most, load(x + i));
+        float values[LANES];
+        store(values, most);
+        for (float value : values) y = y < value ? value : y;
+    }
+    for (; i < count; i++) y = y < x[i] ? x[i] : y;
+    return y;
+}
+
+inline float total_of(const float* x, int64_t count) {
+    Floats sums = zero();
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) sums = fma(load(x + i), broadcast(1.0f), sums);
+    float y = sum(sums);
+    for (; i < count; i++) y += x[i];
+    return y;
 }
 
 // Σ a_i b_i, or Σ (a_i − c)(b_i − c), in an order that depends on `count` only.
@@ -480,13 +514,7 @@ struct NormWeights {
 inline void normalise(float* x, int64_t width, const NormWeights& norm, Dtype dtype) {
     float mean = 0.0f;
     if (norm.bias != nullptr) {
-        float total = 0.0f;
-        Floats sums = zero();
-        int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) sums = fma(load(x + i), broadcast(1.0f), sums);
-        total = sum(sums);
-        for (; i < width; i++) total += x[i];
-        mean = total / float(width);
+        mean = total_of(x, width) / float(width);
     }
     const float square = inner_product(x, x, width, mean) / float(width);
     const float factor = 1.0f / std::sqrt(square + float(norm.eps));
@@ -524,16 +552,19 @@ struct Rows {
 
 // int8 values p and the scale z of a group of x. A group that is not finite has a scale of NaN.
 inline float quantise_group(const float* x, int64_t count, int8_t* p) {
-    float most = 0.0f, check = 0.0f;
+    int32_t bits_of_most = 0;  // of values that are not negative, bits are ordered as the values; NaN is the largest
     for (int64_t i = 0; i < count; i++) {
-        const float size = std::fabs(x[i]);
-        most = most < size ? size : most;
-        check += x[i] * 0.0f;
+        int32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        bits &= 0x7FFFFFFF;
+        bits_of_most = bits_of_most < bits ? bits : bits_of_most;
     }
-    if (!(check == 0.0f)) {
+    if (bits_of_most >= 0x7F800000) {
         std::memset(p, 0, size_t(count));
         return std::nanf("");
     }
+    float most;
+    std::memcpy(&most, &bits_of_most, 4);
     const float inverse = most < 1e-30f ? 0.0f : 127.0f / most;
     for (int64_t i = 0; i < count; i++) {
         const float shifted = x[i] * inverse + 12582912.0f;  // rounds to nearest even
@@ -740,12 +771,23 @@ inline void product_tile(const Matrix& w, const Rows& x, int64_t at, int64_t fir
         for (int o = 0; o < O; o++) y[r * BAND + o] = values[r][o];
 }
 
+// Bytes of a row of W.
+inline int64_t row_bytes(const Matrix& w, Dtype dtype) {
+    if (w.kind == INT8) return w.inputs;
+    if (w.kind == INT4) return ceil_div(w.inputs, w.group) * w.group / 2;
+    return w.inputs * (dtype == FLOAT32 ? 4 : 2);
+}
+
 // y (rows, BAND) of outputs [part.begin, part.end), at most BAND of them.
-template <typename P> void product(const Matrix& w, const Rows& x, Share part, float* y) {
+template <typename P> void product(const Matrix& w, const Rows& x, int64_t bytes, Share part, float* y) {
     constexpr int ONE = P::ONE_ROW_OUTPUTS, FOUR = P::FOUR_ROWS_OUTPUTS;
+    const char* values = static_cast<const char*>(w.values);
+    const int64_t pairs = w.kind == INT4 ? ceil_div(w.inputs, w.group) * 4 : 0;
     int64_t o = part.begin;
     for (; o + ONE <= part.end; o += ONE) {
         int64_t t = 0;
+        prefetch(values + o * bytes + AHEAD, ONE * bytes);
+        if (w.kind == INT4) prefetch(static_cast<const char*>(w.scales) + o * pairs + AHEAD / 8, ONE * pairs);
         for (; t + 4 <= x.count; t += 4) {
             for (int i = 0; i < ONE; i += FOUR) {
                 product_tile<P, 4, FOUR>(w, x, t, o + i, y + t * BAND + (o - part.begin) + i);
@@ -759,12 +801,13 @@ template <typename P> void product(const Matrix& w, const Rows& x, Share part, f
 }
 
 void any_product(const Matrix& w, Dtype dtype, const Rows& x, Share part, float* y) {
-    if (w.kind == INT8) return product<Int8Product>(w, x, part, y);
-    if (w.kind == INT4 && w.group == 32) return product<Int4Product<32>>(w, x, part, y);
-    if (w.kind == INT4 && w.group == 64) return product<Int4Product<64>>(w, x, part, y);
-    if (w.kind == INT4) return product<Int4Product<128>>(w, x, part, y);
-    if (dtype == FLOAT32) return product<PlainProduct<float>>(w, x, part, y);
-    return product<PlainProduct<uint16_t>>(w, x, part, y);
+    const int64_t bytes = row_bytes(w, dtype);
+    if (w.kind == INT8) return product<Int8Product>(w, x, bytes, part, y);
+    if (w.kind == INT4 && w.group == 32) return product<Int4Product<32>>(w, x, bytes, part, y);
+    if (w.kind == INT4 && w.group == 64) return product<Int4Product<64>>(w, x, bytes, part, y);
+    if (w.kind == INT4) return product<Int4Product<128>>(w, x, bytes, part, y);
+    if (dtype == FLOAT32) return product<PlainProduct<float>>(w, x, bytes, part, y);
+    return product<PlainProduct<uint16_t>>(w, x, bytes, part, y);
 }
 
 // y = W x̂ + b (+ residual), or y = act(G x̂ + c) ⊙ (W x̂ + b), or y = act(W x̂ + b); x̂ is x or norm(x).
@@ -834,6 +877,13 @@ struct Linear {
             if (gate.values != nullptr) any_product(gate, type, x_rows, some, gs);
             for (int64_t t = 0; t < count; t++) finish(some, part.begin + t, ys + t * BAND, gs + t * BAND);
         }
+    }
+
+    // Requests the first weights that this thread will read.
+    void announce(int thread, int threads) const {
+        const Share mine = rows >= 32 * threads ? Share{0, weight.outputs} : share(weight.outputs, 8, thread, threads);
+        const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
+        prefetch(static_cast<const char*>(weight.values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
     }
 
     void finish(Share part, int64_t row, float* ys, float* gs) const {
@@ -1067,13 +1117,15 @@ struct Attention {
         const int64_t begin = from < row.begin ? row.begin : from, end = to < row.end ? to : row.end;
         const int64_t count = end - begin;
         const int32_t* table = tables + row.request * table_width;
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t page = table[(begin + i) / page_tokens];
+        for (int64_t i = 0; i < count;) {
+            const int64_t page = table[(begin + i) / page_tokens], offset = (begin + i) % page_tokens;
             if (page < 0 || page >= pages) {
                 error.store(BAD_PAGE);
                 return;
             }
-            at[i] = ((page * page_tokens + (begin + i) % page_tokens) * kv_heads + k) * width;
+            for (int64_t j = offset; j < page_tokens && i < count; j++, i++) {
+                at[i] = ((page * page_tokens + j) * kv_heads + k) * width;
+            }
         }
         const float scale = 1.0f / std::sqrt(float(width));
         for (int64_t g = 0; g < group; g++) {
@@ -1082,20 +1134,22 @@ struct Attention {
             for (int64_t i = 0; i < width; i++) row_q[i] *= scale;
             for (int64_t i = width; i < padded; i++) row_q[i] = 0.0f;
         }
+        const int64_t vector_bytes = width * int64_t(sizeof(T));
         for (int64_t i = 0; i < count; i++) {
             const T* key = static_cast<const T*>(keys) + at[i];
+            if (i + KEYS_AHEAD < count) prefetch(static_cast<const T*>(keys) + at[i + KEYS_AHEAD], vector_bytes);
+            // Values are read next; the last of them are requested while the first are read.
+            if (i < KEYS_AHEAD) prefetch(static_cast<const T*>(values) + at[i], vector_bytes);
             for (int64_t g = 0; g < group; g++) scores[g * SPLIT + i] = score(query + g * padded, key);
         }
         std::memset(sums, 0, size_t(group * padded) * 4);
         const bool alone = row.splits() == 1;
         for (int64_t g = 0; g < group; g++) {
             float* const weights = scores + g * SPLIT;
-            float most = weights[0];
-            for (int64_t i = 1; i < count; i++) most = most < weights[i] ? weights[i] : most;
+            const float most = largest(weights, count);
             for (int64_t i = 0; i < count; i++) weights[i] = exponential(weights[i] - most);
-            float total = 0.0f;
-            for (int64_t i = 0; i < count; i++) total += weights[i];
-            weigh<T>(weights, at, count, sums + g * padded);
+            const float total = total_of(weights, count);
+            weigh<T>(weights, at, count, sums + g * padded, g == 0);
             if (alone) {
                 for (int64_t i = 0; i < width; i++) sums[g * padded + i] /= total;
                 write_row(out, Dtype(dtype), (head + g) * width, width, sums + g * padded);
@@ -1117,10 +1171,14 @@ struct Attention {
     }
 
     // sums += Σ weights[i] values[i], four keys at a time, so that sums are loaded and stored once for four.
-    template <typename T> void weigh(const float* weights, const int64_t* at, int64_t count, float* sums) const {
+    template <typename T>
+    void weigh(const float* weights, const int64_t* at, int64_t count, float* sums, bool first) const {
         const T* all = static_cast<const T*>(values);
         int64_t i = 0;
         for (; i + 4 <= count; i += 4) {
+            for (int64_t n = i + KEYS_AHEAD; first && n < i + KEYS_AHEAD + 4 && n < count; n++) {
+                prefetch(all + at[n], width * int64_t(sizeof(T)));
+            }
             const Floats p[4] = {
                 broadcast(weights[i]), broadcast(weights[i + 1]), broadcast(weights[i + 2]), broadcast(weights[i + 3])};
             int64_t j = 0;
@@ -1205,6 +1263,9 @@ void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
                 case ROTATION: run_kernel<Rotation>(a, phase, thread, threads, *step.error); break;
                 case ROPE_WRITE: run_kernel<RopeWrite>(a, phase, thread, threads, *step.error); break;
                 case ATTENTION: run_kernel<Attention>(a, phase, thread, threads, *step.error); break;
+            }
+            if (i + 1 < step.count && step.calls[i + 1].kernel == LINEAR) {
+                static_cast<const Linear*>(step.calls[i + 1].arguments)->announce(thread, threads);
             }
             barrier.wait(threads);
         }

@@ -30,7 +30,16 @@ SOURCE = Path(__file__).with_name("decode.cpp")
 CACHE_FOLDER = Path("~/.cache/colonnade/kernels")
 """Where libraries are cached; if it is not usable, every process compiles its own."""
 COMPILERS = ("c++", "g++", "clang++")
-OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+OPTIONS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+)
 """No contraction: a sum must not depend on what the compiler fuses for one tile and not for another."""
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"),

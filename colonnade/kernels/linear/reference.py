@@ -65,8 +65,8 @@ def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype) -> Tensor:
     """x_TD: the rows of ``table`` (V, D) that belong to ``tokens_T``; quantised rows are dequantised to ``dtype``."""
     if not isinstance(table, Quantised):
         return F.embedding(tokens_T, table)
-    rows = table._replace(values=table.values[tokens_T], scales=table.scales[tokens_T])
-    return dequantise(rows, dtype)
+    values = table.values.view(torch.uint8)[tokens_T].view(table.values.dtype)  # not every torch can index float8
+    return dequantise(table._replace(values=values, scales=table.scales[tokens_T]), dtype)
 
 
 def band_rows(weight: Quantised) -> int:

@@ -36,6 +36,7 @@ LENGTH_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 
 LENGTHS = {
     "request_prompt_tokens": "Tokens of the prompt.",
     "request_generation_tokens": "Tokens generated.",
+    "request_max_num_generation_tokens": "Tokens of the longest of a request's completions.",
 }
 
 
@@ -114,6 +115,7 @@ class RequestTimer:
     def __init__(self, histograms: Mapping[str, Histogram]):
         self._histograms, self._start_s = histograms, time.monotonic()
         self._last_s: dict[int, float] = {}
+        self._longest = 0
 
     def observe_output(self, index: int, output: Output) -> None:
         """Record that an output of completion ``index`` has arrived."""
@@ -130,6 +132,11 @@ class RequestTimer:
             observe("request_decode_time_seconds", output.timing.decode_s)
             observe("request_prompt_tokens", output.prompt_tokens)
             observe("request_generation_tokens", output.generated_tokens)
+            self._longest = max(self._longest, output.generated_tokens)
+
+    def observe_longest(self) -> None:
+        """Record that all completions of a request have ended."""
+        self._observe("request_max_num_generation_tokens", self._longest)
 
     def observe_end(self) -> None:
         """Record that a request without generated tokens has ended."""

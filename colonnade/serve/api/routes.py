@@ -233,6 +233,7 @@ async def _with_metrics(batches: Batches, timer: RequestTimer, record: RequestRe
                 timer.observe_output(index, output)
                 record.observe(index, output)
             yield batch
+    timer.observe_longest()
 
 
 async def _complete_reply(
