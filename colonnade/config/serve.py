@@ -23,7 +23,7 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s@]+")
 
 _URL = re.compile(r"https?://[^/\s@?#]+/?")
 
-ToolFormat = Literal["hermes", "llama3", "mistral"]
+ToolFormatName = Literal["hermes", "llama3", "mistral"]
 """Notation of tool calls: that of Qwen and Hermes, of Llama 3, of Mistral."""
 
 Pooling = Literal["mean", "cls", "last"]
@@ -118,7 +118,7 @@ class ServeConfig(Config):
     before (prompt look-up); a smaller MODEL with the same tokenizer drafts those that it generates. None: off."""
     draft_tokens: int = Field(default=5, gt=0, le=64)
     """Tokens to draft, at most, for one step of a request."""
-    tool_format: ToolFormat | None = None
+    tool_format: ToolFormatName | None = None
     """How the model writes tool calls; None: as in its chat template."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
     """Largest request body; a larger one is refused (413) [bytes]."""

@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from colonnade.config.serve import ToolFormatName
 from colonnade.serve.structured_outputs import WHITESPACE, lark_json
 
 if TYPE_CHECKING:
     from colonnade.data.tokenizer import Tokenizer
-
-ToolFormatName = Literal["hermes", "llama3", "mistral"]
 
 
 class ToolFormat(NamedTuple):
@@ -35,7 +34,7 @@ class ToolFormat(NamedTuple):
     """The key of the arguments."""
 
 
-FORMATS = {
+FORMATS: dict[ToolFormatName, ToolFormat] = {
     "hermes": ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments"),
     "llama3": ToolFormat("llama3", "", "", "parameters"),
     "mistral": ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments"),

@@ -44,11 +44,12 @@ class Running:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def engine_pids(self) -> list[int]:
-        """Processes of the engine's session, whose leader is a child of the server."""
-        rows = subprocess.run(["ps", "-eo", "pid=,ppid=,sid=,stat="], capture_output=True, text=True, check=True).stdout
-        table = [row.split() for row in rows.splitlines()]
-        leaders = {pid for pid, ppid, sid, _ in table if int(ppid) == self.process.pid and pid == sid}
-        return [int(pid) for pid, _, sid, stat in table if sid in leaders and not stat.startswith("Z")]
+        """Processes of the engine's session, whose leader is a child of the server, but for that of grammars."""
+        command = ["ps", "-ww", "-eo", "pid=,ppid=,sid=,stat=,args="]
+        rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        table = [row.split(maxsplit=4) for row in rows.splitlines() if "colonnade.serve.grammar_check" not in row]
+        leaders = {row[0] for row in table if int(row[1]) == self.process.pid and row[0] == row[2]}
+        return [int(row[0]) for row in table if row[2] in leaders and not row[3].startswith("Z")]
 
     def stop(self, number: int = signal.SIGINT) -> tuple[int, str, str]:
         """Send a signal (0 sends none) and wait: exit code, output, errors."""

@@ -146,6 +146,6 @@ def test_bad_values_are_refused(name: str, value: object):
 
 
 def test_improbable_tokens_stay_finite_in_json():
-    from colonnade.serve.api.replies import _finite
+    from colonnade.serve.api.reply_builders import _finite
 
     assert _finite(-math.inf) == -9999.0

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,6 +129,14 @@ async def run_streams(url: str, bodies: list[dict[str, Any]], disturb: Any) -> l
 
 def engines(running: Running) -> list[int]:
     return sorted(running.engine_pids())
+
+
+def grammar_pids(running: Running) -> list[int]:
+    """Processes that compile grammars, each a child of an engine."""
+    rows = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    table = [row.split(maxsplit=2) for row in rows.splitlines()]
+    parents = set(engines(running))
+    return [int(pid) for pid, ppid, args in table if int(ppid) in parents and "colonnade.serve.grammar_check" in args]
 
 
 def until_up(running: Running, count: int) -> None:
@@ -284,7 +293,7 @@ def test_a_server_in_front_of_another_answers_the_same(running: Running):
 def test_replicas_stop_on_a_signal(running: Running):
     """Last: it stops the module's server."""
     until_up(running, 2)
-    pids = engines(running)
+    pids = [*engines(running), *grammar_pids(running)]
     code, out, err = running.stop(signal.SIGTERM)
     assert (code, err) == (0, "") and out.endswith("\nstopping\n")
     deaths = out.count("died and is started again: the engine process was killed by SIGKILL")

@@ -10,7 +10,7 @@ import pytest
 from colonnade.errors import RequestError
 from colonnade.serve.api import event_stream
 from colonnade.serve.api.event_stream import EventStream, reply_events
-from colonnade.serve.api.replies import ChatReplies, CompletionReplies, LogprobsOptions, Usage
+from colonnade.serve.api.reply_builders import ChatReplies, CompletionReplies, LogprobsOptions, Usage
 from colonnade.serve.ipc import decode_message, encode_message, output_from_list, output_to_list
 from colonnade.serve.request import Output, Stats, Timing
 from colonnade.serve.worker import _StatsTimer

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from colonnade.errors import RequestError
-from colonnade.serve.api import replies
+from colonnade.serve.api import openapi, replies
 from colonnade.serve.api.body import parse_body
 from colonnade.serve.served_models import ServedModels
 
@@ -69,12 +69,12 @@ class CacheResetBody(BaseModel):
 def install_admin(app: FastAPI, models: ServedModels) -> None:
     """Add the routes to ``app``."""
 
-    @app.post("/admin/drain", status_code=202, responses=replies.refusals(403, "4XX"))
+    @app.post("/admin/drain", status_code=202, responses=openapi.refusals(403, "4XX"))
     async def drain() -> Draining:
         """Stop as after SIGTERM: refuse new requests, finish the running ones, exit."""
         return {"status": "draining", "running": await models.request_drain()}
 
-    @app.post("/admin/cache/reset", responses=replies.refusals(403, 503, "4XX"))
+    @app.post("/admin/cache/reset", responses=openapi.refusals(403, 503, "4XX"))
     async def reset_cache(request: Request) -> CacheReset:
         """Empty the prefix cache, of one model or of all; running requests go on."""
         raw = await request.body()
@@ -83,7 +83,7 @@ def install_admin(app: FastAPI, models: ServedModels) -> None:
             await model.engine.ask("reset_cache")
         return {"status": "reset"}
 
-    @app.post("/admin/weights", responses={200: {"model": WeightsSwapped}, **replies.refusals(400, 403, 503, "4XX")})
+    @app.post("/admin/weights", responses={200: {"model": WeightsSwapped}, **openapi.refusals(400, 403, 503, "4XX")})
     async def swap_weights(body: WeightsBody, _request: Request) -> Response:
         """Serve the weights of another checkpoint of the same model; running requests go on with them.
 

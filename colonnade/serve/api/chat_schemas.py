@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from colonnade.errors import RequestError
-from colonnade.serve.api.replies import LogprobsOptions
+from colonnade.serve.api.reply_builders import LogprobsOptions
 from colonnade.serve.api.request_schemas import Body
 from colonnade.serve.client_json import parse_text, to_json_text
 from colonnade.serve.ipc import GenerationRequest

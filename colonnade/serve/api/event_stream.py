@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import error_body
-from colonnade.serve.api.replies import CompletionReplies, Usage
+from colonnade.serve.api.reply_builders import CompletionReplies, Usage
 from colonnade.serve.request import Output
 
 Batches = AsyncGenerator[list[tuple[int, Output]]]

@@ -11,7 +11,7 @@ from typing import Literal
 from fastapi import FastAPI, Request, Response
 
 from colonnade.errors import RequestError
-from colonnade.serve.api import pooling_replies, replies
+from colonnade.serve.api import openapi, pooling_replies
 from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.metrics import Metrics, RequestTimer
 from colonnade.serve.api.pooling_schemas import ClassifyBody, EmbeddingBody, PairsBody, RerankBody, ScoreBody
@@ -126,8 +126,8 @@ def _wrong_endpoint(model: str, what: str, right: str) -> RequestError:
     return RequestError(f"the model '{model}' {what}; use {right}", param="model", code="wrong_endpoint")
 
 
-def _answers(reply: type) -> replies.Responses:
-    return {200: {"model": reply}, **replies.refusals()}
+def _answers(reply: type) -> openapi.Responses:
+    return {200: {"model": reply}, **openapi.refusals()}
 
 
 async def _collect(outputs: AsyncGenerator[tuple[int, PoolingOutput]], timer: RequestTimer) -> list[PoolingOutput]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
 from colonnade.serve.api.parameters import are_ids, known_parameters
-from colonnade.serve.api.replies import LogprobsOptions
+from colonnade.serve.api.reply_builders import LogprobsOptions
 from colonnade.serve.ipc import GenerationRequest
 from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
@@ -126,13 +126,11 @@ class ResponseFormat(BaseModel):
         return None if self.type == "text" else StructuredOutputs(json_object=True)
 
 
-class Body(BaseModel):
-    """The fields of both endpoints. None, also an explicit null, means the default."""
+class SamplingFields(BaseModel):
+    """The sampling parameters of all endpoints that generate. None, also an explicit null, means the default."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_describe_limits)
-    default_max_tokens: ClassVar[int | None] = None
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -140,17 +138,33 @@ class Body(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    max_tokens: int | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: int | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    bad_words: list[str] | None = None
+
+
+class SchedulingFields(BaseModel):
+    """When a request runs, and for how long at most."""
+
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+
+
+class Body(SamplingFields, SchedulingFields):
+    """The fields of completions and chats."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_limits)
+    default_max_tokens: ClassVar[int | None] = None
+
+    model: str | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
@@ -159,8 +173,6 @@ class Body(BaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -237,11 +249,7 @@ class Body(BaseModel):
 
     def params(self) -> SamplingParams:
         """The sampling parameters; raises RequestError for a bad one."""
-        names = (
-            "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos",
-            "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "bad_words",
-            "skip_special_tokens",
-        )  # fmt: skip
+        names = ("max_tokens", "prompt_logprobs", "skip_special_tokens", *SamplingFields.model_fields)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         given["structured_outputs"] = self._structured_outputs()

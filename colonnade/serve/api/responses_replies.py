@@ -22,7 +22,8 @@ from typing_extensions import TypedDict
 
 from colonnade.errors import RequestError
 from colonnade.serve.api.event_stream import Batches
-from colonnade.serve.api.replies import PromptTokensDetails, Reply, Usage
+from colonnade.serve.api.replies import PromptTokensDetails, Reply
+from colonnade.serve.api.reply_builders import Usage
 from colonnade.serve.api.responses_schemas import ResponsesBody
 from colonnade.serve.request import Output
 from colonnade.serve.tool_calls import ToolCallDelta, ToolCallParser, ToolFormat

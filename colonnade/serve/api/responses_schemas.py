@@ -21,7 +21,7 @@ from colonnade.errors import RequestError
 from colonnade.serve.api.chat_schemas import MAX_TOOLS, ChatBody
 from colonnade.serve.api.errors import format_value, validation_error
 from colonnade.serve.api.parameters import known_parameters
-from colonnade.serve.api.request_schemas import MAX_PRIORITY, MAX_TIMEOUT_S
+from colonnade.serve.api.request_schemas import SamplingFields, SchedulingFields
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "store": (False,),
@@ -47,11 +47,7 @@ CHAT_NAMES = {
 }  # fmt: skip
 """Parameters of a chat, and what they are called here."""
 
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "bad_words",
-    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "chat_template_kwargs",
-    "parallel_tool_calls",
-)  # fmt: skip
+AS_IN_CHATS = (*SamplingFields.model_fields, "chat_template_kwargs", "parallel_tool_calls")
 """Parameters that are those of a chat."""
 
 _UNREAD = frozenset({"id", "status", "phase", "annotations", "logprobs", "parsed", "parsed_arguments"})
@@ -125,7 +121,7 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesBody(_Strict):
+class ResponsesBody(SamplingFields, SchedulingFields):
     """POST /v1/responses."""
 
     include_usage: ClassVar[bool] = False
@@ -142,23 +138,7 @@ class ResponsesBody(_Strict):
     text: TextConfig | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    bad_words: list[str] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -182,7 +162,7 @@ class ResponsesBody(_Strict):
     @cached_property
     def chat(self) -> ChatBody:
         """The same as a chat; raises :class:`RequestError` for what neither can express."""
-        values: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {name: value for name in AS_IN_CHATS if (value := getattr(self, name)) is not None}
         values["messages"] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         values["messages"] += to_messages(self.input)
         values["max_completion_tokens"] = self.max_output_tokens

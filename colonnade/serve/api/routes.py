@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
-from colonnade.serve.api import errors, pooling_routes, replies
+from colonnade.serve.api import errors, openapi, pooling_routes, replies
 from colonnade.serve.api.admin import install_admin
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.auth import Authenticate, check_allowed
@@ -29,7 +29,7 @@ from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.event_stream import Batches, EventStream, reply_events
 from colonnade.serve.api.metrics import Metrics, RequestTimer
 from colonnade.serve.api.middleware import BodyLimit, cors_options
-from colonnade.serve.api.replies import ChatReplies, CompletionReplies, Usage
+from colonnade.serve.api.reply_builders import ChatReplies, CompletionReplies, Usage
 from colonnade.serve.api.request_log import RequestLog
 from colonnade.serve.api.request_record import RequestRecord, record_of
 from colonnade.serve.api.request_schemas import Body, CompletionBody
@@ -86,7 +86,7 @@ def build_app(
     log, count = config.log == "json", metrics.count_request
     app.add_middleware(RequestLog, model=models.default, routes=app.routes, count=count, log=log, tracer=tracer)
     errors.install(app)
-    replies.describe_chunks(app, ResponseEvent)
+    openapi.describe_chunks(app, ResponseEvent)
     add_chat_page(app)
     created = int(time.time())
 
@@ -105,14 +105,14 @@ def build_app(
             "max_model_len": engine.max_request_tokens, "capabilities": engine.capabilities,
         }  # fmt: skip
 
-    @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
+    @app.post("/v1/completions", responses=openapi.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
         model = find_model(body.model, request)
         builder = CompletionReplies(model.name, body.logprobs_options, token_ids=bool(body.return_token_ids))
         return await answer(model, body, builder, request, body.to_generation_request)
 
-    @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
+    @app.post("/v1/chat/completions", responses=openapi.answers(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, with the model's chat template."""
         model = find_model(body.model, request)
@@ -121,7 +121,7 @@ def build_app(
         builder = ChatReplies(model.name, body.logprobs_options, tool_format, token_ids=token_ids)
         return await answer(model, body, builder, request, partial(body.to_generation_request, options))
 
-    @app.post("/v1/responses", responses=replies.answers(ResponseReply, ResponseEvent))
+    @app.post("/v1/responses", responses=openapi.answers(ResponseReply, ResponseEvent))
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer an input of messages and function calls; nothing is stored."""
         model = find_model(body.model, request)
@@ -133,13 +133,13 @@ def build_app(
         except RequestError as error:
             raise renamed(error) from None
 
-    @app.get("/v1/models", responses=replies.refusals(503, "4XX"))
+    @app.get("/v1/models", responses=openapi.refusals(503, "4XX"))
     async def list_models() -> replies.ModelList:
         """List the served models that are ready."""
         ready = [model for model in models.all if model.engine.ready.is_set()] or models.all
         return {"object": "list", "data": [card(*model) for model in ready]}
 
-    @app.get("/v1/models/{name:path}", responses=replies.refusals(404, 503, "4XX"))
+    @app.get("/v1/models/{name:path}", responses=openapi.refusals(404, 503, "4XX"))
     async def one_model(name: str) -> replies.ModelCard:
         """Describe a served model, by its name."""
         return card(*models.find(name))

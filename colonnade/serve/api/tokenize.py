@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import to_json
 
 from colonnade.errors import RequestError
-from colonnade.serve.api import replies
+from colonnade.serve.api import openapi, replies
 from colonnade.serve.api.chat_schemas import ChatMessage
 from colonnade.serve.api.pooling_routes import FindModel
 
@@ -78,7 +78,7 @@ class Version(replies.Reply):
 def install_tokenize(app: FastAPI, find_model: FindModel) -> None:
     """Add the routes to ``app``; ``find_model`` returns the model of a request with this ``model``."""
 
-    @app.post("/tokenize", responses={200: {"model": TokenizeReply}, **replies.refusals()})
+    @app.post("/tokenize", responses={200: {"model": TokenizeReply}, **openapi.refusals()})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a prompt, or of the messages of a chat."""
         engine = find_model(body.model, request).engine
@@ -98,7 +98,7 @@ def install_tokenize(app: FastAPI, find_model: FindModel) -> None:
         }  # fmt: skip
         return Response(to_json(reply), media_type="application/json")
 
-    @app.post("/detokenize", responses={200: {"model": DetokenizeReply}, **replies.refusals()})
+    @app.post("/detokenize", responses={200: {"model": DetokenizeReply}, **openapi.refusals()})
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids."""
         engine = find_model(body.model, request).engine
@@ -106,7 +106,7 @@ def install_tokenize(app: FastAPI, find_model: FindModel) -> None:
         reply: DetokenizeReply = {"prompt": answer["text"]}
         return Response(to_json(reply), media_type="application/json")
 
-    @app.get("/version", responses=replies.refusals("4XX"))
+    @app.get("/version", responses=openapi.refusals("4XX"))
     async def version() -> Version:
         """Colonnade's version."""
         return {"version": importlib.metadata.version("colonnade")}
