@@ -47,7 +47,6 @@ TOPICS = {
         ("decode_code-llama-34b_tp1_b1_h200", 0, "CodeLlama-34B, batch 1, bfloat16"),
         ("prefill_h200", 0, "Llama-2-7B, prefill of 8,192 tokens"),
         ("flash_decoding_h200", 1, "Decode attention, 1 x 65,536 tokens, 16/2 heads (lower is better)"),
-        ("flash_decoding_h200", 3, "Decode attention, 16 x 65,536 tokens, 16/2 heads (lower is better)"),
     ],
     "On a CPU": [
         ("decode_cpu", 0, "SmolLM2-135M decoding, float32, batch 1"),
