@@ -50,7 +50,7 @@ TOPICS = {
     ],
     "On a CPU": [
         ("decode_cpu", 0, "SmolLM2-135M decoding, float32, batch 1"),
-        ("decode_cpu", 3, "SmolLM2-135M decoding, bfloat16, batch 8"),
+        ("decode_cpu_quantised", 1, "SmolLM2-135M decoding, int4, batch 8"),
         ("speculate_cpu", 0, "SmolLM2-135M, text that repeats, speculative decoding"),
         ("train_cpu", 0, "Training a 4 M parameter Llama"),
     ],
