@@ -133,7 +133,14 @@ def load(
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan
     if slow_s:
         steps = count()
-        it.register_forward_pre_hook(lambda *_: time.sleep(slow_s) if next(steps) >= quick_steps else None)
+
+        def wait(*_: object) -> None:
+            torch.zeros(
+                1
+            )  # a computation outside the C++ kernels, so that steps are not recorded: replays would not wait
+            time.sleep(slow_s if next(steps) >= quick_steps else 0)
+
+        it.register_forward_pre_hook(wait)
     draft = None
     if drafts and context.rank == 0:
         whole, draft = cut(model(dtype=torch.float32, layers=DEEP)), model(dtype=torch.float32)

@@ -36,7 +36,7 @@ def interpreter() -> Iterator[subprocess.Popen[str]]:
         ("interpreted_decode", 13),
         ("interpreted_cascade", 7),
         ("interpreted_latent", 5),
-        ("interpreted_fused", 7),
+        ("interpreted_fused", 8),
         ("interpreted_units", 4),
         ("interpreted_quantised", 8),
         ("interpreted_ranks", 3),
