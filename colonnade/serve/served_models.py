@@ -5,7 +5,7 @@ several         requests must name one; if an engine dies, requests for its mode
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,24 +41,32 @@ class ServedModels:
         """The model of requests that name none: the only one."""
         return self.all[0].name if len(self.all) == 1 else None
 
-    def find(self, name: str | None) -> ServedModel:
-        """The model ``name``; raises :class:`RequestError`: 404 if there is none, 400 if a name is needed."""
+    def find(self, name: str | None, allowed: Collection[str] | None = None) -> ServedModel:
+        """The model ``name``; raises :class:`RequestError`: 404 if there is none, 400 if a name is needed.
+
+        Errors name the ``allowed`` models only; None: all.
+        """
         name = self.default if name is None else name
         if name is None:
             raise RequestError(
-                f"this server has several models; set model to {self._choice()}", param="model", code="model_missing"
+                f"this server has several models; set model to {self._choice(allowed)}",
+                param="model",
+                code="model_missing",
             )
         if name not in self._engines:
             raise RequestError(
-                f"there is no model '{name}' here; use {self._choice()}",
+                f"there is no model '{name}' here; use {self._choice(allowed)}",
                 param="model",
                 status=404,
                 code="model_not_found",
             )
         return ServedModel(name, self._engines[name])
 
-    def _choice(self) -> str:
-        *most, last = (f"'{name}'" for name in self._engines)
+    def _choice(self, allowed: Collection[str] | None) -> str:
+        names = [f"'{name}'" for name in self._engines if allowed is None or name in allowed]
+        if not names:
+            return "another API key, since this one may use none of its models"
+        *most, last = names
         return f"{', '.join(most)} or {last}" if most else last
 
     # -- the state of all engines -------------------------------------------------------------------------------------

@@ -146,6 +146,11 @@ def test_a_key_allows_models(running: Running):
         refused = post(running, path, "first", model=name, **body)
         assert refused.status_code == 403
         assert refused.json()["error"]["message"] == f"this API key may not use the model '{name}'; use another key"
+    assert [model.id for model in client(running, "first").models.list()] == ["tiny"]
+    unknown = post(running, "/v1/completions", "first", model="gpt-4", prompt="a").json()["error"]
+    assert unknown["message"] == "there is no model 'gpt-4' here; use 'tiny'"
+    hidden = httpx.get(f"{running.url}/v1/models/wide", headers={"authorization": "Bearer first"})
+    assert hidden.status_code == 403
     assert post(running, "/v1/completions", "slow", model="wide", prompt="a", max_tokens=1).status_code == 200
     limited = post(running, "/v1/completions", "slow", model="tiny", prompt="a")
     assert limited.status_code == 429, "a key's limits hold over all models"

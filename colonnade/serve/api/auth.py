@@ -8,6 +8,7 @@ It comes before anything that reads a body. Whether the key may use the model is
 """
 
 import hmac
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,10 +93,16 @@ class Authenticate:
         await error_reply(refusal)(scope, receive, send)
 
 
+def allowed_models(scope: Scope) -> Collection[str] | None:
+    """The models that the request's key may use; None: all."""
+    state = record_of(scope).key
+    return None if state is None else state.key.models
+
+
 def check_allowed(scope: Scope, model: str) -> None:
     """Raise :class:`RequestError` (403) if the request's key may not use ``model``."""
-    state = record_of(scope).key
-    if state is not None and state.key.models is not None and model not in state.key.models:
+    allowed = allowed_models(scope)
+    if allowed is not None and model not in allowed:
         raise RequestError(
             f"this API key may not use the model '{model}'; use another key",
             param="model",

@@ -224,7 +224,7 @@ class ChatBody(Body):
         if choice == "auto" and not notation.in_template:
             raise RequestError(
                 "this model's chat template does not show tools to the model, which therefore cannot choose one; send "
-                "tool_choice 'required' or a named function",
+                "tool_choice 'required' or a named function for a call, or 'none' for an answer in text",
                 param="tools",
             )
         several = self.parallel_tool_calls is not False and not isinstance(choice, NamedTool)

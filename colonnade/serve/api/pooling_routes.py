@@ -104,7 +104,8 @@ def pooler_for(model: ServedModel, wanted: Wanted) -> PoolerSpec:
         raise engine.unavailable()
     spec = engine.pooler
     if spec is None:
-        raise _wrong_endpoint(name, "generates text", GENERATION)
+        hint = "serve it with --serve.task embed for embeddings" if wanted != "classify" else None
+        raise _wrong_endpoint(name, "generates text", GENERATION, hint)
     if wanted == "classify" and spec.task == "embed":
         raise _wrong_endpoint(name, "has no class head", f"/v1/embeddings, {SCORES}")
     if wanted != "classify" and spec.task == "classify" and not (wanted == "score" and spec.scores_pairs):
@@ -122,8 +123,9 @@ def check_generates(model: ServedModel) -> None:
         raise _wrong_endpoint(model.name, "is served for embeddings" if embeds else "is a classifier", right)
 
 
-def _wrong_endpoint(model: str, what: str, right: str) -> RequestError:
-    return RequestError(f"the model '{model}' {what}; use {right}", param="model", code="wrong_endpoint")
+def _wrong_endpoint(model: str, what: str, right: str, operator_hint: str | None = None) -> RequestError:
+    text = f"the model '{model}' {what}; use {right}"
+    return RequestError(text, param="model", code="wrong_endpoint", operator_hint=operator_hint)
 
 
 def _answers(reply: type) -> openapi.Responses:

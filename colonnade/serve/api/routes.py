@@ -20,7 +20,7 @@ from colonnade.errors import RequestError
 from colonnade.serve.api import errors, openapi, pooling_routes, replies
 from colonnade.serve.api.admin import install_admin
 from colonnade.serve.api.api_keys import KeyRing
-from colonnade.serve.api.auth import Authenticate, check_allowed
+from colonnade.serve.api.auth import Authenticate, allowed_models, check_allowed
 from colonnade.serve.api.body import BodyRoute
 from colonnade.serve.api.chat_page import add_chat_page
 from colonnade.serve.api.chat_schemas import ChatBody
@@ -92,7 +92,7 @@ def build_app(
 
     def find_model(name: str | None, request: Request) -> ServedModel:
         """The model of a request; raises :class:`RequestError` if there is none, or its key may not use it."""
-        found = models.find(name)
+        found = models.find(name, allowed_models(request.scope))
         check_allowed(request.scope, found.name)
         record_of(request.scope).model = found.name
         return found
@@ -134,15 +134,19 @@ def build_app(
             raise renamed(error) from None
 
     @app.get("/v1/models", responses=openapi.refusals(503, "4XX"))
-    async def list_models() -> replies.ModelList:
-        """List the served models that are ready."""
-        ready = [model for model in models.all if model.engine.ready.is_set()] or models.all
+    async def list_models(request: Request) -> replies.ModelList:
+        """List the served models that are ready and that the request's key may use."""
+        allowed = allowed_models(request.scope)
+        visible = [model for model in models.all if allowed is None or model.name in allowed]
+        ready = [model for model in visible if model.engine.ready.is_set()] or visible
         return {"object": "list", "data": [card(*model) for model in ready]}
 
     @app.get("/v1/models/{name:path}", responses=openapi.refusals(404, 503, "4XX"))
-    async def one_model(name: str) -> replies.ModelCard:
+    async def one_model(name: str, request: Request) -> replies.ModelCard:
         """Describe a served model, by its name."""
-        return card(*models.find(name))
+        found = models.find(name, allowed_models(request.scope))
+        check_allowed(request.scope, found.name)
+        return card(*found)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": replies.Health, "description": "No engine is left"}})
