@@ -94,7 +94,6 @@ def test_a_stream_of_calls_joins_to_the_whole(client: openai.OpenAI):
             for call in whole.choices[0].message.tool_calls or ()
             if call.type == "function"
         ]
-        assert expected, "auto"
         calls: list[list[str]] = []
         content, reason = "", None
         for chunk in client.chat.completions.create(**options, seed=seed, stream=True):
@@ -108,7 +107,9 @@ def test_a_stream_of_calls_joins_to_the_whole(client: openai.OpenAI):
                 assert call.function
                 calls[call.index][0] += call.function.name or ""
                 calls[call.index][1] += call.function.arguments or ""
-        assert [tuple(call) for call in calls] == expected
+        assert calls, "auto"
+        cut_off = reason == "length" and calls[-1][1].count("{") > calls[-1][1].count("}")
+        assert [tuple(call) for call in (calls[:-1] if cut_off else calls)] == expected
         assert (content or None, reason) == (whole.choices[0].message.content, whole.choices[0].finish_reason)
         if reason == "tool_calls":
             check_calls(whole.choices[0])
@@ -142,6 +143,15 @@ def test_openai_parse_and_tools(client: openai.OpenAI):
     last = client.chat.completions.create(**{**OPTIONS, "messages": messages}, tool_choice="none", seed=2)
     assert last.choices[0].finish_reason in ("stop", "length") and last.usage and first.tool_calls
     assert last.usage.prompt_tokens > 40
+
+
+def test_a_call_cut_off_by_max_tokens_is_left_out(client: openai.OpenAI):
+    """The untrained model calls without end, and its arguments take many tokens."""
+    for limit in range(4, 60, 4):
+        options = {**OPTIONS, "tools": [openai.pydantic_function_tool(Weather, name="weather")], "max_tokens": limit}
+        choice = client.chat.completions.create(**options, tool_choice="required", seed=limit).choices[0]
+        for call in choice.message.tool_calls or ():
+            assert call.type == "function" and json.loads(call.function.arguments)
 
 
 def test_templates_get_variables_and_continue(running: Running):

@@ -203,7 +203,7 @@ class ChatReplies(CompletionReplies):
 
 
 def _parse_calls(tool_format: ToolFormat, text: str, reason: FinishReason) -> tuple[AssistantMessage, FinishReason]:
-    """The message with its calls."""
+    """The message with its calls; one that ``max_tokens`` has cut off is left out, since its arguments are not JSON."""
     parser = ToolCallParser(tool_format)
     parts = [parser.push(text), parser.finish()]
     content = "".join(part.content for part in parts)
@@ -212,6 +212,8 @@ def _parse_calls(tool_format: ToolFormat, text: str, reason: FinishReason) -> tu
         if delta.name is not None:
             calls.append({"id": delta.id or "", "type": "function", "function": {"name": delta.name, "arguments": ""}})
         calls[-1]["function"]["arguments"] += delta.arguments
+    if parser.in_arguments:
+        calls.pop()
     message: AssistantMessage = {"role": "assistant", "content": content, "refusal": None}
     if not calls:
         return message, reason
