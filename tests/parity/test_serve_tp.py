@@ -1,7 +1,5 @@
 """An engine on two ranks gives one process's greedy tokens; follower ranks receive only numbers."""
 
-import queue
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams, model_inputs, worker
 from colonnade.serve.cache_size import affordable_pages
+from colonnade.serve.http_connections import HttpConnections
 from colonnade.serve.memory_estimate import EngineSpec
 from tests.serve import ranks, tiny
 from tests.worlds import run
@@ -107,17 +106,17 @@ def _idle_heartbeats(count_: int) -> int:
                 received += 1
             return received
         worker.HEARTBEAT_S = 0.05
-        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        connections = HttpConnections(engine, {"event": "ready"})
         heartbeat, sent = engine.heartbeat, []
 
         def counted() -> None:
             heartbeat()
             sent.append(True)
             if len(sent) == count_:
-                inbox.put({"do": "stop"})
+                connections.inbox.put((None, {"do": "stop"}))
 
         engine.heartbeat = counted
-        assert worker.receive_messages(engine, inbox) == [{"do": "stop"}]
+        assert worker.receive_messages(engine, connections) == [(None, {"do": "stop"})]
         engine.stop()
         return 0
 
