@@ -142,12 +142,17 @@ class Serving(RuleBasedStateMachine):
         if self.pool.pages_for(len(prompt) + limit - 1) > self.pool.pages:
             with pytest.raises(CapacityError, match=r"this server holds \d+ .*; set --serve.pages to \d+ or more"):
                 self.scheduler.add(request, self.now_s)
-        elif full:
+        elif full and self.scheduler.waiting.displaced_by(client) is None:
             with pytest.raises(RequestError) as refusal:
                 self.scheduler.add(request, self.now_s)
             assert refusal.value.status == 429
         else:
-            self.scheduler.add(request, self.now_s)
+            displaced = self.scheduler.add(request, self.now_s)
+            assert (displaced is not None) == full
+            if displaced is not None:  # the engine ends it
+                assert displaced.client != client and not displaced.pages
+                self.live.remove(displaced)
+                self.scheduler.finish(displaced)
             self.texts.append(request.ids)
             self.live.append(request)
             self.arrived += 1
