@@ -8,10 +8,13 @@ import pytest
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.http_connections import HttpConnections
 from colonnade.serve.ipc import GenerationRequest, Message, encode_message, submit_message
 from colonnade.serve.message_reader import LARGE_TEXT, prepare, read_messages
-from colonnade.serve.worker import _handle, receive_messages
+from colonnade.serve.weight_swap import WeightSwap
+from colonnade.serve.worker import _handle, _reply, receive_messages
 from tests.serve import tiny
 
 
@@ -24,7 +27,7 @@ def submit_batch(engine: Engine, name: str, *prompts: str) -> Message | None:
     """The error, if the request is refused."""
     request = GenerationRequest(prompts=prompts, params=SamplingParams(max_tokens=2, ignore_eos=True))
     message = submit_message([f"{name}{i}" for i in range(len(prompts))], request)
-    return _handle(engine, prepare(message, engine))
+    return _reply(engine, prepare(message, engine))
 
 
 def waiting(engine: Engine) -> list[str]:
@@ -51,12 +54,23 @@ def test_one_invalid_prompt_refuses_the_whole_batch(engine: Engine):
 
 
 def test_batch_is_cancelled_at_once(engine: Engine):
-    inbox: queue.SimpleQueue = queue.SimpleQueue()
     submit_batch(engine, "a", "x", "y")
-    inbox.put({"do": "cancel", "ids": ["a0", "a1", "gone"]})
-    (message,) = receive_messages(engine, inbox)
-    assert isinstance(message, dict) and _handle(engine, message) is None
-    assert not engine.busy
+    connections = HttpConnections(engine, {"event": "ready"})
+    near, far = socket.socketpair()
+    with near:
+        connections.add(far, is_server=True)
+        near.sendall(encode_message({"do": "cancel", "ids": ["a0", "a1", "gone"]}))
+        while not (messages := receive_messages(engine, connections)):
+            pass
+        ((sender, message),) = messages
+        assert isinstance(message, dict)
+        swap = WeightSwap(engine, DistributedContext.solo())
+        _handle(engine, swap, connections, sender, message)
+        assert not engine.busy
+        near.shutdown(socket.SHUT_RDWR)
+        ((sender, message),) = receive_messages(engine, connections)
+        assert message == {"do": "disconnected"} and sender is not None
+        connections.end(sender)
 
 
 class GatedTokenizer:
@@ -77,7 +91,7 @@ def test_a_large_prompt_is_tokenised_beside_the_others(engine: Engine):
     tokenizer, inbox = GatedTokenizer(), queue.SimpleQueue()
     engine.tokenizer = tokenizer  # type: ignore[assignment]
     near, far = socket.socketpair()
-    reader = threading.Thread(target=read_messages, args=(far, engine, inbox))
+    reader = threading.Thread(target=read_messages, args=(far, engine, inbox.put))
     reader.start()
 
     def send(name: str, length: int) -> None:
@@ -104,7 +118,7 @@ def test_a_large_prompt_is_tokenised_beside_the_others(engine: Engine):
         assert inbox.get(timeout=60)["ids"] == ["last"], "the cancelled one is dropped"
         assert inbox.get(timeout=60)["event"]["ids"] == ["long"]
         near.shutdown(socket.SHUT_WR)
-        assert inbox.get(timeout=60) == {"do": "stop"}
+        assert inbox.get(timeout=60) == {"do": "disconnected"}
     reader.join(60)
     assert not reader.is_alive()
 
