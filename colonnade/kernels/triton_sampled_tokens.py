@@ -26,6 +26,7 @@ from triton import language as tl
 
 from colonnade.kernels.sampling import NUM_ARGS
 from colonnade.kernels.triton_dropout import lowbias32
+from colonnade.kernels.triton_sampling import argmax
 
 MAX_BLOCK, MAX_DRAW_BLOCK = 1 << 13, 1 << 12
 """Logits per block of a search, and of the draw, whose logarithms are in float64."""
@@ -160,18 +161,7 @@ def _sample(
     temperature, top_k = tl.load(args).to(tl.float32), tl.load(args + 1).to(tl.int32)
     top_p, log_min_p = tl.load(args + 2).to(tl.float32), tl.load(args + 3).to(tl.float32)
 
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    index = tl.zeros((BLOCK,), tl.int32)
-    for at in range(0, vocab, BLOCK):
-        v = at + tl.arange(0, BLOCK)
-        x = tl.load(row + v, v < vocab, float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124 - NaN
-        index = tl.where(x > top, v, index)
-        top = tl.maximum(top, x)
-    peak = tl.max(top, 0)
-    token = tl.min(tl.where(top == peak, index, vocab), 0)
-    finite = (peak > float("-inf")) & (peak < float("inf"))
-
+    peak, token, finite = argmax(row, vocab, BLOCK)
     if finite & (temperature > 0):
         limit, kept_ties = _limit(row, vocab, peak, LOG2_E / temperature, top_k, top_p, BLOCK)
         seed_low, seed_high = tl.load(args + 4).to(tl.int64).to(tl.int32), tl.load(args + 5).to(tl.int64).to(tl.int32)

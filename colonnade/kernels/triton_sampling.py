@@ -18,8 +18,8 @@ MAX_BLOCK = 1 << 14
 
 
 @triton.jit
-def _greedy(logits_ptr, tokens_ptr, vocab, stride, none, BLOCK: tl.constexpr):
-    row = logits_ptr + tl.program_id(0).to(tl.int64) * stride
+def argmax(row, vocab, BLOCK: tl.constexpr):
+    """(maximum, its first index, whether it is finite) of a row; NaN counts as infinity."""
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     index = tl.zeros((BLOCK,), tl.int32)
     for at in range(0, vocab, BLOCK):
@@ -30,7 +30,13 @@ def _greedy(logits_ptr, tokens_ptr, vocab, stride, none, BLOCK: tl.constexpr):
         top = tl.maximum(top, x)
     maximum = tl.max(top, 0)
     token = tl.min(tl.where(top == maximum, index, vocab), 0)
-    finite = (maximum > float("-inf")) & (maximum < float("inf"))
+    return maximum, token, (maximum > float("-inf")) & (maximum < float("inf"))
+
+
+@triton.jit
+def _greedy(logits_ptr, tokens_ptr, vocab, stride, none, BLOCK: tl.constexpr):
+    row = logits_ptr + tl.program_id(0).to(tl.int64) * stride
+    _, token, finite = argmax(row, vocab, BLOCK)
     tl.store(tokens_ptr + tl.program_id(0), tl.where(finite, token, none).to(tl.int64))
 
 

@@ -6,8 +6,8 @@
 
 Leviathan 2023 and Chen 2023 accept a draft with the ratio of the two models' probabilities, which keeps the target's
 distribution. Here both models sample with the same noise, a function of seed, place and token: a draft is accepted if
-it is the token that the target draws with this noise anyway, so the text of a seed does not change. The shared noise is
-a maximal-like coupling: the two draws are equal nearly as often as their distributions overlap.
+it is the token that the target draws with this noise anyway, so the text of a seed does not change. With the same
+noise the two draws are equal nearly as often as the distributions overlap.
 
 The draft model has a KV cache of its own with the target's pages and page tables: slot i of a page holds the same token
 in both. So sharing, preemption and cancellation need nothing more. :attr:`Request.draft_computed` tokens of a request

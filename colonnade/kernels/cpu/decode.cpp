@@ -1,12 +1,12 @@
 // Kernels of a decode step on a CPU: products of few rows, norms, rotary and cache write, paged attention, embedding.
 //
-// One file with a C interface, which kernels/cpu/build.py compiles for one instruction set: AVX-512 with VNNI, AVX2, or
+// One file with a C interface, which kernels/cpu/library.py compiles for one instruction set: AVX-512 with VNNI, AVX2, or
 // whatever the compiler's baseline has (portable vectors of 4 floats, for example NEON).
 //
 //     colonnade_run(calls, count, threads)     runs a list of calls, one after another, each on all threads
 //
 // A call is a kernel's number and its arguments. The list of a whole step runs as quickly as that of one kernel, so a
-// recorded step costs one call from Python (kernels/cpu/record.py).
+// recorded step costs one call from Python (kernels/cpu/calls.py).
 //
 // Numbers. Sums are in float32 and in an order that depends on the shape of one row only: neither on the number of
 // rows, nor on how they are cut into tiles, nor on the number of threads. So a row's bits do not depend on the others.
