@@ -38,6 +38,10 @@ MAX_UNSENT_BYTES = 64 << 10
 """Bytes of an answer that the kernel takes before it can send them. Its own limit is megabytes: slow readers would look
 as if they had stopped, and a reader that has stopped would not be noticed."""
 
+HEADER_TICKS = 10
+"""A header timeout is this many short timers, each started by the one before. An event loop that was busy for the whole
+time fires only one of them before it reads its sockets, so it does not close connections whose requests have arrived."""
+
 RESERVED_FILES = 256
 """File descriptors kept for everything else than connections."""
 
@@ -134,8 +138,14 @@ class _Timed(asyncio.Protocol):
         """Whether no request runs: the next bytes are headers."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.limits.header_s, self.transport.abort)
+    def _start_header_timer(self, ticks: int = HEADER_TICKS) -> None:
+        self._header_timer = self.loop.call_later(self.limits.header_s / HEADER_TICKS, self._header_tick, ticks - 1)
+
+    def _header_tick(self, ticks: int) -> None:
+        if ticks:
+            self._start_header_timer(ticks)
+        else:
+            self.transport.abort()
 
     def _watch_reader(self, unsent: int) -> None:
         """Drop the connection unless some of ``unsent`` bytes have been read in time."""
