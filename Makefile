@@ -5,6 +5,7 @@ PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
+CHOSEN  ?= not long and not slow
 
 BIN := $(VENV)/bin
 KEY := $(shell cat pyproject.toml assets.txt | cksum | tr -cd '0-9')
@@ -19,12 +20,12 @@ QUIET := PYTHONDONTWRITEBYTECODE= NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NU
 step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - started )) s"; \
 	else echo "  $(1): failed after $$(( $$(date +%s) - started )) s" >&2; exit 1; fi
 
-.PHONY: help install demo test lint format pytest clients docs bench clean distclean
+.PHONY: help install demo test test-all lint format pytest clients docs bench clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@echo "Colonnade: make TARGET [PYTHON=python3.12] [WORKERS=2] [ARGS=...]"
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 
 install: $(VENV)/.test-$(KEY)  ## all packages for tests, documentation and benchmarks
 
@@ -41,8 +42,11 @@ lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyright), import o
 	$(call step,pyright,$(BIN)/pyright --warnings)
 	$(call step,import order,$(BIN)/lint-imports --no-logo)
 
-pytest: $(VENV)/.test-$(KEY)  ## only the tests; ARGS="tests/unit -k axis" narrows them
-	$(call step,pytest,$(QUIET) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS))
+test-all: $(VENV)/.test-$(KEY)  ## test, with the slow tests, which take as long again
+	@$(MAKE) --no-print-directory test CHOSEN="not long"
+
+pytest: $(VENV)/.test-$(KEY)  ## only the tests; ARGS="tests/unit -k axis" narrows them, CHOSEN=long takes those of minutes
+	$(call step,pytest,$(QUIET) VENV=$(VENV) WORKERS=$(WORKERS) tests/run.sh -m "$(CHOSEN)" $(ARGS))
 
 clients: .venv-clients/.ready-$(KEY)  ## the tests with lm-eval, litellm and guidellm, in an environment of their own
 	$(call step,clients,$(QUIET) .venv-clients/bin/python -m pytest $(ARGS) tests/clients)

@@ -10,15 +10,31 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import httpx
 import hypothesis
 import pytest
 import torch
+
+# httpx gives up after 5 s by default, less than a busy machine may need.
+httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = httpx._config.DEFAULT_TIMEOUT_CONFIG.read = 120.0
+httpx._config.DEFAULT_TIMEOUT_CONFIG.write = httpx._config.DEFAULT_TIMEOUT_CONFIG.pool = 120.0
 
 # No deadline, because shared machines are slow; the same examples on every run, so that failures reproduce.
 # pytest --hypothesis-profile=explore searches for new examples.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-failed", type=Path, help="write the ids of failed tests to this file, one a line")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (path := config.getoption("--write-failed")) and not hasattr(config, "workerinput"):
+        reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+        ids = dict.fromkeys(report.nodeid for report in reports if "::" in report.nodeid)
+        path.write_text("".join(f"{name}\n" for name in ids), encoding="utf-8")
 
 
 TESTS = Path(__file__).parent
@@ -35,7 +51,25 @@ SLOWEST = (
 With --dist loadfile each worker takes one file at a time; a long file started last would leave the others idle."""
 
 
+def mark_unsampled_cases(items: list[pytest.Item]) -> None:
+    """Mark all but ``count`` evenly spaced cases of each test with ``sample(count)`` as slow."""
+    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            groups.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for cases in groups.values():
+        mark = cases[0].get_closest_marker("sample")
+        assert mark is not None
+        (count,) = mark.args
+        kept = {round(i * (len(cases) - 1) / max(1, count - 1)) for i in range(min(count, len(cases)))}
+        for i, case in enumerate(cases):
+            if i not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that this adds
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_unsampled_cases(items)
     order = {TESTS / name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     if torch.cuda.is_available():

@@ -56,7 +56,8 @@ def same_as_transformers(
     loss.backward()
     assert_same(total / count, loss.detach(), TOLERANCE, "loss")
     found = gradients(theirs)
-    assert same_gradients(ours, found) == len(found)
+    # 3e-6: transformers rounds norms and losses to float32, differently on each kind of processor.
+    assert same_gradients(ours, found, 3 * TOLERANCE) == len(found)
 
 
 def same_gradients(ours: Transformer, theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> int:

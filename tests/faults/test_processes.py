@@ -20,7 +20,7 @@ from tests.corpora import tensors
 from tests.faults import faulty
 from tests.worlds import run as in_world
 
-pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -84,6 +84,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_second_start_of_a_running_run_is_refused(config: RunConfig) -> None:
     first = start("none", config.replace(plan=Plan()))
     try:
@@ -112,6 +113,7 @@ def test_rank_killed_in_a_save_and_in_a_step_is_restarted(config: RunConfig) -> 
     same_as_uninterrupted(config)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank(config: RunConfig) -> None:
     bare = config.replace(train=config.train.replace(restarts=0))
     process = start("kill in step", bare, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
@@ -121,6 +123,7 @@ def test_torchrun_restarts_a_killed_rank(config: RunConfig) -> None:
     same_as_uninterrupted(bare)
 
 
+@pytest.mark.slow
 def test_stopped_rank_is_named_and_the_run_restarts(config: RunConfig) -> None:
     process = start("stop", with_short_timeout(config, 1))
     wait_for((config.runs / "struck by stop").exists)
@@ -135,6 +138,7 @@ def test_stopped_rank_is_named_and_the_run_restarts(config: RunConfig) -> None:
     same_as_uninterrupted(config)
 
 
+@pytest.mark.slow
 def test_stuck_rank_is_named(config: RunConfig) -> None:
     process = start("stuck", with_short_timeout(config, 0))
     output = finish(process)
@@ -148,6 +152,7 @@ def test_stuck_rank_is_named(config: RunConfig) -> None:
     same_as_uninterrupted(config)
 
 
+@pytest.mark.slow
 def test_truncated_shard_is_named_and_not_retried(config: RunConfig) -> None:
     in_world(2, train, config.replace(train=config.train.replace(steps=8)))
     shard = config.folder / "step-8" / "exp_avg-00001.safetensors"

@@ -104,6 +104,7 @@ def test_resumed_run_equals_the_uninterrupted_one(corpus: Path, tmp_path: Path) 
 TOPICS = ["oak elm ash fir", "red tan sky jet", "cat dog hen cow", "pie jam tea bun"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "megatron-bert", "qwen3"])
 def test_learns_and_predicts_masked_tokens(family: str, tmp_path: Path) -> None:
     """All words of a text belong to one topic, which context on both sides of a mask reveals."""

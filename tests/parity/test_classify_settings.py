@@ -152,6 +152,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
     return base_results
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CHANGES_WEIGHTS)
 def test_setting_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
     value, train, model = CHANGES_WEIGHTS[name]

@@ -25,7 +25,7 @@ from tests import corpora
 from tests.models import build as build_model
 from tests.worlds import assert_same
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=4, ffn_width=26, context=32, tied=True)
 NAMED = Path("/etc/netns")

@@ -64,7 +64,7 @@ def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "plans",
     [

@@ -161,7 +161,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_two_ranks_resume_after_sigkill_and_sigterm(config: RunConfig, tmp_path: Path) -> None:
     """SIGKILL for the whole group, then SIGTERM for the launcher, then resumed: bitwise the uninterrupted run."""
     script = tmp_path / "script.py"

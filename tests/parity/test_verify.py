@@ -212,6 +212,7 @@ def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest
     assert "leaked" not in output.err, "no output of leak checks"
 
 
+@pytest.mark.slow
 def test_encoder_compares_no_generated_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

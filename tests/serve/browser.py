@@ -21,7 +21,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--remote-debugging-pipe",
 )  # fmt: skip
-LIMIT_S = 60
+LIMIT_S = 120
 KEYS = {"Enter": 13, "Escape": 27}
 
 

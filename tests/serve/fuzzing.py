@@ -191,7 +191,7 @@ def send_mutated(running: Running, path: str, count: int) -> dict[int, int]:
 
 def _send_all(running: Running, path: str, seeds: range) -> list[int]:
     address = urlsplit(running.url)
-    connection, found = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60), list[int]()
+    connection, found = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120), list[int]()
     for seed in seeds:
         body = mutate(random.Random(f"{path} {seed}"), BODIES[path])
         try:

@@ -35,13 +35,13 @@ class Running:
     def client(self) -> "openai.OpenAI":
         import openai
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     @property
     def async_client(self) -> "openai.AsyncOpenAI":
         import openai
 
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def engine_pids(self) -> list[int]:
         """Processes of the engine's session, whose leader is a child of the server, but for that of grammars."""
@@ -55,7 +55,7 @@ class Running:
         """Send a signal (0 sends none) and wait: exit code, output, errors."""
         if number:
             self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=120)
         return self.process.returncode, out, err
 
 
@@ -90,7 +90,7 @@ def start(
                 if process.poll() is None:
                     process.terminate()
                     try:
-                        process.communicate(timeout=30)
+                        process.communicate(timeout=120)
                     except subprocess.TimeoutExpired:
                         process.kill()
 

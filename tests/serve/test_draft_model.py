@@ -317,10 +317,11 @@ def test_a_python_engine_loads_its_draft_model(tmp_path: Path):
 
 def completion(url: str, seed: int) -> str:
     body = {"prompt": "The dog", "seed": seed, "max_tokens": 40, "temperature": seed / 2}
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     return reply.raise_for_status().json()["choices"][0]["text"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("plan", [{}, {"tp": 2}], ids=["one", "tp"])
 def test_a_server_drafts(plan: dict[str, int]):
@@ -350,5 +351,5 @@ def test_the_command_line_serves_with_a_draft_model(tmp_path: Path):
             process.terminate()
             process.stderr.read()
     assert process.wait(60) == 0
-    done = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "does not exist" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -54,7 +54,7 @@ def guarded(key_file: Path):
 
 def request(at: Running, method: str, path: str, key: str | None = None, **more: Any) -> httpx.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
-    return httpx.request(method, f"{at.url}{path}", headers=headers, timeout=60, **more)
+    return httpx.request(method, f"{at.url}{path}", headers=headers, timeout=120, **more)
 
 
 def ask(at: Running, key: str | None, **more: Any) -> httpx.Response:
@@ -114,7 +114,7 @@ def test_tokens_a_minute(guarded: Running):
 def test_concurrent_requests(guarded: Running):
     body = {"prompt": "The quick", "max_tokens": 100, "ignore_eos": True, "stream": True}
     headers = {"authorization": "Bearer single"}
-    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
+    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=headers, timeout=120) as stream:
         assert stream.status_code == 200
         refused = ask(guarded, "single")
         assert "[DONE]" in stream.read().decode()
@@ -169,7 +169,7 @@ def test_keys_are_read_again_and_the_server_drains(guarded: Running, key_file: P
     assert ask(guarded, "free").status_code == 401 and ask(guarded, "new").status_code == 200
     body = {"prompt": "The quick", "max_tokens": 100, "ignore_eos": True, "stream": True}
     headers = {"authorization": "Bearer new"}
-    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
+    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=headers, timeout=120) as stream:
         drain = request(guarded, "POST", "/admin/drain", "root")
         assert (drain.status_code, drain.json()) == (202, {"status": "draining", "running": 1})
         assert "[DONE]" in stream.read().decode()

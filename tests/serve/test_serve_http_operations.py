@@ -27,7 +27,7 @@ def running() -> Iterator[Running]:
 
 def post(at: Running, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
     headers = {"content-type": "application/json", **headers}
-    return httpx.post(f"{at.url}{path}", content=json.dumps(body), headers=headers, timeout=60)
+    return httpx.post(f"{at.url}{path}", content=json.dumps(body), headers=headers, timeout=120)
 
 
 def body(**more: object) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def client(tool_server: Running):
 
 
 def post(at: Running, **body: Any) -> httpx.Response:
-    return httpx.post(f"{at.url}/v1/responses", json={"input": "a", "max_output_tokens": 4, **body}, timeout=60)
+    return httpx.post(f"{at.url}/v1/responses", json={"input": "a", "max_output_tokens": 4, **body}, timeout=120)
 
 
 def test_text_is_that_of_the_chat(tool_server: Running, client: openai.OpenAI):

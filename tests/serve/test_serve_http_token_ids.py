@@ -24,13 +24,13 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 def post(at: Running, path: str, **body: Any) -> Any:
-    reply = httpx.post(f"{at.url}/v1/{path}", json={**GREEDY, **body}, timeout=60)
+    reply = httpx.post(f"{at.url}/v1/{path}", json={**GREEDY, **body}, timeout=120)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
 def chunks(at: Running, path: str, **body: Any) -> list[Any]:
-    reply = httpx.post(f"{at.url}/v1/{path}", json={**GREEDY, **body, "stream": True}, timeout=60)
+    reply = httpx.post(f"{at.url}/v1/{path}", json={**GREEDY, **body, "stream": True}, timeout=120)
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines[:-1]]
 

@@ -57,11 +57,11 @@ def test_spans_are_sent_and_a_dead_collector_delays_nothing(collector: Collector
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
 
         def ask() -> httpx.Response:
-            return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60)
+            return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=120)
 
         assert ask().status_code == httpx.get(f"{running.url}/health").status_code == 200
         with collector.arrived:
-            assert collector.arrived.wait_for(lambda: len(collector.spans) == 4, timeout=60)
+            assert collector.arrived.wait_for(lambda: len(collector.spans) == 4, timeout=120)
         spans = {span.name: span for span in collector.spans}
         root = spans["POST /v1/completions"]
         assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)

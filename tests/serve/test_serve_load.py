@@ -51,6 +51,7 @@ def test_pages_are_free_after_clients_left(running: Running):
     assert metric(running, "request_success_total") == before + 256
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("drain_s", [0, 60])
 def test_a_stop_ends_every_stream(drain_s: int):
     """64 streams, half of them in the queue: each ends with its finish reason or an error, and the server with 0."""

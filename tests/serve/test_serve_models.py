@@ -53,15 +53,15 @@ def running(folder: Path) -> Iterator[Running]:
 
 
 def client(running: Running, key: str = "all") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=120)
 
 
 def post(running: Running, path: str, key: str = "all", **body: Any) -> httpx.Response:
-    return httpx.post(f"{running.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    return httpx.post(f"{running.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=120)
 
 
 def get(running: Running, path: str) -> httpx.Response:
-    return httpx.get(f"{running.url}{path}", headers={"authorization": "Bearer all"}, timeout=60)
+    return httpx.get(f"{running.url}{path}", headers={"authorization": "Bearer all"}, timeout=120)
 
 
 def until_ready(running: Running) -> None:
@@ -95,7 +95,7 @@ def test_two_models_stream_at_the_same_time(running: Running):
     async def stream(name: str) -> str:
         asked = {"model": name, "prompt": "The quick", "temperature": 0.7, "seed": 4, "max_tokens": 60}
         text = ""
-        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="all", max_retries=0, timeout=60) as it:
+        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="all", max_retries=0, timeout=120) as it:
             async for chunk in await it.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
                 assert chunk.model == name
                 text += chunk.choices[0].text
@@ -192,7 +192,7 @@ def test_operators_name_the_model(running: Running, folder: Path):
     assert httpx.post(swap, headers=ADMIN, json={"path": "x"}).json()["error"]["code"] == "model_missing"
     new = encoders.write(folder / "new", encoders.config(), seed=5)
     before = client(running).embeddings.create(model="encoder", input="a dog").data[0].embedding
-    assert httpx.post(swap, headers=ADMIN, json={"model": "encoder", "path": str(new)}, timeout=60).status_code == 200
+    assert httpx.post(swap, headers=ADMIN, json={"model": "encoder", "path": str(new)}, timeout=120).status_code == 200
     after = client(running).embeddings.create(model="encoder", input="a dog").data[0].embedding
     assert before != after
     kill(running, 2)
@@ -239,6 +239,7 @@ def test_the_death_of_an_engine_ends_nothing_else(running: Running, folder: Path
     until_ready(running)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_all_engines(running: Running):
     """Last: it stops the module's server. Streams of both models end first."""
     until_ready(running)

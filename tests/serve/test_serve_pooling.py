@@ -94,7 +94,7 @@ def vectors(folders: dict[str, Path]) -> torch.Tensor:
 
 def post(running: Running, path: str, reply: type | None = None, **body: Any) -> Any:
     """The answer, which must be of the type ``reply``."""
-    answer = httpx.post(f"{running.url}{path}", json=body, timeout=60)
+    answer = httpx.post(f"{running.url}{path}", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.json() if reply is None else TypeAdapter(reply).validate_json(answer.content, strict=True)
 
@@ -102,7 +102,7 @@ def post(running: Running, path: str, reply: type | None = None, **body: Any) ->
 def refused(running: Running, path: str, body: dict[str, Any] | bytes, status: int = 400) -> dict[str, Any]:
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{running.url}{path}", content=sent, headers=headers, timeout=60)
+    answer = httpx.post(f"{running.url}{path}", content=sent, headers=headers, timeout=120)
     assert answer.status_code == status, answer.text
     return answer.json()["error"]
 

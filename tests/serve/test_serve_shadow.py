@@ -67,6 +67,7 @@ def test_shadow_never_delays(shadowed: Shadowed):
     assert shadowed.counts() == {"dropped": 40, "unanswered": MAX_QUEUED + SENDERS}
 
 
+@pytest.mark.slow
 def test_an_equal_shadow_answers_the_same(shadowed: Shadowed):
     """Without a seed, too; of streams, chats, refusals and several choices. A shadow's requests have no shadow."""
     shadowed.black_hole.close()

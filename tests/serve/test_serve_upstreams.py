@@ -104,7 +104,7 @@ def gateway() -> Iterator[tuple[Running, list[Upstream]]]:
 
 def ask(running: Running, path: str = "/v1/completions", **body: object) -> httpx.Response:
     headers = {"authorization": "Bearer ours", "x-request-id": "mine"}
-    return httpx.post(running.url + path, json={"prompt": "a", **body}, headers=headers, timeout=60)
+    return httpx.post(running.url + path, json={"prompt": "a", **body}, headers=headers, timeout=120)
 
 
 def behave(found: list[Upstream], *how: str) -> None:

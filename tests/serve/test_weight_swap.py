@@ -53,7 +53,7 @@ def swap_weights(engine: Engine | PoolingEngine, swap: WeightSwap, path: Path | 
     swap.notify = lambda: events.put(None)
     assert swap.start({"ids": ["swap"], "path": str(path)}) is None
     while True:
-        events.get(timeout=60)
+        events.get(timeout=120)
         if answer := swap.advance():
             return answer
         engine.heartbeat()
@@ -221,7 +221,7 @@ def running():
 
 
 def post(at: Running, path: str, body: dict[str, Any], key: str = "root") -> httpx.Response:
-    return httpx.post(f"{at.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    return httpx.post(f"{at.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=120)
 
 
 def text(at: Running) -> str:
@@ -244,7 +244,7 @@ def test_swap_under_load(running: Running, tmp_path: Path):
     def stream() -> None:
         body = {"prompt": PROMPTS[0], "max_tokens": 60, "ignore_eos": True, "stream": True}
         while not done.is_set():
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as reply:
+            with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as reply:
                 lines = [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
             chunks = [json.loads(line) for line in lines[:-1]]
             ended = lines[-1] == "[DONE]" and chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -262,7 +262,7 @@ def test_swap_under_load(running: Running, tmp_path: Path):
     finally:
         done.set()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=120)
     assert len(finished) >= 6 and not failures, failures[:1]
     assert post(running, "/admin/weights", {"path": str(tmp_path / "1")}).status_code == 200
 

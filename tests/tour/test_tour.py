@@ -195,7 +195,6 @@ def test_9_one_checkpoint_loads_under_any_layout_and_leaves_as_hugging_face(tmp_
     assert torch.equal(theirs.logits(TOKENS_T), expected_TV)
 
 
-@pytest.mark.slow
 def test_10_real_weights_answer_over_http() -> None:
     """``colonnade serve`` implements OpenAI's API: the openai client streams text from SmolLM2.
 

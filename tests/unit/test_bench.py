@@ -143,7 +143,7 @@ def test_ctrl_c_prints_what_is_measured(model: Path):
             if "with weights in" in line:
                 process.send_signal(signal.SIGINT)
                 break
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err
     assert re.search(r"^ +1 +\d+\.\d ", out, re.MULTILINE), "bandwidth with one thread"
     assert out.count("int8") < len(rounds)

@@ -63,7 +63,7 @@ def test_terminal_chat_has_commands_and_line_editing(tmp_path: Path) -> None:
         os.write(keys, b"\x1b[A\x1b[A\n")  # up, up: /help
         read_until("starts a new conversation", 2)
         os.write(keys, b"/quit\n")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=120) == 0
     finally:
         process.kill()
         process.wait()

@@ -116,7 +116,7 @@ def test_image_worker_answers_as_the_network(overlap: bool):
         import httpx
 
         def ask() -> None:
-            answers.append(httpx.post(f"http://127.0.0.1:{server.server_port}", content=photo, timeout=60).content)
+            answers.append(httpx.post(f"http://127.0.0.1:{server.server_port}", content=photo, timeout=120).content)
 
         clients = [threading.Thread(target=ask) for _ in range(8)]
         for each in clients:
@@ -168,6 +168,7 @@ def test_plot_and_headlines(tmp_path: Path):
     assert (head.value, head.peer_value) == (6.0, 2.0)
 
 
+@pytest.mark.slow
 def test_benchmark_runs_to_the_end(capsys: pytest.CaptureFixture[str]):
     cpu_ladder.main(["--tiny", "--workers", "1", "--clients", "2"])
     printed = capsys.readouterr().out

@@ -234,7 +234,6 @@ def test_pictures_equal_the_output_of_their_script(variant):
     assert (ROOT / f"docs/assets/dataflow-{variant}.svg").read_text(encoding="utf-8") == drawn
 
 
-@pytest.mark.slow
 def test_site_builds_strictly(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     ran = subprocess.run(build, check=False, cwd=ROOT, capture_output=True, text=True, timeout=170)

@@ -77,6 +77,7 @@ def _masks(k: Tensor, queries: Tensor, ks: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of the compiler's own
 def test_compiled_masks_are_bitwise_equal() -> None:
     """Regression: int32 products wrap in torch, but in compiled C++ they did not for the heads."""

@@ -78,7 +78,8 @@ def test_errors_are_those_of_the_compiler(checker: GrammarChecker, wanted: Struc
         compiler.matcher(wanted)
     with pytest.raises(RequestError) as checked:
         checker.check(wanted)
-    assert str(checked.value) == str(direct.value)
+    depth = " while calling a Python object"  # Python says where the recursion ended
+    assert str(checked.value).replace(depth, "") == str(direct.value).replace(depth, "")
 
 
 def test_a_compiler_with_a_checker_gives_the_same_masks(checker: GrammarChecker):

@@ -9,7 +9,7 @@ import pytest
 from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, registers, spilled
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.sample(6),
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
     ),

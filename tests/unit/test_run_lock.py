@@ -66,12 +66,12 @@ def owns(process: subprocess.Popen[str]) -> None:
 
 
 def assert_clean_exit(process: subprocess.Popen[str]) -> None:
-    output, errors = process.communicate("\n", timeout=60)
+    output, errors = process.communicate("\n", timeout=120)
     assert (output, process.returncode) == ("released\n", 0), errors
 
 
 def refused(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert (output, process.returncode) == ("", 1)
     return errors
 

@@ -101,24 +101,24 @@ def test_a_large_prompt_is_tokenised_beside_the_others(engine: Engine):
         send("large", LARGE_TEXT + 1)
         send("cancelled", LARGE_TEXT + 1)
         send("small", 3)
-        assert inbox.get(timeout=60)["ids"] == ["small"], "the small prompt waited for the large one"
+        assert inbox.get(timeout=120)["ids"] == ["small"], "the small prompt waited for the large one"
         near.sendall(encode_message({"do": "cancel", "ids": ["cancelled"]}))
         near.sendall(encode_message({"do": "cancel", "ids": ["small"]}))
-        assert inbox.get(timeout=60) == {"do": "cancel", "ids": ["small"]}
+        assert inbox.get(timeout=120) == {"do": "cancel", "ids": ["small"]}
         send("last", LARGE_TEXT + 1)
         for name, length in (("long", LARGE_TEXT + 1), ("short", 3)):
             asked = {"prompt": "a" * length, "messages": None, "special": True, "strings": False}
             near.sendall(encode_message({"do": "tokenize", "ids": [name], **asked}))
-        answer = inbox.get(timeout=60)
+        answer = inbox.get(timeout=120)
         assert answer["event"]["ids"] == ["short"] and answer["event"]["tokens"] == tiny.tokenizer().encode("aaa")
         tokenizer.gate.set()
-        large = inbox.get(timeout=60)
+        large = inbox.get(timeout=120)
         assert large["ids"] == ["large"]
         assert large["tokens"] == [tiny.tokenizer().encode("a" * (LARGE_TEXT + 1))]
-        assert inbox.get(timeout=60)["ids"] == ["last"], "the cancelled one is dropped"
-        assert inbox.get(timeout=60)["event"]["ids"] == ["long"]
+        assert inbox.get(timeout=120)["ids"] == ["last"], "the cancelled one is dropped"
+        assert inbox.get(timeout=120)["event"]["ids"] == ["long"]
         near.shutdown(socket.SHUT_WR)
-        assert inbox.get(timeout=60) == {"do": "disconnected"}
+        assert inbox.get(timeout=120) == {"do": "disconnected"}
     reader.join(60)
     assert not reader.is_alive()
 

@@ -14,7 +14,7 @@ from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from tests.compiled import SHARED_BYTES, compiled, disassembled, loop, product_types, registers, spilled
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.sample(6),
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
     ),

@@ -77,6 +77,7 @@ def test_each_remedy_is_sufficient() -> None:
     assert WeightMemory(preset("llama-3-8b"), torch.bfloat16, GPU, Plan(tp=2)).bytes()[0] < 0.51 * 2 * 8.1e9
 
 
+@pytest.mark.slow
 def test_upcycled_or_pruned_model_must_fit_beside_the_source(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ as if they had stopped, and a reader that has stopped would not be noticed."""
 
 HEADER_TICKS = 10
 """A header timeout is this many short timers, each started by the one before. An event loop that was busy for the whole
-time fires only one of them before it reads its sockets, so it does not close connections whose requests have arrived."""
+time fires one of them and then reads its sockets, so it does not close connections whose requests have arrived."""
 
 RESERVED_FILES = 256
 """File descriptors kept for everything else than connections."""
