@@ -199,7 +199,7 @@ def test_rope_and_kv_write(pool: torch.dtype, group: int, K: int, H: int, normed
 @pytest.mark.parametrize("name", ["llama", "one head a group", "norms of heads", "biases", "a window", "experts"])
 @pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
-def test_engine_generates_same_tokens_as_cpu(name: str, graphed: bool, weights: str) -> None:
+def test_engine_generates_same_tokens_as_cpu(name: str, graphed: bool, weights: str, plain_cpu: None) -> None:
     if weights != "stored" and name == "experts":
         pytest.skip("experts have quantised formats of their own")
     params, outputs = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []

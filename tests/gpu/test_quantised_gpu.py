@@ -64,7 +64,7 @@ def test_every_split_count(kind: str, group: int) -> None:
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
 @pytest.mark.parametrize("graphed", [False, True])
-def test_model_generates_same_tokens_as_cpu(weights: str, graphed: bool, tmp_path) -> None:
+def test_model_generates_same_tokens_as_cpu(weights: str, graphed: bool, plain_cpu: None, tmp_path) -> None:
     write_hf(tiny.model(dtype=torch.float32), tmp_path / "m")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = []
@@ -119,7 +119,7 @@ def test_experts(kind: str, group: int, case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
 @pytest.mark.parametrize("how", ["plain", "graphs", "offloaded"])
-def test_moe_generates_same_tokens_as_cpu(weights: str, how: str, tmp_path) -> None:
+def test_moe_generates_same_tokens_as_cpu(weights: str, how: str, plain_cpu: None, tmp_path) -> None:
     """Captured steps do not read expert loads; with offloading, experts of two layers are on the device."""
     moe = MoeConfig(experts=8, active=2, ffn_width=40, shared_width=12, shared_gate=True)
     whole = tiny.model(dtype=torch.float32, layers=4, moe=moe)
