@@ -114,8 +114,8 @@ class SamplingParams:
             _check(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
         for name in ("frequency_penalty", "presence_penalty"):
             _check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "from -2 to 2")
-        allowed = "above 0, and at most 1000"
-        _check("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 1000, allowed)
+        allowed = "from 0.001 to 1000"
+        _check("repetition_penalty", self.repetition_penalty, 0.001 <= self.repetition_penalty <= 1000, allowed)
         self._check_banned_and_biased()
         only_prompt = self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
         allowed = "1 or more (0 only with echo or prompt_logprobs)"

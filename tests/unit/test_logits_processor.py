@@ -105,8 +105,9 @@ def test_choices_have_seeds_of_their_own():
     [
         ("frequency_penalty", 2.1, "from -2 to 2"),
         ("presence_penalty", float("nan"), "from -2 to 2"),
-        ("repetition_penalty", 0, "above 0"),
-        ("repetition_penalty", float("inf"), "at most 1000"),
+        ("repetition_penalty", 0, "from 0.001 to 1000"),
+        ("repetition_penalty", 5e-324, "from 0.001 to 1000"),  # its inverse is infinite: 0 times it is no number
+        ("repetition_penalty", float("inf"), "from 0.001 to 1000"),
         ("logit_bias", {1: 101}, "from -100 to 100"),
         ("logit_bias", {"a": 1}, "from token ids"),
         ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1,024 tokens"),

@@ -67,7 +67,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "min_p": {"minimum": 0, "maximum": 1},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "presence_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 1000},
+    "repetition_penalty": {"minimum": 0.001, "maximum": 1000},
     "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
