@@ -29,7 +29,7 @@ from torch import Tensor
 
 from colonnade.kernels.linear import reference, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from decoding.decode_cells import read_bandwidth, replayed
 from harness.report import RESULTS, Cell, Headline, report
@@ -129,7 +129,7 @@ def tensors(
     plain = [torch.randn(F, D, **on) / D**0.5 for _ in range(1 + cell.gated)]
     made: list[Matrix] = [w if cell.kind == "plain" else quantise(w, cell.kind, 64) for w in plain]  # type: ignore[arg-type]
     size = sum(w.nbytes for w in made)
-    norm, more = RmsNorm(torch.ones(D, **on), 1e-5), torch.randn(cell.rows, F, **on)
+    norm, more = NormWeights(torch.ones(D, **on), 1e-5), torch.randn(cell.rows, F, **on)
     found = []
     for _ in range(copies or max(2, -(-COLD_BYTES // size))):
         own: list[Matrix] = [

@@ -93,7 +93,7 @@ void step(Dtype dtype, int64_t threads) {
     auto q = elements(rows * heads * width, dtype), out = elements(rows * heads * width, dtype);
     std::vector<float> partial(size_t(rows * heads * splits * (width + 2)));
     const NormWeights norm{gain.data(), nullptr, 1e-5}, layer_norm{gain.data(), bias.data(), 1e-5};
-    Embedding embed{tokens.data(), {table.data(), nullptr, nullptr, PLAIN, vocabulary, width, width}, x.data(), rows, dtype};
+    Embedding embed{tokens.data(), {table.data(), nullptr, nullptr, PLAIN, vocabulary, width, width}, nullptr, x.data(), rows, dtype};
     Norm normed{x.data(), layer_norm, y.data(), rows, width, dtype};
     Rotation rotation{positions.data(), reinterpret_cast<const float*>(theta.data()), own.data(), other.data(), 1.0, rows,
                       width / 2, dtype};

@@ -16,7 +16,7 @@ from colonnade.kernels import triton_rotary, triton_sampled_tokens, triton_sampl
 from colonnade.kernels.attention import cache_write, triton_cache_write
 from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.kernels.rotary import Rotation
 from tests.guarded import guarded
@@ -44,11 +44,11 @@ def case(
     more = draw(rows, F).to(dtype) if "r" in parts else None
     act = "silu" if rows % 2 else "gelu_tanh"
     got = skinny_gemm.launch(
-        x, weights[0], biases[0], tiles=tiles, norm=RmsNorm(gain, 1e-5) if "n" in parts else None,
+        x, weights[0], biases[0], tiles=tiles, norm=NormWeights(gain, 1e-5) if "n" in parts else None,
         gate=Gate(weights[1], biases[1], act) if "g" in parts else None, residual_TF=more,
     )  # fmt: skip
     wanted = reference.fused_linear(
-        x.double(), exact[0], as_float64(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
+        x.double(), exact[0], as_float64(biases[0]), norm=NormWeights(gain.double(), 1e-5) if "n" in parts else None,
         gate=Gate(exact[1], as_float64(biases[1]), act) if "g" in parts else None, residual_TF=as_float64(more),
     )  # fmt: skip
     error = float((got.double() - wanted).norm() / wanted.norm())
@@ -89,12 +89,12 @@ def check_registered_kernels() -> int:
         exact = weight.double() if isinstance(weight, Tensor) else weight
         bias, gate = draw(24), Gate(weight, draw(24), "silu")
         for rows in (0, 1, 3, skinny_gemm_tiles.MAX_ROWS + 1):
-            x, more, norm = draw(rows, 70), draw(rows, 24), RmsNorm(draw(70), 1e-6)
+            x, more, norm = draw(rows, 70), draw(rows, 24), NormWeights(draw(70), 1e-6)
             for parts in ({}, {"norm": norm}, {"residual_TF": more}, {"gate": gate, "norm": norm, "residual_TF": more}):
                 b = bias if "gate" in parts or not parts else None
                 got = skinny_gemm.fused_linear(x, weight, b, **parts)
                 doubled = {
-                    "norm": RmsNorm(norm.weight_D.double(), 1e-6), "residual_TF": more.double(),
+                    "norm": NormWeights(norm.weight_D.double(), 1e-6), "residual_TF": more.double(),
                     "gate": Gate(exact, as_float64(gate.bias_F), "silu"),
                 }  # fmt: skip
                 wanted = reference.fused_linear(x.double(), exact, as_float64(b), **{k: doubled[k] for k in parts})
@@ -124,7 +124,7 @@ def check_rope_and_kv_write() -> int:
         T, page = 3, 4
         qkv = draw(T, K * (group + 2) * H + 2)[:, :-2]
         turn = Rotation(draw(T, 1, H), draw(T, 1, H)) if turned else None
-        norms = (RmsNorm(draw(H), 1e-5), RmsNorm(draw(H), 1e-3)) if normed else None
+        norms = (NormWeights(draw(H), 1e-5), NormWeights(draw(H), 1e-3)) if normed else None
         slots = torch.tensor([13, 0, 6])
         pools = [torch.zeros(5, page, 2 * K, H, dtype=pool)[:, :, ::2] for _ in range(4)]
         q = triton_cache_write.rope_and_kv_write(qkv, pools[0], pools[1], slots, turn=turn, norms=norms)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import Quantised, quantise
-from colonnade.kernels.linear.reference import Gate, RmsNorm
+from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from tests.interpreted_fused import as_float64, draw
 from tests.units import codes, tolerance
@@ -30,11 +30,11 @@ def case(
     x, gain = draw(rows, 2 * D).to(dtype)[:, :D], draw(D).to(dtype)
     more = draw(rows, F).to(dtype) if "r" in parts else None
     got = skinny_gemm.launch(
-        x, weights[0], biases[0], tiles=tiles, norm=RmsNorm(gain, 1e-5) if "n" in parts else None,
+        x, weights[0], biases[0], tiles=tiles, norm=NormWeights(gain, 1e-5) if "n" in parts else None,
         gate=Gate(weights[1], biases[1], "silu") if "g" in parts else None, residual_TF=more,
     )  # fmt: skip
     wanted = reference.fused_linear(
-        x.double(), weights[0], as_float64(biases[0]), norm=RmsNorm(gain.double(), 1e-5) if "n" in parts else None,
+        x.double(), weights[0], as_float64(biases[0]), norm=NormWeights(gain.double(), 1e-5) if "n" in parts else None,
         gate=Gate(weights[1], as_float64(biases[1]), "silu") if "g" in parts else None, residual_TF=as_float64(more),
     )  # fmt: skip
     error = float((got.double() - wanted).norm() / wanted.norm())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.dropout import AttentionDropout
-from colonnade.kernels.linear.reference import RmsNorm
+from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.registry import choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.cache import KVCache, Pools
@@ -145,7 +145,9 @@ class PagedView:
     window: int | None
     kernels: str
 
-    def from_qkv(self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[RmsNorm, RmsNorm] | None) -> Tensor:
+    def from_qkv(
+        self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[NormWeights, NormWeights] | None
+    ) -> Tensor:
         """o_TnH from the fused q/k/v projection; one kernel normalises, rotates and writes to the cache."""
         kernels = self.kernels if self.kernels == "native" else "auto"  # other names are of attention only
         place = choose("rope_and_kv_write", qkv_Tz.device.type, qkv_Tz.dtype, kernels)

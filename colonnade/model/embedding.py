@@ -89,7 +89,8 @@ class Embedding(nn.Module):
         x_tD = self._rows(stream.tokens_T)
         mine = self.axes.rows(len(stream.tokens_T))
         if self.positions is not None:
-            x_tD = x_tD + F.embedding(stream.positions_T[mine], self.positions.weight)
+            run = choose("embedding", x_tD.device.type, x_tD.dtype, self.kernels)
+            x_tD = run(stream.positions_T[mine], self.positions.weight, x_tD.dtype, residual_TD=x_tD)
         if self.segments is not None:
             table, segments_T = self.segments.weight, stream.segments_T
             x_tD = x_tD + (table[0] if segments_T is None else F.embedding(segments_T[mine], table))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.kernels.cpu import kernels as cpu_kernels
-from colonnade.kernels.linear.reference import Gate, RmsNorm
+from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
@@ -65,7 +65,7 @@ def _select(model: "Transformer", linears: str, fused: str) -> None:
 def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
     """Whether :func:`attention_step` supports this block, these rows and this ``attend``."""
     attention = block.attention
-    if not isinstance(attention, Attention) or attention.clip is not None or attention.out.bias is not None:
+    if not isinstance(attention, Attention) or attention.clip is not None or not _can_add_bias(block, attention.out):
         return False
     per_head = attention.q_norm is None or (isinstance(attention.q_norm, Norm) and attention.q_norm.bias is None)
     return per_head and isinstance(attend, PagedView) and _can_fuse(block, block.norm1, x_tD, attention)
@@ -74,8 +74,9 @@ def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
 def can_fuse_ffn(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
     """Whether :func:`ffn_step` supports this block and these rows, in a serving step (a cache)."""
     ffn = block.ffn
-    gated = isinstance(ffn, FeedForward) and ffn.gate is not None and ffn.down.bias is None
-    return gated and attend.caches and _can_fuse(block, block.norm2, x_tD, ffn)
+    if not isinstance(ffn, FeedForward) or (ffn.gate is None and block.kernels != "native"):
+        return False
+    return _can_add_bias(block, ffn.down) and attend.caches and _can_fuse(block, block.norm2, x_tD, ffn)
 
 
 def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
@@ -95,9 +96,11 @@ def ffn_step(block: "Block", x_TD: Tensor, *, in_place: bool) -> Tensor:
     """x + ffn(norm(x)), written over x if ``in_place``: only for a tensor that nothing else uses."""
     ffn = block.ffn
     assert isinstance(ffn, FeedForward)
-    assert ffn.gate is not None
-    gate = Gate(ffn.gate.matrix, ffn.gate.bias, ffn.activation)
-    h_Tf = _linear(block, x_TD, ffn.up, norm=_scale(block.norm2), gate=gate)
+    norm = _scale(block.norm2)
+    if ffn.gate is None:
+        h_Tf = _linear(block, x_TD, ffn.up, norm=norm, activation=ffn.activation)
+    else:
+        h_Tf = _linear(block, x_TD, ffn.up, norm=norm, gate=Gate(ffn.gate.matrix, ffn.gate.bias, ffn.activation))
     return _linear_residual(block, h_Tf, ffn.down, x_TD, in_place=in_place)
 
 
@@ -108,16 +111,21 @@ def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) ->
         cpu_kernels.fits(x_tD, layer.matrix) for layer in part.modules() if isinstance(layer, Linear)
     ):
         return False
-    if not isinstance(norm, Norm) or norm.bias is not None or norm.kernels != "auto":
+    if not isinstance(norm, Norm) or (norm.bias is not None and block.kernels != "native") or norm.kernels != "auto":
         return False
     if any(isinstance(layer, Linear) and layer.float8 is not None for layer in part.modules()):
         return False
     return not (torch.is_grad_enabled() and (x_tD.requires_grad or any(x.requires_grad for x in part.parameters())))
 
 
-def _scale(norm: nn.Module) -> RmsNorm:
+def _can_add_bias(block: "Block", layer: Linear) -> bool:
+    """Whether a fused product can add the bias of a row-parallel ``layer``, if it has one."""
+    return layer.bias is None or (block.kernels == "native" and block.axes.tp.size == 1)
+
+
+def _scale(norm: nn.Module) -> NormWeights:
     assert isinstance(norm, Norm)
-    return RmsNorm(norm.weight, norm.eps)
+    return NormWeights(norm.weight, norm.eps, norm.bias)
 
 
 def _linear(
@@ -125,13 +133,15 @@ def _linear(
     x_TD: Tensor,
     layer: Linear,
     *,
-    norm: RmsNorm | None = None,
+    norm: NormWeights | None = None,
     gate: Gate | None = None,
+    activation: str | None = None,
     residual_TF: Tensor | None = None,
     in_place: bool = False,
 ) -> Tensor:
     run = choose("fused_linear", x_TD.device.type, x_TD.dtype, block.kernels)
-    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, residual_TF=residual_TF, inplace=in_place)
+    parts = {"norm": norm, "gate": gate, "residual_TF": residual_TF, "inplace": in_place}
+    return run(x_TD, layer.matrix, layer.bias, activation=activation, **parts)
 
 
 def _linear_residual(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, in_place: bool = False) -> Tensor:

@@ -73,9 +73,9 @@ class EngineTraits:
     def records_steps(self) -> bool:
         """Whether C++ kernels run all of a decode step on a CPU (on one rank), so that it can be recorded."""
         config = self.model
-        fused = config.norm == "rmsnorm" and config.norm_order == "pre" and config.gated and not config.embed_norm
-        plain = config.positions == "rotary" and config.moe is None and config.latent is None and not config.ffn_bias
-        heads = not config.out_bias and not (config.qk_norm and config.qk_norm_over == "all")
+        fused = config.norm_order == "pre" and not config.embed_norm and not config.segments
+        plain = config.moe is None and config.latent is None
+        heads = not config.qk_norm or (config.norm == "rmsnorm" and config.qk_norm_over == "head")
         on_cpu = self.cp == 1 and not self.sequence_parallel and self.device.type == "cpu"
         return fused and plain and heads and config.qkv_clip is None and on_cpu and cpu_kernels.available(self.dtype)
 

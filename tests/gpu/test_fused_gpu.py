@@ -18,7 +18,7 @@ from colonnade.kernels import triton_rotary, triton_sampled_tokens, triton_sampl
 from colonnade.kernels.attention import cache_write, triton_cache_write
 from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import Gate, RmsNorm
+from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.model import fused_block
 from colonnade.model.weight_only_quant import quantisable_modules
@@ -57,14 +57,14 @@ def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtyp
     kind, group = how
     (F, D), weights = size, [randn(*size, dtype=torch.float32, seed=i) / size[1] ** 0.5 for i in range(2)]
     made = [w.to(dtype) if kind == "plain" else quantise(w, kind, group) for w in weights]
-    bias, gain = randn(F, dtype=dtype), RmsNorm(randn(D, dtype=dtype), 1e-5)
+    bias, gain = randn(F, dtype=dtype), NormWeights(randn(D, dtype=dtype), 1e-5)
     for rows in (1, 3, 16):
         x, more = randn(rows, D, dtype=dtype), randn(rows, F, dtype=dtype, seed=1)
         options: list[dict[str, Any]] = [{}, {"residual_TF": more}, {"norm": gain, "gate": Gate(made[1], None, "silu")}]
         for way in options:
             b = None if way else bias
             exact = {
-                "norm": RmsNorm(gain.weight_D.double(), 1e-5), "residual_TF": more.double(),
+                "norm": NormWeights(gain.weight_D.double(), 1e-5), "residual_TF": more.double(),
                 "gate": Gate(to_double(made[1]), None, "silu"),
             }  # fmt: skip
             expected = reference.fused_linear(
@@ -105,9 +105,9 @@ def test_any_tiles(tiles: SkinnyTiles, kind: str) -> None:
     weight = w.bfloat16() if kind == "plain" else quantise(w, kind, 64)
     for rows in (1, 4):
         x, more = randn(rows, 4096, dtype=torch.bfloat16), randn(rows, 1000, dtype=torch.bfloat16)
-        norm = RmsNorm(randn(4096, dtype=torch.bfloat16), 1e-5)
+        norm = NormWeights(randn(4096, dtype=torch.bfloat16), 1e-5)
         got = skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, residual_TF=more)
-        exact = RmsNorm(norm.weight_D.double(), 1e-5)
+        exact = NormWeights(norm.weight_D.double(), 1e-5)
         expected = reference.fused_linear(x.double(), to_double(weight), norm=exact, residual_TF=more.double())
         assert (got.double() - expected).norm() < 4e-3 * expected.norm()
         repeats = [skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, residual_TF=more) for _ in range(3)]
@@ -135,8 +135,8 @@ def test_tensor_core_tiles(tiles: SkinnyTiles, how: tuple[str, int], size: tuple
     if kind != "int4":
         tiles = tiles._replace(BN=16, BK=tiles.BK * 8, stages=2 if tiles.BK == 512 else tiles.stages)
     made = [quantise(randn(*size, dtype=torch.float32, seed=i) / D**0.5, kind, group) for i in range(2)]
-    gain = RmsNorm(randn(D, dtype=dtype), 1e-5)
-    exact = {"norm": RmsNorm(gain.weight_D.double(), 1e-5), "gate": Gate(made[1], None, "silu")}
+    gain = NormWeights(randn(D, dtype=dtype), 1e-5)
+    exact = {"norm": NormWeights(gain.weight_D.double(), 1e-5), "gate": Gate(made[1], None, "silu")}
     for i, rows in enumerate((1, 3, 16)):
         if rows == 16 and tiles.programs_per_sm == 2:
             continue  # sixteen rows of x fill an SM's registers
@@ -185,7 +185,9 @@ def test_rope_and_kv_write(pool: torch.dtype, group: int, K: int, H: int, normed
     T, dtype = 13, torch.bfloat16
     qkv = randn(T, K * (group + 2) * H, dtype=dtype)
     turn = rotary_reference.Rotation(randn(T, 1, H, dtype=dtype, seed=1), randn(T, 1, H, dtype=dtype, seed=2))
-    norms = (RmsNorm(randn(H, dtype=dtype), 1e-5), RmsNorm(randn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
+    norms = (
+        (NormWeights(randn(H, dtype=dtype), 1e-5), NormWeights(randn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
+    )
     slots = torch.randperm(20 * 16, device="cuda")[:T]
     ours, theirs = ([torch.zeros(20, 16, K, H, device="cuda", dtype=pool) for _ in range(2)] for _ in range(2))
     q = triton_cache_write.rope_and_kv_write(qkv, *ours, slots, turn=turn, norms=norms)

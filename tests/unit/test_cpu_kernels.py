@@ -20,7 +20,7 @@ from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.cpu import calls, kernels, library
 from colonnade.kernels.linear import reference
 from colonnade.kernels.linear.quantise import Quantised, quantise
-from colonnade.kernels.linear.reference import Gate, RmsNorm
+from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.serve import Engine, SamplingParams
 from tests.guarded import guarded
@@ -104,7 +104,7 @@ def test_fused_products_match_the_oracle(native: str, format: str, group: int, a
             act = kernels.ACTIVATIONS[activation]
             exact = act(exact_linear(normed, gate.weight, gate.bias_F)) * exact
         exact += residual
-        options: dict[str, Any] = {"norm": RmsNorm(gain, 1e-5), "gate": gate}
+        options: dict[str, Any] = {"norm": NormWeights(gain, 1e-5), "gate": gate}
         got = kernels.fused_linear(x, w, bias, **options, residual_TF=residual)
         # A norm that differs in its last bit may round another way: one step of a group's 127.
         step = 1e-5 if format == "stored" else 2e-3
@@ -116,7 +116,7 @@ def test_fused_products_match_the_oracle(native: str, format: str, group: int, a
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 def test_a_row_does_not_depend_on_other_rows_or_threads(native: str, format: str, group: int, threads: None) -> None:
     T, D, F = 16 if format == "stored" else 150, 200, 150
-    x, gain = rows(T, D), RmsNorm(rows(D, seed=3), 1e-5)
+    x, gain = rows(T, D), NormWeights(rows(D, seed=3), 1e-5)
     w, gate = (weight_of(format, group, F, D, x.dtype, seed) for seed in (1, 2))
     torch.set_num_threads(1)
     together = kernels.fused_linear(x, w, norm=gain, gate=Gate(gate, None, "silu"))
@@ -151,6 +151,8 @@ def test_norms_embeddings_and_rotary_factors(native: str, dtype: torch.dtype) ->
             assert_close(kernels.norm(guarded(x), gain, b, 1e-5), exact)
     table, tokens = rows(50, 37).to(dtype), torch.tensor([0, 49, 3, 3])
     assert torch.equal(kernels.embedding(tokens, guarded(table), dtype), table[tokens])
+    residual = rows(4, 37, seed=2).to(dtype)
+    assert torch.equal(kernels.embedding(tokens, table, dtype, residual_TD=residual), residual + table[tokens])
     q = quantise(rows(50, 37), "int8")
     assert_close(kernels.embedding(tokens, q, dtype), reference.embedding(tokens, q, torch.float64))
     positions, theta = torch.tensor([0, 1, 4000]), 1 / 10000 ** (torch.arange(8) / 8)
@@ -217,13 +219,13 @@ def test_rotary_and_cache_write_match_the_reference(native: str, dtype: torch.dt
         qkv, slots = rows(T, K * (group + 2) * H, seed=seed).to(dtype), torch.randperm(5 * 4)[:T]
         pools = [rows(5, 4, K, H, seed=9).to(dtype) for _ in range(2)]
         turn = rotary.rotation(torch.arange(T) * 7, 1 / 100 ** (torch.arange(H // 2) / H), 1.0, dtype)
-        gains = RmsNorm(rows(H, seed=1).to(dtype), 1e-5), RmsNorm(rows(H, seed=2).to(dtype), 1e-5)
+        gains = NormWeights(rows(H, seed=1).to(dtype), 1e-5), NormWeights(rows(H, seed=2).to(dtype), 1e-5)
         for norms in (None, gains):
             for rotation in (None, turn):
                 ours = [x.clone() for x in pools]
                 exact = [x.double() for x in pools]
                 q = kernels.rope_and_kv_write(guarded(qkv), *ours, slots, turn=rotation, norms=norms)
-                wide = norms and tuple(RmsNorm(each.weight_D.double(), each.eps) for each in norms)
+                wide = norms and tuple(NormWeights(each.weight_D.double(), each.eps) for each in norms)
                 by = rotation and rotary.Rotation(rotation.own.double(), rotation.other.double())
                 exact_q = cache_write.rope_and_kv_write(qkv.double(), *exact, slots, turn=by, norms=wide)
                 for got, want in zip((q, *ours), (exact_q, *exact), strict=True):
@@ -242,7 +244,7 @@ def test_bad_inputs_are_refused_before_the_library(native: str, monkeypatch: pyt
         ("a bias", lambda: kernels.fused_linear(x, w, rows(8))),
         ("a bias", lambda: kernels.fused_linear(x, w, rows(9).bfloat16())),
         ("a residual", lambda: kernels.fused_linear(x, w, residual_TF=rows(2, 8))),
-        ("a norm", lambda: kernels.fused_linear(x, w, norm=RmsNorm(rows(69), 1e-5))),
+        ("a norm", lambda: kernels.fused_linear(x, w, norm=NormWeights(rows(69), 1e-5))),
         ("a gate of 8 outputs", lambda: kernels.fused_linear(x, w, gate=Gate(rows(8, 70), None, "silu"))),
         ("int8 weights", lambda: kernels.fused_linear(x, q8._replace(scales=q8.scales[:8]))),
         ("int8 weights", lambda: kernels.fused_linear(x, q8._replace(values=q8.values[:, :60]))),
@@ -280,6 +282,24 @@ def test_values_that_change_between_steps_are_checked_by_the_library(native: str
         broken.view(-1)[0] = value
         with pytest.raises(ConfigError, match=message):
             kernels.paged(q, k, v, replace(table, **{name: broken}))
+
+
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_products_without_a_gate_match_the_oracle(native: str, format: str, group: int, activation: str) -> None:
+    """act(W LayerNorm(x) + b) + r, as in GPT-2."""
+    for seed, (T, D, F) in enumerate(((1, 64, 40), (6, 70, 131))):
+        x, gain, shift, residual = rows(T, D, seed=seed), 1 + 0.1 * rows(D, seed=3), rows(D, seed=5), rows(T, F, seed=4)
+        w, bias = weight_of(format, group, F, D, x.dtype, seed), rows(F, seed=6)
+        exact = exact_linear(norm_reference.norm(x, gain, shift, 1e-5), w, bias)
+        exact = kernels.ACTIVATIONS[activation](exact) + residual
+        options: dict[str, Any] = {"norm": NormWeights(gain, 1e-5, shift), "activation": activation}
+        got = kernels.fused_linear(x, w, bias, **options, residual_TF=residual)
+        step = 1e-5 if format == "stored" else 2e-3
+        assert float((got - exact).abs().max()) < step * float(exact.abs().max())
+        plain = reference.fused_linear(x, w, bias, **options, residual_TF=residual)
+        if format == "stored":
+            assert float((got - plain).abs().max()) < 1e-5 * float(exact.abs().max())
 
 
 @pytest.mark.parametrize("weights", ["stored", "int8", "int4"])

@@ -17,12 +17,18 @@ from tests.serve import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [50, 7], [9, *range(20, 60)], [4] * 30]
+GPT2: dict[str, Any] = {
+    "norm": "layernorm", "gated": False, "activation": "gelu_tanh", "positions": "learned",
+    "qkv_bias": True, "out_bias": True, "ffn_bias": True,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "untied": {"tied": False},
     "norms of heads": {"qk_norm": True},
     "biases": {"qkv_bias": True},
     "a window": {"window": 5},
+    "gpt-2": GPT2,
+    "no gate": {"gated": False, "activation": "relu"},
 }
 
 
@@ -84,8 +90,9 @@ def test_recording_is_the_default_where_kernels_run_the_whole_step() -> None:
     assert fixed() and fixed(torch.bfloat16)
     assert not fixed(torch.float64) and not fixed(limits=ServeConfig(batch_invariant=True))
     assert not fixed(limits=ServeConfig(fixed_steps=False))
+    assert fixed(**GPT2)
     others = [{"moe": MoeConfig(experts=4, active=2, ffn_width=20)}, {"norm_order": "post"}, {"qkv_clip": 0.5},
-              {"gated": False, "activation": "gelu"}, {"norm": "layernorm"}]  # fmt: skip
+              {"norm": "layernorm", "qk_norm": True}]  # fmt: skip
     assert not any(fixed(**changes) for changes in others)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from colonnade.kernels import norm as norm_reference
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.reference import RmsNorm
+from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.rotary import Rotation, rotate
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -114,7 +114,7 @@ def rope_and_kv_write(
     slots_T: Tensor,
     *,
     turn: Rotation | None = None,
-    norms: tuple[RmsNorm, RmsNorm] | None = None,
+    norms: tuple[NormWeights, NormWeights] | None = None,
 ) -> Tensor:
     """q_TnH; writes each row's key and value to its slot (page · page_tokens + offset)."""
     K, H = k_PpKH.shape[2:]

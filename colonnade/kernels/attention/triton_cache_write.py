@@ -20,7 +20,7 @@ from triton import language as tl
 from colonnade.kernels.attention.cache_write import DTYPES, latent_kind
 from colonnade.kernels.attention.triton_args import Cache
 from colonnade.kernels.linear import quantise
-from colonnade.kernels.linear.reference import RmsNorm
+from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.rotary import Rotation
 from colonnade.kernels.triton_constants import constexprs
 
@@ -102,7 +102,7 @@ def rope_and_kv_write(
     slots_T: Tensor,
     *,
     turn: Rotation | None = None,
-    norms: tuple[RmsNorm, RmsNorm] | None = None,
+    norms: tuple[NormWeights, NormWeights] | None = None,
 ) -> Tensor:
     """q_TnH (see :func:`cache_write.rope_and_kv_write`)."""
     (T, z), (P, page_tokens, K, H) = qkv_Tz.shape, k_PpKH.shape

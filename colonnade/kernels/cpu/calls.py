@@ -64,10 +64,13 @@ class Linear(Arguments):
 
 
 class Embedding(Arguments):
-    """Rows of a table."""
+    """Rows of a table, added to a residual."""
 
     kernel = 1
-    _fields_ = (("tokens", c_void_p), ("table", Matrix), ("y", c_void_p), ("rows", c_int64), ("dtype", c_int64))
+    _fields_ = (
+        ("tokens", c_void_p), ("table", Matrix), ("residual", c_void_p), ("y", c_void_p),
+        ("rows", c_int64), ("dtype", c_int64),
+    )  # fmt: skip
 
 
 class Norm(Arguments):

@@ -915,10 +915,11 @@ struct Linear {
 
 // -- the other kernels of a step ------------------------------------------------------------------------------------
 
-// y = table[tokens], plain rows or int8 rows with their scales.
+// y = table[tokens] (+ residual), plain rows or int8 rows with their scales.
 struct Embedding {
     const int64_t* tokens;
     Matrix table;
+    const void* residual;  // null: none; may be y
     void* y;
     int64_t rows, dtype;
 
@@ -938,6 +939,9 @@ struct Embedding {
                 for (int64_t i = 0; i < width; i++) row[i] = float(q[i]) * scale;
             } else {
                 read_row(table.values, Dtype(dtype), tokens[t] * width, width, row);
+            }
+            if (residual != nullptr) {
+                for (int64_t i = 0; i < width; i++) row[i] += element(residual, Dtype(dtype), t * width + i);
             }
             write_row(y, Dtype(dtype), t * width, width, row);
         }

@@ -9,6 +9,7 @@ that ``reference.quantised_linear(round_inputs(x, weight), weight)`` is the same
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from colonnade.kernels.cpu import calls, library
 from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.kernels.linear import reference, skinny_gemm_cpu
 from colonnade.kernels.linear.quantise import Quantised
-from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.rotary import Rotation
 
 MAX_ROWS = 16
@@ -71,20 +72,24 @@ def fused_linear(
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: RmsNorm | None = None,
+    norm: NormWeights | None = None,
     gate: Gate | None = None,
+    activation: str | None = None,
     residual_TF: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
     """y_TF (see :func:`reference.fused_linear`)."""
+    parts: dict[str, Any] = {"norm": norm, "gate": gate, "activation": activation, "residual_TF": residual_TF}
     native = fits(x_TD, weight)
     if gate is not None:
         native = native and fits(x_TD, gate.weight) and _same_format(weight, gate.weight)
     if native and (residual_TF is None or (residual_TF.is_contiguous() and residual_TF.dtype == x_TD.dtype)):
-        return _run_linear(x_TD, weight, bias_F, norm=norm, gate=gate, residual_TF=residual_TF, inplace=inplace)
+        return _run_linear(x_TD, weight, bias_F, **parts, inplace=inplace)
     if norm is not None:
-        x_TD = norm_reference.norm(x_TD, norm.weight_D, None, norm.eps)
+        x_TD = norm_reference.norm(x_TD, norm.weight_D, norm.bias_D, norm.eps)
     y_TF = _torch_linear(x_TD, weight, bias_F)
+    if activation is not None:
+        y_TF = ACTIVATIONS[activation](y_TF)
     if gate is not None:
         y_TF = ACTIVATIONS[gate.activation](_torch_linear(x_TD, gate.weight, gate.bias_F)) * y_TF
     if residual_TF is None:
@@ -133,30 +138,31 @@ def _run_linear(
     weight: Matrix,
     bias_F: Tensor | None,
     *,
-    norm: RmsNorm | None = None,
+    norm: NormWeights | None = None,
     gate: Gate | None = None,
+    activation: str | None = None,
     residual_TF: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
     T, D = x_TD.shape
     matrix, tensors = _matrix(weight, bias_F, D, x_TD.dtype)
     outputs = matrix.outputs
-    gate_matrix, activation = calls.Matrix(), 0
+    gate_matrix = calls.Matrix()
     if gate is not None:
         gate_matrix, more = _matrix(gate.weight, gate.bias_F, D, x_TD.dtype)
         _require(gate_matrix.outputs == outputs, f"a gate of {gate_matrix.outputs} outputs for {outputs}")
-        tensors, activation = [*tensors, *more], calls.ACTIVATIONS[gate.activation]
+        tensors, activation = [*tensors, *more], gate.activation
     norm_weights = calls.NormWeights()
     if norm is not None:
-        norm_weights = _norm(norm.weight_D, None, norm.eps, D, x_TD.dtype)
-        tensors.append(norm.weight_D)
+        norm_weights = _norm(norm.weight_D, norm.bias_D, norm.eps, D, x_TD.dtype)
+        tensors += [x for x in (norm.weight_D, norm.bias_D) if x is not None]
     if residual_TF is not None:
         _require(residual_TF.shape == (T, outputs), f"a residual of {tuple(residual_TF.shape)} for {(T, outputs)}")
         tensors.append(residual_TF)
     y_TF = residual_TF if inplace and residual_TF is not None else x_TD.new_empty(T, outputs)
     arguments = calls.Linear(
         x_TD.data_ptr(), 0 if residual_TF is None else residual_TF.data_ptr(), y_TF.data_ptr(), norm_weights, matrix,
-        gate_matrix, T, x_TD.stride(0), calls.DTYPES[x_TD.dtype], activation,
+        gate_matrix, T, x_TD.stride(0), calls.DTYPES[x_TD.dtype], calls.ACTIVATIONS[activation] if activation else 0,
     )  # fmt: skip
     calls.run(arguments, x_TD, y_TF, *tensors)
     return y_TF
@@ -209,20 +215,28 @@ def _require(condition: bool, what: str) -> None:
 # -- the rest of a step ------------------------------------------------------------------------------------------------
 
 
-def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype) -> Tensor:
+def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype, *, residual_TD: Tensor | None = None) -> Tensor:
     """x_TD (see :func:`reference.embedding`)."""
     if not (available(dtype) and tokens_T.dim() == 1 and len(tokens_T) and tokens_T.device.type == "cpu"):
-        return reference.embedding(tokens_T, table, dtype)
+        return reference.embedding(tokens_T, table, dtype, residual_TD=residual_TD)
     if isinstance(table, Quantised):
         fits = table.kind == "int8"
     else:
         fits = table.dtype == dtype and table.is_contiguous() and _no_gradient(table)
+    if residual_TD is not None:
+        fits = fits and _no_gradient(residual_TD) and residual_TD.dtype == dtype and residual_TD.is_contiguous()
     if not fits or tokens_T.dtype != torch.int64 or not tokens_T.is_contiguous():
-        return reference.embedding(tokens_T, table, dtype)
+        return reference.embedding(tokens_T, table, dtype, residual_TD=residual_TD)
     inputs = table.inputs if isinstance(table, Quantised) else table.shape[1]
     matrix, tensors = _matrix(table, None, inputs, dtype)
     x_TD = torch.empty(len(tokens_T), inputs, dtype=dtype)
-    arguments = calls.Embedding(tokens_T.data_ptr(), matrix, x_TD.data_ptr(), len(tokens_T), calls.DTYPES[dtype])
+    if residual_TD is not None:
+        _require(residual_TD.shape == x_TD.shape, f"a residual of {tuple(residual_TD.shape)} for {tuple(x_TD.shape)}")
+        tensors = [*tensors, residual_TD]
+    residual = 0 if residual_TD is None else residual_TD.data_ptr()
+    arguments = calls.Embedding(
+        tokens_T.data_ptr(), matrix, residual, x_TD.data_ptr(), len(tokens_T), calls.DTYPES[dtype]
+    )
     calls.run(arguments, tokens_T, x_TD, *tensors)
     return x_TD
 
@@ -262,7 +276,7 @@ def rope_and_kv_write(
     slots_T: Tensor,
     *,
     turn: Rotation | None = None,
-    norms: tuple[RmsNorm, RmsNorm] | None = None,
+    norms: tuple[NormWeights, NormWeights] | None = None,
 ) -> Tensor:
     """q_TnH (see :func:`cache_write.rope_and_kv_write`)."""
     T, dtype, (K, H) = len(qkv_Tz), qkv_Tz.dtype, k_PpKH.shape[2:]

@@ -5,8 +5,8 @@
                         time, which fit the caches however large the model is, and multiplies
     scaled_product      C = (a ⊙ s_a) (b ⊙ s_b)ᵀ of float8 matrices and their scales, in float32 arithmetic
     embedding           rows of a table, plain or quantised
-    fused_linear        y = W x̂ + b + r,   or   y = act(G x̂ + b_G) ⊙ (W x̂ + b) + r
-                        with x̂ = x, or its RMSNorm x / √(mean(x²) + ε) · g
+    fused_linear        y = act(W x̂ + b) + r,   or   y = act(G x̂ + b_G) ⊙ (W x̂ + b) + r
+                        with x̂ = x, or its RMSNorm or LayerNorm
 
 Each part of ``fused_linear`` but W is optional. A fused kernel rounds once, at the end; here every step rounds to the
 dtype of x.
@@ -29,11 +29,12 @@ Matrix = Tensor | Quantised
 """A weight, quantised or not."""
 
 
-class RmsNorm(NamedTuple):
-    """Parameters of an RMSNorm."""
+class NormWeights(NamedTuple):
+    """Parameters of an RMSNorm, or with a bias of a LayerNorm."""
 
     weight_D: Tensor
     eps: float
+    bias_D: Tensor | None = None
 
 
 class Gate(NamedTuple):
@@ -61,12 +62,14 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
     return y_TF if bias_F is None else y_TF + bias_F
 
 
-def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype) -> Tensor:
-    """x_TD: the rows of ``table`` (V, D) that belong to ``tokens_T``; quantised rows are dequantised to ``dtype``."""
-    if not isinstance(table, Quantised):
-        return F.embedding(tokens_T, table)
-    values = table.values.view(torch.uint8)[tokens_T].view(table.values.dtype)  # not every torch can index float8
-    return dequantise(table._replace(values=values, scales=table.scales[tokens_T]), dtype)
+def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype, *, residual_TD: Tensor | None = None) -> Tensor:
+    """x_TD: the rows of ``table`` (V, D) of ``tokens_T``, plus a residual; quantised rows become ``dtype``."""
+    if isinstance(table, Quantised):
+        values = table.values.view(torch.uint8)[tokens_T].view(table.values.dtype)  # not every torch can index float8
+        x_TD = dequantise(table._replace(values=values, scales=table.scales[tokens_T]), dtype)
+    else:
+        x_TD = F.embedding(tokens_T, table)
+    return x_TD if residual_TD is None else residual_TD + x_TD
 
 
 def band_rows(weight: Quantised) -> int:
@@ -84,15 +87,18 @@ def fused_linear(
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: RmsNorm | None = None,
+    norm: NormWeights | None = None,
     gate: Gate | None = None,
+    activation: str | None = None,
     residual_TF: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """y_TF; with ``inplace``, it may overwrite the residual."""
+    """y_TF; ``activation`` is for a layer without a gate. With ``inplace``, y may overwrite the residual."""
     if norm is not None:
-        x_TD = norm_reference.norm(x_TD, norm.weight_D, None, norm.eps)
+        x_TD = norm_reference.norm(x_TD, norm.weight_D, norm.bias_D, norm.eps)
     y_TF = _linear(x_TD, weight, bias_F)
+    if activation is not None:
+        y_TF = ACTIVATIONS[activation](y_TF)
     if gate is not None:
         y_TF = ACTIVATIONS[gate.activation](_linear(x_TD, gate.weight, gate.bias_F)) * y_TF
     if residual_TF is None:

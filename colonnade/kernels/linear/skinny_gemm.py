@@ -34,7 +34,7 @@ from colonnade.kernels.linear import (
     triton_skinny_gemm_tensor_core,
 )
 from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, power_of_two_scale
-from colonnade.kernels.linear.reference import Gate, Matrix, RmsNorm
+from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles, SplitKTiles, select_tiles
 from colonnade.kernels.triton_constants import constexprs
 
@@ -58,15 +58,16 @@ def fused_linear(
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: RmsNorm | None = None,
+    norm: NormWeights | None = None,
     gate: Gate | None = None,
+    activation: str | None = None,
     residual_TF: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """y_TF (see :func:`reference.fused_linear`)."""
+    """y_TF (see :func:`reference.fused_linear`); an activation without a gate and a LayerNorm are not fused."""
     parts: dict[str, Any] = {"norm": norm, "gate": gate, "residual_TF": residual_TF}
-    if _needs_grad(x_TD, weight):
-        return reference.fused_linear(x_TD, weight, bias_F, **parts)
+    if _needs_grad(x_TD, weight) or activation is not None or (norm is not None and norm.bias_D is not None):
+        return reference.fused_linear(x_TD, weight, bias_F, activation=activation, **parts)
     tiles = select_tiles(x_TD, weight, gated=gate is not None)
     if tiles is not None:
         return launch(x_TD, weight, bias_F, tiles=tiles, **parts)
@@ -78,7 +79,7 @@ def separate_kernels(
     weight: Matrix,
     bias_F: Tensor | None = None,
     *,
-    norm: RmsNorm | None = None,
+    norm: NormWeights | None = None,
     gate: Gate | None = None,
     residual_TF: Tensor | None = None,
     inplace: bool = False,
@@ -110,7 +111,7 @@ def launch(
     bias_F: Tensor | None = None,
     *,
     tiles: SkinnyTiles,
-    norm: RmsNorm | None = None,
+    norm: NormWeights | None = None,
     gate: Gate | None = None,
     residual_TF: Tensor | None = None,
 ) -> Tensor:
