@@ -7,7 +7,7 @@
  * with "outer" goes on with the columns of its left child and the rows of its right one.
  */
 
-import { products, type Product, type Tree } from "./expression";
+import type { Product, Tree } from "./expression";
 import { needsRows, type NodeSpec, type Shape } from "./values";
 
 export const KINDS = ["none", "dot", "dot columns", "rows", "columns", "outer"] as const;
@@ -111,5 +111,3 @@ export function narrate(plan: Schedule, cursor: number): string {
   };
   return `${names}: ${words[phase.parts.at(-1)!.kind]} ${cursor - phase.start} of ${phase.steps}`;
 }
-
-export const allKeys = (trees: readonly Tree[]): string[] => trees.flatMap(products).map((node) => node.key);

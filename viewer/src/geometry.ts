@@ -5,7 +5,7 @@
  * that side, and at which end of the result the arguments stand, are the choices of a layout.
  */
 
-import { products, type Product, type Tree } from "./expression";
+import type { Product, Tree } from "./expression";
 import type { Shape } from "./values";
 
 export type Vec = readonly [number, number, number];
@@ -122,7 +122,9 @@ export function layOut(
   const boxes: Box[] = [];
   const taken: Bounds[] = [];
   const { gap, scatter } = options;
-  const put = (name: string, frame: Frame) => frames.set(name, [...(frames.get(name) ?? []), frame]);
+  const put = (name: string, frame: Frame): void => {
+    frames.set(name, [...(frames.get(name) ?? []), frame]);
+  };
   const extent: [number[], number[]] = [[Infinity, Infinity, Infinity], [-Infinity, -Infinity, -Infinity]];
   const cover = (frame: Frame) => {
     for (const point of [frame.origin, elementAt(frame, frame.shape[0] - 1, frame.shape[1] - 1)])
@@ -205,5 +207,3 @@ export function collisions(layout: Layout): [string, string][] {
   );
   return found;
 }
-
-export const productCount = (trees: readonly Tree[]): number => trees.flatMap(products).length;

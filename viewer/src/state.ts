@@ -151,6 +151,7 @@ const node = object<NodeSpec>({
   sin: name, recorded: name, i: blocks, j: blocks, k: blocks,
 });
 const bit = number(0, 1, true);
+const NEAR: Place = { polarity: 0, left: 0, right: 0, result: 0 };
 const ranks = number(1, 4096, true);
 const CHECKS: { [K in keyof State]-?: Check<State[K]> } = {
   expr: text(MAX_LENGTH),
@@ -160,10 +161,10 @@ const CHECKS: { [K in keyof State]-?: Check<State[K]> } = {
     return found;
   }),
   nodes: record(node),
-  places: record((value, at) => ({
-    polarity: 0, left: 0, right: 0, result: 0,
-    ...object<Place>({ polarity: bit, left: bit, right: bit, result: bit })(value, at),
-  })),
+  places: record((value, at) => {
+    const found = object<Partial<Place>>({ polarity: bit, left: bit, right: bit, result: bit })(value, at);
+    return { ...NEAR, ...found };
+  }),
   letters: record(list(text(2), 2) as unknown as Check<Letters>),
   plan: object<PlanSizes>({ pp: ranks, replicate: ranks, dp: ranks, cp: ranks, tp: ranks, ep: ranks }),
   title: text(200),
