@@ -168,7 +168,7 @@ const step = (title: string, text: string, state: State, tour: number): TourStep
 });
 
 export const TOUR: readonly TourStep[] = [
-  step("A product is a box", "Rows of L on the left and columns of R on top meet inside; their products, summed along the depth, are the result in front. Blue is positive, orange negative.",
+  step("A product is a box", "Rows of L on the left and columns of R on top meet inside; their products, summed along the depth, are the result, to which the arrow points. Blue is positive, orange negative.",
     scene({ expr: "C = L @ R", leaves: { L: m(16, 20, { init: "row blocks", blocks: 4 }), R: m(20, 16, { init: "column blocks", blocks: 4 }) } }), 1),
   step("One number at a time", "A dot product sweeps along the depth for each element of the result. Press Space to stop, the comma and full stop keys to step.",
     scene({ ...find("2a Dot products"), leaves: { L: m(16, 20), R: m(20, 16) } }), 2),

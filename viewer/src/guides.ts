@@ -100,9 +100,8 @@ export function arrow(box: Box, colours: GuideColours): THREE.Group {
   return group;
 }
 
-/** A legend beside a face: its name and size. */
-export function legend(frame: Frame, name: string, height: number, colours: GuideColours): THREE.Sprite {
-  const text = `${name}  ${frame.shape[0]} × ${frame.shape[1]}`;
+/** A legend on a face. */
+export function legend(frame: Frame, text: string, height: number, colours: GuideColours): THREE.Sprite {
   const canvas = document.createElement("canvas");
   const context = canvas.getContext("2d")!;
   const font = "600 40px system-ui, sans-serif";
@@ -118,7 +117,6 @@ export function legend(frame: Frame, name: string, height: number, colours: Guid
   context.fillStyle = colours.text;
   context.fillText(text, 12, 29);
   const map = new THREE.CanvasTexture(canvas);
-  map.colorSpace = THREE.SRGBColorSpace;
   const sprite = new THREE.Sprite(new THREE.SpriteMaterial({ map, depthTest: false, transparent: true }));
   sprite.scale.set((height * canvas.width) / canvas.height, height, 1);
   sprite.position.set(...elementAt(frame, (frame.shape[0] - 1) / 2, (frame.shape[1] - 1) / 2));

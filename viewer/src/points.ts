@@ -39,6 +39,7 @@ uniform vec3 positive;
 uniform vec3 negative;
 uniform vec3 faint;
 out vec3 colour;
+flat out float across;
 
 float leftAt(int i, int k) {
   int index = i * size.y + k;
@@ -55,6 +56,7 @@ void main() {
   gl_Position = vec4(2.0, 2.0, 2.0, 1.0);
   gl_PointSize = 0.0;
   colour = faint;
+  across = 0.0;
   int index = gl_InstanceID * ${BLOCK} + gl_VertexID;
   if (index >= shape.x * shape.y) return;
   int a = (index / shape.y) * stride;
@@ -81,14 +83,20 @@ void main() {
   colour = mix(faint, full, 0.25 + 0.75 * t);
   vec4 eye = modelViewMatrix * vec4(origin + float(a) * rowStep + float(b) * colStep, 1.0);
   gl_Position = projectionMatrix * eye;
-  gl_PointSize = clamp(float(stride) * pointSize * (0.22 + 0.73 * t) * projectionMatrix[1][1] / gl_Position.w, 1.0, 64.0);
+  gl_PointSize = clamp(float(stride) * pointSize * (0.2 + 0.62 * t) * projectionMatrix[1][1] / gl_Position.w, 1.0, 64.0);
+  across = gl_PointSize;
 }`;
 
 const FRAGMENT = /* glsl */ `
 precision mediump float;
 in vec3 colour;
+flat in float across;
 out vec4 pixel;
-void main() { pixel = vec4(colour, 1.0); }`;
+void main() {
+  vec2 off = gl_PointCoord - 0.5;
+  if (across > 4.0 && dot(off, off) > 0.25) discard; // larger points are round
+  pixel = vec4(colour, 1.0);
+}`;
 
 export function textureOf(matrix: Matrix): THREE.DataTexture {
   const count = matrix.data.length;

@@ -79,7 +79,7 @@ export const DEFAULT: State = {
   guides: true,
   legends: true,
   theme: "auto",
-  camera: [0.62, 0.42, 2.6, 0, 0, 0],
+  camera: [0.62, 0.42, 2.75, 0, -0.14, 0],
   tour: 0,
 };
 

@@ -29,7 +29,8 @@ export interface Picked {
 }
 
 const keyOf = (tree: Tree): string => (tree.kind === "leaf" ? tree.name : tree.key);
-const raw = (hex: number): THREE.Color => new THREE.Color().setHex(hex, THREE.LinearSRGBColorSpace);
+THREE.ColorManagement.enabled = false; // colours are given as they are shown
+const raw = (hex: number): THREE.Color => new THREE.Color(hex);
 
 /** Whether the drawing is done by software, where multisampling is not worth its time. */
 function software(): boolean {
@@ -67,7 +68,7 @@ export class View {
     const soft = software();
     this.renderer = new THREE.WebGLRenderer({ canvas, antialias: !soft, powerPreference: "high-performance" });
     this.renderer.setPixelRatio(soft ? 1 : Math.min(2, window.devicePixelRatio));
-    this.renderer.outputColorSpace = THREE.LinearSRGBColorSpace; // colours are given as they are shown
+    this.renderer.outputColorSpace = THREE.LinearSRGBColorSpace;
     this.controls = new OrbitControls(this.camera, canvas);
     this.controls.addEventListener("change", () => {
       this.dirty = true;
@@ -161,7 +162,14 @@ export class View {
     if (state.legends) {
       const names = new Map(this.trees.flatMap(products).map((node) => [node.key, shown(node)]));
       for (const [key, list] of all)
-        for (const frame of list) this.root.add(legend(frame, names.get(key) ?? key, this.radius / 14, colours));
+        for (const frame of list) {
+          const name = names.get(key) ?? key;
+          // Many names would hide the faces: then small ones, without sizes.
+          const few = frames.length <= 5;
+          const text = few ? `${name}  ${frame.shape[0]} × ${frame.shape[1]}` : name;
+          const height = few ? this.radius / 15 : Math.max(this.radius / 34, Math.min(this.radius / 18, 0.16 * Math.max(...frame.shape)));
+          this.root.add(legend(frame, text, height, colours));
+        }
     }
   }
 
