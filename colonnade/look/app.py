@@ -1,9 +1,9 @@
 """The viewer's HTTP interface without a server: a question in, an answer out.
 
-    GET  /v1/look/model                                    the model, and which pages it has
-    POST /v1/look/record   {"text": …}                     one forward pass; its name and the text's tokens
-    GET  /v1/look/scene?page=&run=&layer=&head=&rank=      what to draw
-    GET  /v1/look/tensor?run=&layer=&head=&name=&rows=&cols=&reduce=&parts=      a tile (colonnade.look.tiles)
+GET  /v1/look/model                                    the model, and which pages it has
+POST /v1/look/record   {"text": …}                     one forward pass; its name and the text's tokens
+GET  /v1/look/scene?page=&run=&layer=&head=&rank=      what to draw
+GET  /v1/look/tensor?run=&layer=&head=&name=&rows=&cols=&reduce=&parts=      a tile (colonnade.look.tiles)
 """
 
 import json
@@ -109,14 +109,18 @@ class LookApp:
     def _run(self, query: "Query") -> Recording:
         run = query.text("run")
         if run not in self._kept:
-            raise RequestError(f"there is no recording '{run[:40]}'; record its text again", param="run", code="unknown_run")
+            raise RequestError(
+                f"there is no recording '{run[:40]}'; record its text again", param="run", code="unknown_run"
+            )
         return self._kept[run]
 
     def _scene(self, query: "Query") -> dict[str, Any]:
         page = query.text("page")
         if page == "cache":
             if self._cache is None:
-                raise RequestError("the cache page needs a running server: colonnade serve MODEL --serve.look", param="page")
+                raise RequestError(
+                    "the cache page needs a running server: colonnade serve MODEL --serve.look", param="page"
+                )
             return self._cache()
         layer, head, rank = query.number("layer", 0), query.number("head", 0), query.number("rank", 8)
         return make_page(self._run(query), page, layer, head, rank)
@@ -132,7 +136,9 @@ class LookApp:
         rows, cols = span(query.get("rows"), x.shape[0], "rows"), span(query.get("cols"), x.shape[1], "cols")
         tile = x[rows, cols]
         if tile.size // reduce**2 > MAX_TILE:
-            raise RequestError(f"{tile.size:,} elements are more than {MAX_TILE:,}; ask for fewer rows, or reduce=2 or more")
+            raise RequestError(
+                f"{tile.size:,} elements are more than {MAX_TILE:,}; ask for fewer rows, or reduce=2 or more"
+            )
         where = {"rows": [rows.start, rows.stop], "cols": [cols.start, cols.stop], "of": list(x.shape)}
         return encode_tile(reduce_tile(tile, reduce), parts, name=name, reduce=reduce, dtype="float16", **where)
 

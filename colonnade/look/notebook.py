@@ -1,10 +1,10 @@
 """Links and frames for notebooks: the viewer's state from Python objects.
 
-    from colonnade.look import notebook
+from colonnade.look import notebook
 
-    server = notebook.serve(model)                    # a loaded model, or nothing for plain matrices
-    server.head("Some text", layer=5, head=4)         # the last value of a cell shows as a frame
-    server.expression("C = A @ B", A=(24, 32), B=(32, 24), anim="rows")
+server = notebook.serve(model)                    # a loaded model, or nothing for plain matrices
+server.head("Some text", layer=5, head=4)         # the last value of a cell shows as a frame
+server.expression("C = A @ B", A=(24, 32), B=(32, 24), anim="rows")
 """
 
 import base64
@@ -68,7 +68,9 @@ class NotebookServer:
         """Any state of the viewer."""
         return Frame(f"{self.url}#{encode_state(state)}", height)
 
-    def expression(self, expr: str, *, height: int = 600, state: Mapping[str, Any] | None = None, **matrices: Any) -> Frame:
+    def expression(
+        self, expr: str, *, height: int = 600, state: Mapping[str, Any] | None = None, **matrices: Any
+    ) -> Frame:
         """An expression; each matrix is its (rows, cols), or a table with ``rows``, ``cols``, ``init`` and others.
 
         Other settings of the viewer are in ``state``: ``{"anim": "rows", "nodes": {"C": {"epilogue": "relu"}}}``.
@@ -84,7 +86,9 @@ class NotebookServer:
         shapes(trees, specs)
         return self.view({"expr": expr, "leaves": specs, **(state or {})}, height)
 
-    def page(self, page: str, text: str = "", *, layer: int = 0, head: int = 0, rank: int = 8, height: int = 600) -> Frame:
+    def page(
+        self, page: str, text: str = "", *, layer: int = 0, head: int = 0, rank: int = 8, height: int = 600
+    ) -> Frame:
         """A page of the model: head, heads, layer, experts, decode, lora or routing."""
         if not self._has_model:
             raise ConfigError("this server has no model; start it with notebook.serve(model)")
@@ -112,4 +116,6 @@ def serve(model: "Model | None" = None, port: int = 0) -> NotebookServer:
     """Start a server for ``model`` (of :func:`colonnade.load`), or for matrices without one."""
     if model is None:
         return NotebookServer(None, port)
-    return NotebookServer(LookApp(model.source, model.config, model.tokenizer, partial(record, model.transformer)), port)
+    return NotebookServer(
+        LookApp(model.source, model.config, model.tokenizer, partial(record, model.transformer)), port
+    )

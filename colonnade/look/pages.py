@@ -103,7 +103,9 @@ def head_page(recording: Recording, layer: int, head: int, rank: int) -> Scene: 
     build = _Builder(recording, layer, head)
     expr = HEAD.format(**_head_leaves(build))
     _attention_nodes(build)
-    owner = f" It is on tensor-parallel rank {head * recording.plan.tp // config.heads}." if recording.plan.tp > 1 else ""
+    owner = (
+        f" It is on tensor-parallel rank {head * recording.plan.tp // config.heads}." if recording.plan.tp > 1 else ""
+    )
     share = f" {config.group} query heads share its keys and values." if config.group > 1 else ""
     note = f"{len(recording.tokens)} tokens; every product is computed in this page from the model's own tensors.{share}{owner}"
     return build.scene(expr, f"Layer {layer}, head {head}", note)
@@ -144,14 +146,20 @@ def layer_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
     if config.out_bias:
         build.nodes["mha"] = {"plus": build.leaf("bO")}
     if config.experts_of(layer) is None:
-        ffn_in, up, down = build.leaf("ffn_in", letters="TD"), build.leaf("up", letters="DF"), build.leaf("down", letters="FD")
+        ffn_in, up, down = (
+            build.leaf("ffn_in", letters="TD"),
+            build.leaf("up", letters="DF"),
+            build.leaf("down", letters="FD"),
+        )
         statements.append(f"ffn = (hidden = {ffn_in} @ {up}) @ {down}")
         hidden: dict[str, Any] = {"times": build.leaf("gate")} if config.gated else {"epilogue": config.activation}
         if config.ffn_bias:
             hidden["plus"] = build.leaf("bup")
             build.nodes["ffn"] = {"plus": build.leaf("bdown")}
         build.nodes["hidden"] = hidden
-    note = "Projections of all heads, and the feed-forward part; before norms of queries and keys, and rotary positions."
+    note = (
+        "Projections of all heads, and the feed-forward part; before norms of queries and keys, and rotary positions."
+    )
     return build.scene("; ".join(statements), f"Layer {layer} to scale", note)
 
 
@@ -164,10 +172,14 @@ def experts_page(recording: Recording, layer: int, head: int, rank: int) -> Scen
         raise RequestError(f"there is no expert {head}; this layer has 0 to {moe.experts - 1}", param="head")
     build = _Builder(recording, layer, head)
     if not len(build.names.rows_of_expert()):
-        raise RequestError(f"no token of this text chose expert {head} of layer {layer}; see the routing page", param="head")
+        raise RequestError(
+            f"no token of this text chose expert {head} of layer {layer}; see the routing page", param="head"
+        )
     x, up = build.leaf("x", "expert_in", "TD"), build.leaf("up", "expert_up", "DF")
     expr = f"y = (h = {x} @ {up}) @ {build.leaf('down', 'expert_down', 'FD')}"
-    h: dict[str, Any] = {"times": build.leaf("gate", "expert_gate")} if config.gated else {"epilogue": config.activation}
+    h: dict[str, Any] = (
+        {"times": build.leaf("gate", "expert_gate")} if config.gated else {"epilogue": config.activation}
+    )
     if config.ffn_bias:
         h["plus"], build.nodes["y"] = build.leaf("bup", "expert_bup"), {"plus": build.leaf("bdown", "expert_bdown")}
     build.nodes["h"] = h
@@ -250,7 +262,9 @@ def make_page(recording: Recording, page: str, layer: int, head: int, rank: int)
     if page not in PAGES:
         raise RequestError(f"there is no page '{page[:40]}'; use one of {', '.join(PAGES)}", param="page")
     if not 0 <= layer < recording.config.layers:
-        raise RequestError(f"there is no layer {layer}; this model has 0 to {recording.config.layers - 1}", param="layer")
+        raise RequestError(
+            f"there is no layer {layer}; this model has 0 to {recording.config.layers - 1}", param="layer"
+        )
     if rank < 1:
         raise RequestError(f"rank={rank} is below 1; use 1 or more", param="rank")
     return PAGES[page](recording, layer, head, rank)

@@ -39,7 +39,9 @@ class Names:
         whole, _, change = name.partition("/")  # "wQ/A8": the first factor of rank 8
         maker = self._makers.get(whole)
         if maker is None:
-            raise RequestError(f"there is no tensor '{name[:40]}' here; use {', '.join(sorted(self._makers))}", param="name")
+            raise RequestError(
+                f"there is no tensor '{name[:40]}' here; use {', '.join(sorted(self._makers))}", param="name"
+            )
         x = maker()
         if change:
             x = low_rank(x, change)
@@ -215,7 +217,9 @@ def low_rank(x: Tensor, change: str) -> Tensor:
     """A factor of the best approximation of ``x`` of a rank, by its singular values: "A8" (rows × 8), or "B8"."""
     side, rank = change[:1], change[1:]
     if side not in ("A", "B") or not rank.isdigit() or not 1 <= int(rank) <= min(x.shape):
-        raise RequestError(f"'{change[:20]}' is no factor; use A or B and a rank from 1 to {min(x.shape)}", param="name")
+        raise RequestError(
+            f"'{change[:20]}' is no factor; use A or B and a rank from 1 to {min(x.shape)}", param="name"
+        )
     u, s, v = torch.linalg.svd(x.detach().double(), full_matrices=False)
     root, r = s[: int(rank)].sqrt(), int(rank)
     return u[:, :r] * root if side == "A" else root[:, None] * v[:r]

@@ -110,7 +110,9 @@ def test_experts_sum_to_the_layers_output(recording: Recording) -> None:
 
 def test_full_rank_factors_are_the_weights(recording: Recording) -> None:
     found, whole = faces(recording, "lora", rank=64), Names(recording, 1, 1)
-    if min(whole.get("wK_t").shape) <= recording.config.head_width and recording.config.head_width <= min(whole.get("wV").shape):
+    if min(whole.get("wK_t").shape) <= recording.config.head_width and recording.config.head_width <= min(
+        whole.get("wV").shape
+    ):
         close(found["wQ"], whole.get("wQ"))
     assert "wQ_A" in found and found["wQ_A"].shape[1] <= recording.config.head_width
 

@@ -25,7 +25,9 @@ def test_values_are_of_this_code() -> None:
 
 
 def test_errors_name_the_position_and_the_remedy() -> None:
-    with pytest.raises(ExpressionError, match=r"expected a name or '\(', not '@' \(at character 4\); an expression") as error:
+    with pytest.raises(
+        ExpressionError, match=r"expected a name or '\(', not '@' \(at character 4\); an expression"
+    ) as error:
         parse("A @ @ B")
     assert error.value.position == 4
 

@@ -108,14 +108,18 @@ def value_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def block_case(case: dict[str, Any]) -> dict[str, Any]:
-    return case | {"blocks": {key: list(blocks) for key, blocks in propagate(parse(case["expr"]), case["nodes"]).items()}}
+    return case | {
+        "blocks": {key: list(blocks) for key, blocks in propagate(parse(case["expr"]), case["nodes"]).items()}
+    }
 
 
 def plan_case(case: dict[str, Any]) -> dict[str, Any]:
     trees, plan = parse(case["expr"]), Plan(**case["plan"])
     found = owners(trees, case["letters"], plan)
     return case | {
-        "owners": {key: [*map(list, [it.blocks]), it.row_stride, it.col_stride, it.copies] for key, it in found.items()},
+        "owners": {
+            key: [*map(list, [it.blocks]), it.row_stride, it.col_stride, it.copies] for key, it in found.items()
+        },
         "summed": summed(trees, case["letters"], plan),
         "letters": {key: list(value) for key, value in case["letters"].items()},
     }

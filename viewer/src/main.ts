@@ -353,6 +353,11 @@ export class App {
     },
     total: () => this.total,
     cursor: () => this.cursor,
+    /** Opens a link without a new page; resolves when it is drawn. */
+    open: (link: string): Promise<void> => {
+      history.replaceState(null, "", `#${link}`);
+      return this.open(link);
+    },
     encode, decode, examples: EXAMPLES, tour: TOUR, checked,
   };
 }
