@@ -48,7 +48,8 @@ class Frame:
 
     def _repr_html_(self) -> str:
         url = html.escape(self.url, quote=True)
-        return f'<iframe src="{url}" width="100%" height="{self.height}" style="border:0" title="Inside the matrix"></iframe>'
+        size = f'width="100%" height="{self.height}" style="border:0"'
+        return f'<iframe src="{url}" {size} title="Inside the matrix"></iframe>'
 
     def __repr__(self) -> str:
         return self.url

@@ -107,8 +107,8 @@ def head_page(recording: Recording, layer: int, head: int, rank: int) -> Scene: 
         f" It is on tensor-parallel rank {head * recording.plan.tp // config.heads}." if recording.plan.tp > 1 else ""
     )
     share = f" {config.group} query heads share its keys and values." if config.group > 1 else ""
-    note = f"{len(recording.tokens)} tokens; every product is computed in this page from the model's own tensors.{share}{owner}"
-    return build.scene(expr, f"Layer {layer}, head {head}", note)
+    computed = f"{len(recording.tokens)} tokens; every product is computed in this page from the model's own tensors."
+    return build.scene(expr, f"Layer {layer}, head {head}", computed + share + owner)
 
 
 def decode_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001

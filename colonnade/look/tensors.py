@@ -108,7 +108,7 @@ class Names:
 
     def _qkv(self, part: str) -> tuple[Tensor, Tensor]:
         """(w_nHD, b_nH) of the queries, keys or values of all heads."""
-        config, G, H = self.config, self.config.group, self.config.head_width
+        G, H = self.config.group, self.config.head_width
         w_kgHD = self.weight("attention.qkv.weight").unflatten(0, (-1, G + 2, H))
         b_kgH = self._bias("attention.qkv.bias", len(w_kgHD) * (G + 2) * H).to(w_kgHD).view(-1, G + 2, H)
         own = {"Q": slice(0, G), "K": slice(G, G + 1), "V": slice(G + 1, G + 2)}[part]

@@ -147,18 +147,26 @@ def _lead(path: str, texts: list[str]) -> list[Recording] | None:
         return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_grouped_biased", "gpt2", "latent"])
-def test_two_ranks_gather_heads_and_hidden_units(tmp_path: Path, name: str) -> None:
+TEXTS = [TEXT, "My fellow citizens, " * 3]
+
+
+def on_two_ranks(name: str, folder: Path) -> list[Recording]:
     model = build(MODELS[name], dtype=torch.float32)
-    loaded = Model(model, tiny.tokenizer(), DistributedContext.solo(), name)
-    colonnade.save(loaded, tmp_path / "model")
-    texts = [TEXT, "My fellow citizens, " * 3]
-    both = launch(_lead, (str(tmp_path / "model"), texts), Plan(tp=2))
-    assert both is not None
-    for text, theirs in zip(texts, both, strict=True):
-        tokens = tiny.tokenizer().encode(text)
-        alone = record(model, tokens, [])
+    colonnade.save(Model(model, tiny.tokenizer(), DistributedContext.solo(), name), folder / "model")
+    found = launch(_lead, (str(folder / "model"), TEXTS), Plan(tp=2))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
+    return on_two_ranks("llama_grouped_biased", tmp_path_factory.mktemp("ranks"))
+
+
+def check_gathered(name: str, both: list[Recording]) -> None:
+    model = build(MODELS[name], dtype=torch.float32)
+    for text, theirs in zip(TEXTS, both, strict=True):
+        alone = record(model, tiny.tokenizer().encode(text), [])
         for layer in range(model.config.layers):
             for head in (0, model.config.heads - 1):
                 a, b = Names(alone, layer, head), Names(theirs, layer, head)
@@ -168,12 +176,20 @@ def test_two_ranks_gather_heads_and_hidden_units(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.slow
-def test_two_ranks_in_the_page(open_viewer: Open, tmp_path: Path) -> None:
+def test_two_ranks_gather_heads_and_hidden_units(two_ranks: list[Recording]) -> None:
+    check_gathered("llama_grouped_biased", two_ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "latent", "qwen3_window_tied"])
+def test_two_ranks_of_other_models(tmp_path: Path, name: str) -> None:
+    check_gathered(name, on_two_ranks(name, tmp_path))
+
+
+@pytest.mark.slow
+def test_two_ranks_in_the_page(open_viewer: Open, two_ranks: list[Recording]) -> None:
     model = build(MODELS["llama_grouped_biased"], dtype=torch.float32)
-    colonnade.save(Model(model, tiny.tokenizer(), DistributedContext.solo(), "x"), tmp_path / "model")
-    both = launch(_lead, (str(tmp_path / "model"), [TEXT]), Plan(tp=2))
-    assert both is not None
-    app = LookApp("two ranks", model.config, tiny.tokenizer(), lambda tokens, pieces: both[0], plan="tp=2")
+    app = LookApp("two ranks", model.config, tiny.tokenizer(), lambda tokens, pieces: two_ranks[0], plan="tp=2")
     alone = Names(record(model, tiny.tokenizer().encode(TEXT), []), 1, 23)
     with running(app) as url:
         viewer = open_viewer(url, link("head", 1, 23))
@@ -199,7 +215,9 @@ def test_look_notebook(open_viewer: Open) -> None:
         viewer.go(plain.url.partition("#")[2])
         assert viewer.error == "" and viewer.run("colonnade.faces().C.rows") == 3
         whole = f"<!doctype html><p>notebook</p>{frame._repr_html_()}"
-        viewer.page.set_content(whole)
+        notebook = "http://localhost:8888/notebook"
+        viewer.page.route(notebook, lambda route: route.fulfill(body=whole, content_type="text/html"))
+        viewer.page.goto(notebook)
         inner = viewer.page.frame_locator("iframe").locator("#title")
         inner.filter(has_text="Layer 1, head 2").wait_for(timeout=120_000)
 
