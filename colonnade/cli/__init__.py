@@ -1,6 +1,6 @@
 """The command line: one function per verb, which only handles arguments.
 
-    colonnade demo | corpus | train | eval | generate | chat | serve | convert | verify | bench | presets | help
+    colonnade demo | corpus | train | eval | generate | chat | serve | convert | look | verify | bench | presets | help
 
 A user's mistake is one line on stderr and a non-zero exit code; ``--debug``, anywhere, shows the traceback.
 Each verb imports the modules that need torch when it runs, so that ``--help`` is instant.

@@ -19,6 +19,7 @@ from colonnade.cli.bench import bench
 from colonnade.cli.common import console
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
+from colonnade.cli.look import look
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shadow import shadow
 from colonnade.cli.training import demo, presets, train, train_with_defaults
@@ -46,6 +47,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "shadow": shadow,
     "convert": convert,
+    "look": look,
     "verify": verify,
     "bench": bench,
 }

@@ -165,6 +165,11 @@ def serve(
     serve = _with_environment_keys(serve)
     if not models:
         raise ConfigError("there is no model to serve; give one or several, such as: colonnade serve smollm2")
+    if serve.look and (serve.admin_key is None or serve.upstreams):
+        raise ConfigError(
+            "serve.look shows the model to whoever has the admin key, and needs one and a model of its own; set "
+            "COLONNADE_ADMIN_KEY, and leave --serve.upstreams out"
+        )
     specs = [placement.spec(model, serve) for model in models]
     try:
         from colonnade.serve.served_models import model_names

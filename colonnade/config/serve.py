@@ -131,6 +131,9 @@ class ServeConfig(Config):
     admin_key: str | None = Field(default=None, min_length=1, repr=False)
     """Key for POST /admin/drain, /admin/cache/reset and /admin/weights, which are refused without; also
     COLONNADE_ADMIN_KEY."""
+    look: bool = False
+    """Show the first model's matrices and its cache at /look/, to whoever has the admin key; a recording runs one
+    forward pass between two steps."""
     drain_s: float = Field(default=25.0, ge=0, le=1e6)
     """Time for running requests to finish after the server is asked to stop [s]; the default leaves 5 of the 30 s that
     Kubernetes waits."""

@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colonnade.config import ServeConfig
 from colonnade.config.expert_overrides import check_generates
@@ -53,6 +53,9 @@ from colonnade.serve.speculation import NgramSpeculator
 from colonnade.serve.text_stream import TextStream
 from colonnade.serve.tool_calls import ToolNotation
 from colonnade.serve.wait_estimate import WaitEstimate
+
+if TYPE_CHECKING:
+    from colonnade.serve.look import EngineLook
 
 
 @dataclass(slots=True)
@@ -143,6 +146,8 @@ class Engine:
         """Outputs for the readers of :meth:`stream` and :meth:`generate`."""
         self._undelivered: list[Output] = []
         """Outputs of other requests, which the next :meth:`step` returns."""
+        self.look: EngineLook | None = None
+        """Answers the viewer's questions; made at the first one."""
 
     # -- the loop --------------------------------------------------------------------------------------------------
 

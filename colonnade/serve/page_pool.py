@@ -126,6 +126,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def cached_pages(self) -> list[int]:
+        """Free pages whose contents are kept for requests with the same prefix."""
+        return [page for evictable in self._evictable for page in evictable]
+
     def count_unreferenced(self, pages: Iterable[int]) -> int:
         """How many of ``pages`` are free, and would no longer be if they were shared."""
         return sum(self._references[page] == 0 for page in pages)

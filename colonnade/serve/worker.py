@@ -27,7 +27,7 @@ from colonnade.parallel.distributed_context import DistributedContext, choose_de
 from colonnade.serve.engine import Engine
 from colonnade.serve.grammar_check import GrammarChecker
 from colonnade.serve.http_connections import RETRY_S, HttpConnection, HttpConnections
-from colonnade.serve.ipc import Message, decode_message, encode_message
+from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict
 from colonnade.serve.message_reader import refusal, sampling_params
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_engine import PoolingEngine
@@ -208,6 +208,18 @@ def _live_ids(message: Message) -> list[str]:
     return [key for key, tokens in zip(message["ids"], resume, strict=True) if tokens is not None]
 
 
+def _look(engine: Engine | PoolingEngine, message: Message) -> Message:
+    """The answer to a question of the viewer, which knows models that generate text."""
+    if not isinstance(engine, Engine):
+        error = RequestError("the viewer shows served models that generate text; use colonnade look MODEL for this one")
+        return {"event": "refused", "ids": message["ids"], "error": error_to_dict(error)}
+    if engine.look is None:
+        from colonnade.serve.look import EngineLook
+
+        engine.look = EngineLook(engine)
+    return engine.look.reply(message)
+
+
 def _reply(engine: Engine | PoolingEngine, message: Message) -> Message | None:
     """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
     if message["do"] == "answer":
@@ -216,6 +228,8 @@ def _reply(engine: Engine | PoolingEngine, message: Message) -> Message | None:
         if isinstance(engine, Engine):  # a pooling engine has no cache
             engine.scheduler.pool.forget_cached()
         return {"event": "answer", "ids": message["ids"]}
+    if message["do"] == "look":
+        return _look(engine, message)
     if "refusal" in message:
         return message["refusal"]
     try:

@@ -19,10 +19,10 @@ from colonnade.serve.api.errors import error_reply
 from colonnade.serve.api.rate_limit import Excess
 from colonnade.serve.api.request_record import record_of
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/look", "/look/", "/look/viewer.js", "/look/viewer.css"})
 """Paths that need no key."""
 
-ADMIN_PREFIX = "/admin/"
+ADMIN_PREFIXES = ("/admin/", "/v1/look/")
 
 
 class Authenticate:
@@ -65,7 +65,7 @@ class Authenticate:
     def _authenticate(self, scope: Scope) -> KeyState | None:
         """The state of the request's key, if it has one; raises :class:`RequestError` (401, 403)."""
         secret = _bearer(Headers(scope=scope))
-        if scope["path"].startswith(ADMIN_PREFIX):
+        if scope["path"].startswith(ADMIN_PREFIXES):
             if self._admin_key is None or not hmac.compare_digest(secret or b"", self._admin_key):
                 raise RequestError(
                     "this address needs the admin key; send it in the header 'authorization: Bearer KEY'",

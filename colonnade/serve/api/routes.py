@@ -207,6 +207,10 @@ def build_app(
 
     install_admin(app, models)
     install_tokenize(app, find_model)
+    if config.look:
+        from colonnade.serve.api.look import install_look  # imports torch
+
+        install_look(app, models)
     return app
 
 

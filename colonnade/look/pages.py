@@ -1,0 +1,270 @@
+"""Scenes and boards of a recording: what the viewer draws on each of its pages.
+
+A scene is the part of the viewer's state that depends on the model: an expression, sizes and tensors of its matrices,
+epilogues, and the letters by which a Plan cuts them. The viewer computes every product itself, from the tensors.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from colonnade.config import ModelConfig
+from colonnade.errors import RequestError
+from colonnade.look.expression import leaves, parse
+from colonnade.look.recorder import Recording
+from colonnade.look.tensors import Names
+from colonnade.model.rotary import score_factor
+
+Scene = dict[str, Any]
+HEAD = "out = (attn = (Q = {input} @ {wQ}) @ (K_t = {wK_t} @ {input_t})) @ (V = {kv_input} @ {wV}) @ {wO}"
+
+
+class _Builder:
+    """Collects the leaves of a scene, with the sizes of their tensors."""
+
+    def __init__(self, recording: Recording, layer: int, head: int):
+        self.names = Names(recording, layer, head)
+        self.recording, self.layer, self.head = recording, layer, head
+        self.leaves: dict[str, Any] = {}
+        self.letters: dict[str, list[str]] = {}
+        self.nodes: dict[str, dict[str, Any]] = {}
+
+    def leaf(self, name: str, tensor: str | None = None, letters: str = "") -> str:
+        """Add the leaf ``name``, of the tensor of this or another name; returns ``name``."""
+        rows, cols = self.names.get(tensor or name).shape
+        ref = {"run": self.recording.run, "layer": self.layer, "head": self.head, "name": tensor or name}
+        self.leaves[name] = {"rows": rows, "cols": cols, "tensor": ref}
+        if letters:
+            self.letters[name] = ["" if each == "-" else each for each in letters]
+        return name
+
+    def scene(self, expr: str, title: str, note: str, **more: Any) -> Scene:
+        plan = {"tp": self.recording.plan.tp} if self.recording.plan.tp > 1 else {}
+        return {
+            "expr": expr, "leaves": self.leaves, "nodes": self.nodes, "letters": self.letters, "title": title,
+            "note": note, **({"plan": plan} if plan else {}), **more,
+        }  # fmt: skip
+
+
+def _check_head(config: ModelConfig, head: int) -> None:
+    if not 0 <= head < config.heads:
+        raise RequestError(f"there is no head {head}; this model has 0 to {config.heads - 1}", param="head")
+
+
+def _attention_nodes(build: _Builder, *, recorded_q: str = "Q_recorded", rows: str = "") -> None:
+    """Epilogues of Q, K_t, V and attn; values that no epilogue computes are taken as recorded."""
+    config, nodes = build.recording.config, build.nodes
+    q: dict[str, Any] = {}
+    k: dict[str, Any] = {}
+    if config.latent is None:
+        if config.qkv_bias:
+            q["plus"], k["plus"] = build.leaf("bQ"), build.leaf("bK_t")
+            nodes["V"] = {"plus": build.leaf("bV")}
+        if config.qk_norm or config.qkv_clip is not None:
+            q = {"recorded": build.leaf("Q_recorded", recorded_q)}
+            k = {"recorded": build.leaf("K_t_recorded")}
+            if config.qkv_clip is not None:
+                nodes["V"] = {"recorded": build.leaf("V_recorded")}
+        elif config.positions == "rotary":
+            q |= {"cos": build.leaf(f"{rows}cos"), "sin": build.leaf(f"{rows}sin")}
+            k |= {"cos": build.leaf("cos_t"), "sin": build.leaf("sin_t")}
+    else:
+        q |= {"cos": build.leaf(f"{rows}cos"), "sin": build.leaf(f"{rows}sin")}
+    attn: dict[str, Any] = {"epilogue": "causal scaled softmax" if config.causal else "scaled softmax"}
+    attn["scale"] = score_factor(config.rope_scaling if config.latent else None) / math.sqrt(config.head_width)
+    if window := config.window_of(build.layer):
+        attn["window"] = window
+    nodes |= {"Q": q, "K_t": k, "attn": attn}
+    for key in [key for key, node in nodes.items() if not node]:
+        del nodes[key]
+
+
+def _head_leaves(build: _Builder) -> dict[str, str]:
+    latent = build.recording.config.latent
+    names = {
+        "input": build.leaf("input", letters="TD"), "wQ": build.leaf("wQ", letters="DH"),
+        "wK_t": build.leaf("wK_t", letters="HD"), "wV": build.leaf("wV", letters="DH"),
+        "wO": build.leaf("wO", letters="HD"),
+    }  # fmt: skip
+    if latent is None:
+        return names | {"input_t": build.leaf("input_t", letters="DS"), "kv_input": "input"}
+    if latent.q_rank:
+        names["input"] = build.leaf("q_latent", letters="TD")
+        del build.leaves["input"], build.letters["input"]
+    return names | {
+        "input_t": build.leaf("latent_t", letters="DS"), "kv_input": build.leaf("latent", letters="SD")
+    }  # fmt: skip
+
+
+def head_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001 - all pages alike
+    """An attention head with its own projections."""
+    config = recording.config
+    _check_head(config, head)
+    build = _Builder(recording, layer, head)
+    expr = HEAD.format(**_head_leaves(build))
+    _attention_nodes(build)
+    owner = (
+        f" It is on tensor-parallel rank {head * recording.plan.tp // config.heads}." if recording.plan.tp > 1 else ""
+    )
+    share = f" {config.group} query heads share its keys and values." if config.group > 1 else ""
+    computed = f"{len(recording.tokens)} tokens; every product is computed in this page from the model's own tensors."
+    return build.scene(expr, f"Layer {layer}, head {head}", computed + share + owner)
+
+
+def decode_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
+    """The last token alone against the keys and values of all."""
+    config = recording.config
+    _check_head(config, head)
+    build = _Builder(recording, layer, head)
+    last = "Q_last" if config.latent else "last"
+    k_t, v = build.leaf("K_t", "K_t_recorded", "HS"), build.leaf("V", "V_recorded", "SH")
+    wo = build.leaf("wO", letters="HD")
+    if config.latent:  # the query's own projection is on the head's page
+        expr = f"out = (attn = {build.leaf('Q', last, '-H')} @ {k_t}) @ {v} @ {wo}"
+        build.nodes["attn"] = {"epilogue": "scaled softmax"}
+    else:
+        x, wq = build.leaf("input", "last", "-D"), build.leaf("wQ", letters="DH")
+        expr = f"out = (attn = (Q = {x} @ {wq}) @ {k_t}) @ {v} @ {wo}"
+        _attention_nodes(build, recorded_q="Q_last", rows="last_")
+        for unused in ("K_t", "V"):
+            build.nodes.pop(unused, None)
+    note = f"One query row reads {len(recording.tokens)} cached keys and values."
+    return build.scene(expr, f"Layer {layer}, head {head}: decoding one token", note)
+
+
+def layer_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
+    """The projections and the feed-forward part of a whole layer, to scale."""
+    config, build = recording.config, _Builder(recording, layer, head)
+    statements: list[str] = []
+    if config.latent is None:
+        x = build.leaf("input", letters="TD")
+        for part, letter in (("Q", "N"), ("K", "K"), ("V", "K")):
+            statements.append(f"{part} = {x} @ {build.leaf(f'w{part}', f'w{part}_all', 'D' + letter)}")
+            if config.qkv_bias:
+                build.nodes[part] = {"plus": build.leaf(f"b{part}", f"b{part}_all")}
+    statements.append(f"mha = {build.leaf('heads_out', letters='TN')} @ {build.leaf('wO', 'wO_all', 'ND')}")
+    if config.out_bias:
+        build.nodes["mha"] = {"plus": build.leaf("bO")}
+    if config.experts_of(layer) is None:
+        ffn_in, up, down = (
+            build.leaf("ffn_in", letters="TD"),
+            build.leaf("up", letters="DF"),
+            build.leaf("down", letters="FD"),
+        )
+        statements.append(f"ffn = (hidden = {ffn_in} @ {up}) @ {down}")
+        hidden: dict[str, Any] = {"times": build.leaf("gate")} if config.gated else {"epilogue": config.activation}
+        if config.ffn_bias:
+            hidden["plus"] = build.leaf("bup")
+            build.nodes["ffn"] = {"plus": build.leaf("bdown")}
+        build.nodes["hidden"] = hidden
+    note = (
+        "Projections of all heads, and the feed-forward part; before norms of queries and keys, and rotary positions."
+    )
+    return build.scene("; ".join(statements), f"Layer {layer} to scale", note)
+
+
+def experts_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
+    """One expert and the tokens that chose it; ``head`` is the expert's number."""
+    config, moe = recording.config, recording.config.experts_of(layer)
+    if moe is None:
+        raise RequestError(f"layer {layer} has no experts; choose another layer", param="layer")
+    if not 0 <= head < moe.experts:
+        raise RequestError(f"there is no expert {head}; this layer has 0 to {moe.experts - 1}", param="head")
+    build = _Builder(recording, layer, head)
+    if not len(build.names.rows_of_expert()):
+        raise RequestError(
+            f"no token of this text chose expert {head} of layer {layer}; see the routing page", param="head"
+        )
+    x, up = build.leaf("x", "expert_in", "TD"), build.leaf("up", "expert_up", "DF")
+    expr = f"y = (h = {x} @ {up}) @ {build.leaf('down', 'expert_down', 'FD')}"
+    h: dict[str, Any] = (
+        {"times": build.leaf("gate", "expert_gate")} if config.gated else {"epilogue": config.activation}
+    )
+    if config.ffn_bias:
+        h["plus"], build.nodes["y"] = build.leaf("bup", "expert_bup"), {"plus": build.leaf("bdown", "expert_bdown")}
+    build.nodes["h"] = h
+    count = build.leaves["x"]["rows"]
+    note = f"{count} of {len(recording.tokens)} tokens chose this expert; the router's weights come after."
+    return build.scene(expr, f"Layer {layer}, expert {head}", note)
+
+
+def lora_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
+    """A head whose weights are replaced by their best factors of a rank."""
+    config = recording.config
+    _check_head(config, head)
+    build = _Builder(recording, layer, head)
+    names = _head_leaves(build)
+    rank = min(rank, config.head_width, *(min(build.names.get(w).shape) for w in ("wQ", "wK_t", "wV", "wO")))
+    for weight in ("wQ", "wK_t", "wV", "wO"):
+        before, after = build.letters[weight]
+        a = build.leaf(f"{weight}_A", f"{weight}/A{rank}", f"{before}R")
+        b = build.leaf(f"{weight}_B", f"{weight}/B{rank}", f"R{after}")
+        names[weight] = f"({weight} = {a} @ {b})"
+        del build.leaves[weight], build.letters[weight]
+    _attention_nodes(build)
+    for key in ("Q", "K_t", "V"):  # what was recorded is of the whole weights
+        if "recorded" in build.nodes.get(key, {}):
+            del build.nodes[key]
+    used = {leaf.name for tree in parse(HEAD.format(**names)) for leaf in leaves(tree)}
+    extra = {node[field] for node in build.nodes.values() for field in ("plus", "cos", "sin") if field in node}
+    build.leaves = {name: leaf for name, leaf in build.leaves.items() if name in used | extra}
+    note = f"Each weight is replaced by its best approximation of rank {rank}: the size that LoRA trains."
+    return build.scene(HEAD.format(**names), f"Layer {layer}, head {head} with factors of rank {rank}", note)
+
+
+def heads_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
+    """The attention of all heads of all layers."""
+    config = recording.config
+    return {
+        "run": recording.run, "layers": config.layers, "heads": config.heads, "title": "All heads",
+        "note": f"{config.layers} layers of {config.heads} heads over {len(recording.tokens)} tokens.",
+    }  # fmt: skip
+
+
+def routing_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
+    """Which tokens go to which experts, in all layers with experts."""
+    config = recording.config
+    if config.moe is None:
+        raise RequestError("this model has no experts; the routing page is for a mixture of experts", param="page")
+    found, ep = [], recording.plan.ep
+    for i in range(config.layers):
+        if config.experts_of(i) is None:
+            continue
+        ids = recording.layers[i]["choice_ids"]
+        load = ids[ids < config.moe.experts].bincount(minlength=config.moe.experts).tolist()
+        total = max(1, sum(load))
+        entropy = -sum(n / total * math.log(n / total) for n in load if n)
+        ranks = [e * ep // config.moe.experts for e in range(config.moe.experts)]
+        found.append(
+            {"layer": i, "load": load, "choices": ids.numel(), "dropped": ids.numel() - sum(load), "entropy": entropy,
+             "ranks": ranks}
+        )  # fmt: skip
+    return {
+        "run": recording.run, "experts": config.moe.experts, "layers": found, "title": "Routing",
+        "note": f"{len(recording.tokens)} tokens, {config.moe.active} of {config.moe.experts} experts each.",
+    }  # fmt: skip
+
+
+PAGES: Mapping[str, Callable[[Recording, int, int, int], Scene]] = {
+    "head": head_page, "heads": heads_page, "layer": layer_page, "experts": experts_page, "decode": decode_page,
+    "lora": lora_page, "routing": routing_page,
+}  # fmt: skip
+
+
+def pages_of(config: ModelConfig) -> list[str]:
+    """The pages that a model of ``config`` has."""
+    moe = {"experts", "routing"}
+    return [page for page in PAGES if config.moe is not None or page not in moe]
+
+
+def make_page(recording: Recording, page: str, layer: int, head: int, rank: int) -> Scene:
+    """The scene or board ``page``; raises :class:`RequestError` for what the model does not have."""
+    if page not in PAGES:
+        raise RequestError(f"there is no page '{page[:40]}'; use one of {', '.join(PAGES)}", param="page")
+    if not 0 <= layer < recording.config.layers:
+        raise RequestError(
+            f"there is no layer {layer}; this model has 0 to {recording.config.layers - 1}", param="layer"
+        )
+    if rank < 1:
+        raise RequestError(f"rank={rank} is below 1; use 1 or more", param="rank")
+    return PAGES[page](recording, layer, head, rank)

@@ -1,0 +1,197 @@
+"""The scenes of a recording, computed from its tensors, equal what torch computed in the forward pass."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from colonnade.config import LatentConfig, ModelConfig, MoeConfig, Plan
+from colonnade.errors import RequestError
+from colonnade.look.app import LookApp
+from colonnade.look.expression import parse
+from colonnade.look.pages import make_page, pages_of
+from colonnade.look.recorder import Recording, record
+from colonnade.look.tensors import Names
+from colonnade.look.tiles import decode_tile, encode_tile, reduce_tile
+from colonnade.look.values import evaluate
+from tests.models import CONFIGS, build
+from tests.serve import tiny
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+MOE = MoeConfig(experts=4, active=2, ffn_width=10)
+MODELS: dict[str, ModelConfig] = {
+    name: config.replace(vocab_size=301)
+    for name, config in CONFIGS.items()
+    if name in ("gpt2", "llama", "llama_grouped_biased", "qwen3_window_tied", "olmoe_clipped", "latent", "latent_yarn_biased")
+} | {
+    "experts": tiny.config(moe=MOE),
+    "experts_gpt2": CONFIGS["gpt2"].replace(vocab_size=301, moe=MOE),
+    "latent_experts": CONFIGS["latent"].replace(vocab_size=301, moe=MOE, latent=LatentConfig(kv_rank=7, rope_width=2, v_width=5)),
+}  # fmt: skip
+
+
+def recording_of(config: ModelConfig) -> Recording:
+    model = build(config, dtype=torch.float32)
+    tokens = tiny.tokenizer().encode(TEXT)
+    return record(model, tokens, ["x"] * len(tokens))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def recording(request: pytest.FixtureRequest) -> Recording:
+    return recording_of(MODELS[request.param])
+
+
+def faces(recording: Recording, page: str, layer: int = 1, head: int = 1, rank: int = 8) -> dict[str, np.ndarray]:
+    scene = make_page(recording, page, layer, head, rank)
+    json.dumps(scene)
+
+    def tensor(ref: dict[str, Any]) -> np.ndarray:
+        return Names(recording, ref["layer"], ref["head"]).get(ref["name"])
+
+    for leaf in scene["leaves"].values():
+        assert tensor(leaf["tensor"]).shape == (leaf["rows"], leaf["cols"])
+    return evaluate(parse(scene["expr"]), scene["leaves"], scene["nodes"], tensor)
+
+
+def close(mine: np.ndarray, theirs: np.ndarray) -> None:
+    assert mine.shape == theirs.shape
+    assert np.abs(mine - theirs).max() <= 1e-4 * max(1.0, np.abs(theirs).max())
+
+
+def test_head_equals_torch(recording: Recording) -> None:
+    config = recording.config
+    for layer, head in ((0, 0), (config.layers - 1, config.heads - 1)):
+        names, found = Names(recording, layer, head), faces(recording, "head", layer, head)
+        for face, reference in (("Q", "Q_recorded"), ("K_t", "K_t_recorded"), ("V", "V_recorded"), ("out", "out")):
+            theirs = names.get(reference)
+            if config.latent and face == "Q" and config.rope_scaling:  # its queries carry the factor of the scores
+                continue
+            close(found[face], theirs)
+        close(found["attn"], names.attention(head).numpy())
+        close(found["attn"] @ found["V"], names.get("head_out"))
+
+
+def test_heads_sum_to_the_layers_output(recording: Recording) -> None:
+    names = Names(recording, 0, 0)
+    total = sum(Names(recording, 0, n).get("out") for n in range(recording.config.heads))
+    close(total + names.get("bO"), names.get("attention_out"))
+
+
+def test_decode_equals_the_last_row(recording: Recording) -> None:
+    close(faces(recording, "decode")["out"], Names(recording, 1, 1).get("out")[-1:])
+
+
+def test_layer_equals_torch(recording: Recording) -> None:
+    names, found = Names(recording, 1, 0), faces(recording, "layer")
+    close(found["mha"], names.get("attention_out"))
+    if recording.config.experts_of(1) is None:
+        close(found["ffn"], names.get("ffn_out"))
+
+
+def test_experts_sum_to_the_layers_output(recording: Recording) -> None:
+    moe = recording.config.moe
+    if moe is None:
+        with pytest.raises(RequestError, match="no experts"):
+            make_page(recording, "experts", 1, 0, 8)
+        assert "routing" not in pages_of(recording.config)
+        return
+    names = Names(recording, 1, 0)
+    total, weights = np.zeros_like(names.get("ffn_out")), names.get("routing")
+    for e in range(moe.experts):
+        rows = Names(recording, 1, e).rows_of_expert().numpy()
+        if len(rows):
+            total[rows] += weights[rows, e : e + 1] * faces(recording, "experts", 1, e)["y"]
+    close(total, names.get("ffn_out"))
+    board = make_page(recording, "routing", 0, 0, 8)
+    assert [sum(layer["load"]) for layer in board["layers"]] == [2 * len(recording.tokens)] * recording.config.layers
+
+
+def test_full_rank_factors_are_the_weights(recording: Recording) -> None:
+    found, whole = faces(recording, "lora", rank=64), Names(recording, 1, 1)
+    if min(whole.get("wK_t").shape) <= recording.config.head_width and recording.config.head_width <= min(
+        whole.get("wV").shape
+    ):
+        close(found["wQ"], whole.get("wQ"))
+    assert "wQ_A" in found and found["wQ_A"].shape[1] <= recording.config.head_width
+
+
+def test_sliding_window_and_causality_of_maps() -> None:
+    names = Names(recording_of(MODELS["qwen3_window_tied"]), 1, 0)
+    map_TT = names.attention(0)
+    assert (map_TT.triu(1) == 0).all() and (map_TT.tril(-5) == 0).all() and map_TT[10, 6] > 0
+    assert names.get("heads").shape[0] == 12 * names.get("heads").shape[1]
+
+
+def test_tiles_keep_values() -> None:
+    x = np.random.default_rng(0).normal(size=(37, 53)) ** 3 * 1e4
+    for parts, tolerance in ((1, 1e-3), (2, 1e-6)):
+        back = decode_tile(encode_tile(x, parts))
+        assert np.abs(back - x).max() <= tolerance * np.abs(x).max()
+    small = reduce_tile(x, 8)
+    assert small.shape == (5, 7) and np.abs(small).max() == np.abs(x).max()
+    assert decode_tile(encode_tile(np.zeros((2, 3)), 1)).tolist() == np.zeros((2, 3)).tolist()
+    with pytest.raises(RequestError, match="not finite"):
+        encode_tile(np.array([[np.inf]]), 1)
+
+
+def app(config: ModelConfig | None = None) -> LookApp:
+    model = build(config or tiny.config(), dtype=torch.float32)
+    return LookApp("tiny", model.config, tiny.tokenizer(), lambda tokens, pieces: record(model, tokens, pieces))
+
+
+def ask(app: LookApp, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+    name, _, query = path.partition("?")
+    raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = app.answer(method or ("GET" if body is None else "POST"), name, query, raw)
+    value = json.loads(answer.body) if answer.content_type == "application/json" else answer.body
+    return answer.status, value
+
+
+def test_questions_and_answers() -> None:
+    here = app()
+    status, model = ask(here, "model")
+    assert status == 200 and model["pages"] == ["head", "heads", "layer", "decode", "lora"]
+    status, found = ask(here, "record", {"text": TEXT})
+    assert "".join(found["pieces"]) == TEXT
+    run = found["run"]
+    assert ask(here, "record", {"text": TEXT})[1]["run"] == run
+    for page in model["pages"]:
+        assert ask(here, f"scene?page={page}&run={run}&layer=1&head=2&rank=3")[0] == 200, page
+    status, tile = ask(here, f"tensor?run={run}&layer=0&head=0&name=wQ&rows=2:9&cols=1:4&parts=2")
+    assert status == 200 and decode_tile(tile).shape == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("record", b"{", "not JSON"), ("record", {"text": 1}, "no \"text\""), ("record", {"text": "x" * 20001}, "20,000"),
+        ("record", {"text": "a"}, "1 tokens; give 2 to"), ("record", {"text": "fox " * 3000}, "give 2 to 128"),
+        ("record", b"[" * 10**5, "not JSON"), ("record", b'{"text":"\\ud800"}', "surrogate"),
+        ("scene?page=../x&run=RUN", None, "no page"), ("scene?page=head&run=RUN&layer=2", None, "no layer 2"),
+        ("scene?page=head&run=RUN&head=6", None, "no head 6"), ("scene?page=head&run=RUN&head=-1", None, "no head"),
+        ("scene?page=lora&run=RUN&rank=0", None, "below 1"), ("scene?page=routing&run=RUN", None, "no experts"),
+        ("scene?page=cache&run=RUN", None, "running server"), ("scene?page=head&run=none", None, "record its text"),
+        ("tensor?run=RUN&name=../../etc/passwd", None, "no tensor"), ("tensor?run=RUN&name=__class__", None, "no tensor"),
+        ("tensor?run=RUN&name=input&rows=0:99999", None, "not a range"), ("tensor?run=RUN&name=input&rows=5:2", None, "not a range"),
+        ("tensor?run=RUN&name=input&reduce=0", None, "reduce"), ("tensor?run=RUN&name=input&parts=3", None, "parts"),
+        ("tensor?run=RUN&name=input&layer=1e9", None, "whole number"), ("tensor?run=RUN&name=input&layer=²", None, "whole number"),
+        ("tensor?run=RUN", None, "missing"), ("tensor?run=RUN&run=RUN&name=input", None, "2 times"),
+        ("tensor?run=RUN&name=wQ/A999&head=0", None, "no factor"), ("tensor?run=RUN&name=input&layer=-1", None, "no layer"),
+        ("tensor?" + "&".join(["a=1"] * 40), None, "malformed"), ("weights", None, "there is no GET"),
+    ],
+)  # fmt: skip
+def test_hostile_questions(path: str, body: Any, message: str) -> None:
+    here = app()
+    run = ask(here, "record", {"text": TEXT})[1]["run"]
+    status, answer = ask(here, path.replace("RUN", run), body)
+    assert status in (400, 404)
+    assert message in answer["error"]["message"]
+
+
+def test_layouts_other_than_tp_are_refused() -> None:
+    model = build(tiny.config(), dtype=torch.float32)
+    assert record(model, [5, 6, 7], list("abc"), Plan()).run == record(model, [5, 6, 7], list("abc")).run
+    with pytest.raises(RequestError, match="1 tokens"):
+        record(model, [5], ["a"])

@@ -1,0 +1,235 @@
+"""The viewer's pages of a model in Chromium: each result equals torch's."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import colonnade
+from colonnade.api import Model
+from colonnade.config import Plan
+from colonnade.look.app import LookApp
+from colonnade.look.group import Leader, follow
+from colonnade.look.notebook import encode_state, serve
+from colonnade.look.recorder import Recording, record
+from colonnade.look.server import running
+from colonnade.look.tensors import Names
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.launch import launch
+from tests.look.test_look_pages import MODELS, TEXT
+from tests.models import build
+from tests.serve import tiny
+
+Open = Callable[..., Any]
+
+
+class Recorded:
+    """An app that keeps its recording for the test."""
+
+    def __init__(self, name: str):
+        self.model = build(MODELS[name], dtype=torch.float32)
+        self.app = LookApp(name, self.model.config, tiny.tokenizer(), self._record)
+
+    def _record(self, tokens: list[int], pieces: list[str]) -> Recording:
+        self.recording = record(self.model, tokens, pieces)
+        return self.recording
+
+
+def face(faces: dict[str, Any], key: str) -> np.ndarray:
+    it = faces[key]
+    return np.array(it["data"]).reshape(it["rows"], it["cols"])
+
+
+def close(mine: np.ndarray, theirs: np.ndarray) -> None:
+    assert mine.shape == theirs.shape
+    assert np.abs(mine - theirs).max() <= 1e-3 * max(1.0, np.abs(theirs).max())
+
+
+def link(page: str, layer: int = 1, head: int = 1) -> str:
+    return encode_state({"model": {"page": page, "text": TEXT, "layer": layer, "head": head, "rank": 3}})
+
+
+CASES = ["gpt2", "llama_grouped_biased", "experts", "latent", "qwen3_window_tied"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_result_faces_equal_torch(open_viewer: Open, name: str) -> None:
+    made = Recorded(name)
+    with running(made.app) as url:
+        viewer = open_viewer(url, link("head"))
+        assert viewer.error == ""
+        names, found = Names(made.recording, 1, 1), viewer.run("colonnade.faces()")
+        close(face(found, "out"), names.get("out"))
+        close(face(found, "attn"), names.attention(1).numpy())
+        close(face(found, "Q"), names.get("Q_recorded"))
+        close(face(found, "K_t"), names.get("K_t_recorded"))
+        for page, key, reference in (
+            ("decode", "out", names.get("out")[-1:]),
+            ("layer", "mha", names.get("attention_out")),
+        ):
+            viewer.go(link(page))
+            assert viewer.error == ""
+            close(face(viewer.run("colonnade.faces()"), key), reference)
+        if made.model.config.moe is None:
+            close(face(viewer.run("colonnade.faces()"), "ffn"), names.get("ffn_out"))
+        else:
+            e = int(made.recording.layers[1]["choice_ids"][0, 0])
+            viewer.go(link("experts", 1, e))
+            x = Names(made.recording, 1, e)
+            h = x.get("expert_gate") * (x.get("expert_in") @ x.get("expert_up"))
+            close(face(viewer.run("colonnade.faces()"), "y"), h @ x.get("expert_down"))
+        viewer.go(link("lora"))
+        found = viewer.run("colonnade.faces()")
+        u, s, v = np.linalg.svd(names.get("wQ").astype(float), full_matrices=False)
+        close(face(found, "wQ"), (u[:, :3] * s[:3]) @ v[:3])
+
+
+@pytest.mark.slow
+def test_every_page_is_reachable_and_described(open_viewer: Open) -> None:
+    made = Recorded("experts")
+    with running(made.app) as url:
+        viewer = open_viewer(url)
+        viewer.wait("Boolean(document.getElementById('model-page'))")
+        pages = viewer.run("[...document.getElementById('model-page').options].map(o => o.value).filter(Boolean)")
+        assert pages == ["head", "heads", "layer", "experts", "decode", "lora", "routing"]
+        seen = set()
+        for page in pages:
+            viewer.page.select_option("#model-page", page)
+            viewer.wait(f"colonnade.state().model.page === '{page}' && Boolean(document.documentElement.dataset.ready)")
+            assert viewer.error == "", page
+            seen.add(viewer.page.text_content("#description"))
+        assert len(seen) == len(pages) and all(len(words) > 20 for words in seen)
+        # The board of heads: each picture is a link to the head in space.
+        viewer.go(link("heads"))
+        assert viewer.run("document.querySelectorAll('#board .heads a').length") == 2 * 6
+        viewer.page.click("#board a[title='layer 1, head 4']")
+        viewer.wait("colonnade.state().title === 'Layer 1, head 4' && Boolean(document.documentElement.dataset.ready)")
+        # Hovering names the token.
+        x, y = viewer.run("colonnade.project('input', 2, 3)")
+        viewer.page.mouse.move(x, y)
+        assert "input [2, 3] = " in viewer.page.text_content("#value") or viewer.page.is_visible("#value")
+        # The link is short, and restores the page.
+        restored = open_viewer(url, viewer.run("location.hash.slice(1)"))
+        assert restored.state["title"] == "Layer 1, head 4"
+        viewer.go(link("routing"))
+        cells = viewer.run(
+            "[...document.querySelectorAll('#board table')].map(t => [...t.rows].slice(1).map(r => Number(r.cells[2].textContent)))"
+        )
+        assert [sum(load) for load in cells] == [2 * len(made.recording.tokens)] * 2
+
+
+@pytest.mark.slow
+def test_bad_texts_show_an_error(open_viewer: Open) -> None:
+    with running(Recorded("llama").app) as url:
+        for model, message in (
+            ({"page": "head", "text": "fox " * 4000}, "give 2 to"), ({"page": "head", "layer": 99}, "no layer 99"),
+            ({"page": "routing"}, "no experts"), ({"page": "cache"}, "running server"),
+        ):  # fmt: skip
+            assert message in open_viewer(url, encode_state({"model": model})).error
+
+
+def _lead(path: str, texts: list[str]) -> list[Recording] | None:
+    plan = Plan(tp=2)
+    with colonnade.load(path, plan=plan) as loaded:
+        if loaded.context.rank:
+            follow(loaded.transformer, plan)
+            return None
+        leader = Leader(loaded.transformer, plan)
+        leader.heartbeat()
+        encoded = [loaded.tokenizer.encode(text) for text in texts]
+        found = [leader.record(tokens, [loaded.tokenizer.decode([t]) for t in tokens]) for tokens in encoded]
+        leader.stop()
+        return found
+
+
+TEXTS = [TEXT, "My fellow citizens, " * 3]
+
+
+def on_two_ranks(name: str, folder: Path) -> list[Recording]:
+    model = build(MODELS[name], dtype=torch.float32)
+    colonnade.save(Model(model, tiny.tokenizer(), DistributedContext.solo(), name), folder / "model")
+    found = launch(_lead, (str(folder / "model"), TEXTS), Plan(tp=2))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
+    return on_two_ranks("llama_grouped_biased", tmp_path_factory.mktemp("ranks"))
+
+
+def check_gathered(name: str, both: list[Recording]) -> None:
+    model = build(MODELS[name], dtype=torch.float32)
+    for text, theirs in zip(TEXTS, both, strict=True):
+        alone = record(model, tiny.tokenizer().encode(text), [])
+        for layer in range(model.config.layers):
+            for head in (0, model.config.heads - 1):
+                a, b = Names(alone, layer, head), Names(theirs, layer, head)
+                assert set(a._makers) == set(b._makers)
+                for each in a._makers:
+                    close(b.get(each), a.get(each))
+
+
+@pytest.mark.slow
+def test_two_ranks_gather_heads_and_hidden_units(two_ranks: list[Recording]) -> None:
+    check_gathered("llama_grouped_biased", two_ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "latent", "qwen3_window_tied"])
+def test_two_ranks_of_other_models(tmp_path: Path, name: str) -> None:
+    check_gathered(name, on_two_ranks(name, tmp_path))
+
+
+@pytest.mark.slow
+def test_two_ranks_in_the_page(open_viewer: Open, two_ranks: list[Recording]) -> None:
+    model = build(MODELS["llama_grouped_biased"], dtype=torch.float32)
+    app = LookApp("two ranks", model.config, tiny.tokenizer(), lambda tokens, pieces: two_ranks[0], plan="tp=2")
+    alone = Names(record(model, tiny.tokenizer().encode(TEXT), []), 1, 23)
+    with running(app) as url:
+        viewer = open_viewer(url, link("head", 1, 23))
+        close(face(viewer.run("colonnade.faces()"), "out"), alone.get("out"))
+        assert "tensor-parallel rank 1" in viewer.page.text_content("#note")
+        assert viewer.state["plan"] == {"tp": 2}
+        viewer.go(link("layer", 1, 0))
+        close(face(viewer.run("colonnade.faces()"), "ffn"), alone.get("ffn_out"))
+        assert "summed over 2 ranks" in viewer.page.text_content("#description")
+
+
+@pytest.mark.slow
+def test_look_notebook(open_viewer: Open) -> None:
+    model = Model(build(MODELS["llama"], dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(), "tiny")
+    with serve(model) as server:
+        frame = server.head(TEXT, layer=1, head=2)
+        assert f'src="{frame.url}"' in frame._repr_html_()
+        viewer = open_viewer(server.url, frame.url.partition("#")[2])
+        assert viewer.error == "" and viewer.state["title"] == "Layer 1, head 2"
+        plain = server.expression(
+            "C = A @ B", A=(3, 4), B={"rows": 4, "cols": 5, "init": "identity"}, state={"anim": "rows"}
+        )
+        viewer.go(plain.url.partition("#")[2])
+        assert viewer.error == "" and viewer.run("colonnade.faces().C.rows") == 3
+        whole = f"<!doctype html><p>notebook</p>{frame._repr_html_()}"
+        notebook = "http://localhost:8888/notebook"
+        viewer.page.route(notebook, lambda route: route.fulfill(body=whole, content_type="text/html"))
+        viewer.page.goto(notebook)
+        inner = viewer.page.frame_locator("iframe").locator("#title")
+        inner.filter(has_text="Layer 1, head 2").wait_for(timeout=120_000)
+
+
+def test_notebook_refuses_what_does_not_fit() -> None:
+    with serve() as server:
+        with pytest.raises(colonnade.errors.ConfigError, match="no matrix 'D'"):
+            server.expression("A @ B", A=(2, 3), B=(3, 4), D=(1, 1))
+        with pytest.raises(colonnade.errors.ConfigError, match="3 columns need 3 rows"):
+            server.expression("A @ B", A=(2, 3), B=(4, 4))
+        with pytest.raises(colonnade.errors.ConfigError, match="has no model"):
+            server.head("text")
+        state = {"expr": "A @ B", "leaves": {f"n{i}": {"rows": 1, "cols": 1} for i in range(90)}}
+        assert server.view(state).url.partition("#")[2].startswith("z")
+        assert json.dumps(state) not in server.view(state).url

@@ -1,0 +1,308 @@
+"""The viewer in headless Chromium, without a model: tour, clicks, keyboard, touch, links, looks."""
+
+import base64
+import io
+import json
+import os
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from colonnade.look.expression import parse
+from colonnade.look.notebook import encode_state
+from colonnade.look.server import running
+from colonnade.look.values import EPILOGUES, INITS, evaluate
+
+pytestmark = pytest.mark.slow
+Open = Callable[..., Any]
+HEAD = "out = (attn = (Q = input @ wQ) @ (K_t = wK_t @ input_t)) @ (V = input @ wV) @ wO"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(None) as address:
+        yield address
+
+
+def test_the_first_page_explains_a_product_and_leads_through_eight_steps(open_viewer: Open, url: str) -> None:
+    viewer = open_viewer(url)
+    assert viewer.page.text_content("#title") == "A product is a box"
+    titles = []
+    for step in range(8):
+        assert f"{step + 1} of 8" in viewer.page.text_content("#tour")
+        titles.append(viewer.page.text_content("#title"))
+        assert viewer.error == ""
+        if step < 7:
+            viewer.page.click("#tour a[rel=next]")
+            viewer.wait(f"colonnade.state().tour === {step + 2} && Boolean(document.documentElement.dataset.ready)")
+    assert len(set(titles)) == 8 and "experts" in titles[-1]
+    viewer.page.click("#tour button")
+    viewer.wait("document.getElementById('tour').hidden")
+
+
+def test_examples_are_links_and_equal_numpy(open_viewer: Open, url: str) -> None:
+    viewer = open_viewer(url)
+    links = viewer.run(
+        "[...document.querySelectorAll('#group-examples li a')].map(a => a.getAttribute('href').slice(1))"
+    )
+    assert len(links) > 15
+    for link in links:
+        viewer.go(link)
+        assert viewer.error == ""
+        state, faces = viewer.state, viewer.run("colonnade.faces()")
+        for key, mine in evaluate(parse(state["expr"]), state["leaves"], state["nodes"]).items():
+            theirs = np.array(faces[key]["data"]).reshape(faces[key]["rows"], faces[key]["cols"])
+            assert np.abs(mine - theirs).max() <= 1e-3 * max(1, np.abs(mine).max()), (state["title"], key)
+        words = viewer.page.text_content("#description")
+        assert all(name in words for name in state["leaves"] if name != "context" or name in state["expr"])
+
+
+def test_typing_an_expression(open_viewer: Open, url: str) -> None:
+    viewer = open_viewer(url)
+    viewer.page.click("#group-expression summary")
+    viewer.page.fill("#expression", "y = (h = x @ up) @ down")
+    viewer.page.click("#group-expression button")
+    viewer.wait("colonnade.state().expr.startsWith('y') && Boolean(document.documentElement.dataset.ready)")
+    assert viewer.error == "" and set(viewer.run("colonnade.faces()")) == {"x", "up", "down", "h", "y"}
+    viewer.page.fill("#expression", "y = x @ @ up")
+    viewer.page.click("#group-expression button")
+    assert "expected a name or '(', not '@'" in viewer.error and "character 8" in viewer.error
+    viewer.page.click("#group-matrices summary")
+    viewer.page.fill("#leaf-x-rows", "7")
+    viewer.page.press("#leaf-x-rows", "Enter")
+
+
+def test_keyboard(open_viewer: Open, url: str) -> None:
+    viewer = open_viewer(url, encode_state({"anim": "rows"}))
+    viewer.page.focus("#canvas")
+    before = viewer.run("colonnade.camera()")
+    for key in ("ArrowLeft", "ArrowUp", "+", "d", "w"):
+        viewer.page.keyboard.press(key)
+    after = viewer.run("colonnade.camera()")
+    assert all(abs(a - b) > 1e-3 for a, b in zip(before[:3], after[:3], strict=True))
+    viewer.page.keyboard.press(".")
+    viewer.page.keyboard.press(".")
+    viewer.page.keyboard.press(",")
+    assert viewer.run("colonnade.cursor()") == 1
+    viewer.page.keyboard.press(" ")
+    assert viewer.state["playing"]
+    viewer.wait("colonnade.cursor() > 2")
+    viewer.page.keyboard.press(" ")
+    assert not viewer.state["playing"]
+    viewer.page.keyboard.press("g")
+    viewer.wait("!colonnade.state().guides")
+    viewer.page.keyboard.press("0")
+    assert np.allclose(viewer.run("colonnade.camera()"), before, atol=1e-3)
+    # Everything else is reached with Tab, and has a name.
+    viewer.page.click("#group-inspect summary")
+    viewer.page.select_option("#inspect-matrix", "C")
+    viewer.page.fill("#inspect-row", "3")
+    viewer.page.fill("#inspect-col", "5")
+    viewer.page.press("#inspect-col", "Enter")
+    shown = float(viewer.page.text_content("#inspect-value"))
+    assert shown == pytest.approx(viewer.run("colonnade.faces().C.data[3 * 24 + 5]"))
+    assert "C [3, 5] = " in viewer.page.text_content("#value")
+
+
+def test_pointer_and_touch(open_viewer: Open, url: str) -> None:
+    viewer = open_viewer(url, has_touch=True)
+    x, y = viewer.run("colonnade.project('L', 5, 3)")
+    viewer.page.mouse.move(x, y)
+    assert viewer.page.text_content("#value").startswith("L [5, 3] = ")
+    before = viewer.run("colonnade.camera()")
+    viewer.page.mouse.down()
+    viewer.page.mouse.move(x + 120, y + 40, steps=4)
+    viewer.page.mouse.up()
+    after = viewer.run("colonnade.camera()")
+    assert abs(before[0] - after[0]) > 0.05
+    viewer.page.mouse.wheel(0, 400)
+    viewer.wait(f"Math.abs(colonnade.camera()[2] - {after[2]}) > 0.01")
+    viewer.page.keyboard.press("Escape")
+    x, y = viewer.run("colonnade.project('L', 9, 4)")
+    viewer.page.touchscreen.tap(x, y)
+    viewer.wait("document.getElementById('value').textContent.startsWith('L [9, 4] = ')")
+
+
+def _random_state(random: random.Random) -> dict[str, Any]:
+    def matrix() -> dict[str, Any]:
+        return {"rows": random.randint(1, 300), "cols": random.randint(1, 300), "init": random.choice(INITS),
+                "low": random.uniform(-2, 0), "sparsity": random.random()}  # fmt: skip
+
+    return {
+        "expr": random.choice(["A @ B", HEAD, "é <b> & \" ' 𝔸 #?%", ""]),
+        "leaves": {f"n{i}": matrix() for i in range(random.randint(0, 12))},
+        "nodes": {f"@0{'L' * i}": {"epilogue": random.choice(EPILOGUES), "i": 1 + i} for i in range(random.randint(0, 5))},
+        "plan": {"tp": random.randint(1, 8)}, "title": random.choice(["", "T — ünï"]), "gap": random.uniform(1, 60),
+        "camera": [random.uniform(-3, 3) for _ in range(6)], "cursor": random.randint(0, 10**6),
+        "fuse": random.random() < 0.5, "theme": random.choice(["auto", "light", "dark"]),
+    }  # fmt: skip
+
+
+def test_1000_random_states(open_viewer: Open, url: str) -> None:
+    viewer, generator = open_viewer(url), random.Random(0)
+    states = [_random_state(generator) for _ in range(1000)]
+    same = viewer.run(
+        """async (states) => {
+          const different = [];
+          for (const each of states) {
+            const state = colonnade.checked(each);
+            const back = await colonnade.decode(await colonnade.encode(state));
+            if (JSON.stringify(back) !== JSON.stringify(state)) different.push(each);
+          }
+          return different;
+        }""",
+        states,
+    )
+    assert same == []
+    # Links made in Python are the same states.
+    for state in states[:50]:
+        assert viewer.run("async (link) => await colonnade.decode(link)", encode_state(state)).items() >= state.items()
+
+
+def test_a_link_restores_the_exact_view(open_viewer: Open, url: str) -> None:
+    state = {"expr": "C = A @ B", "leaves": {"A": {"rows": 9, "cols": 5}, "B": {"rows": 5, "cols": 8}}, "anim": "rows",
+             "cursor": 4, "camera": [1.1, 0.3, 3.2, 0.1, 0.05, -0.1], "theme": "dark", "sensitivity": "global"}  # fmt: skip
+    viewer = open_viewer(url, encode_state(state))
+    assert viewer.state.items() >= state.items()
+    assert np.allclose(viewer.run("colonnade.camera()"), state["camera"], atol=2e-3)
+    viewer.page.focus("#canvas")
+    viewer.page.keyboard.press("ArrowLeft")
+    viewer.wait("location.hash.length > 1 && Math.abs(colonnade.state().camera[0] - 1) < 0.01")
+    link = viewer.run("new Promise(done => setTimeout(() => done(location.hash.slice(1)), 400))")
+    first = viewer.page.screenshot(clip={"x": 0, "y": 80, "width": 600, "height": 400})
+    viewer.open(link)
+    second = viewer.page.screenshot(clip={"x": 0, "y": 80, "width": 600, "height": 400})
+    assert _difference(first, second) < 0.5
+
+
+def _link(value: Any) -> str:
+    return "j" + base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
+
+
+def _bomb() -> str:
+    deflate = zlib.compressobj(9, wbits=-15)
+    return "z" + base64.urlsafe_b64encode(deflate.compress(b" " * 10**7) + deflate.flush()).decode().rstrip("=")
+
+
+HUGE = {"A": {"rows": 8192, "cols": 8192}, "B": {"rows": 8192, "cols": 8192}}
+SMALL = {"rows": 4, "cols": 4}
+
+
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        ("x", "neither j nor z"), ("j!!", "base64url"), (_bomb(), "more than"), (_link([1]), "table"),
+        (_link({"expr": "(" * 4000}), "nest at most 32"), (_link({"expr": "A @ " * 1023 + "A"}), "at most 64 products"),
+        (_link({"expr": "A @ B", "leaves": HUGE}), "elements"), (_link({"leaves": {"A": {"rows": 10**9, "cols": 1}}}), "rows"),
+        (_link({"expr": "<img src=x onerror=alert(1)>"}), "unexpected '<'"),
+        (_link({"expr": "constructor @ __proto__", "leaves": {}}), "has no size"),
+        (_link({"expr": "A", "leaves": {"A": SMALL | {"tensor": {"run": "../../admin", "layer": 0, "head": 0, "name": "x"}}}}),
+         "no such page"),
+        (_link({"model": {"page": "head", "text": "hello"}}), "no such page"), (_link({"onload": "alert(1)"}), "known setting"),
+        (_link({"camera": [None] * 6}), "number"), (_link({"speed": float("inf")}), "JSON"),
+    ],
+    ids=lambda value: value[:16],
+)  # fmt: skip
+def test_hostile_links(open_viewer: Open, url: str, link: str, message: str) -> None:
+    viewer = open_viewer(url, link)
+    assert message in viewer.error
+    viewer.page.click("#start-tour")
+    viewer.wait("colonnade.state().tour === 1 && Boolean(document.documentElement.dataset.ready)")
+    assert viewer.error == ""
+
+
+def test_names_and_titles_are_text(open_viewer: Open, url: str) -> None:
+    viewer = open_viewer(
+        url, _link({"title": "<img src=x onerror=document.title='owned'>", "note": "<script>1</script>"})
+    )
+    assert viewer.run("document.querySelectorAll('#stage img, #stage script').length") == 0
+    assert "<img" in viewer.page.text_content("#title") and viewer.page.title() == "Inside the matrix"
+
+
+def test_reduced_motion(open_viewer: Open, url: str) -> None:
+    link = encode_state({"anim": "rows", "playing": True})
+    still = open_viewer(url, link)
+    assert not still.state["playing"] and still.run("colonnade.cursor()") == 0
+    moving = open_viewer(url, link, reduced_motion="no-preference")
+    moving.wait("colonnade.cursor() > 0")
+
+
+def _luminance(colour: str) -> float:
+    r, g, b = (int(part) / 255 for part in re.findall(r"\d+", colour)[:3])
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (r, g, b)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_contrast(open_viewer: Open, url: str, theme: str) -> None:
+    """WCAG 2.2, 1.4.3: at least 4.5 to 1."""
+    viewer = open_viewer(url, encode_state({"theme": theme, "tour": 1, "note": "A note"}))
+    pairs = viewer.run(
+        """[...document.querySelectorAll('h1, h3, p, a, summary, label, button, select, input, textarea, output, strong')]
+          .filter(e => e.offsetParent && e.id !== 'skip').map(e => {
+            let ground = e;
+            while (ground && getComputedStyle(ground).backgroundColor === 'rgba(0, 0, 0, 0)') ground = ground.parentElement;
+            return [e.tagName, getComputedStyle(e).color, getComputedStyle(ground ?? document.body).backgroundColor];
+          })"""
+    )
+    assert len(pairs) > 20
+    for tag, text, ground in pairs:
+        a, b = sorted((_luminance(text), _luminance(ground)))
+        assert (b + 0.05) / (a + 0.05) >= 4.5, (tag, text, ground)
+
+
+def test_controls_are_labelled(open_viewer: Open, url: str) -> None:
+    viewer = open_viewer(url, encode_state({"anim": "rows"}))
+    viewer.run("document.querySelectorAll('details').forEach(each => each.open = true)")
+    unnamed = viewer.run(
+        """[...document.querySelectorAll('input, select, textarea, button, a')].filter(e =>
+          !(e.ariaLabel || e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"""
+    )
+    assert unnamed == []
+    assert viewer.run("document.getElementById('canvas').getAttribute('aria-describedby')") == "description"
+
+
+def _difference(a: bytes | Path, b: bytes | Path) -> float:
+    """Mean difference of two pictures, 0 to 255, blurred so that rasterisers may differ by a pixel."""
+    x, y = (
+        Image.open(io.BytesIO(p) if isinstance(p, bytes) else p).convert("RGB").resize((250, 160), Image.Resampling.BOX)
+        for p in (a, b)
+    )
+    return float(np.abs(np.asarray(x, float) - np.asarray(y, float)).mean())
+
+
+SHOTS = [("tour", at) for at in range(8)] + [("examples", at) for at in (0, 4, 8, 11, 12, 15, 18, 19)]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_pages_look_as_their_references(open_viewer: Open, url: str, references: Path, theme: str) -> None:
+    """COLONNADE_WRITE_REFERENCES=1 writes them anew: look at each."""
+    viewer = open_viewer(url)
+    shots, worst = {}, {}
+    for kind, at in SHOTS:
+        link = viewer.run(
+            "async ([kind, at, theme]) => await colonnade.encode(colonnade.checked({...colonnade[kind][at].state, theme, "
+            "playing: false, cursor: 1e6, tour: 0}))",
+            [kind, at, theme],
+        )
+        viewer.go(link)
+        shots[f"{kind}{at}_{theme}"] = viewer.page.screenshot(clip={"x": 0, "y": 0, "width": 680, "height": 640})
+    for name, shot in shots.items():
+        file = references / f"{name}.png"
+        if os.environ.get("COLONNADE_WRITE_REFERENCES"):
+            references.mkdir(exist_ok=True)
+            small = Image.open(io.BytesIO(shot)).convert("RGB").resize((170, 160), Image.Resampling.BOX)
+            small.quantize(48).save(file, optimize=True)
+        worst[name] = _difference(shot, file)
+    assert max(worst.values()) < 6, worst
+    # A reference is nearer to its own page than to any other.
+    for name, shot in shots.items():
+        others = min(_difference(shot, references / f"{other}.png") for other in shots if other != name)
+        assert worst[name] < others, name
