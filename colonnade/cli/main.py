@@ -17,6 +17,7 @@ from rich.text import Text
 
 from colonnade.cli.bench import bench
 from colonnade.cli.common import console
+from colonnade.cli.compress import compress
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
 from colonnade.cli.serving import chat, generate, serve
@@ -46,6 +47,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "shadow": shadow,
     "convert": convert,
+    "compress": compress,
     "verify": verify,
     "bench": bench,
 }
