@@ -252,8 +252,8 @@ def load(
     engine's cache also over ``cp`` (context ranks otherwise compute the same). ``context`` is an existing context to
     load into. ``experts`` changes what a mixture of experts does after training, such as the active experts per token
     or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
-    they are read (int4 with a scale for each ``weight_group`` inputs); dense dequantises those of a quantised checkpoint,
-    which stored keeps. A quantised model generates, scores, and is saved as it is.
+    they are read (int4 with a scale for each ``weight_group`` inputs); dense dequantises those of a quantised
+    checkpoint, which stored keeps. A quantised model generates, scores, and is saved as it is.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the number of processes does not allow, and :class:`ConfigError` for impossible ``experts`` settings and,
@@ -327,8 +327,6 @@ def save(
     check_choice("format", format, Format)
     dtype, folder = _checked_dtype(dtype), Path(path)
     if format == "hf":
-        if kind := quantised_kind(model.transformer):
-            raise ConfigError(f"weights in {kind} are saved in the colonnade format; load with weights='dense' for hf")
         write_hf(
             model.transformer, folder, tokenizer=model._tokenizer, shard_bytes=shard_bytes, overwrite=overwrite,
             dtype=None if dtype == "auto" else getattr(torch, dtype),

@@ -67,21 +67,27 @@ def component_view(
 
     A dimension of inputs is cut as the parameter's; scales that all inputs of a row share are on every rank.
     """
-    stacked = len(shape) == 3
-    transposed = stacked and key.removesuffix(VALUES).removesuffix(SCALES).endswith(".down")  # stored inputs first
-    *lead, outputs, inputs = (shape[0], shape[2], shape[1]) if transposed else shape
-    groups = -(-inputs // form.group) if form.kind == "int4" else 1
-    if key.endswith(VALUES):
-        whole = torch.Size((*lead, outputs, groups * form.group // INT4_PER_WORD if form.kind == "int4" else inputs))
-    else:
-        whole = torch.Size((*lead, outputs, groups, 2) if form.kind == "int4" else (*lead, outputs, 1))
     cuts_inputs = key.endswith(VALUES) or form.kind == "int4"
     if isinstance(placement, Experts):
-        if transposed:
+        if _is_transposed(key, shape):
             placement = Experts(2 if cuts_inputs else None)
     elif placement == 1 and not cuts_inputs:
         placement = WHOLE
-    return storage_view(local, placement, whole, context, sharded=False)
+    return storage_view(local, placement, component_shape(key, form, shape), context, sharded=False)
+
+
+def component_shape(key: str, form: StoredFormat, shape: torch.Size) -> torch.Size:
+    """The whole shape of a component, named ``key``, of a quantised parameter of the whole ``shape``."""
+    *lead, outputs, inputs = (shape[0], shape[2], shape[1]) if _is_transposed(key, shape) else shape
+    groups, int4 = -(-inputs // form.group), form.kind == "int4"
+    if key.endswith(VALUES):
+        return torch.Size((*lead, outputs, groups * form.group // INT4_PER_WORD if int4 else inputs))
+    return torch.Size((*lead, outputs, groups, 2) if int4 else (*lead, outputs, 1))
+
+
+def _is_transposed(key: str, shape: torch.Size) -> bool:
+    """Whether a parameter is a stack that is stored inputs first."""
+    return len(shape) == 3 and key.removesuffix(VALUES).removesuffix(SCALES).endswith(".down")
 
 
 def storage_views(

@@ -27,7 +27,7 @@ from colonnade.model import Transformer
 from colonnade.model.moe import OffloadedExperts, expert_modules
 from colonnade.model.moe.router import find_router
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.model.weight_only_quant import Formats, StoreWeight, build, copy_weight
+from colonnade.model.weight_only_quant import Formats, StoreWeight, build, copy_weight, dense
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.device_memory import free_host_bytes, usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
@@ -69,7 +69,7 @@ class OpenedModel:
     @property
     def weights(self) -> WeightFormat:
         """The format of its blocks' matrices: stored, if they are not quantised."""
-        kinds = [form.kind for name, form in self.formats.items() if name.startswith("blocks.")]
+        kinds: list[WeightFormat] = [form.kind for name, form in self.formats.items() if name.startswith("blocks.")]
         return kinds[0] if kinds else "stored"
 
 
@@ -99,7 +99,7 @@ def open_model(path: str | Path) -> OpenedModel:
         foreign.load_weights(model, place)
 
     def load_foreign_masters(model: Transformer, _: DistributedContext, masters: Masters) -> None:
-        foreign.load_weights(model, masters.assign)
+        foreign.load_weights(model, lambda name, tensor, value: masters.assign(name, tensor, dense(name, value)))
         masters.update_model()
 
     return OpenedModel(
@@ -109,6 +109,7 @@ def open_model(path: str | Path) -> OpenedModel:
         load_foreign,
         load_foreign_masters,
         location if isinstance(foreign, HFFolder) else foreign.tokenizer,
+        formats=foreign.formats if isinstance(foreign, HFFolder) else {},
     )
 
 

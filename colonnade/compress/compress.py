@@ -24,6 +24,7 @@ from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.model import Transformer
 from colonnade.model.moe.experts import Experts
+from colonnade.model.tensor_parallel_linear import QuantisableMatrix
 from colonnade.model.transformer import Block
 from colonnade.model.weight_only_quant import (
     assign_quantised,
@@ -108,19 +109,19 @@ def _gptq_parameter(model: Transformer, name: str, statistics: InputStatistics, 
         hessians = statistics.expert_hessians(local, "down" if part == "down" else "up")
         _assign(model, name, lambda w, k, e: gptq(w, hessians[e], k, group, grid), compression.weights)
     else:
-        hessian = statistics.linears[local].hessian_DD
+        hessian = statistics.linears[local].hessian
         _assign(model, name, lambda w, k, _: gptq(w, hessian, k, group, grid), compression.weights)
 
 
-def _assign(
-    model: Transformer, name: str, quantise: Callable[[Tensor, Kind, int], Quantised], kind: Kind
-) -> None:
+def _assign(model: Transformer, name: str, quantise: Callable[[Tensor, Kind, int], Quantised], kind: Kind) -> None:
     """Replace a matrix, or each of a stack, by ``quantise(matrix, kind, its number)``."""
     module_name, _, part = name.rpartition(".")
     module, kind = model.get_submodule(module_name), kind_of(name, kind)
     value = module.get_parameter(part).detach()
     if not value.isfinite().all():
-        raise CheckpointError(f"the weight '{name}' is not finite and cannot be put into {kind}; use another checkpoint")
+        raise CheckpointError(
+            f"the weight '{name}' is not finite and cannot be put into {kind}; use another checkpoint"
+        )
     if isinstance(module, Experts):
         matrices = [quantise((w.T if part == "down" else w).float(), kind, e) for e, w in enumerate(value)]
         wide = any(matrix.has_wide_scales for matrix in matrices)
@@ -128,14 +129,17 @@ def _assign(
         stack = torch.stack([matrix.values.view(torch.int8) for matrix in matrices]).view(matrices[0].values.dtype)
         assign_quantised(module, name, matrices[0]._replace(values=stack, scales=torch.stack(scales)))
     else:
-        assign_quantised(quantisable_modules(model)[name], name, quantise(value.float(), kind, 0))
+        assert isinstance(module, QuantisableMatrix)
+        assign_quantised(module, name, quantise(value.float(), kind, 0))
 
 
 def _check(model: Transformer, compression: Compression) -> None:
     if (already := quantised_kind(model)) is not None:
         raise ConfigError(f"this model's weights are in {already} already; load it with weights='dense'")
     if (ranks := model.axes.tp.size * model.axes.experts.tokens.size) > 1:
-        raise PlanError(f"compression takes a whole model on one process, and this is spread over {ranks}; load it alone")
+        raise PlanError(
+            f"compression takes a whole model on one process, and this is spread over {ranks}; load it alone"
+        )
     check_quantised(model.config, compression.weights, compression.weight_group, tp=1)
 
 
@@ -143,6 +147,6 @@ def _check_texts(inputs: int, compression: Compression, texts: Sequence[Tensor])
     tokens, needed = sum(len(text) for text in texts), compression.min_tokens or inputs
     if tokens < needed:
         raise DataError(
-            f"the calibration texts have {tokens:,} tokens, and a matrix of {inputs:,} inputs needs at least {needed:,}; "
-            "give more text, or --by nearest, which needs none"
+            f"the calibration texts have {tokens:,} tokens, and a matrix of {inputs:,} inputs needs at least "
+            f"{needed:,}; give more text, or --by nearest, which needs none"
         )

@@ -52,7 +52,7 @@ def fold(block: Block, statistics: InputStatistics, kind: Kind, group: int, grid
 
 def awq_scale(weights: Sequence[Tensor], moments: Moments, kind: Kind, group: int, grid: GridKind) -> Tensor | None:
     """s_D with the least tr(Δ H Δᵀ) of rounding to nearest; None where 1 is best."""
-    h_DD, mean_D = damped(moments.hessian_DD), moments.mean_D.float().clamp(min=1e-8)
+    h_DD, mean_D = damped(moments.hessian), moments.mean_abs.float().clamp(min=1e-8)
     best, least = None, sum(_rounding_error(w, None, h_DD, kind, group, grid) for w in weights)
     for step in range(1, STEPS):
         s_D = normalised(mean_D ** (step / STEPS))
@@ -86,9 +86,7 @@ def apply(linears: Sequence[Linear], before: Norm | Linear, scale_D: Tensor) -> 
         before.bias.div_(scale_D)
 
 
-def _rounding_error(
-    w_FD: Tensor, s_D: Tensor | None, h_DD: Tensor, kind: Kind, group: int, grid: GridKind
-) -> float:
+def _rounding_error(w_FD: Tensor, s_D: Tensor | None, h_DD: Tensor, kind: Kind, group: int, grid: GridKind) -> float:
     scaled_FD = w_FD if s_D is None else w_FD * s_D
     rounded_FD = dequantise(nearest(scaled_FD, kind, group, grid), torch.float32)
     return error((rounded_FD if s_D is None else rounded_FD / s_D) - w_FD, h_DD)

@@ -24,7 +24,9 @@ def calibration_texts(source: str, tokenizer: Tokenizer, tokens: int, window: in
     anything else, and :class:`ConfigError` for impossible numbers.
     """
     if tokens < 1 or window < 2:
-        raise ConfigError(f"{tokens} calibration tokens in windows of {window} cannot be taken; 131072 in 512 are usual")
+        raise ConfigError(
+            f"{tokens} calibration tokens in windows of {window} cannot be taken; 131072 in 512 are usual"
+        )
     path = Path(source)
     if source != "sotu" and path.is_dir():
         return _windows_of_corpus(path, tokenizer, tokens, window)

@@ -34,7 +34,7 @@ class StoredFormat(Config):
     """How a checkpoint stores a matrix, or a stack of them."""
 
     kind: Kind
-    group: int = Field(gt=0)
+    group: int = Field(gt=0, le=1 << 24)
     """Inputs that share a scale."""
     wide_scales: bool = False
     """int4: scales in float32."""
@@ -228,7 +228,10 @@ def weight_bytes_as(shape: nn.Module, weights: WeightFormat, group: int, formats
     if weights == "stored":
         assert formats is not None
         # ``shape`` may be a part of the model, whose names lack the prefix.
-        ends = {name: next((f for full, f in formats.items() if f".{full}".endswith(f".{name}")), None) for name in quantised}
+        ends = {
+            name: next((f for full, f in formats.items() if f".{full}".endswith(f".{name}")), None)
+            for name in quantised
+        }
         of = {name: each for name, each in ends.items() if each is not None}
     else:
         of = {name: StoredFormat(kind=kind_of(name, weights), group=group) for name in quantised}

@@ -109,7 +109,7 @@ def power_of_two_scale(highest: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _quantise_int4(w_FD: Tensor, group: int) -> Quantised:
-    inputs, words = w_FD.shape[1], group // INT4_PER_WORD
+    inputs = w_FD.shape[1]
     w = F.pad(w_FD, (0, -inputs % group)).unflatten(1, (-1, group))
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low).clamp(min=SMALLEST) / w_FD.new_tensor(15.0)).bfloat16()
