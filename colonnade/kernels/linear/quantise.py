@@ -63,7 +63,7 @@ class Quantised(NamedTuple):
     @property
     def has_wide_scales(self) -> bool:
         """Whether int4 scales are float32, which only the reference multiplies with."""
-        return self.kind == "int4" and self.scales.dtype != torch.bfloat16
+        return self.kind == "int4" and self.scales.dtype == torch.float32
 
     @property
     def nbytes(self) -> int:
