@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
+from colonnade.checkpoint.gguf.write import write_gguf
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.load_model import DType, load_model, locate, open_for_plan, open_model
 from colonnade.config import (  # fmt: skip
@@ -51,7 +52,7 @@ from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.worker import open_context
 
-Format = Literal["hf", "colonnade"]
+Format = Literal["hf", "colonnade", "gguf"]
 
 
 class Model:
@@ -321,7 +322,8 @@ def save(
     """Write ``model`` to the folder ``path``, completely or not at all; every rank of its context calls this.
 
     ``hf`` is for ``transformers`` (``dtype`` and ``shard_bytes`` describe its files), ``colonnade`` loads under any
-    plan. ``overwrite`` replaces an existing model once the new one is written. Raises :class:`CheckpointError` if the
+    plan, ``gguf`` is one file for llama.cpp. ``overwrite`` replaces an existing model once the new one is written.
+    Raises :class:`CheckpointError` if the
     folder exists otherwise, or cannot be written.
     """
     check_choice("format", format, Format)
@@ -331,6 +333,8 @@ def save(
             model.transformer, folder, tokenizer=model._tokenizer, shard_bytes=shard_bytes, overwrite=overwrite,
             dtype=None if dtype == "auto" else getattr(torch, dtype),
         )  # fmt: skip
+    elif format == "gguf":
+        write_gguf(model.transformer, folder, tokenizer=model.tokenizer, overwrite=overwrite)
     elif dtype not in ("auto", _dtype_of(model.transformer)):
         raise ConfigError(
             f"the colonnade format keeps the dtype of the weights; load with dtype='{dtype}' and save that"

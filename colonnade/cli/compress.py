@@ -20,7 +20,7 @@ def compress(
     fold: bool = True,
     text: str = "sotu",
     tokens: int = 131_072,
-    format: Literal["colonnade", "hf"] = "colonnade",
+    format: Literal["colonnade", "hf", "gguf"] = "colonnade",
     device: Device = "auto",
     overwrite: bool = False,
 ) -> None:
@@ -37,18 +37,22 @@ def compress(
         fold: int4 by gptq: first scale inputs so that those with large activations are rounded less (AWQ).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
-        format: colonnade, or hf for transformers and vLLM (compressed-tensors).
+        format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).
         device: Where to compute.
         overwrite: Replace an existing model, once the new one is written.
     """
     from colonnade import api
     from colonnade.checkpoint.atomic_folder import refuse_existing
+    from colonnade.checkpoint.gguf.write import check_name
     from colonnade.compress import Compression
     from colonnade.compress import compress as run
     from colonnade.compress.texts import calibration_texts
     from colonnade.model.weight_only_quant import weight_bytes
 
-    refuse_existing(out, overwrite)  # before the model is read
+    if format == "gguf":
+        check_name(out, overwrite)
+    else:
+        refuse_existing(out, overwrite)  # before the model is read
     if grid is None:
         grid = "symmetric" if format == "hf" else "affine"
     if format == "hf" and weights == "int4" and grid == "affine":
