@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from colonnade.api import Engine, Model, load, load_tokenizer, save
     from colonnade.config import (
         DataConfig,
+        DistillConfig,
         ExpertsConfig,
         LatentConfig,
         ModelConfig,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColonnadeError",
     "DataConfig",
+    "DistillConfig",
     "Engine",
     "ExpertsConfig",
     "LatentConfig",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
+from colonnade.checkpoint.gguf.write import write_gguf
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.load_model import DType, load_model, locate, open_for_plan, open_model
 from colonnade.config import (  # fmt: skip
@@ -51,7 +52,7 @@ from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.worker import open_context
 
-Format = Literal["hf", "colonnade"]
+Format = Literal["hf", "colonnade", "gguf"]
 
 
 class Model:
@@ -252,8 +253,8 @@ def load(
     engine's cache also over ``cp`` (context ranks otherwise compute the same). ``context`` is an existing context to
     load into. ``experts`` changes what a mixture of experts does after training, such as the active experts per token
     or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
-    they are read (int4 with a scale for each ``weight_group`` inputs); such a model generates and scores, but cannot be
-    saved.
+    they are read (int4 with a scale for each ``weight_group`` inputs); dense dequantises those of a quantised
+    checkpoint, which stored keeps. A quantised model generates, scores, and is saved as it is.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the number of processes does not allow, and :class:`ConfigError` for impossible ``experts`` settings and,
@@ -321,21 +322,19 @@ def save(
     """Write ``model`` to the folder ``path``, completely or not at all; every rank of its context calls this.
 
     ``hf`` is for ``transformers`` (``dtype`` and ``shard_bytes`` describe its files), ``colonnade`` loads under any
-    plan. ``overwrite`` replaces an existing model once the new one is written. Raises :class:`CheckpointError` if the
+    plan, ``gguf`` is one file for llama.cpp. ``overwrite`` replaces an existing model once the new one is written.
+    Raises :class:`CheckpointError` if the
     folder exists otherwise, or cannot be written.
     """
     check_choice("format", format, Format)
     dtype, folder = _checked_dtype(dtype), Path(path)
-    if kind := quantised_kind(model.transformer):
-        raise ConfigError(
-            f"weights in {kind} are quantised while a model is loaded, and cannot be saved; load it with "
-            "weights='stored', and save that"
-        )
     if format == "hf":
         write_hf(
             model.transformer, folder, tokenizer=model._tokenizer, shard_bytes=shard_bytes, overwrite=overwrite,
             dtype=None if dtype == "auto" else getattr(torch, dtype),
         )  # fmt: skip
+    elif format == "gguf":
+        write_gguf(model.transformer, folder, tokenizer=model.tokenizer, overwrite=overwrite)
     elif dtype not in ("auto", _dtype_of(model.transformer)):
         raise ConfigError(
             f"the colonnade format keeps the dtype of the weights; load with dtype='{dtype}' and save that"

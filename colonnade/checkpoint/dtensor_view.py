@@ -5,17 +5,22 @@ rule 1); experts use their own mesh. It aliases the local tensor, so loading fil
 translates the placements of a layout to DTensor placements.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from colonnade.checkpoint.tensor_index import split_key
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.model import Transformer
+from colonnade.model.weight_only_quant import StoredFormat, quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
-from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
+from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, placements
+
+VALUES, SCALES = ".values", ".scales"
+"""Suffixes of the two tensors of a quantised parameter."""
 
 
 class OptimizerState(Protocol):
@@ -41,7 +46,48 @@ def local_tensors(model: Transformer, masters: Masters | None, optimizer: Optimi
         dict(model.named_parameters()) if masters is None else masters.local | masters.frozen
     )
     weights = {**weights, **dict(model.named_buffers())}
-    return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
+    parts = {
+        key: tensor for name, weight in quantised_parameters(model).items() for key, tensor in components(name, weight)
+    }
+    return {f"weights/{name}": w.detach() for name, w in (weights | parts).items()} | (
+        optimizer.state if optimizer else {}
+    )
+
+
+def components(name: str, weight: Quantised) -> Iterator[tuple[str, Tensor]]:
+    """The two tensors of parameter ``name`` in a checkpoint, where it is quantised."""
+    yield f"{name}{VALUES}", weight.values
+    yield f"{name}{SCALES}", weight.scales
+
+
+def component_view(
+    key: str, local: Tensor, form: StoredFormat, placement: Placement, shape: torch.Size, context: DistributedContext
+) -> Tensor:
+    """The storage view of a component of a quantised parameter of the whole ``shape``: cut in whole groups.
+
+    A dimension of inputs is cut as the parameter's; scales that all inputs of a row share are on every rank.
+    """
+    cuts_inputs = key.endswith(VALUES) or form.kind == "int4"
+    if isinstance(placement, Experts):
+        if _is_transposed(key, shape):
+            placement = Experts(2 if cuts_inputs else None)
+    elif placement == 1 and not cuts_inputs:
+        placement = WHOLE
+    return storage_view(local, placement, component_shape(key, form, shape), context, sharded=False)
+
+
+def component_shape(key: str, form: StoredFormat, shape: torch.Size) -> torch.Size:
+    """The whole shape of a component, named ``key``, of a quantised parameter of the whole ``shape``."""
+    *lead, outputs, inputs = (shape[0], shape[2], shape[1]) if _is_transposed(key, shape) else shape
+    groups, int4 = -(-inputs // form.group), form.kind == "int4"
+    if key.endswith(VALUES):
+        return torch.Size((*lead, outputs, groups * form.group // INT4_PER_WORD if int4 else inputs))
+    return torch.Size((*lead, outputs, groups, 2) if int4 else (*lead, outputs, 1))
+
+
+def _is_transposed(key: str, shape: torch.Size) -> bool:
+    """Whether a parameter is a stack that is stored inputs first."""
+    return len(shape) == 3 and key.removesuffix(VALUES).removesuffix(SCALES).endswith(".down")
 
 
 def storage_views(
@@ -50,10 +96,15 @@ def storage_views(
     """The storage view of each tensor; with one rank, the tensor itself."""
     if context.world == 1:
         return tensors
-    layout, shapes = layout_of(model), model.global_shapes()
+    quantised = quantised_parameters(model)
+    parts = {key: (name, weight) for name, weight in quantised.items() for key, _ in components(name, weight)}
+    layout, shapes = placements(model) if quantised else layout_of(model), model.global_shapes()
     buffers = {name for name, _ in model.named_buffers()}  # replicated
 
     def view(name: str, tensor: Tensor) -> Tensor:
+        if name in parts:
+            of, weight = parts[name]
+            return component_view(name, tensor, StoredFormat.of(weight), layout[of], shapes[of], context)
         placement, over_fsdp = (WHOLE, False) if name in buffers else (layout[name], sharded)
         return storage_view(tensor, placement, shapes[name], context, sharded=over_fsdp)
 

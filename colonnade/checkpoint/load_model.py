@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +22,12 @@ from colonnade.checkpoint.gguf.read import GGUFFile
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.config import AS_TRAINED, ExpertsConfig, ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised as check_weights
-from colonnade.errors import CheckpointError, PlanError
+from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.model import Transformer
 from colonnade.model.moe import OffloadedExperts, expert_modules
 from colonnade.model.moe.router import find_router
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.model.weight_only_quant import StoreWeight, build, copy_weight
+from colonnade.model.weight_only_quant import Formats, StoreWeight, build, copy_weight, dense
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.device_memory import free_host_bytes, usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
@@ -63,6 +63,14 @@ class OpenedModel:
     """The folder of its tokenizer, or a function that returns the parts of one."""
     tasks: tuple[str, ...] = ()
     """Names of the tasks that its router knows, if any."""
+    formats: Formats = field(default_factory=dict)
+    """The formats of its quantised matrices."""
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of its blocks' matrices: stored, if they are not quantised."""
+        kinds: list[WeightFormat] = [form.kind for name, form in self.formats.items() if name.startswith("blocks.")]
+        return kinds[0] if kinds else "stored"
 
 
 def open_model(path: str | Path) -> OpenedModel:
@@ -82,15 +90,16 @@ def open_model(path: str | Path) -> OpenedModel:
             return native.load(location, model, context, trained=config, masters=masters)
 
         return OpenedModel(
-            location, config, load_weights, read_weights, load_masters, location / native.TOKENIZER, meta.tasks
-        )
+            location, config, load_weights, read_weights, load_masters, location / native.TOKENIZER, meta.tasks,
+            meta.quantised,
+        )  # fmt: skip
     foreign: HFFolder | GGUFFile = HFFolder(location) if location.is_dir() else GGUFFile(location)
 
     def load_foreign(model: Transformer, _: DistributedContext, place: StoreWeight) -> None:
         foreign.load_weights(model, place)
 
     def load_foreign_masters(model: Transformer, _: DistributedContext, masters: Masters) -> None:
-        foreign.load_weights(model, masters.assign)
+        foreign.load_weights(model, lambda name, tensor, value: masters.assign(name, tensor, dense(name, value)))
         masters.update_model()
 
     return OpenedModel(
@@ -100,6 +109,7 @@ def open_model(path: str | Path) -> OpenedModel:
         load_foreign,
         load_foreign_masters,
         location if isinstance(foreign, HFFolder) else foreign.tokenizer,
+        formats=foreign.formats if isinstance(foreign, HFFolder) else {},
     )
 
 
@@ -205,6 +215,14 @@ def open_for_plan(
         raise PlanError(f"a loaded model is laid out over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(opened.config)
     check_weights(opened.config, weights, weight_group, plan.tp, plan.sh)
+    if opened.formats:
+        if weights not in ("stored", "dense"):
+            raise ConfigError(
+                f"{opened.path} stores its weights in {opened.weights} already, and rounding them again to {weights} "
+                "would lose more; leave --serve.weights out (or set it to dense)"
+            )
+        for form in set(opened.formats.values()) if weights == "stored" else ():
+            check_weights(opened.config, form.kind, form.group, plan.tp, plan.sh)
     config = experts.apply_to(opened.config, opened.tasks)
     if config.moe is not None and experts.active is not None:
         # Some routers have a fixed number of experts per token: that error should come before any process starts.
@@ -225,7 +243,8 @@ def load_model(
     config, device, torch_dtype = opened.config, context.device, resolve_dtype(context.device, dtype)
     expert_layers = config.moe.count_expert_layers(config.layers) if config.moe else 0
     resident = None if resident is None or resident >= expert_layers else resident
-    memory = WeightMemory(config, torch_dtype, device, context.plan, resident, weights, group)
+    formats = opened.formats if opened.formats and weights == "stored" else None
+    memory = WeightMemory(config, torch_dtype, device, context.plan, resident, weights, group, formats)
     problem = memory.problem(source)
     if context.world > 1:  # wait: a rank that allocates already would take memory that the others count as free
         world_axis().max_(torch.zeros(()))
@@ -235,7 +254,9 @@ def load_model(
     options = {"device": device, "dtype": torch_dtype, "experts_on": experts_on}
     try:
         axes = with_small_allreduce(context.axes.serving(), device)
-        if weights == "stored":
+        if formats is not None:
+            transformer, put = build(config, axes, **options, kind="int8", group=group, formats=formats)
+        elif weights in ("stored", "dense"):
             transformer, put = Transformer(config, axes, **options), copy_weight
         else:
             transformer, put = build(config, axes, **options, kind=weights, group=group)

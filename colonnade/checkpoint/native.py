@@ -25,15 +25,26 @@ from torch.distributed import ProcessGroup
 
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.atomic_folder import DISK_FULL_ERRNOS, Manifest
-from colonnade.checkpoint.dtensor_view import OptimizerState, local_tensors, storage_view, storage_views
+from colonnade.checkpoint.dtensor_view import (
+    SCALES,
+    VALUES,
+    OptimizerState,
+    component_shape,
+    component_view,
+    components,
+    local_tensors,
+    storage_view,
+    storage_views,
+)
 from colonnade.checkpoint.tensor_index import DTYPES, INDEX, Index, split_key
 from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
+from colonnade.kernels.linear.quantise import Quantised
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import StoreWeight, copy_weight
+from colonnade.model.weight_only_quant import StoredFormat, StoreWeight, copy_weight, dense, quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
-from colonnade.parallel.layout import WHOLE, layout_of
+from colonnade.parallel.layout import WHOLE, layout_of, local_part
 
 META = "checkpoint.json"
 TOKENIZER = "tokenizer"
@@ -55,6 +66,8 @@ class Meta(Config):
     """float16: the scale of the next step, and the steps without an overflow since it last changed."""
     cursor: dict[str, Any] = Field(default_factory=dict)
     """The position in the data at which the next step begins."""
+    quantised: dict[str, StoredFormat] = Field(default_factory=dict)
+    """The parameters whose matrices are stored quantised, as NAME.values and NAME.scales."""
     tasks: tuple[str, ...] = ()
     """The corpus's names for the tasks of the router 'task', by number."""
     colonnade: str = Field(default_factory=lambda: _version("colonnade"))
@@ -122,6 +135,8 @@ def prepare_save(
 
     from colonnade.checkpoint.dcp_storage import Writer
 
+    if quantised := quantised_parameters(model):
+        meta = meta.replace(quantised={name: StoredFormat.of(weight) for name, weight in quantised.items()})
     if optimizer is not None:
         meta = meta.replace(updates=optimizer.steps)
         if optimizer.steps > meta.step:
@@ -172,10 +187,11 @@ def load(
 
     Each rank reads only its own boxes. ``trained`` is the config that the checkpoint was written with, when ``model``
     uses the same weights under another config. Parameters on the meta device are passed to ``place`` one by one, in
-    the dtype in which they are stored. Without ``collective`` the ranks do not communicate, so that each may load in a
-    thread: a failure is then raised only on the rank that has it. Weights alone may be cast to another dtype; with an
-    optimizer the dtypes must agree, or the resumed run would compute something else. Raises :class:`CheckpointError`,
-    naming the file, for anything missing, damaged or unknown.
+    the dtype in which they are stored, and so are those that the checkpoint stores quantised, as
+    :class:`~colonnade.kernels.linear.quantise.Quantised`. Without ``collective`` the ranks do not communicate, so that
+    each may load in a thread: a failure is then raised only on the rank that has it. Weights alone may be cast to
+    another dtype; with an optimizer the dtypes must agree, or the resumed run would compute something else. Raises
+    :class:`CheckpointError`, naming the file, for anything missing, damaged or unknown.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -186,8 +202,14 @@ def load(
     _check_same_model(folder, meta, trained or model.config)
     local = local_tensors(model, masters, optimizer)
     shapes = model.global_shapes()
+    stored = {f"weights/{name}": form for name, form in meta.quantised.items()}
+    if stored and optimizer is not None:
+        raise CheckpointError(
+            f"{folder} stores quantised weights, which a run cannot resume from; start one with --train.start {folder}"
+        )
     for key, tensor in local.items():
-        _check_tensor(folder, index, key, tensor, shapes[split_key(key)[1]], resuming=optimizer is not None)
+        if key not in stored:
+            _check_tensor(folder, index, key, tensor, shapes[split_key(key)[1]], resuming=optimizer is not None)
 
     def read(views: dict[str, Tensor], verify: set[str]) -> None:
         """``verify``: the parts whose checksums are checked first."""
@@ -196,9 +218,9 @@ def load(
         _run_dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner,
                  no_dist=context.world == 1 or not collective)  # fmt: skip
 
-    on_meta = {key: tensor for key, tensor in local.items() if tensor.is_meta}
-    layout = layout_of(model) if on_meta else {}
-    allocated = {key: tensor for key, tensor in local.items() if not tensor.is_meta}
+    on_meta = {key: tensor for key, tensor in local.items() if tensor.is_meta and key not in stored}
+    layout = layout_of(model) if on_meta or stored else {}
+    allocated = {key: tensor for key, tensor in local.items() if not tensor.is_meta and key not in stored}
     with torch.no_grad():
         views = storage_views(allocated, model, context, sharded=masters is not None)
         read(views, verify={split_key(key)[0] for key in local})
@@ -210,6 +232,21 @@ def load(
                 view = storage_view(value, layout.get(name, WHOLE), shapes[name], context, sharded=False)
             read({key: view}, verify=set())
             place(name, tensor, value)
+        for key, form in stored.items():
+            name = split_key(key)[1]
+            if key not in local:
+                continue  # another pipeline stage's
+            part = local_part(torch.empty(shapes[name], device="meta"), layout[name], model.axes).shape
+            _check_components(folder, index, key, form, shapes[name])
+            weight = _empty_quantised(key, form, part, context.device)
+            views = dict(components(key, weight))
+            if context.world > 1:
+                views = {k: component_view(k, x, form, layout[name], shapes[name], context) for k, x in views.items()}
+            read(views, verify=set())
+            if masters is None:
+                place(name, local[key], weight)
+            else:
+                masters.assign(name, local[key], dense(name, weight))
     if optimizer is not None:
         optimizer.steps = meta.step if meta.updates is None else meta.updates
     if masters is not None:
@@ -252,6 +289,33 @@ def _read_metadata(folder: Path) -> tuple[Manifest, Meta, Index]:
             f"{folder / META} does not fit this version of Colonnade: {why}; use the version that wrote it"
         ) from None
     return manifest, meta, Index.read(folder)
+
+
+def _check_components(folder: Path, index: Index, key: str, form: StoredFormat, shape: torch.Size) -> None:
+    """Raise :class:`CheckpointError` unless the checkpoint has the quantised parameter ``key`` as ``form`` says."""
+    for suffix, dtype in zip((VALUES, SCALES), _component_dtypes(form), strict=True):
+        entry, expected = index.tensors.get(f"{key}{suffix}"), component_shape(f"{key}{suffix}", form, shape)
+        if entry is None or DTYPES[entry.dtype] != dtype or entry.shape != tuple(expected):
+            has = "no such tensor" if entry is None else f"{entry.shape} in {entry.dtype}"
+            raise CheckpointError(
+                f"{META} of {folder} says that '{key}' is in {form.kind}, of {tuple(expected)} "
+                f"{str(dtype).removeprefix('torch.')} values, and {INDEX} has {has}; use another checkpoint"
+            )
+
+
+def _component_dtypes(form: StoredFormat) -> tuple[torch.dtype, torch.dtype]:
+    values = {"int4": torch.int32, "int8": torch.int8, "float8": torch.float8_e4m3fn}[form.kind]
+    return values, torch.bfloat16 if form.kind == "int4" and not form.wide_scales else torch.float32
+
+
+def _empty_quantised(key: str, form: StoredFormat, shape: torch.Size, device: torch.device) -> Quantised:
+    """An uninitialised quantised parameter of this rank's ``shape``."""
+    values, scales = (
+        torch.empty(component_shape(f"{key}{suffix}", form, shape), dtype=dtype, device=device)
+        for suffix, dtype in zip((VALUES, SCALES), _component_dtypes(form), strict=True)
+    )
+    inputs = shape[1] if len(shape) == 2 or key.endswith(".down") else shape[2]
+    return Quantised(form.kind, values, scales, inputs, form.group if form.kind == "int4" else inputs)
 
 
 def _check_same_model(folder: Path, meta: Meta, expected: ModelConfig) -> None:

@@ -20,15 +20,17 @@ import copy
 import math
 import re
 from collections.abc import Mapping
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
+from colonnade.kernels.linear.quantise import FLOAT8, Quantised
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import StoreWeight, copy_weight
+from colonnade.model.weight_only_quant import StoredFormat, StoreWeight, copy_weight, quantisable_modules
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
@@ -54,6 +56,37 @@ class TensorSource(Protocol):
         ...
 
 
+class QuantisedTensorSource(TensorSource, Protocol):
+    """A source of which some tensors are quantised in forms that our kernels multiply."""
+
+    def form(self, name: str) -> StoredFormat | None:
+        """The form of tensor ``name``; None if it is read as a dense one."""
+        ...
+
+    def read_quantised(self, name: str, box: Box) -> Quantised:
+        """Reads one box, in whole groups, of a tensor that has a form."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Component:
+    """The values (or the scales) of quantised tensors, as tensors whose rows a mapping may reorder."""
+
+    source: QuantisedTensorSource
+    which: Literal["values", "scales"]
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self.source.shapes
+
+    def file_of(self, name: str) -> str:
+        return self.source.file_of(name)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        found = getattr(self.source.read_quantised(name, box), self.which)
+        return found.view(torch.int8) if found.dtype == FLOAT8 else found  # not every torch can concatenate float8
+
+
 class ParamMapping:
     """A parameter stored under another name, or ``transposed``; ``names`` contain ``{i}`` for the layer."""
 
@@ -73,6 +106,33 @@ class ParamMapping:
     def read(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
         """Reads a box of *our* parameter."""
         return self._read(source, self.names[0], box)
+
+    @property
+    def keeps_inputs_last(self) -> bool:
+        """Whether their tensors have our rows, so that quantised ones can be kept."""
+        return not self.transposed
+
+    def read_quantised(
+        self, source: QuantisedTensorSource, box: Box, form: StoredFormat, config: ModelConfig
+    ) -> Quantised:
+        """Reads a box of our parameter, whose inputs are cut in whole groups, from quantised tensors."""
+        values, scales = (self.read_component(_Component(source, of), box, config) for of in ("values", "scales"))
+        if form.kind == "float8":
+            values = values.view(FLOAT8)
+        start, stop = self.inputs_of(box)
+        return Quantised(form.kind, values, scales, stop - start, form.group if form.kind == "int4" else stop - start)
+
+    def read_component(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
+        """Reads values or scales of a box."""
+        return self.read(source, box, config)
+
+    def write_component(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+        """Converts the values or scales of our whole quantised parameter to their tensors, by the names of these."""
+        return self.write(parameter, config)
+
+    def inputs_of(self, box: Box) -> tuple[int, int]:
+        """The range of inputs in a box of our parameter."""
+        return box[-1]
 
     def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
         """Converts our whole parameter to their tensors."""
@@ -200,6 +260,7 @@ class WeightLoader:
         }
         for name, shape in expected.items():
             self._check_shape(name, shape)
+        self.formats: dict[str, StoredFormat] = self._find_formats(shapes)
         if unexpected := sorted(source.shapes.keys() - expected.keys() - duplicates.keys()):
             more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
             raise CheckpointError(
@@ -222,8 +283,25 @@ class WeightLoader:
                 )
         shapes, layout = model.global_shapes(), layout_of(model)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            box = local_box(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
-            place(name, parameter, self.mappings[name].read(self.source, box, self.config))
+            box, mapping = local_box(tuple(shapes[name]), layout.get(name, WHOLE), model.axes), self.mappings[name]
+            if (form := self.formats.get(name)) is None:
+                place(name, parameter, mapping.read(self.source, box, self.config))
+            else:
+                source = cast(QuantisedTensorSource, self.source)
+                place(name, parameter, mapping.read_quantised(source, box, form, self.config))
+
+    def _find_formats(self, shapes: Mapping[str, Shape]) -> dict[str, StoredFormat]:
+        """The parameters that are kept quantised: all their tensors are, in the same form."""
+        form_of = getattr(self.source, "form", None)
+        if form_of is None:
+            return {}
+        found: dict[str, StoredFormat] = {}
+        for name in quantisable_modules(Transformer(self.config, device="meta")):
+            mapping = self.mappings[name]
+            forms = {form_of(theirs) for theirs in mapping.shapes(shapes[name], self.config)}
+            if mapping.keeps_inputs_last and len(forms) == 1 and (form := forms.pop()) is not None:
+                found[name] = form
+        return found
 
     def _check_shape(self, name: str, shape: Shape) -> None:
         stored, file = self.source.shapes.get(name), self.source.file_of(name)

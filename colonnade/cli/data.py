@@ -76,7 +76,7 @@ def corpus(
 def convert(
     source: Positional[Model],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
-    format: Literal["hf", "colonnade"] = "hf",
+    format: Literal["hf", "colonnade", "gguf"] = "hf",
     dtype: DType = "auto",
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
@@ -88,7 +88,7 @@ def convert(
     Args:
         source: The model to convert.
         out: The folder to create.
-        format: hf (config.json and safetensors) or colonnade (loads under any plan).
+        format: hf (config.json and safetensors), colonnade (loads under any plan) or gguf (one file, for llama.cpp).
         dtype: Dtype of the weights on disk; auto keeps the one they are loaded in (float32).
         shard_bytes: Largest safetensors file [bytes] (hf).
         overwrite: Replace an existing model, once the new one is written.
@@ -97,9 +97,13 @@ def convert(
     """
     from colonnade import api, tune
     from colonnade.checkpoint.atomic_folder import refuse_existing
+    from colonnade.checkpoint.gguf.write import check_name
     from colonnade.tune.upcycle import check_expert_counts
 
-    refuse_existing(out, overwrite)  # before the model is read
+    if format == "gguf":
+        check_name(out, overwrite)
+    else:
+        refuse_existing(out, overwrite)  # before the model is read
     if active is not None and not upcycle:
         raise ConfigError(
             f"--active {active} is for the experts that --upcycle makes, and there are none; add --upcycle with their "

@@ -17,12 +17,13 @@ from rich.text import Text
 
 from colonnade.cli.bench import bench
 from colonnade.cli.common import console
+from colonnade.cli.compress import compress
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
 from colonnade.cli.look import look
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shadow import shadow
-from colonnade.cli.training import demo, presets, train, train_with_defaults
+from colonnade.cli.training import demo, distill, presets, train, train_with_defaults
 from colonnade.config import did_you_mean
 from colonnade.config.plugins import load_plugin
 from colonnade.cores import set_openmp_alone
@@ -40,6 +41,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "corpus": corpus,
     "train": train,
+    "distill": distill,
     "presets": presets,
     "eval": evaluate,
     "generate": generate,
@@ -47,6 +49,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "shadow": shadow,
     "convert": convert,
+    "compress": compress,
     "look": look,
     "verify": verify,
     "bench": bench,
@@ -55,7 +58,7 @@ VERBS: dict[str, Callable[..., None]] = {
 
 SECTIONS = {
     "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
-    "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts",
+    "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts", "DistillConfig": "distill",
 }  # fmt: skip
 """The prefix of the flags that set each configuration."""
 
@@ -68,7 +71,7 @@ def parse(argv: list[str]) -> Callable[[], None]:
     # Optional tables of settings (rope_scaling) are set in the TOML file, not by subcommands.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
     if name in VERBS:
-        verb = train_with_defaults(words) if name == "train" else VERBS[name]
+        verb = train_with_defaults(words, VERBS[name]) if name in ("train", "distill") else VERBS[name]
         return tyro.cli(_deferred(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(

@@ -137,14 +137,33 @@ def _resolved_summary(run: RunConfig) -> str:
     return f"on {device}: {precision_summary(run.resolved(device).train)}; memory estimate: {format_bytes(most)} a rank"
 
 
-def train_with_defaults(argv: list[str]) -> Callable[..., None]:
-    """:func:`train` for tyro, with the defaults that :func:`train_defaults` finds; it prints what was derived."""
+def distill(args: Annotated[TrainArgs, arg(name="")]) -> None:
+    """Train a model that also imitates a teacher (--distill.teacher); the same command again resumes it.
+
+    This is colonnade train, with a teacher that must be given: the settings under distill say how the two are compared,
+    all others are train's.
+    """
+    _require_teacher(args)
+    _train(args)
+
+
+def _require_teacher(args: TrainArgs) -> None:
+    if not args.run.distill.teacher:
+        raise ConfigError("distillation needs a teacher; set --distill.teacher, or use colonnade train")
+
+
+def train_with_defaults(argv: list[str], verb: Callable[..., None] = train) -> Callable[..., None]:
+    """``verb``, train or distill, for tyro, with the defaults that :func:`train_defaults` finds; it prints what was
+    derived.
+    """
     defaults, follows = train_defaults(argv)
 
     def bound(args: Annotated[TrainArgs, arg(name="")] = defaults) -> None:
+        if verb is distill:
+            _require_teacher(args)
         _train(args, follows)
 
-    bound.__doc__ = train.__doc__
+    bound.__doc__ = verb.__doc__
     return bound
 
 

@@ -11,6 +11,7 @@ from colonnade.config.base import (
     plural,
     short_repr,
 )
+from colonnade.config.distill import DistillConfig
 from colonnade.config.expert_overrides import AS_TRAINED, ExpertsConfig
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "Device",
+    "DistillConfig",
     "ExpertsConfig",
     "LatentConfig",
     "ModelConfig",

@@ -93,8 +93,8 @@ def check_cuda_graph(run: "RunConfig") -> None:
         )
 
 
-WeightFormat = Literal["stored", "int8", "int4", "float8"]
-"""Storage format of the weight matrices for inference."""
+WeightFormat = Literal["stored", "dense", "int8", "int4", "float8"]
+"""Storage format of the weight matrices for inference; dense dequantises those of a quantised checkpoint."""
 WeightGroup = Literal[32, 64, 128]
 """Consecutive inputs that share an int4 scale."""
 
@@ -110,7 +110,7 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
 
     ``tp`` shards the layers, ``sh`` the experts' hidden units.
     """
-    if weights == "stored":
+    if weights in ("stored", "dense"):
         return
     if not model.causal:
         raise ConfigError(

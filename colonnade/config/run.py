@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from colonnade.config import feature_checks
 from colonnade.config.base import MAX_DIM, Config, dtype_name
 from colonnade.config.derive import UNCHANGED, DerivedField
+from colonnade.config.distill import DistillConfig
 from colonnade.config.expert_overrides import AS_TRAINED, Capacity, ExpertsConfig
 from colonnade.config.model import ModelConfig
 from colonnade.config.moe import MAX_EXPERTS, MoeConfig
@@ -271,6 +272,8 @@ class RunConfig(Config):
     """The corpus."""
     train: TrainConfig = TrainConfig()
     """The optimisation."""
+    distill: DistillConfig = DistillConfig()
+    """The teacher to imitate, if any."""
 
     @model_validator(mode="before")
     @classmethod

@@ -49,9 +49,10 @@ class ServeConfig(Config):
     page_tokens: int | None = Field(default=None, gt=0, le=1 << 20)
     """Tokens per page of the key/value cache; None: 16 on a CPU, 64 on a GPU."""
     weights: WeightFormat = "stored"
-    """Storage format of the weight matrices: stored keeps the dtype; the others quantise while the checkpoint is read:
-    int8 and float8 with one scale per row, int4 with one per group of inputs. Routers are not quantised, nor
-    embeddings, unless they are the output projection too (int8 under int4)."""
+    """Storage format of the weight matrices: stored keeps the checkpoint's (or the dtype, of one that is not
+    quantised), dense dequantises; the others quantise while the checkpoint is read: int8 and float8 with one scale per
+    row, int4 with one per group of inputs. Routers are not quantised, nor embeddings, unless they are the output
+    projection too (int8 under int4)."""
     weight_group: WeightGroup = 64
     """int4: consecutive inputs that share a scale; smaller groups are more exact and take a little more memory."""
     cache: CacheFormat = "stored"

@@ -136,6 +136,11 @@ class Tokenizer:
         return len(self._json.encode()) + 8 * len(self.chat_template or "") + 4096
 
     @property
+    def json(self) -> str:
+        """The contents of its tokenizer.json."""
+        return self._json
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the ``tokenizer.json`` that :meth:`save` writes; equal fingerprints tokenise equally."""
         return hashlib.sha256(self._json.encode()).hexdigest()

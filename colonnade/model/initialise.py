@@ -21,15 +21,18 @@ from torch import Tensor, nn
 
 from colonnade.config.model import TaskHead
 from colonnade.model.transformer import Transformer
-from colonnade.model.weight_only_quant import StoreWeight, copy_weight
+from colonnade.model.weight_only_quant import copy_weight
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, local_part
+
+StoreValue = Callable[[str, Tensor, Tensor], object]
+"""Called with a parameter's name, the parameter, and this rank's part of its value."""
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
 def initialise(
-    model: Transformer, seed: int, place: StoreWeight = copy_weight, leave: Container[str] = ()
+    model: Transformer, seed: int, place: StoreValue = copy_weight, leave: Container[str] = ()
 ) -> Transformer:
     """Initialise ``model`` from ``seed``, one parameter at a time, and its buffers to 0; returns it.
 
@@ -48,7 +51,7 @@ def fill(
     axes: Axes,
     shapes: Mapping[str, torch.Size],
     seed: int,
-    place: StoreWeight = copy_weight,
+    place: StoreValue = copy_weight,
     leave: Container[str] = (),
     *,
     std: float,

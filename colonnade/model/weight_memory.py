@@ -10,7 +10,7 @@ from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.transformer import Transformer
-from colonnade.model.weight_only_quant import weight_bytes_as
+from colonnade.model.weight_only_quant import Formats, weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.parallel.device_memory import USABLE_FRACTION, free_host_bytes, usable_bytes
 
@@ -27,6 +27,8 @@ class WeightMemory:
     """Number of layers with their experts on the device; the others' are in host memory."""
     weights: WeightFormat = "stored"
     group: WeightGroup = 64
+    formats: Formats | None = None
+    """The formats of a checkpoint's quantised matrices, if they are kept (``weights`` is stored)."""
     reserved: int = 0
     """Other memory needed on the device at the same time [bytes]."""
 
@@ -35,7 +37,7 @@ class WeightMemory:
         plan = self.plan
         grid = ExpertAxes(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
         shape = Transformer(self.config, Axes(tp=Axis("tp", plan.tp), experts=grid), device="meta", dtype=self.dtype)
-        count = partial(weight_bytes_as, weights=self.weights, group=self.group)
+        count = partial(weight_bytes_as, weights=self.weights, group=self.group, formats=self.formats)
         whole, here = count(shape), device_bytes(shape, self.resident, count)
         if self.device.type == "cuda":
             return here + self.reserved, whole - here
@@ -78,7 +80,7 @@ class WeightMemory:
         alternatives: list[tuple[str, WeightMemory]] = []
         if self.dtype.itemsize > 2:
             alternatives.append(("--dtype bfloat16", replace(self, dtype=torch.bfloat16)))
-        if self.weights == "stored" and not self.reserved:
+        if self.weights == "stored" and not self.reserved and not self.formats:
             kinds: tuple[WeightFormat, ...] = ("int8", "int4")
             alternatives += [
                 (f"--serve.weights {kind} of generate and serve", replace(self, weights=kind)) for kind in kinds

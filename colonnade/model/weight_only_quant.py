@@ -1,4 +1,6 @@
-"""Weight-only quantisation while a model is read, one matrix at a time (experts: one layer's stack at a time).
+"""Weight-only quantisation of a model: while it is read, one matrix at a time, or as it is stored in a checkpoint.
+
+Experts are quantised one layer's stack at a time.
 
 Quantised are the linear layers of the blocks, all experts among them, and the output projection, also if it is tied to
 the embedding; that one has 8 bits if the others have 4, because each of its rows is a token's logit. Not quantised are
@@ -9,13 +11,14 @@ Quantised weights are bitwise the same in every layout: if columns are cut over 
 maximum over all of them, and int4's groups are never cut (:mod:`colonnade.config.feature_checks`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from colonnade.config import ModelConfig, WeightFormat
-from colonnade.kernels.linear.quantise import Kind, Quantised, stored_bytes
+from colonnade.config import Config, ModelConfig, WeightFormat
+from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, stored_bytes
 from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
 from colonnade.model.tensor_parallel_linear import Linear, QuantisableMatrix, quantise_finite
@@ -23,13 +26,46 @@ from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.layout import layout_of
 
-StoreWeight = Callable[[str, Tensor, Tensor], object]
-"""Called with a parameter's name, the parameter, and this rank's part of its value."""
+StoreWeight = Callable[[str, Tensor, Tensor | Quantised], object]
+"""Called with a parameter's name, the parameter, and this rank's part of its value, quantised if it is stored so."""
 
 
-def copy_weight(_name: str, parameter: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into ``parameter``."""
-    parameter.copy_(value)
+class StoredFormat(Config):
+    """How a checkpoint stores a matrix, or a stack of them."""
+
+    kind: Kind
+    group: int = Field(gt=0, le=1 << 24)
+    """Inputs that share a scale."""
+    wide_scales: bool = False
+    """int4: scales in float32."""
+
+    @staticmethod
+    def of(weight: Quantised) -> "StoredFormat":
+        """The format of ``weight``."""
+        return StoredFormat(kind=weight.kind, group=weight.group, wide_scales=weight.has_wide_scales)
+
+    def bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a matrix."""
+        return stored_bytes(outputs, inputs, self.kind, self.group, 4 if self.wide_scales else 2)
+
+
+Formats = Mapping[str, StoredFormat]
+"""The format of each quantised parameter of a checkpoint, by name."""
+
+
+def copy_weight(name: str, parameter: Tensor, value: Tensor | Quantised) -> None:
+    """Copy ``value`` into ``parameter``, dequantised."""
+    parameter.copy_(dense(name, value))
+
+
+def dense(name: str, value: Tensor | Quantised) -> Tensor:
+    """``value`` of parameter ``name``, in float32 and in the parameter's shape if it is quantised."""
+    if not isinstance(value, Quantised):
+        return value
+    if value.values.dim() == 2:
+        return dequantise(value, torch.float32)
+    stack = torch.stack([dequantise(value.matrix(e), torch.float32) for e in range(len(value.values))])
+    return stack.mT if _part(name) == "down" else stack
 
 
 def build(
@@ -41,13 +77,17 @@ def build(
     kind: Kind,
     group: int,
     experts_on: torch.device | None = None,
+    formats: Formats | None = None,
 ) -> tuple[Transformer, StoreWeight]:
     """A model with its matrices on the meta device, and the function that stores each weight, quantised to ``kind``.
 
-    Experts are stored on ``experts_on``, if not on ``device``.
+    ``formats``: those of a checkpoint whose matrices are quantised, and are kept as they are. Experts are stored on
+    ``experts_on``, if not on ``device``.
     """
     model = Transformer(config, axes, device="meta", dtype=dtype)
     quantised = quantisable_modules(model)
+    if formats is not None:
+        quantised = {name: module for name, module in quantised.items() if name in formats}
     for prefix, module in model.named_modules():
         target = device
         if isinstance(module, Experts):
@@ -58,17 +98,47 @@ def build(
                 setattr(module, name, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
     layout = layout_of(model)
 
-    def store(name: str, parameter: Tensor, value: Tensor) -> None:
+    def store(name: str, parameter: Tensor, value: Tensor | Quantised) -> None:
         layer = quantised.get(name)
         if layer is None:
             copy_weight(name, parameter, value)
+        elif isinstance(value, Quantised):
+            assign_quantised(layer, name, value, layer.storage_device if isinstance(layer, Experts) else device)
         elif isinstance(layer, Experts):
             layer.quantise(_part(name), value, kind, group, axes.experts.sh, device)
         else:
             over = axes.tp if layout[name] == 1 else SOLO
-            layer.quantise(value.to(device), _bits(name, kind), group, over.max_)
+            layer.quantise(value.to(device), kind_of(name, kind), group, over.max_)
 
     return model, store
+
+
+def assign_quantised(
+    layer: QuantisableMatrix | Experts, name: str, value: Quantised, device: torch.device | None = None
+) -> None:
+    """Replace parameter ``name`` of ``layer`` by ``value``, on ``device`` or where it is."""
+    if device is not None:
+        value = value._replace(values=value.values.to(device), scales=value.scales.to(device))
+    if isinstance(layer, Experts):
+        layer.quantised[_part(name)] = value
+        if hasattr(layer, _part(name)):
+            delattr(layer, _part(name))
+    else:
+        if layer.quantised is None:
+            layer.dequantised_dtype = layer.weight.dtype
+            del layer.weight
+        layer.quantised = value
+
+
+def quantised_parameters(model: nn.Module) -> dict[str, Quantised]:
+    """The quantised weights of ``model``, by the name of the parameter that each replaces."""
+    found: dict[str, Quantised] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisableMatrix) and module.quantised is not None:
+            found[_joined(name, "weight")] = module.quantised
+        elif isinstance(module, Experts):
+            found |= {_joined(name, part): weight for part, weight in module.quantised.items()}
+    return found
 
 
 def quantisable_modules(model: nn.Module) -> dict[str, QuantisableMatrix | Experts]:
@@ -131,7 +201,8 @@ def _part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _bits(name: str, kind: Kind) -> Kind:
+def kind_of(name: str, kind: Kind) -> Kind:
+    """The format of parameter ``name`` where the blocks have ``kind``."""
     return "int8" if kind == "int4" and name in ("unembed.weight", "embed.tokens.weight") else kind
 
 
@@ -146,15 +217,27 @@ def quantisable_shapes(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def weight_bytes_as(shape: nn.Module, weights: WeightFormat, group: int) -> int:
-    """Memory of a module's weights in format ``weights`` [bytes]; the module may be on the meta device."""
-    if weights == "stored":
+def weight_bytes_as(shape: nn.Module, weights: WeightFormat, group: int, formats: Formats | None = None) -> int:
+    """Memory of a module's weights in format ``weights`` [bytes]; the module may be on the meta device.
+
+    ``formats``: those of the checkpoint, if its matrices are quantised and ``weights`` is stored.
+    """
+    if weights == "dense" or (weights == "stored" and not formats):
         return unquantised_bytes(shape)
     quantised = quantisable_shapes(shape)
-    plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in quantised)
+    if weights == "stored":
+        assert formats is not None
+        # ``shape`` may be a part of the model, whose names lack the prefix.
+        ends = {
+            name: next((f for full, f in formats.items() if f".{full}".endswith(f".{name}")), None)
+            for name in quantised
+        }
+        of = {name: each for name, each in ends.items() if each is not None}
+    else:
+        of = {name: StoredFormat(kind=kind_of(name, weights), group=group) for name in quantised}
+    plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in of)
     return sum(plain) + sum(
-        count * stored_bytes(outputs, inputs, _bits(name, weights), group)
-        for name, (count, outputs, inputs) in quantised.items()
+        count * of[name].bytes(outputs, inputs) for name, (count, outputs, inputs) in quantised.items() if name in of
     )
 
 

@@ -192,7 +192,7 @@ class EngineSpec:
         On a GPU the largest matrix (except experts, which are dequantised inside their GEMMs); on a CPU a band of it,
         in several steps.
         """
-        if self.serve.weights == "stored":
+        if self.serve.weights in ("stored", "dense"):
             return 0
         on_gpu = self.device.type == "cuda"
         sizes = [

@@ -22,7 +22,7 @@ from colonnade.errors import CapacityError, CheckpointError, ConfigError
 from colonnade.kernels.linear.quantise import Quantised
 from colonnade.model import Transformer
 from colonnade.model.moe import expert_modules
-from colonnade.model.weight_only_quant import Requantise, quantisable_shapes, weight_tensors
+from colonnade.model.weight_only_quant import Requantise, StoredFormat, dense, quantisable_shapes, weight_tensors
 from colonnade.parallel.device_memory import usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.pooler_spec import PoolerSpec
@@ -138,8 +138,12 @@ class StagedWeights:
         missing = {name for name, _ in (*shape.named_parameters(), *shape.named_buffers())} - self._staged.keys()
         assert not missing, f"the loader left out {sorted(missing)}"
 
-    def _store(self, name: str, parameter: Tensor, value: Tensor) -> None:
-        quantised = self._requantise.current(name) is not None
+    def _store(self, name: str, parameter: Tensor, value: Tensor | Quantised) -> None:
+        current = self._requantise.current(name)
+        if isinstance(value, Quantised) and current is not None and StoredFormat.of(value) == StoredFormat.of(current):
+            self._staged[name] = value
+            return
+        value, quantised = dense(name, value), current is not None
         if not quantised:  # copied even if the dtype is the same: the value may be mapped from a file that changes
             value = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(value)
         if not value.isfinite().all():

@@ -128,7 +128,7 @@ def check_start(run: RunConfig, corpus: Corpus | None) -> None:
     opened = open_model(run.train.start)
     _check_same_model(run.train.start, opened.config, run.model)
     if corpus is not None:
-        _check_same_tokenizer(opened, run, corpus)
+        check_same_tokenizer(opened, run.train.start, "train.start", corpus)
 
 
 def _check_same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -156,15 +156,18 @@ def _shape_text(shape: torch.Size | None) -> str:
     return "absent" if shape is None else str(tuple(shape))
 
 
-def _check_same_tokenizer(opened: OpenedModel, run: RunConfig, corpus: Corpus) -> None:
+def check_same_tokenizer(opened: OpenedModel, model: str, setting: str, corpus: Corpus) -> None:
+    """Raise :class:`ConfigError` if ``corpus`` was made with another tokenizer than ``model``, which ``setting`` names.
+
+    Without both tokenizers only the vocabulary sizes can be compared.
+    """
     theirs = Tokenizer.from_model(opened.tokenizer_source)
-    corpus = Corpus(run.data.path)
-    if theirs is None or not corpus.has_tokenizer:  # only the vocabulary sizes can be compared
+    if theirs is None or not corpus.has_tokenizer:
         return
     split = corpus.split("train")
     text = corpus.tokenizer.decode(split.read(0, min(PROBE_TOKENS, split.tokens)).tolist())
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(
-            f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "
-            f"again with colonnade corpus … --tokenizer {run.train.start}"
+            f"{corpus.path} was made with another tokenizer than that of {setting} {model}; make it again with "
+            f"colonnade corpus … --tokenizer {model}"
         )

@@ -30,6 +30,7 @@ from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
 from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed
+from colonnade.train.distill import check_teacher
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
 from colonnade.train.run_log import RunLog, Summary
@@ -55,6 +56,7 @@ def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
     data = feed(run, 0, 1)
     if run.train.freeze:
         frozen_names(run.model, run.train.freeze)
+    check_teacher(run, data.corpus)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
     elif run.train.start:
@@ -205,7 +207,7 @@ class StopSignal:
 
 def _shared_settings(run: RunConfig) -> dict[str, str]:
     """The settings that all ranks must share; paths and devices may differ by machine."""
-    per_machine = ("runs", "device", "data.path", "train.start")
+    per_machine = ("runs", "device", "data.path", "train.start", "distill.teacher")
     return {name: value for name, value in flattened(run.model_dump(mode="json")).items() if name not in per_machine}
 
 

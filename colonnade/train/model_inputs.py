@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +22,13 @@ from colonnade.model import (
     Stream,
     Transformer,
 )
+from colonnade.model.distill_loss import Distillation
 from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
 from colonnade.model.moe.router import needs_sequences, uses_noise
 from colonnade.model.moe.routing_context import ModelBalance
+
+if TYPE_CHECKING:
+    from colonnade.train.distill import Distiller
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class StepContext:
     """Routing settings that replace the model's own."""
     reports: list[Mapping[int, LayerReport]] = field(default_factory=list)
     """Output: the routing reports of each micro-batch, by layer."""
+    distiller: "Distiller | None" = None
+    """A teacher to imitate; None in validation."""
     pooled: list[ModelBalance] = field(default_factory=list)
     """Output: each micro-batch's balance loss over all layers together."""
 
@@ -52,7 +59,7 @@ VALIDATION = StepContext()
 
 def model_inputs(
     batch: Batch, model: Transformer, step: StepContext = VALIDATION
-) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss]:
+) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss | Distillation]:
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, dropout = len(batch.tokens_T), model.axes.cp, model.config, step.dropout
     if dropout is not None:
@@ -98,6 +105,8 @@ def model_inputs(
         assert batch.predicted_R is not None
         pooler_dropout = dropout and dropout.rows(batch.predicted_R[: len(rows_R)]).at_embedding
         return stream, attend, ClassLoss(rows_R, targets_R, step.label_smoothing, pooler_dropout)
+    if step.distiller is not None:
+        return stream, attend, step.distiller.head(stream, attend, targets_R)
     tokens = Loss(targets_R, step.label_smoothing, rows_R)
     if config.top != "pretraining":
         return stream, attend, tokens

@@ -29,6 +29,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.pipeline import Pipeline, Stage
 from colonnade.train.cuda_graph import ForwardBackward, GraphedForwardBackward
+from colonnade.train.distill import Distiller
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.model_inputs import VALIDATION, StepContext, model_inputs, step_dropout
 from colonnade.train.moe_stats import MoeStats, collect_moe_stats, pooled_balance_loss, update_router_biases
@@ -165,11 +166,13 @@ class TrainStep:
         scaler: LossScaler | None = None,
         spread: Sequence[DispatchOptions] = (DispatchOptions(),),
         cuda_graph: bool = False,
+        distiller: Distiller | None = None,
     ):
         """``pipeline`` when ``model`` is one rank's pipeline stages, ``scaler`` for float16. ``spread`` is the expert
         parallelism of the MoE layers and may change between steps. ``cuda_graph`` replays forward and backward of a
-        step's only micro-batch.
+        step's only micro-batch. ``distiller`` has a teacher to imitate.
         """
+        self.distiller = distiller
         self.spread = spread
         self.pipeline, self.scaler = pipeline, scaler
         self.model, self.masters, self.train, self.axes = model, masters, train, model.axes
@@ -188,6 +191,7 @@ class TrainStep:
             self.train.label_smoothing,
             order_loss_weight(micro_batches, count, self.axes.dp),
             step_dropout(self.train, number, self.model.config, count.device),
+            distiller=self.distiller,
         )
         sizes = [len(batch.tokens_T) for batch in micro_batches]
         if self.model.config.moe is not None:

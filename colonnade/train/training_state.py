@@ -40,6 +40,7 @@ from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed, check_data_unchanged
+from colonnade.train.distill import load_distiller
 from colonnade.train.initial_weights import freeze, initialise_masters
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.memory_advice import check_rank_memory
@@ -101,7 +102,7 @@ class TrainingState:
         self._moe_autotuner = MoeAutotuner(self.model) if degree == "auto" and has_moe_layers(self.model) else None
         self._step = TrainStep(
             self.model, self.masters, self.optimizer, run.train, self.world, self.pipeline, self.scaler, [spread],
-            run.train.cuda_graph,
+            run.train.cuda_graph, load_distiller(run, context),
         )  # fmt: skip
         self.spread_changes: list[str] = []
         """Changes by the MoE autotuner (plan.degree auto) that were not shown yet."""

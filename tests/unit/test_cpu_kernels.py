@@ -249,7 +249,7 @@ def test_bad_inputs_are_refused_before_the_library(native: str, monkeypatch: pyt
         ("int8 weights", lambda: kernels.fused_linear(x, q8._replace(scales=q8.scales[:8]))),
         ("int8 weights", lambda: kernels.fused_linear(x, q8._replace(values=q8.values[:, :60]))),
         ("int4 weights", lambda: kernels.fused_linear(x, q4._replace(values=q4.values[:, :-1]))),
-        ("int4 weights", lambda: kernels.fused_linear(x, q4._replace(scales=q4.scales.float()))),
+        ("int4 weights", lambda: kernels.fused_linear(x, q4._replace(scales=q4.scales.half()))),
         ("a projection of 48", lambda: kernels.rope_and_kv_write(qkv, rows(3, 4, 2, 10), rows(3, 4, 2, 10), slots)),
         ("slots", lambda: kernels.rope_and_kv_write(qkv, pool, pool, slots[:1])),
         ("slots", lambda: kernels.rope_and_kv_write(qkv, pool, pool, slots.int())),

@@ -48,6 +48,14 @@ class InterleavedQKV(SplitQKV):
         pairs = part.unflatten(0, (-1, config.head_width // 2, 2))
         return pairs.transpose(1, 2).flatten(0, 2)
 
+    def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+        """Converts to three tensors."""
+        found = super().write(parameter, config)
+        for name in self.names[:2]:
+            halves = found[name].unflatten(0, (-1, 2, config.head_width // 2))
+            found[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+        return found
+
 
 _BLOCK = "blk.{i}."
 _QKV = "blocks.{i}.attention.qkv"
@@ -154,11 +162,11 @@ class GGUFSource:
 
 def block_sizes() -> dict[int, tuple[int, int]]:
     """(elements, bytes) of one block, for each quantisation type of the ``gguf`` package."""
-    return {int(kind): sizes for kind, sizes in _gguf().GGML_QUANT_SIZES.items()}
+    return {int(kind): sizes for kind, sizes in gguf_package().GGML_QUANT_SIZES.items()}
 
 
 def _dequantise(raw: np.ndarray, info: TensorInfo, file: str) -> np.ndarray:
-    gguf = _gguf()
+    gguf = gguf_package()
     kind = gguf.GGMLQuantizationType(info.kind)
     try:
         with np.errstate(all="ignore"):  # a damaged block may contain NaN, which is left to the reader of the weights
@@ -170,9 +178,10 @@ def _dequantise(raw: np.ndarray, info: TensorInfo, file: str) -> np.ndarray:
         ) from None
 
 
-def _gguf() -> Any:
+def gguf_package() -> Any:
+    """The ``gguf`` package; raises :class:`CheckpointError` if it is not installed."""
     try:
         import gguf
     except ImportError:
-        raise CheckpointError("reading GGUF files needs the gguf package: pip install 'colonnade[gguf]'") from None
+        raise CheckpointError("GGUF files need the gguf package: pip install 'colonnade[gguf]'") from None
     return gguf

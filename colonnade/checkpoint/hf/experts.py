@@ -29,6 +29,24 @@ class PerExpert(ParamMapping):
         """Reads the box of each expert that it touches."""
         return torch.stack([self._read(source, self._name(e), box[1:]) for e in range(*box[0])])
 
+    @property
+    def keeps_inputs_last(self) -> bool:
+        """Quantised experts have their inputs last, as theirs: our down projection is transposed where it is dense."""
+        return True
+
+    def read_component(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
+        """Reads values or scales of the experts in a box."""
+        inner = box[:0:-1] if self.transposed else box[1:]
+        return torch.stack([source.read(self._name(e), inner) for e in range(*box[0])])
+
+    def write_component(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+        """Values or scales of one matrix for each expert, with its inputs last."""
+        return {self._name(e): matrix.contiguous() for e, matrix in enumerate(parameter)}
+
+    def inputs_of(self, box: Box) -> tuple[int, int]:
+        """Hidden units for a down projection."""
+        return box[1] if self.transposed else box[2]
+
     def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
         """Converts to one matrix for each expert."""
         return {
@@ -61,6 +79,11 @@ class StackedExperts(ParamMapping):
         if self.transposed:
             return source.read(self.names[0], (experts, width, hidden)).transpose(1, 2)
         return source.read(self.names[0], (experts, hidden, width))
+
+    @property
+    def keeps_inputs_last(self) -> bool:
+        """No quantised format has such stacks."""
+        return False
 
     def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
         """Not used: experts are written one by one, as on the Hub."""

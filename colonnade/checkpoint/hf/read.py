@@ -5,7 +5,6 @@ other ranks' part is never read. Pickled ``.bin`` files are refused: unpickling 
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch import Tensor
 from colonnade.checkpoint.atomic_folder import read_json
 from colonnade.checkpoint.hf import FAMILIES, config_from_hf
 from colonnade.checkpoint.hf.family import Family
+from colonnade.checkpoint.hf.quantised_source import QuantisedSource, parse_quantization
 from colonnade.checkpoint.weight_mapping import Box, Shape, WeightLoader
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import StoreWeight, copy_weight
+from colonnade.model.weight_only_quant import Formats, StoreWeight, copy_weight
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -37,9 +37,13 @@ class HFFolder:
         file = self.path / CONFIG
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; every Hugging Face model has one")
-        config = config_from_hf(read_json(file), str(file))
+        raw = dict(read_json(file))
+        quantised = raw.pop("quantization_config", None) or raw.pop("compression_config", None)
+        config = config_from_hf(raw, str(file))
         family = FAMILIES[config.family]
-        source = SafetensorsSource(self.path, family)
+        source: SafetensorsSource | QuantisedSource = SafetensorsSource(self.path, family)
+        if quantised is not None:
+            source = QuantisedSource(source, parse_quantization(quantised, str(file)))
         self.config: ModelConfig = family.config_for_tensors(config, source.shapes)
         head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
         duplicates = {**family.duplicates, head: embedding} if self.config.tied else family.duplicates
@@ -48,6 +52,11 @@ class HFFolder:
     def load_weights(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Reads this rank's share into ``model``, built from :attr:`config`; see :meth:`WeightLoader.load_weights`."""
         self._weights.load_weights(model, place)
+
+    @property
+    def formats(self) -> Formats:
+        """The formats of its quantised matrices."""
+        return self._weights.formats
 
 
 class SafetensorsSource:
@@ -67,7 +76,7 @@ class SafetensorsSource:
                 full = full.removesuffix(old) + new if full.endswith(old) else full
             if not re.fullmatch(family.buffers, full):
                 self._name_in_file[full] = name
-        self.shapes: Mapping[str, Shape] = {name: tuple(self._slice(name).get_shape()) for name in self._name_in_file}
+        self.shapes: dict[str, Shape] = {name: tuple(self._slice(name).get_shape()) for name in self._name_in_file}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Reads one box of one tensor, in its dtype on disk."""
@@ -79,6 +88,18 @@ class SafetensorsSource:
             )
         try:
             return tensor[tuple(slice(start, stop) for start, stop in box)]
+        except (SafetensorError, OSError) as why:
+            raise CheckpointError(f"{self.file_of(name)}: cannot read {name!r}: {why}; download it again") from None
+
+    def raw_dtype(self, name: str) -> str:
+        """The dtype of a tensor, as safetensors calls it."""
+        return str(self._slice(name).get_dtype())
+
+    def read_raw(self, name: str, box: Box) -> Tensor:
+        """Reads one box of a tensor of any dtype."""
+        try:
+            tensor = self._slice(name)
+            return tensor[tuple(slice(start, stop) for start, stop in box)] if box else tensor[...]
         except (SafetensorError, OSError) as why:
             raise CheckpointError(f"{self.file_of(name)}: cannot read {name!r}: {why}; download it again") from None
 

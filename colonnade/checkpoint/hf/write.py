@@ -17,11 +17,18 @@ from torch import Tensor
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.hf import FAMILIES, config_to_hf
 from colonnade.checkpoint.hf.read import CONFIG, INDEX, WEIGHTS
+from colonnade.checkpoint.hf.write_quantised import (
+    is_symmetric,
+    quantization_config,
+    write_quantised,
+    written_quantised,
+)
 from colonnade.checkpoint.weight_mapping import ParamMapping, map_parameters
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
+from colonnade.model.weight_only_quant import dense, quantised_parameters
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
+from colonnade.parallel.layout import WHOLE, Experts, Placement, placements
 
 GENERATION_CONFIG = "generation_config.json"
 MESSAGE_BYTES = 2048
@@ -69,24 +76,29 @@ def write_hf(
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     mappings = map_parameters(list(sizes), FAMILIES[model.config.family].table, str(path))
     special_ids = _special_ids(tokenizer)
-    texts = {
-        CONFIG: config_to_hf(model.config) | special_ids | {"dtype": str(dtype).removeprefix("torch.")},
-        GENERATION_CONFIG: special_ids,
-    }
+    config = config_to_hf(model.config) | special_ids | {"dtype": str(dtype).removeprefix("torch.")}
+    compressed, names_of = _compress(model, mappings), {}
+    for name, tensors in compressed.items():
+        sizes[name], names_of[name] = sum(tensor.nbytes for tensor in tensors.values()), list(tensors)
+    if compressed:
+        config["quantization_config"] = _quantization_config(model, mappings, shapes)
+    texts = {CONFIG: config, GENERATION_CONFIG: special_ids}
     shards = plan_shards(sizes, shard_bytes)
     if len(shards) > 1:
         weight_map = {
             theirs: file
             for file, names in shards.items()
             for name in names
-            for theirs in mappings[name].shapes(tuple(shapes[name]), model.config)
+            for theirs in names_of.get(name, mappings[name].shapes(tuple(shapes[name]), model.config))
         }
         texts[INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
 
     run_on_writer(model.axes, partial(atomic_folder.create_partial, path, overwrite))
     try:
         for file, names in shards.items():
-            tensors = _gather_shard(model, mappings, names, dtype)
+            tensors = _gather_shard(model, mappings, [name for name in names if name not in compressed], dtype)
+            for name in names:
+                tensors |= compressed.get(name, {})
             save = partial(
                 atomic_folder.write_tensors, atomic_folder.partial_path(path) / file, tensors, {"format": "pt"}
             )
@@ -118,8 +130,9 @@ def _gather_shard(
     model: Transformer, mappings: Mapping[str, ParamMapping], names: list[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The tensors of one file on the writing rank; {} on the others, which take part in the gathers."""
-    shapes, layout, axes = model.global_shapes(), layout_of(model), model.axes
+    shapes, layout, axes = model.global_shapes(), placements(model), model.axes
     local = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    local |= {name: dense(name, weight) for name, weight in quantised_parameters(model).items() if name in names}
     tensors: dict[str, Tensor] = {}
     for name in names:
         parameter: Any = local[name]
@@ -131,6 +144,36 @@ def _gather_shard(
             on_disk = torch.promote_types(dtype, torch.float32) if name.endswith("bias_E") else dtype
             tensors |= mappings[name].write(whole.to("cpu", on_disk), model.config)
     return tensors
+
+
+def _compress(model: Transformer, mappings: Mapping[str, ParamMapping]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each parameter that is written quantised; raises :class:`ConfigError` if that is impossible."""
+    weights = written_quantised(quantised_parameters(model))
+    if not weights:
+        return {}
+    if (ranks := model.axes.tp.size * model.axes.experts.tokens.size) > 1:
+        raise ConfigError(
+            f"quantised weights are written for transformers by one process, and these are spread over {ranks}; load "
+            "the model without a plan, or write --format colonnade"
+        )
+    symmetric = is_symmetric(weights.values())
+    return {
+        name: write_quantised(name, weight, mappings[name], model.config, symmetric=symmetric)
+        for name, weight in weights.items()
+    }
+
+
+def _quantization_config(
+    model: Transformer, mappings: Mapping[str, ParamMapping], shapes: Mapping[str, torch.Size]
+) -> dict[str, Any]:
+    weights = written_quantised(quantised_parameters(model))
+    ignore = [
+        theirs.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if name not in weights and len(shape) == 2 and not name.startswith("embed.")
+        for theirs in mappings[name].shapes(tuple(shape), model.config)
+    ]
+    return quantization_config(weights, ignore)
 
 
 def gather_parameter(part: Tensor, shape: torch.Size, placement: Placement, axes: Axes) -> Tensor:

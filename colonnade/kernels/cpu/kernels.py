@@ -103,7 +103,7 @@ def fits(x_TD: Tensor, weight: Matrix) -> bool:
     if not T or not D or x_TD.stride(1) != 1 or not _no_gradient(x_TD) or not available(x_TD.dtype):
         return False
     if isinstance(weight, Quantised):
-        grouped = weight.kind == "int8" or weight.group in (32, 64, 128)
+        grouped = weight.kind == "int8" or (weight.group in (32, 64, 128) and not weight.has_wide_scales)
         return weight.kind in calls.KINDS and grouped and weight.values.dim() == 2 and (T <= MAX_ROWS or _is_fast())
     return T <= MAX_ROWS and weight.dtype == x_TD.dtype and weight.is_contiguous() and _no_gradient(weight)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels import tuning
+from colonnade.kernels.experts import quantised as reference
 from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.tiles import GroupedTiles
 from colonnade.kernels.experts.triton_activation import activate
@@ -172,6 +173,8 @@ def routed(
     tiles: GroupedTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD (see :func:`quantised.routed`); ``tiles`` overrides the choice made here."""
+    if any(w is not None and w.has_wide_scales for w in weights[:3]):
+        return reference.routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
     x_TD, weights_TA, ends_E = row_contiguous(x_TD), weights_TA.contiguous(), ends_E.contiguous()
     up_w, down_w, gate_w, up_b, gate_b, down_b = weights
     R, E, F, D = len(order_R), len(ends_E), up_w.outputs, down_w.outputs

@@ -9,6 +9,10 @@ that one shift of consecutive words gives consecutive inputs. The last group of 
 range always contains 0, which keeps m within 15 s of it, and q is rounded with s and m as stored: no weight changes by
 more than 0.6 s.
 
+A grid with an integer zero point, w ≈ (q − z) s, as other projects store int4, is the same form with m = −z s. With
+z = 8 (symmetric) m is a bfloat16 number if s is; in general it is not, and s and m are then stored in float32, where
+q s + m is exact (:func:`int4_scales`). Kernels that read bfloat16 pairs leave such weights to the reference.
+
 All arithmetic is float32, whatever the weights' dtype. Where a row is sharded over ranks, ``reduce_max`` takes the
 maximum over them, so that quantised values do not depend on the layout. (A group belongs to one rank: see
 :mod:`colonnade.config.feature_checks`.)
@@ -41,7 +45,7 @@ class Quantised(NamedTuple):
     values: Tensor
     """int8 or float8 (F, D); for int4, words (F, groups · G / 8)."""
     scales: Tensor
-    """(F, 1) float32; for int4, s and m as (F, groups, 2) bfloat16."""
+    """(F, 1) float32; for int4, s and m as (F, groups, 2) bfloat16, or float32 where bfloat16 would round them."""
     inputs: int
     """D."""
     group: int
@@ -55,6 +59,11 @@ class Quantised(NamedTuple):
     def matrix(self, e: int) -> "Quantised":
         """Matrix ``e`` of a stack."""
         return self._replace(values=self.values[e], scales=self.scales[e])
+
+    @property
+    def has_wide_scales(self) -> bool:
+        """Whether int4 scales are float32, which only the reference multiplies with."""
+        return self.kind == "int4" and self.scales.dtype == torch.float32
 
     @property
     def nbytes(self) -> int:
@@ -86,10 +95,10 @@ def quantise(
     return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
 
 
-def stored_bytes(outputs: int, inputs: int, kind: Kind, group: int) -> int:
-    """Bytes of a matrix quantised to ``kind``."""
+def stored_bytes(outputs: int, inputs: int, kind: Kind, group: int, scale_bytes: int = 2) -> int:
+    """Bytes of a matrix quantised to ``kind``; ``scale_bytes``: of one number of an int4 group."""
     if kind == "int4":
-        return outputs * -(-inputs // group) * (group // 2 + 4)
+        return outputs * -(-inputs // group) * (group // 2 + 2 * scale_bytes)
     return outputs * (inputs + 4)
 
 
@@ -100,16 +109,37 @@ def power_of_two_scale(highest: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _quantise_int4(w_FD: Tensor, group: int) -> Quantised:
-    inputs, words = w_FD.shape[1], group // INT4_PER_WORD
+    inputs = w_FD.shape[1]
     w = F.pad(w_FD, (0, -inputs % group)).unflatten(1, (-1, group))
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low).clamp(min=SMALLEST) / w_FD.new_tensor(15.0)).bfloat16()
     low = low.bfloat16()
     q = ((w - low.float()) / scale.float()).round().clamp(0, 15).nan_to_num().to(torch.int32)
-    packed = q.new_zeros(*q.shape[:2], words)
-    for i, part in enumerate(q.split(words, 2)):
+    return Quantised("int4", pack_int4(q.flatten(1), group), torch.cat((scale, low), 2), inputs, group)
+
+
+def pack_int4(q_FD: Tensor, group: int) -> Tensor:
+    """Words of int4 values 0 … 15, int32 (…, D), whose last group is padded with zeros."""
+    q = F.pad(q_FD, (0, -q_FD.shape[-1] % group)).unflatten(-1, (-1, group))
+    words = group // INT4_PER_WORD
+    packed = q.new_zeros(*q.shape[:-1], words)
+    for i, part in enumerate(q.split(words, -1)):
         packed |= part << 4 * i
-    return Quantised("int4", packed.flatten(1), torch.cat((scale, low), 2), inputs, group)
+    return packed.flatten(-2)
+
+
+def unpack_int4(weight: Quantised) -> Tensor:
+    """The int4 values 0 … 15 of ``weight``, int32 (…, D)."""
+    words = weight.values.unflatten(-1, (-1, weight.group // INT4_PER_WORD))
+    q = torch.stack([words >> 4 * i & 15 for i in range(INT4_PER_WORD)], -2)
+    return q.flatten(-3)[..., : weight.inputs]
+
+
+def int4_scales(scale: Tensor, low: Tensor) -> Tensor:
+    """s and m of int4 groups, float32 (…, groups) each, as a :class:`Quantised` stores them: without rounding."""
+    wide = torch.stack((scale, low), -1).float()
+    narrow = wide.bfloat16()
+    return narrow if torch.equal(narrow.float(), wide) else wide
 
 
 def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
@@ -122,7 +152,7 @@ def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None))
     q = torch.empty(*words.shape[:2], INT4_PER_WORD, words.shape[2], dtype=wide, device=words.device)
     for i in range(INT4_PER_WORD):
         q[:, :, i] = (words >> 4 * i).bitwise_and_(15)
-    # q s is exact (4 bits times 8 bits), so only the sum is rounded, here as in a fused multiply-add.
+    # q s is exact (4 bits times 8, 11 or 12 bits), so only the sum is rounded, here as in a fused multiply-add.
     w = q.flatten(2).mul_(scales[..., :1].to(wide)).add_(scales[..., 1:].to(wide))
     return w.flatten(1)[:, : weight.inputs].to(dtype)
 

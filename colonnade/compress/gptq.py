@@ -1,0 +1,97 @@
+"""GPTQ (Frantar 2022, arXiv 2210.17323): rounds a matrix column by column and corrects those that follow.
+
+    minimise tr(Δ H Δᵀ), Δ = Ŵ − W, H = (2/N) Σ x xᵀ + λ I          λ = 0.01 · mean(diag H)
+    U = chol(H⁻¹)ᵀ;  for each column j by descending H_jj:   δ = (w_j − ŵ_j) / U_jj,   W_{:,j:} −= δ U_{j,j:}
+
+Grids are chosen before any column is rounded, so that a group is a run of consecutive inputs although the columns are
+visited in another order (no ``g_idx``). H is factored in float64 on a CPU. If H is a multiple of I, nothing is
+corrected, and the result is rounding to nearest on the same grid. Of GPTQ and two kinds of rounding to nearest, the one
+with the least error is kept, so the error is never above that of rounding to nearest.
+"""
+
+import torch
+from torch import Tensor
+
+from colonnade.compress.grids import Grid, GridKind, choose_grid
+from colonnade.errors import DataError
+from colonnade.kernels.linear.quantise import Kind, Quantised
+
+DAMPING = 0.01
+"""λ, as a share of the mean of H's diagonal."""
+BLOCK = 128
+"""Columns between two updates of all later ones."""
+
+
+def nearest(
+    w_FD: Tensor, kind: Kind, group: int, grid: GridKind = "affine", importance_D: Tensor | None = None
+) -> Quantised:
+    """``w_FD`` rounded to nearest; with ``importance_D``, groups clip their range where that lowers the error."""
+    return _round_all(w_FD.float(), choose_grid(w_FD.float(), kind, group, grid, importance_D))
+
+
+def gptq(w_FD: Tensor, hessian_DD: Tensor, kind: Kind, group: int, grid: GridKind = "affine") -> Quantised:
+    """``w_FD`` quantised with the least of the errors tr(Δ H Δᵀ) of GPTQ and of rounding to nearest.
+
+    Raises :class:`DataError` for an H that is not finite.
+    """
+    h_DD, w_FD = damped(hessian_DD), w_FD.float()
+    importance_D = h_DD.diagonal()
+    clipped = choose_grid(w_FD, kind, group, grid, importance_D)
+    whole = choose_grid(w_FD, kind, group, grid)
+    found = [
+        (_gptq(w_FD, h_DD, clipped), clipped),
+        (_nearest(w_FD, clipped), clipped),
+        (_nearest(w_FD, whole), whole),
+    ]
+    groups_D = clipped.groups(torch.arange(w_FD.shape[1], device=w_FD.device))
+    errors = [error(by.value(q, groups_D) - w_FD, h_DD) for q, by in found]
+    q_FD, by = found[min(range(len(found)), key=errors.__getitem__)]
+    return by.pack(q_FD)
+
+
+def error(delta_FD: Tensor, hessian_DD: Tensor) -> float:
+    """tr(Δ H Δᵀ)."""
+    delta = delta_FD.to(hessian_DD.dtype)
+    return float((delta @ hessian_DD * delta).sum())
+
+
+def damped(hessian_DD: Tensor) -> Tensor:
+    """H + λ I, in float64 on a CPU; I where no input was ever seen."""
+    h_DD = hessian_DD.to(torch.float32 if hessian_DD.is_cuda else torch.float64)
+    mean = h_DD.diagonal().mean()
+    if not h_DD.isfinite().all():
+        raise DataError(
+            f"the calibration texts give inputs that are not finite in a matrix of {len(h_DD)} inputs; "
+            "use another text, or --by nearest, which needs none"
+        )
+    return h_DD + torch.eye(len(h_DD), dtype=h_DD.dtype, device=h_DD.device) * (DAMPING * mean if mean > 0 else 1.0)
+
+
+def _nearest(w_FD: Tensor, grid: Grid) -> Tensor:
+    return grid.round(w_FD, grid.groups(torch.arange(w_FD.shape[1], device=w_FD.device)))
+
+
+def _round_all(w_FD: Tensor, grid: Grid) -> Quantised:
+    return grid.pack(_nearest(w_FD, grid))
+
+
+def _gptq(w_FD: Tensor, h_DD: Tensor, grid: Grid) -> Tensor:
+    """q_FD."""
+    order_D = h_DD.diagonal().argsort(descending=True, stable=True)
+    lower = torch.linalg.cholesky(h_DD[order_D][:, order_D])
+    u_DD = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    w, groups_D = w_FD[:, order_D].clone(), grid.groups(order_D)
+    q = torch.empty_like(w)
+    D = w.shape[1]
+    for start in range(0, D, BLOCK):
+        stop = min(start + BLOCK, D)
+        delta = torch.empty_like(w[:, start:stop])
+        for j in range(start, stop):
+            column, of = w[:, j : j + 1], groups_D[j : j + 1]
+            q[:, j : j + 1] = grid.round(column, of)
+            delta[:, j - start] = (column - grid.value(q[:, j : j + 1], of))[:, 0] / u_DD[j, j]
+            w[:, j + 1 : stop] -= delta[:, j - start : j - start + 1] * u_DD[j, j + 1 : stop]
+        w[:, stop:] -= delta @ u_DD[start:stop, stop:]
+    result = torch.empty_like(q)
+    result[:, order_D] = q
+    return result

@@ -1,0 +1,162 @@
+"""Distillation as a section of training: every layout takes the step of one process; teachers of any kind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade import api
+from colonnade.checkpoint import native
+from colonnade.cli import main
+from colonnade.compress import Compression, compress
+from colonnade.config import DataConfig, DistillConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import Corpus, build
+from colonnade.errors import ConfigError, PlanError
+from colonnade.model import Rows, Transformer, initialise
+from colonnade.model.loss import IGNORE
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train import Trainer
+from colonnade.train.distill import check_teacher
+from colonnade.train.model_inputs import model_inputs
+from colonnade.train.training_state import TrainingState
+from tests.corpora import TEXT
+from tests.worlds import assert_same
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+STUDENT = ModelConfig(vocab_size=300, layers=1, width=16, heads=4, kv_heads=2, ffn_width=12, context=32)
+TEACHER = STUDENT.replace(layers=2, width=32, heads=8, kv_heads=4, ffn_width=64, head_width=8)
+EXPERTS = STUDENT.replace(family="mixtral", moe=MoeConfig(experts=4, active=2, ffn_width=12))
+
+
+def save(folder: Path, config: ModelConfig, tokenizer, *, compressed: bool = False) -> Path:
+    model = initialise(Transformer(config), 3).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(3)  # a teacher with opinions
+    if compressed:
+        compress(model, Compression(weights="int4", weight_group=32, by="nearest"))
+    return api.save(api.Model(model, tokenizer, DistributedContext.solo(torch.device("cpu")), "teacher"), folder)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    build([(f"doc{i}", f"{i} {TEXT}") for i in range(30)], out, vocab_size=300, validation_share=0.2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def teachers(corpus, tmp_path_factory) -> dict[str, Path]:
+    folder, tokenizer = tmp_path_factory.mktemp("teachers"), Corpus(corpus).tokenizer
+    return {
+        "dense": save(folder / "dense", TEACHER, tokenizer),
+        "equal": save(folder / "equal", STUDENT.replace(layers=2), tokenizer),
+        "experts": save(folder / "experts", EXPERTS, tokenizer),
+        "int4": save(folder / "int4", TEACHER, tokenizer, compressed=True),
+    }
+
+
+def config(corpus: Path, runs: Path, distill: DistillConfig, model: ModelConfig = STUDENT, **train) -> RunConfig:
+    settings = TrainConfig(
+        steps=3, batch=8, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=0, dtype="float64", eval_every=0, save_every=0,
+        log_every=1,
+    )  # fmt: skip
+    data = DataConfig(path=corpus, sequence=16)
+    return RunConfig(
+        name="r", runs=runs, device="cpu", model=model, data=data, train=settings.replace(**train), distill=distill
+    )
+
+
+def first_step(run: RunConfig) -> tuple[float, float]:
+    """(loss, gradient norm) of the first step."""
+    with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context) as training:
+        outcome = training.step()
+        return float(context.axes.global_sum(outcome.loss_sum) / outcome.count), float(outcome.norm)
+
+
+def settings(teachers, name="dense", **changes) -> DistillConfig:
+    return DistillConfig(**{"teacher": str(teachers[name]), "mix": 0.3, "temperature": 1.5, **changes})
+
+
+@pytest.mark.parametrize(
+    ("teacher", "changes", "plan", "micro"),
+    [
+        ("dense", {"loss": "kl"}, Plan(tp=2), 2),
+        ("dense", {"loss": "dist"}, Plan(dp=2), 4),
+        ("equal", {"loss": "jsd", "hidden": 0.5}, Plan(tp=2, sequence_parallel=True), 8),
+        ("dense", {"loss": "reverse"}, Plan(tp=2, dp=2), 1),
+        ("experts", {"loss": "dist"}, Plan(dp=2, ep=2), 2),
+        ("int4", {"loss": "kl"}, Plan(tp=2), 2),
+    ],
+    ids=str,
+)
+def test_every_layout_takes_the_step_of_one_process(teacher, changes, plan, micro, corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers, teacher, **changes))
+    (alone,) = in_world(1, first_step, run)
+    split = run.replace(plan=plan, train=run.train.replace(micro_batch=micro))
+    for loss, norm in in_world(plan.world, first_step, split):
+        assert_same(torch.tensor(loss), torch.tensor(alone[0]))
+        assert_same(torch.tensor(norm), torch.tensor(alone[1]))
+    ordinary = run.replace(distill=DistillConfig())
+    (other,) = in_world(1, first_step, ordinary)
+    assert abs(other[0] - alone[0]) > 1e-3
+
+
+def _loss_and_reference(run: RunConfig) -> tuple[float, float]:
+    """A step's loss, and that of plain torch from both models' logits."""
+    with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context) as training:
+        batches = list(training._on_device(training.feed.samples.at(0)))
+        tau, mix, total, count = run.distill.temperature, run.distill.mix, 0.0, 0
+        with api.load(run.distill.teacher, weights="dense", dtype="float64", device="cpu", context=context) as teacher:
+            for batch in batches:
+                stream, attend, _ = model_inputs(batch, training.model)
+                valid = batch.targets_T != IGNORE
+                z, t = (model(stream, attend, Rows())[valid] for model in (training.model, teacher.transformer))
+                cross = torch.nn.functional.cross_entropy(z, batch.targets_T[valid], reduction="sum")
+                p, q = (t / tau).softmax(1), (z / tau).softmax(1)
+                total += float(mix * cross + (1 - mix) * tau**2 * (p * (p / q).log()).sum())
+                count += int(valid.sum())
+        outcome = training.step()
+        return float(outcome.loss_sum / outcome.count), total / count
+
+
+@pytest.mark.parametrize("teacher", ["dense", "int4"])
+def test_a_step_is_what_both_models_logits_give(teacher, corpus, teachers, tmp_path) -> None:
+    ((loss, reference),) = in_world(1, _loss_and_reference, config(corpus, tmp_path, settings(teachers, teacher)))
+    assert loss == pytest.approx(reference, rel=1e-9 if teacher == "dense" else 1e-3)
+
+
+def test_a_run_learns_and_resumes(corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers, mix=0.0), steps=12, save_every=6, lr=3e-2)
+    summary = Trainer(run).fit()
+    whole = native.read_meta(summary.checkpoint)
+    assert whole.run is not None and whole.run.distill == run.distill
+    half = run.replace(name="half")
+    Trainer(half.replace(train=half.train.replace(steps=12, save_every=6))).fit()
+    import shutil
+
+    shutil.rmtree(tmp_path / "half" / "step-12")
+    again = Trainer(half).fit()
+    files = "weights-00000.safetensors"
+    assert (again.checkpoint / files).read_bytes() == (summary.checkpoint / files).read_bytes()
+
+
+def test_refusals(corpus, teachers, tmp_path) -> None:
+    def refused(match: str, model: ModelConfig = STUDENT, plan: Plan = Plan(), train=None, **changes) -> None:
+        run = config(corpus, tmp_path, settings(teachers, **changes), model, **(train or {})).replace(plan=plan)
+        with pytest.raises((ConfigError, PlanError), match=match):
+            check_teacher(run, Corpus(corpus))
+
+    refused("has a vocabulary of 300, and the run's model one of 301", STUDENT.replace(vocab_size=301))
+    refused("equal widths, and the teacher has 32 and the model 16", hidden=0.5)
+    refused("both soften the targets", train={"label_smoothing": 0.1})
+    refused("pp=2 and cp=1", plan=Plan(pp=2))
+    refused("in int4 already", name="int4", weights="int8")
+    with pytest.raises(SystemExit):
+        main(["distill", "--data.path", str(corpus)])
+    other = tmp_path / "other"
+    build([("a", TEXT[::-1] * 20)], other, vocab_size=300, validation_share=0.2)
+    run = config(corpus, tmp_path, settings(teachers))
+    with pytest.raises(ConfigError, match=r"another tokenizer than that of distill\.teacher"):
+        check_teacher(run.replace(data=run.data.replace(path=other)), Corpus(other))

@@ -1,0 +1,111 @@
+"""GGUF files as the gguf package's own reader and dequantiser see them, and as we read them back."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from colonnade import api
+from colonnade.checkpoint.gguf.write import write_gguf
+from colonnade.checkpoint.load_model import open_model
+from colonnade.cli.main import main
+from colonnade.compress import Compression, compress
+from colonnade.config import ModelConfig
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.model import Transformer
+from colonnade.model.weight_only_quant import copy_weight, dense, quantised_parameters
+from colonnade.parallel.distributed_context import DistributedContext
+from tests.models import CONFIGS, MOES, build
+
+LLAMA = ModelConfig(vocab_size=301, layers=2, width=64, heads=8, kv_heads=4, head_width=16, ffn_width=128, context=64)
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen3": LLAMA.replace(family="qwen3", qk_norm=True, tied=True),
+    "gpt2": CONFIGS["gpt2"].replace(width=64, heads=4, head_width=16, ffn_width=128, kv_heads=4),
+}
+
+
+def read(path: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """(type, values) of every tensor, by the gguf package."""
+    return {
+        tensor.name: (tensor.tensor_type.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"weights": "int4", "grid": "symmetric", "weight_group": 32}, "Q4_0"),
+        ({"weights": "int4", "grid": "affine", "weight_group": 32}, "Q4_1"),
+        ({"weights": "int8"}, "Q8_0"),
+        (None, "F16"),
+    ],
+    ids=["Q4_0", "Q4_1", "Q8_0", "F16"],
+)
+def test_values_are_ours(family, settings, kind, tmp_path) -> None:
+    model = build(FAMILIES[family], dtype=torch.float32).requires_grad_(False)
+    if settings is not None:
+        compress(model, Compression(by="nearest", **settings))
+    write_gguf(model, tmp_path / "m.gguf")
+    tensors, down = read(tmp_path / "m.gguf"), quantised_parameters(model).get("blocks.1.ffn.down.weight")
+    found, values = tensors["blk.1.ffn_down.weight"]
+    expected = model.get_parameter("blocks.1.ffn.down.weight") if down is None else dense("", down)
+    assert found == kind
+    exact = {"Q4_0": 0, "Q4_1": 0, "Q8_0": 0.005, "F16": 0.0005}[kind]
+    error = np.abs(values - expected.numpy()).max() / np.abs(expected.numpy()).max()
+    assert error <= exact
+    opened = open_model(tmp_path / "m.gguf")
+    unknown = {"init_std": 0.02}
+    assert opened.config.replace(**unknown) == model.config.replace(**unknown)
+    again = Transformer(opened.config)
+    opened.load_weights(again, DistributedContext.solo(torch.device("cpu")), copy_weight)
+    for name in ("blocks.0.attention.qkv.weight", "blocks.1.attention.out.weight"):
+        weight = quantised_parameters(model).get(name)
+        ours = model.get_parameter(name) if weight is None else dense(name, weight)
+        difference = (again.get_parameter(name) - ours).abs().max() / ours.abs().max()
+        assert difference <= exact, name
+
+
+@pytest.mark.slow
+def test_smollm2_with_its_tokenizer(tmp_path) -> None:
+    """From the command line: tokens, template and greedy text are those of the source."""
+    source = api.load("smollm2", dtype="float32", device="cpu")
+    path = tmp_path / "small.gguf"
+    main(["convert", "smollm2", str(path), "--format", "gguf"])
+    reader = gguf.GGUFReader(path)
+    assert reader.get_field("tokenizer.ggml.pre").contents() == "smollm"
+    assert len(reader.get_field("tokenizer.ggml.tokens").contents()) == source.config.vocab_size
+    with api.load(path, dtype="float32", device="cpu") as again:
+        text = "Twenty-three años: naïve 漢字 <|im_start|>user\n 12345"
+        assert again.tokenizer.encode(text) == source.tokenizer.encode(text)
+        assert again.tokenizer.chat_template == source.tokenizer.chat_template
+        assert (again.tokenizer.bos_id, again.tokenizer.eos_ids) == (source.tokenizer.bos_id, source.tokenizer.eos_ids)
+        options = {"max_tokens": 6, "temperature": 0}
+        prompt = "The capital of France is"
+        assert again.generate(prompt, **options) == source.generate(prompt, **options)
+
+
+def test_refusals(tmp_path) -> None:
+    model = build(LLAMA, dtype=torch.float32).requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"end it with \.gguf"):
+        write_gguf(model, tmp_path / "m")
+    (tmp_path / "m.gguf").write_text("here")
+    with pytest.raises(CheckpointError, match="exists; use"):
+        write_gguf(model, tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match="are not written"):
+        write_gguf(build(MOES["gated"], dtype=torch.float32), tmp_path / "e.gguf")
+    compress(model, Compression(by="nearest", weight_group=64))
+    with pytest.raises(ConfigError, match="--weight_group 32"):
+        write_gguf(model, tmp_path / "g.gguf")
+    small = build(LLAMA, dtype=torch.float32).requires_grad_(False)
+    small.get_parameter("blocks.0.ffn.up.weight").mul_(1e6)
+    compress(small, Compression(by="nearest", weight_group=32))
+    small_up = quantised_parameters(small)["blocks.0.ffn.up.weight"]
+    small_up.scales.mul_(1e4)
+    with pytest.raises(ConfigError, match="no float16 number"):
+        write_gguf(small, tmp_path / "s.gguf")
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["m.gguf"]
