@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         DataConfig,
         ExpertsConfig,
         LatentConfig,
+        LoraConfig,
         ModelConfig,
         MoeConfig,
         Plan,
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
         RunConfig,
         ServeConfig,
         TrainConfig,
+        TuneConfig,
     )
     from colonnade.config.presets import preset
     from colonnade.data import Tokenizer
     from colonnade.errors import ColonnadeError
     from colonnade.serve.sampling_params import SamplingParams
     from colonnade.train.loop import Trainer
+    from colonnade.tune.tuner import Tuner
 
     __version__: str
 
@@ -42,6 +45,7 @@ __all__ = [
     "Engine",
     "ExpertsConfig",
     "LatentConfig",
+    "LoraConfig",
     "Model",
     "ModelConfig",
     "MoeConfig",
@@ -54,6 +58,8 @@ __all__ = [
     "Tokenizer",
     "TrainConfig",
     "Trainer",
+    "TuneConfig",
+    "Tuner",
     "__version__",
     "load",
     "load_tokenizer",
@@ -69,6 +75,7 @@ _MODULES = {
     "SamplingParams": "colonnade.serve.sampling_params",
     "Tokenizer": "colonnade.data",
     "Trainer": "colonnade.train.loop",
+    "Tuner": "colonnade.tune.tuner",
     "preset": "colonnade.config.presets",
 }
 

@@ -19,6 +19,7 @@ from colonnade.cli.bench import bench
 from colonnade.cli.common import console
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
+from colonnade.cli.finetune import finetune, finetune_with_defaults
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shadow import shadow
 from colonnade.cli.training import demo, presets, train, train_with_defaults
@@ -39,6 +40,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "corpus": corpus,
     "train": train,
+    "finetune": finetune,
     "presets": presets,
     "eval": evaluate,
     "generate": generate,
@@ -51,9 +53,13 @@ VERBS: dict[str, Callable[..., None]] = {
 }
 
 
+WITH_DEFAULTS = {"train": train_with_defaults, "finetune": finetune_with_defaults}
+"""Verbs whose defaults depend on the flags that are given."""
+
 SECTIONS = {
     "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
     "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts",
+    "LoraConfig": "lora", "TuneConfig": "tune",
 }  # fmt: skip
 """The prefix of the flags that set each configuration."""
 
@@ -66,7 +72,7 @@ def parse(argv: list[str]) -> Callable[[], None]:
     # Optional tables of settings (rope_scaling) are set in the TOML file, not by subcommands.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
     if name in VERBS:
-        verb = train_with_defaults(words) if name == "train" else VERBS[name]
+        verb = WITH_DEFAULTS[name](words) if name in WITH_DEFAULTS else VERBS[name]
         return tyro.cli(_deferred(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(

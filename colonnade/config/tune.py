@@ -1,0 +1,23 @@
+"""Settings of fine-tuning on conversations, preferences and rewards."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from colonnade.config.base import Config
+
+
+class TuneConfig(Config):
+    """What a method of finetune computes; optimisation is set by TrainConfig."""
+
+    epochs: float = Field(default=1.0, gt=0, le=1e6)
+    """Passes over the data, if train.steps is not set."""
+    truncate: bool = False
+    """Cut conversations that are longer than data.sequence; False: refuse them."""
+    beta: float = Field(default=0.1, ge=0)
+    """dpo: the weight of the log-probability ratios; ipo's tau."""
+    loss: Literal["dpo", "ipo"] = "dpo"
+    """dpo: the sigmoid loss of Rafailov 2023 (arXiv 2305.18290). ipo: the squared loss of Azar 2023 (arXiv 2310.12036),
+    with mean log-probabilities."""
+    flipped: float = Field(default=0.0, ge=0, lt=0.5)
+    """dpo: the assumed share of pairs whose preference is the wrong way round (conservative DPO, Mitchell 2023)."""
