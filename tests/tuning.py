@@ -13,6 +13,7 @@ from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.data_feed import MakeFeed
+from colonnade.train.initial_weights import check_start
 from colonnade.train.loop import train
 from colonnade.train.trackers import read_rows
 from tests.models import build
@@ -72,3 +73,8 @@ def logp(model: Transformer, tokens: list[int]) -> Tensor:
 def norm(model: Transformer) -> Tensor:
     """The norm of the whole gradient."""
     return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+
+
+def fit_checked(run: RunConfig) -> None:
+    """Raise what the checks before a run raise."""
+    check_start(run, None)

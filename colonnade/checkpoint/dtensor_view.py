@@ -13,6 +13,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.tensor_index import split_key
 from colonnade.model import Transformer
+from colonnade.model.lora import is_adapter
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
@@ -35,12 +36,18 @@ class OptimizerState(Protocol):
         ...
 
 
-def local_tensors(model: Transformer, masters: Masters | None, optimizer: OptimizerState | None) -> dict[str, Tensor]:
-    """``part/parameter`` to this rank's own tensor, which loading fills in place."""
+def local_tensors(
+    model: Transformer, masters: Masters | None, optimizer: OptimizerState | None, *, adapters: bool
+) -> dict[str, Tensor]:
+    """``part/parameter`` to this rank's own tensor, which loading fills in place.
+
+    Of a model with adapters, a checkpoint has either these (``adapters``) or everything else.
+    """
     weights: Mapping[str, Tensor] = (
         dict(model.named_parameters()) if masters is None else masters.local | masters.frozen
     )
     weights = {**weights, **dict(model.named_buffers())}
+    weights = {name: w for name, w in weights.items() if is_adapter(name) == adapters}
     return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
 
 

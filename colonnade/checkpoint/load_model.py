@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from colonnade.checkpoint import atomic_folder, native
+from colonnade.checkpoint.adapters import check_base, merging, read_adapters
 from colonnade.checkpoint.atomic_folder import Manifest
 from colonnade.checkpoint.gguf.read import GGUFFile
 from colonnade.checkpoint.hf.read import HFFolder
@@ -63,13 +64,20 @@ class OpenedModel:
     """The folder of its tokenizer, or a function that returns the parts of one."""
     tasks: tuple[str, ...] = ()
     """Names of the tasks that its router knows, if any."""
+    adapters: bool = False
+    """Whether it is a run's adapters, merged into their base model while it is loaded."""
 
 
 def open_model(path: str | Path) -> OpenedModel:
-    """Opens the model that ``path`` names; raises :class:`CheckpointError` when it is missing, damaged or unknown."""
+    """Opens the model that ``path`` names; raises :class:`CheckpointError` when it is missing, damaged or unknown.
+
+    A run with adapters is opened as its base model with the adapters merged.
+    """
     location = locate(path)
     if native.is_native(location):
         meta = native.read_meta(location)
+        if meta.model.lora is not None:
+            return _open_adapters(location, meta)
         config = meta.model
 
         def load_weights(model: Transformer, context: DistributedContext, place: StoreWeight) -> object:
@@ -100,6 +108,35 @@ def open_model(path: str | Path) -> OpenedModel:
         load_foreign,
         load_foreign_masters,
         location if isinstance(foreign, HFFolder) else foreign.tokenizer,
+    )
+
+
+def _open_adapters(location: Path, meta: native.Meta) -> OpenedModel:
+    """Opens the base model of the adapters in ``location``, which are merged into it while it is loaded."""
+    base = "" if meta.run is None else meta.run.train.start
+    try:
+        found = locate(base) if base else None
+        if found is None or (native.is_native(found) and native.read_meta(found).model.lora is not None):
+            raise CheckpointError("it names no model without adapters")
+        opened = open_model(found)
+    except CheckpointError as why:
+        raise CheckpointError(
+            f"{location} has adapters for the model {base or 'none'!r}, which cannot be opened: {why}; run the command "
+            "where the adapters were trained"
+        ) from None
+    check_base(meta.model, opened.config, str(location))
+    adapters = read_adapters(location, meta.model)
+
+    def load_masters(model: Transformer, context: DistributedContext, masters: Masters) -> object:
+        raise CheckpointError(f"{location} has adapters only; merge them with colonnade convert {location} OUT")
+
+    return replace(
+        opened,
+        config=opened.config,
+        load_weights=merging(opened.load_weights, adapters, meta.model),
+        read_weights=merging(opened.read_weights, adapters, meta.model),
+        load_masters=load_masters,
+        adapters=True,
     )
 
 

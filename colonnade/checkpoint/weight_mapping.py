@@ -28,6 +28,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
+from colonnade.model.lora import is_adapter
 from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
@@ -222,6 +223,8 @@ class WeightLoader:
                 )
         shapes, layout = model.global_shapes(), layout_of(model)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if is_adapter(name):
+                continue
             box = local_box(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
             place(name, parameter, self.mappings[name].read(self.source, box, self.config))
 

@@ -78,10 +78,12 @@ class Linear(Float8Module, QuantisableMatrix):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
+        self.adapter: nn.Module | None = None
+        """x to what is added to x Wᵀ (:mod:`~colonnade.model.lora`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""
-        if self.float8 is None:
+        if self.float8 is None and self.adapter is None:
             return linear(x, self.matrix, self.bias, self.kernels)
         y = self.product(x)
         return y if self.bias is None else y + self.bias
@@ -89,8 +91,10 @@ class Linear(Float8Module, QuantisableMatrix):
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ without the bias, which a row-parallel layer adds after the sum over ranks."""
         if self.float8 is None:
-            return linear(x, self.matrix, None, self.kernels)
-        return float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
+            y = linear(x, self.matrix, None, self.kernels)
+        else:
+            y = float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
+        return y if self.adapter is None else y + self.adapter(x)
 
 
 def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:
@@ -159,4 +163,5 @@ def _mover(axes: Axes, T: int, linears: tuple[Linear, ...]) -> "RowTransfer | No
     """The mover for these products, if they can overlap."""
     if axes.row_transfer is None or T == 0 or T % axes.tp.size:
         return None
-    return None if any(linear.float8 or linear.quantised for linear in linears) else axes.row_transfer
+    ordinary = any(linear.float8 or linear.quantised or linear.adapter is not None for linear in linears)
+    return None if ordinary else axes.row_transfer

@@ -92,7 +92,7 @@ class TrainingState:
             self.pipeline = PipelineStep(self.model, context, compute) if run.plan.pp > 1 else None
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.pipeline is None
             self.masters = masters(self.model, context, compute, self.pipeline and self.pipeline.stages, single=single)
-            if self.checkpoint is None:
+            if self.checkpoint is None or run.model.lora is not None:  # a checkpoint has adapters only
                 initialise_masters(self.model, run, context, self.masters)
             self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, context.device) if run.train.dtype == "float16" else None
