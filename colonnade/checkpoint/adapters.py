@@ -5,13 +5,15 @@
 Each parameter is merged in the dtype in which it is loaded, before it is quantised.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
+from colonnade.checkpoint.peft import CONFIG as PEFT_CONFIG
+from colonnade.checkpoint.peft import Adapter, is_peft, read_peft
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
@@ -23,7 +25,29 @@ from colonnade.parallel.layout import WHOLE, layout_of, local_part
 LoadWeights = Callable[[Transformer, DistributedContext, StoreWeight], object]
 
 
-def read_adapters(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+def read_adapter(path: str | Path, base: ModelConfig | None = None) -> Adapter:
+    """The adapters in ``path``: PEFT's folder, a run or a checkpoint of a run.
+
+    ``base`` is the model that they are for, which a folder of PEFT needs. Raises :class:`CheckpointError` for anything
+    else, and for adapters of another model.
+    """
+    folder = Path(path)
+    if is_peft(folder):
+        if base is None:
+            raise CheckpointError(f"{folder} has adapters in PEFT's format, which need their base model; name it")
+        return read_peft(folder, base)
+    location = folder if native.is_native(folder) else native.newest(folder)
+    meta = None if location is None else native.read_meta(location)
+    if location is None or meta is None or meta.model.lora is None:
+        raise CheckpointError(
+            f"{path} has no adapters; give a run that was trained with --lora.rank, or a folder with {PEFT_CONFIG}"
+        )
+    if base is not None:
+        check_base(meta.model, base, str(location))
+    return Adapter(meta.model, _read_native(location, meta.model), meta.run.train.start if meta.run else "")
+
+
+def _read_native(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     """The whole adapters of a checkpoint of a model ``config``, by name, on the CPU."""
     found: dict[str, Tensor] = {}
 
@@ -35,8 +59,9 @@ def read_adapters(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def merging(load: LoadWeights, adapters: Mapping[str, Tensor], config: ModelConfig) -> LoadWeights:
-    """``load`` of the base model, followed by the merge of ``adapters`` of a model ``config``."""
+def merging(load: LoadWeights, adapter: Adapter) -> LoadWeights:
+    """``load`` of the base model, followed by the merge of ``adapter``."""
+    adapters, config = adapter.tensors, adapter.model
 
     @torch.no_grad()
     def load_merged(model: Transformer, context: DistributedContext, place: StoreWeight) -> None:
@@ -44,7 +69,7 @@ def merging(load: LoadWeights, adapters: Mapping[str, Tensor], config: ModelConf
         merged: set[str] = set()
 
         def delta_of(name: str, like: Tensor) -> Tensor | None:
-            delta = merged_delta(name, dict(adapters), config)
+            delta = merged_delta(name, adapters, config)
             if delta is None:
                 return None
             merged.add(name)
@@ -72,4 +97,3 @@ def check_base(adapter: ModelConfig, base: ModelConfig, where: str) -> None:
         raise CheckpointError(
             f"{where} has adapters for another model: {different[0]!r} differs; use the model that it was trained on"
         )
-

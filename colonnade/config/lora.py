@@ -25,6 +25,10 @@ class LoraConfig(Config):
     """The matrices with an adapter: q, k, v and out of attention; gate, up and down of the feed-forward network, or of
     each expert. Those that a model lacks are left out."""
 
+    base: Literal["stored", "int8", "int4"] = "stored"
+    """Training: the format of the frozen matrices; int8 and int4 are read but not trained, so they need no more memory
+    than in serving."""
+
     @field_validator("targets", mode="before")
     @classmethod
     def _one_target(cls, value: object) -> object:

@@ -146,4 +146,3 @@ def merged_delta(name: str, adapters: dict[str, Tensor], config: ModelConfig) ->
         return None
     heads = {"q": config.group, "k": 1, "v": 1}
     return fuse_qkv(parts, heads, config.kv_heads, config.head_width).T
-

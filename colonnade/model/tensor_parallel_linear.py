@@ -9,15 +9,16 @@ number of rows.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.kernels.experts.grouped_mm import SCALED_CAPABILITY, scaled_available
 from colonnade.kernels.linear import float8
-from colonnade.kernels.linear.quantise import Kind, Quantised, quantise
+from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, quantise
 from colonnade.kernels.registry import choose
 from colonnade.parallel.axis import Axes
 
@@ -33,8 +34,24 @@ Matrix = Tensor | Quantised
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, kernels: str = "auto") -> Tensor:
     """x Wᵀ + b, (…, inputs) to (…, outputs)."""
+    if isinstance(weight, Quantised) and x.requires_grad and torch.is_grad_enabled():
+        y = _FrozenProduct.apply(x, weight, kernels)
+        return y if bias is None else y + bias
     operation = "quantised_linear" if isinstance(weight, Quantised) else "linear"
     return choose(operation, x.device.type, x.dtype, kernels)(x, weight, bias)
+
+
+class _FrozenProduct(Function):
+    """x Wᵀ with a quantised W, which has no gradient; the backward pass dequantises it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Quantised, kernels: str) -> Tensor:
+        ctx.weight = weight
+        return choose("quantised_linear", x.device.type, x.dtype, kernels)(x, weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ dequantise(ctx.weight, grad.dtype), None, None
 
 
 class Float8Module(nn.Module):

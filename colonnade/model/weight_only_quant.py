@@ -9,7 +9,7 @@ Quantised weights are bitwise the same in every layout: if columns are cut over 
 maximum over all of them, and int4's groups are never cut (:mod:`colonnade.config.feature_checks`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,13 @@ def build(
     kind: Kind,
     group: int,
     experts_on: torch.device | None = None,
+    spans: Sequence[range] | None = None,
 ) -> tuple[Transformer, StoreWeight]:
     """A model with its matrices on the meta device, and the function that stores each weight, quantised to ``kind``.
 
-    Experts are stored on ``experts_on``, if not on ``device``.
+    Experts are stored on ``experts_on``, if not on ``device``; only the blocks of ``spans`` are built if given.
     """
-    model = Transformer(config, axes, device="meta", dtype=dtype)
+    model = Transformer(config, axes, spans=spans, device="meta", dtype=dtype)
     quantised = quantisable_modules(model)
     for prefix, module in model.named_modules():
         target = device

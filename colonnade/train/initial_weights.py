@@ -15,19 +15,22 @@ import torch
 
 from colonnade.checkpoint.load_model import OpenedModel, open_model
 from colonnade.config import ModelConfig, RunConfig, differences
+from colonnade.config.feature_checks import check_quantised
 from colonnade.data import Corpus
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.model.lora import is_adapter
 from colonnade.model.moe import Router
-from colonnade.model.weight_only_quant import copy_weight
+from colonnade.model.weight_only_quant import build, copy_weight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 
 OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "top", "classes", "lora")
 """Model fields that may differ from those of ``train.start``; where they change tensors, the shapes show it."""
+GROUP = 32
+"""Inputs that share a scale in an int4 base."""
 PROBE_TOKENS = 512
 """Tokens of the corpus that both tokenizers must encode alike."""
 
@@ -47,6 +50,9 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
     if run.model.lora is not None:
         base = [name for name, _ in _tensors(model) if not is_adapter(name)]
         initialise(model, run.train.seed, masters.assign, leave=base)
+        if run.model.lora.base != "stored":  # loaded by load_quantised_base
+            masters.update_model()
+            return
     if not _has_new_head(opened.config, run.model):
         opened.load_masters(model, context, masters)
         return
@@ -62,6 +68,30 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
         if name in common:
             masters.assign(name, tensor, common[name].detach())
     masters.update_model()
+
+
+def load_quantised_base(
+    run: RunConfig, context: DistributedContext, dtype: torch.dtype, spans: Sequence[range]
+) -> Transformer:
+    """A model whose frozen matrices are those of ``train.start``, quantised while they are read; no new adapters yet.
+
+    Raises :class:`ConfigError` for a layout in which they cannot be quantised.
+    """
+    lora = run.model.lora
+    assert lora is not None
+    if run.model.moe is not None:
+        raise ConfigError(f"lora.base {lora.base} is for dense models; leave it out to train a mixture of experts")
+    if lora.base == "stored" or run.train.float8 != "none":
+        raise ConfigError(
+            f"train.float8 {run.train.float8} and lora.base {lora.base} exclude each other; leave one out"
+        )
+    opened = open_model(run.train.start)
+    check_quantised(run.model, lora.base, GROUP, run.plan.tp, run.plan.sh)
+    model, store = build(
+        run.model, context.axes, device=context.device, dtype=dtype, kind=lora.base, group=GROUP, spans=spans
+    )
+    opened.load_weights(model, context, store)
+    return model
 
 
 def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:

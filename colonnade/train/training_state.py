@@ -40,7 +40,7 @@ from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed, check_data_unchanged
-from colonnade.train.initial_weights import freeze, initialise_masters
+from colonnade.train.initial_weights import freeze, initialise_masters, load_quantised_base
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.memory_advice import check_rank_memory
 from colonnade.train.moe_autotune import CHECK_INTERVAL, MoeAutotuner, has_moe_layers
@@ -77,7 +77,11 @@ class TrainingState:
         spans = [span for _, span in context.stages(run.model.layers)]
         check_rank_memory(run, context)
         with explain_setup_oom(run, context.device):
-            self.model = self._build(run.model, master_dtype, spans, meta=context.sharded)
+            lora = run.model.lora
+            if lora is not None and lora.base != "stored":
+                self.model = load_quantised_base(run, context, master_dtype, spans)
+            else:
+                self.model = self._build(run.model, master_dtype, spans, meta=context.sharded)
             self.checkpoint = newest_checkpoint(run.folder, self.world)
             """The newest complete checkpoint, if any."""
             freeze(self.model, run.train.freeze)
@@ -91,7 +95,8 @@ class TrainingState:
             """The recomputation chosen for train.recompute budget; None otherwise."""
             self.pipeline = PipelineStep(self.model, context, compute) if run.plan.pp > 1 else None
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.pipeline is None
-            self.masters = masters(self.model, context, compute, self.pipeline and self.pipeline.stages, single=single)
+            self.masters = masters(self.model, context, compute, self.pipeline and self.pipeline.stages, single=single,
+                                   keep_frozen=lora is None)  # fmt: skip
             if self.checkpoint is None or run.model.lora is not None:  # a checkpoint has adapters only
                 initialise_masters(self.model, run, context, self.masters)
             self.optimizer = make_optimizer(self.masters, run.train)

@@ -12,15 +12,18 @@ from colonnade.checkpoint import native
 from colonnade.cli import main
 from colonnade.config import LoraConfig, ModelConfig, MoeConfig, Plan
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.kernels.linear.quantise import dequantise
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.model.lora import is_adapter, merged_delta
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.memory_estimate import estimate
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.chats import Conversations
 from colonnade.tune.packing import sft_feed
 from tests import tuning
 from tests.models import build
 from tests.parity.test_sft import ROWS, conversations
+from tests.serve import tiny
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
@@ -57,7 +60,7 @@ def test_merged_equals_unmerged(name: str, lora: LoraConfig) -> None:
         before = base(stream, attend, Rows())
         for weight_name, p in base.named_parameters():
             if (delta := merged_delta(weight_name, adapters, config)) is not None:
-                p += delta
+                p.add_(delta)
                 changed += 1
         assert (model(stream, attend, Rows()) - before).abs().max() > 0.01
         assert_same(model(stream, attend, Rows()), base(stream, attend, Rows()))
@@ -196,11 +199,63 @@ def test_adapters_that_name_themselves_are_refused(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, file = tuning.start(tmp_path), tuning.write_rows(tmp_path / "rows.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
-    main(
-        ["finetune", str(start), "--data", str(file), "--device", "cpu", "--lora.rank", "4", "--lora.targets", "q", "v"]
-        + ["--train.steps", "2"]
-    )
+    flags = ["--device", "cpu", "--lora.rank", "4", "--lora.targets", "q", "v", "--train.steps", "2"]
+    main(["finetune", str(start), "--data", str(file), *flags])
     meta = native.read_meta(tmp_path / "runs" / "sft" / "step-2")
     assert meta.model.lora == LoraConfig(rank=4, targets=("q", "v"))
     assert meta.run is not None
     assert meta.run.train.lr == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_gradients_over_a_quantised_base_equal_plain_torch(kind: str, tmp_path: Path) -> None:
+    """The losses and norms are those over a base that was dequantised before; bit for bit after a resume."""
+    model = DENSE.replace(head_width=16, ffn_width=64, width=64)
+    run = tuning.settings(tmp_path / "a", tuning.start(tmp_path, model), model.replace(lora=LORA.replace(base=kind)))
+    feed = sft_feed(conversations(), Conversations([]))
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=feed) as training,
+    ):
+        assert all("weight" in name or is_adapter(name) for name in training.masters.frozen | training.masters.local)
+        quantised = [module for module in training.model.modules() if getattr(module, "quantised", None) is not None]
+        assert len(quantised) == 5 * model.layers + 1
+        plain = build(model)
+        with torch.no_grad():
+            for name, module in training.model.named_modules():
+                if (matrix := getattr(module, "quantised", None)) is not None:
+                    plain.get_parameter(f"{name}.weight").copy_(dequantise(matrix, torch.float64))
+    folder = tmp_path / "plain" / "start"
+    native.save(folder, plain, native.Meta(model=model), DistributedContext.solo(), tokenizer=tiny.tokenizer())
+    reference = tuning.settings(tmp_path / "b", folder, model.replace(lora=LORA))
+    tuning.fit(run, feed)
+    tuning.fit(reference, feed)
+    assert tuning.history(run) == pytest.approx(tuning.history(reference), rel=1e-9)
+    before = tuning.history(run)[-2:]
+    shutil.rmtree(run.folder / "step-4")
+    tuning.fit(run, feed)
+    assert tuning.history(run)[-2:] == before
+    tp = run.replace(runs=tmp_path / "tp", plan=Plan(tp=2))
+    in_world(2, tuning.fit, tp, feed)
+    assert tuning.history(tp) == pytest.approx(tuning.history(reference), rel=1e-9)
+    dp = run.replace(runs=tmp_path / "dp", plan=Plan(dp=2), train=run.train.replace(micro_batch=2))
+    in_world(2, tuning.fit, dp, feed)
+    assert tuning.history(dp) == pytest.approx(tuning.history(reference), rel=1e-9)
+
+
+def test_a_frozen_base_has_no_masters(tmp_path: Path) -> None:
+    config = DENSE.replace(lora=LORA)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), config, dtype="bfloat16")
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=sft_feed(conversations(), Conversations([]))) as training,
+    ):
+        training.step()
+        assert {str(w.dtype) for w in training.masters.frozen.values()} == {"torch.bfloat16"}
+        assert {str(w.dtype) for w in training.masters.local.values()} == {"torch.float32"}
+        assert all(is_adapter(name) for name in training.masters.local)
+        state = training.optimizer.state
+        assert len(state) == 2 * len(training.masters.local)
+        estimated = estimate(run, "cpu").device["master weights"]
+        held = sum(w.nbytes for w in (training.masters.local | training.masters.frozen).values())
+        assert estimated == held
