@@ -24,7 +24,7 @@ class FinetuneArgs:
     data: Path
     """A JSON Lines file; docs/howto/finetune.md describes its rows."""
     method: str = "sft"
-    """sft: train on what the assistant says in conversations."""
+    """sft: train on what the assistant says in conversations. dpo: prefer the chosen of two answers."""
     held_out: Path | None = None
     """A file of the same form for validation."""
     name: str = ""
@@ -63,12 +63,12 @@ def _tune(args: FinetuneArgs, *, set_steps: bool) -> None:
     exit_if_stopped(tuner.fit())
 
 
-METHODS: dict[str, Callable[..., None]] = {"sft": _tune}
+METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune}
 """Methods of fine-tuning to the functions that run them: (arguments, set_steps=whether --train.steps was not given)."""
 
 
 def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
-    """Fine-tune a model on conversations; the same command again resumes it.
+    """Fine-tune a model on conversations or preferences; the same command again resumes it.
 
     With --lora.rank N the model itself stays as it is and adapters are trained; --help then lists their settings.
     """

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from colonnade.config.base import Config
+from colonnade.errors import ConfigError
 
 
 class TuneConfig(Config):
@@ -21,3 +22,11 @@ class TuneConfig(Config):
     with mean log-probabilities."""
     flipped: float = Field(default=0.0, ge=0, lt=0.5)
     """dpo: the assumed share of pairs whose preference is the wrong way round (conservative DPO, Mitchell 2023)."""
+
+    @model_validator(mode="after")
+    def _validate(self) -> "TuneConfig":
+        if self.beta == 0:
+            raise ConfigError("tune.beta is 0, with which nothing would be learnt from pairs; 0.1 is usual")
+        if self.loss == "ipo" and self.flipped:
+            raise ConfigError(f"tune.flipped {self.flipped:g} belongs to tune.loss dpo; leave it out with ipo")
+        return self

@@ -46,6 +46,7 @@ from colonnade.train.memory_advice import check_rank_memory
 from colonnade.train.moe_autotune import CHECK_INTERVAL, MoeAutotuner, has_moe_layers
 from colonnade.train.optimizer import AdamW, FusedAdamW, OffloadedAdamW
 from colonnade.train.out_of_memory import explain_checkpoint_copy_oom, explain_oom, explain_setup_oom, peak_bytes
+from colonnade.train.prepared_feed import PreparedFeed
 from colonnade.train.profiler import READ_SAMPLES
 from colonnade.train.train_step import PipelineStep, StepMetrics, TrainStep, evaluate
 
@@ -97,8 +98,14 @@ class TrainingState:
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.pipeline is None
             self.masters = masters(self.model, context, compute, self.pipeline and self.pipeline.stages, single=single,
                                    keep_frozen=lora is None)  # fmt: skip
-            if self.checkpoint is None or run.model.lora is not None:  # a checkpoint has adapters only
+            prepares = isinstance(self.feed, PreparedFeed) and self.feed.needs_start_weights(self.world)
+            # A checkpoint of a model with adapters has only these.
+            if self.checkpoint is None or run.model.lora is not None or prepares:
                 initialise_masters(self.model, run, context, self.masters)
+            if prepares:
+                assert isinstance(self.feed, PreparedFeed)
+                self.watchdog.mark(0, "computes with the initial weights", patient=True)
+                self.feed.prepare(self.model, self.pipeline, self.world, context.device)
             self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, context.device) if run.train.dtype == "float16" else None
         degree = run.plan.degree

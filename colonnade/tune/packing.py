@@ -47,7 +47,7 @@ def pack_rows(rows: Sequence[Row], sequence: int, *, per_sample: int = 1, fixed_
         equal=equal,
         # Only rows with a target are multiplied by the vocabulary.
         predicted_R=None if fixed_shape else torch.from_numpy(np.flatnonzero(counts[1:])),
-        first_R=torch.from_numpy(first[::per_sample]),
+        first_R=torch.from_numpy(np.ascontiguousarray(first[::per_sample])),
         stride=sequence * per_sample,
     )
 

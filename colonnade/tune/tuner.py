@@ -20,8 +20,9 @@ from colonnade.train.data_feed import MakeFeed
 from colonnade.train.loop import Trainer
 from colonnade.train.run_log import Summary
 from colonnade.train.trackers import OpenTracker
-from colonnade.tune.chats import Conversations, fit_conversation, read_conversations
+from colonnade.tune.chats import Conversations, fit_conversation, read_conversations, read_preferences
 from colonnade.tune.packing import check_tune_settings, sft_feed
+from colonnade.tune.preferences import preference_feed
 
 SEQUENCE = 1024
 """Default longest conversation [tokens], unless the model's context is shorter."""
@@ -68,7 +69,25 @@ def _sft(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Pat
     return Data(sft_feed(rows, Conversations([]) if held_out is None else read(held_out)), len(rows))
 
 
-METHODS: dict[str, ReadData] = {"sft": _sft}
+def _dpo(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer) -> Data:
+    def read(path: str | Path) -> Conversations:
+        longest, V = run.data.sequence, run.model.vocab_size
+        return Conversations(
+            [
+                fit_conversation(side, longest, V, f"{path}, row {number}", truncate=tune.truncate)
+                for number, pair in enumerate(read_preferences(path, tokenizer), 1)
+                for side in pair
+            ]
+        )
+
+    rows = read(data)
+    if not len(rows):
+        raise DataError(f"{data} has no rows; write one preference a line")
+    feed = preference_feed(rows, Conversations([]) if held_out is None else read(held_out), tune)
+    return Data(feed, len(rows) // 2)
+
+
+METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo}
 """Method names to the functions that read their data."""
 
 

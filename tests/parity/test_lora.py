@@ -116,7 +116,11 @@ def test_gradients_equal_plain_torch(name: str, tmp_path: Path) -> None:
     assert_same(outcome.norm, torch.stack(grads).norm())
 
 
-PLANS = [Plan(tp=2), Plan(tp=4), Plan(tp=2, dp=2, sequence_parallel=True), Plan(dp=2, cp=2), Plan(pp=2)]
+PLANS = [
+    Plan(tp=4),
+    Plan(tp=2, dp=2, sequence_parallel=True),
+    *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan(tp=2), Plan(dp=2, cp=2), Plan(pp=2))),
+]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -124,7 +128,14 @@ def test_any_plan_gives_the_same_losses(plan: Plan, tmp_path: Path) -> None:
     _check_plan(plan, DENSE, tmp_path)
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), Plan(tp=2, sh=2), Plan(dp=2, sh=2, degree=1)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2, ep=2),
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan(tp=2, sh=2), Plan(dp=2, sh=2, degree=1))),
+    ],
+    ids=str,
+)
 def test_experts_under_any_plan(plan: Plan, tmp_path: Path) -> None:
     _check_plan(plan, EXPERTS, tmp_path)
 

@@ -56,8 +56,14 @@ def test_loss_and_gradient_equal_plain_torch(tmp_path: Path) -> None:
 
 
 PLANS = [
-    Plan(dp=2), Plan(tp=2), Plan(tp=2, dp=2, sequence_parallel=True), Plan(cp=2), Plan(cp=2, tp=2), Plan(pp=2),
-]  # fmt: skip
+    Plan(dp=2),
+    Plan(cp=2, tp=2),
+    Plan(pp=2),
+    *(
+        pytest.param(plan, marks=pytest.mark.slow)
+        for plan in (Plan(tp=2), Plan(cp=2), Plan(tp=2, dp=2, sequence_parallel=True))
+    ),
+]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
