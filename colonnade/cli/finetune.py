@@ -13,7 +13,7 @@ from colonnade.cli.training import exit_if_stopped, flag_settings, show_run
 from colonnade.config import Device, LoraConfig, Plan, TrainConfig, TuneConfig, did_you_mean
 from colonnade.errors import ConfigError
 
-_TUNE, _TRAIN = TuneConfig(), TrainConfig()
+_LORA, _TUNE, _TRAIN = LoraConfig(), TuneConfig(), TrainConfig()
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class FinetuneArgs:
     """auto: CUDA if there is a GPU for each local rank, otherwise the CPU."""
     sequence: int = 0
     """Longest conversation [tokens]; 0: 1024, or the model's context if it is shorter."""
-    lora: LoraConfig | None = None
-    """Low-rank adapters: with --lora.rank, only these are trained."""
+    lora: LoraConfig = _LORA
+    """Low-rank adapters: if any of these flags is given, only adapters are trained."""
     tune: TuneConfig = _TUNE
     """What the method computes."""
     plan: Plan = Plan()
@@ -49,13 +49,13 @@ FULL_LR, LORA_LR = 2e-5, 2e-4
 """Default peak learning rates, without and with adapters."""
 
 
-def _tune(args: FinetuneArgs, *, set_steps: bool) -> None:
+def _tune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
     """Methods whose rows are conversations or preferences."""
     from colonnade.tune.tuner import Tuner, tuned_run
 
     run = tuned_run(
-        args.model, lora=args.lora, sequence=args.sequence, name=args.name or args.method, runs=args.runs,
-        device=args.device, plan=args.plan, train=args.train,
+        args.model, lora=args.lora if adapters else None, sequence=args.sequence, name=args.name or args.method,
+        runs=args.runs, device=args.device, plan=args.plan, train=args.train,
     )  # fmt: skip
     tuner = Tuner(run, args.data, args.method, args.tune, held_out=args.held_out, set_steps=set_steps)
     if is_main_process():
@@ -64,32 +64,34 @@ def _tune(args: FinetuneArgs, *, set_steps: bool) -> None:
 
 
 METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune}
-"""Methods of fine-tuning to the functions that run them: (arguments, set_steps=whether --train.steps was not given)."""
+"""Methods to the functions that run them: (arguments, adapters=whether a --lora flag was given, set_steps=whether
+--train.steps was not).
+"""
 
 
 def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
     """Fine-tune a model on conversations or preferences; the same command again resumes it.
 
-    With --lora.rank N the model itself stays as it is and adapters are trained; --help then lists their settings.
+    With --lora.rank N, or another flag of --lora, the model itself stays as it is and adapters are trained.
     """
-    _finetune(args, set_steps=True)
+    _finetune(args, adapters=False, set_steps=True)
 
 
-def _finetune(args: FinetuneArgs, *, set_steps: bool) -> None:
+def _finetune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
     if args.method not in METHODS:
         raise ConfigError(f"--method {args.method} is unknown{did_you_mean(args.method, list(METHODS))}")
-    METHODS[args.method](args, set_steps=set_steps)
+    METHODS[args.method](args, adapters=adapters, set_steps=set_steps)
 
 
 def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
     """:func:`finetune` for tyro, with defaults that depend on the flags in ``argv``."""
     flags = flag_settings(argv)
-    lora = LoraConfig() if any(name.startswith("lora.") for name in flags) else None
-    train = TrainConfig(lr=LORA_LR if lora else FULL_LR, batch=16, micro_batch=4, weight_decay=0.0, beta2=0.999)
-    defaults = FinetuneArgs(tyro.MISSING, tyro.MISSING, lora=lora, train=train)
+    adapters = any(name.startswith("lora.") for name in flags)
+    train = TrainConfig(lr=LORA_LR if adapters else FULL_LR, batch=16, micro_batch=4, weight_decay=0.0, beta2=0.999)
+    defaults = FinetuneArgs(tyro.MISSING, tyro.MISSING, train=train)
 
     def bound(args: Annotated[FinetuneArgs, arg(name="")] = defaults) -> None:
-        _finetune(args, set_steps="train.steps" not in flags)
+        _finetune(args, adapters=adapters, set_steps="train.steps" not in flags)
 
     bound.__doc__ = finetune.__doc__
     return bound

@@ -14,7 +14,7 @@ class TuneConfig(Config):
     epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the data, if train.steps is not set."""
     truncate: bool = False
-    """Cut conversations that are longer than data.sequence; False: refuse them."""
+    """Cut conversations that are longer than data.sequence tokens, instead of refusing them."""
     beta: float = Field(default=0.1, ge=0)
     """dpo: the weight of the log-probability ratios; ipo's tau."""
     loss: Literal["dpo", "ipo"] = "dpo"

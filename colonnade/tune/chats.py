@@ -243,7 +243,7 @@ def fit_conversation(row: Conversation, longest: int, vocab_size: int, where: st
         if not truncate:
             raise DataError(
                 f"{where} has {len(tokens):,} tokens, and a sequence {longest:,}; set --sequence {len(tokens)} if the "
-                "model's context allows it, or --tune.truncate True to cut it"
+                "model's context allows it, or --tune.truncate to cut it"
             )
         tokens, counts = tokens[:longest], counts[:longest]
         if not any(counts):
