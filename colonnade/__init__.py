@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DistillConfig,
         ExpertsConfig,
         LatentConfig,
+        LoraConfig,
         ModelConfig,
         MoeConfig,
         Plan,
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
         RunConfig,
         ServeConfig,
         TrainConfig,
+        TuneConfig,
     )
     from colonnade.config.presets import preset
     from colonnade.data import Tokenizer
     from colonnade.errors import ColonnadeError
     from colonnade.serve.sampling_params import SamplingParams
     from colonnade.train.loop import Trainer
+    from colonnade.tune.tuner import Tuner
 
     __version__: str
 
@@ -44,6 +47,7 @@ __all__ = [
     "Engine",
     "ExpertsConfig",
     "LatentConfig",
+    "LoraConfig",
     "Model",
     "ModelConfig",
     "MoeConfig",
@@ -56,6 +60,8 @@ __all__ = [
     "Tokenizer",
     "TrainConfig",
     "Trainer",
+    "TuneConfig",
+    "Tuner",
     "__version__",
     "load",
     "load_tokenizer",
@@ -71,6 +77,7 @@ _MODULES = {
     "SamplingParams": "colonnade.serve.sampling_params",
     "Tokenizer": "colonnade.data",
     "Trainer": "colonnade.train.loop",
+    "Tuner": "colonnade.tune.tuner",
     "preset": "colonnade.config.presets",
 }
 

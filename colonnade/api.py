@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
+from colonnade.checkpoint.adapters import read_adapter
 from colonnade.checkpoint.gguf.write import write_gguf
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.load_model import DType, load_model, locate, open_for_plan, open_model
+from colonnade.checkpoint.peft import write_peft
 from colonnade.config import (  # fmt: skip
     AS_TRAINED,
     Device,
@@ -245,6 +247,7 @@ def load(
     experts: ExpertsConfig = AS_TRAINED,
     weights: WeightFormat = "stored",
     weight_group: WeightGroup = 64,
+    adapter: str | Path | None = None,
 ) -> Model:
     """Load a model for inference.
 
@@ -254,7 +257,8 @@ def load(
     load into. ``experts`` changes what a mixture of experts does after training, such as the active experts per token
     or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
     they are read (int4 with a scale for each ``weight_group`` inputs); dense dequantises those of a quantised
-    checkpoint, which stored keeps. A quantised model generates, scores, and is saved as it is.
+    checkpoint, which stored keeps. A quantised model generates, scores, and is saved as it is. ``adapter``, a run with
+    adapters or a folder of PEFT, is merged into the model.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the number of processes does not allow, and :class:`ConfigError` for impossible ``experts`` settings and,
@@ -264,7 +268,7 @@ def load(
     check_choice("device", device, Device)
     check_weight_format(weights, weight_group)
     plan = context.plan if context else plan or Plan()
-    opened = open_for_plan(path, plan, experts, weights, weight_group)
+    opened = open_for_plan(path, plan, experts, weights, weight_group, adapter)
     exits = ExitStack()
     if context is None:
         if plan.world > 1 and not launched():
@@ -343,6 +347,18 @@ def save(
         meta = native.Meta(model=model.config, tasks=model.tasks)
         native.save(folder, model.transformer, meta, model.context, tokenizer=model._tokenizer, overwrite=overwrite)
     return folder
+
+
+def save_adapter(source: str | Path, path: str | Path, *, overwrite: bool = False) -> tuple[int, int]:
+    """Write the adapters of the run ``source`` as files of PEFT; returns (number of tensors, rank).
+
+    Raises :class:`CheckpointError` if ``source`` has no adapters or the folder exists, :class:`ConfigError` if PEFT's
+    files cannot have them.
+    """
+    adapter = read_adapter(source)
+    write_peft(Path(path), adapter, overwrite=overwrite)
+    assert adapter.model.lora is not None
+    return len(adapter.tensors), adapter.model.lora.rank
 
 
 def _sampling_params(kwargs: dict[str, Any]) -> SamplingParams:

@@ -158,7 +158,9 @@ def refuse_existing(folder: Path, overwrite: bool = False) -> None:
         )
     if folder.exists() and not overwrite:
         raise CheckpointError(f"{folder} exists already; choose another name, or replace it (--overwrite)")
-    if folder.exists() and not any((folder / name).is_file() for name in (MANIFEST, "config.json")):
+    if folder.exists() and not any(
+        (folder / name).is_file() for name in (MANIFEST, "config.json", "adapter_config.json")
+    ):
         raise CheckpointError(f"{folder} exists and is not a model, so it is not overwritten; choose another name")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from colonnade.checkpoint.tensor_index import split_key
 from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.model import Transformer
+from colonnade.model.lora import is_adapter
 from colonnade.model.weight_only_quant import StoredFormat, quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
@@ -40,18 +41,22 @@ class OptimizerState(Protocol):
         ...
 
 
-def local_tensors(model: Transformer, masters: Masters | None, optimizer: OptimizerState | None) -> dict[str, Tensor]:
-    """``part/parameter`` to this rank's own tensor, which loading fills in place."""
+def local_tensors(
+    model: Transformer, masters: Masters | None, optimizer: OptimizerState | None, *, adapters: bool
+) -> dict[str, Tensor]:
+    """``part/parameter`` to this rank's own tensor, which loading fills in place.
+
+    Of a model with adapters, a checkpoint has either these (``adapters``) or everything else.
+    """
     weights: Mapping[str, Tensor] = (
         dict(model.named_parameters()) if masters is None else masters.local | masters.frozen
     )
     weights = {**weights, **dict(model.named_buffers())}
-    parts = {
-        key: tensor for name, weight in quantised_parameters(model).items() for key, tensor in components(name, weight)
-    }
-    return {f"weights/{name}": w.detach() for name, w in (weights | parts).items()} | (
-        optimizer.state if optimizer else {}
-    )
+    weights = {name: w for name, w in weights.items() if is_adapter(name) == adapters}
+    if not adapters:
+        for name, weight in quantised_parameters(model).items():
+            weights.update(components(name, weight))
+    return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
 
 
 def components(name: str, weight: Quantised) -> Iterator[tuple[str, Tensor]]:

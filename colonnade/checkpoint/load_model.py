@@ -17,9 +17,11 @@ from typing import Any, Literal
 import torch
 
 from colonnade.checkpoint import atomic_folder, native
+from colonnade.checkpoint.adapters import merging, read_adapter
 from colonnade.checkpoint.atomic_folder import Manifest
 from colonnade.checkpoint.gguf.read import GGUFFile
 from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.checkpoint.peft import is_peft, read_base
 from colonnade.config import AS_TRAINED, ExpertsConfig, ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised as check_weights
 from colonnade.errors import CheckpointError, ConfigError, PlanError
@@ -72,12 +74,20 @@ class OpenedModel:
         kinds: list[WeightFormat] = [form.kind for name, form in self.formats.items() if name.startswith("blocks.")]
         return kinds[0] if kinds else "stored"
 
+    adapters: bool = False
+    """Whether it is a run's adapters, merged into their base model while it is loaded."""
+
 
 def open_model(path: str | Path) -> OpenedModel:
-    """Opens the model that ``path`` names; raises :class:`CheckpointError` when it is missing, damaged or unknown."""
+    """Opens the model that ``path`` names; raises :class:`CheckpointError` when it is missing, damaged or unknown.
+
+    A run with adapters is opened as its base model with the adapters merged.
+    """
     location = locate(path)
     if native.is_native(location):
         meta = native.read_meta(location)
+        if meta.model.lora is not None:
+            return _open_adapters(location, "" if meta.run is None else meta.run.train.start)
         config = meta.model
 
         def load_weights(model: Transformer, context: DistributedContext, place: StoreWeight) -> object:
@@ -93,6 +103,8 @@ def open_model(path: str | Path) -> OpenedModel:
             location, config, load_weights, read_weights, load_masters, location / native.TOKENIZER, meta.tasks,
             meta.quantised,
         )  # fmt: skip
+    if is_peft(location):
+        return _open_adapters(location, read_base(location))
     foreign: HFFolder | GGUFFile = HFFolder(location) if location.is_dir() else GGUFFile(location)
 
     def load_foreign(model: Transformer, _: DistributedContext, place: StoreWeight) -> None:
@@ -110,6 +122,38 @@ def open_model(path: str | Path) -> OpenedModel:
         load_foreign_masters,
         location if isinstance(foreign, HFFolder) else foreign.tokenizer,
         formats=foreign.formats if isinstance(foreign, HFFolder) else {},
+    )
+
+
+def _open_adapters(location: Path, base: str) -> OpenedModel:
+    """Opens the model ``base`` of the adapters in ``location``, which are merged into it while it is loaded."""
+    try:
+        found = locate(base) if base else None
+        chained = found is not None and native.is_native(found) and native.read_meta(found).model.lora is not None
+        if found is None or chained or is_peft(found):
+            raise CheckpointError("it names no model without adapters")
+        opened = open_model(found)
+    except CheckpointError as why:
+        raise CheckpointError(
+            f"{location} has adapters for the model {base or 'none'!r}, which cannot be opened: {why}; run the command "
+            "where the adapters were trained, or merge them with colonnade convert BASE OUT --adapter"
+        ) from None
+    return with_adapter(opened, location)
+
+
+def with_adapter(opened: OpenedModel, location: str | Path) -> OpenedModel:
+    """``opened`` with the adapters in ``location`` merged while it is loaded; raises :class:`CheckpointError`."""
+    adapter = read_adapter(location, opened.config)
+
+    def load_masters(_model: Transformer, _context: DistributedContext, _masters: Masters) -> object:
+        raise CheckpointError(f"{location} has adapters only; merge them with colonnade convert {location} OUT")
+
+    return replace(
+        opened,
+        load_weights=merging(opened.load_weights, adapter),
+        read_weights=merging(opened.read_weights, adapter),
+        load_masters=load_masters,
+        adapters=True,
     )
 
 
@@ -196,7 +240,7 @@ def _suggestions(missing: Path) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    return native.is_native(folder) or (folder / "config.json").is_file()
+    return native.is_native(folder) or (folder / "config.json").is_file() or is_peft(folder)
 
 
 def open_for_plan(
@@ -205,12 +249,17 @@ def open_for_plan(
     experts: ExpertsConfig = AS_TRAINED,
     weights: WeightFormat = "stored",
     weight_group: WeightGroup = 64,
+    adapter: str | Path | None = None,
 ) -> OpenedModel:
     """Open a model without reading its weights, and check that it can be loaded this way.
+
+    ``adapter``: a run or a folder of PEFT whose adapters are merged.
 
     Raises what :func:`colonnade.load` raises.
     """
     opened = open_model(path)
+    if adapter is not None:
+        opened = with_adapter(opened, adapter)
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid out over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(opened.config)

@@ -7,6 +7,8 @@
                                 optimizer's exp_avg-… and exp_avg_sq-…
     tokenizer/                  the tokenizer's files
 
+A checkpoint of a model with adapters has only these; the rest is the model that ``run.train.start`` names.
+
 torch.distributed.checkpoint (DCP) sees every tensor as a DTensor (:mod:`colonnade.checkpoint.dtensor_view`). A
 checkpoint always contains whole tensors, in pieces, whatever the plan that wrote it.
 """
@@ -148,7 +150,8 @@ def prepare_save(
             (partial / TOKENIZER).mkdir()
             tokenizer.save(partial / TOKENIZER)
 
-    views = storage_views(stage(local_tensors(model, masters, optimizer)), model, context, sharded=masters is not None)
+    local = local_tensors(model, masters, optimizer, adapters=meta.model.lora is not None)
+    views = storage_views(stage(local), model, context, sharded=masters is not None)
 
     def write() -> None:
         metadata_bytes = MAX_MANIFEST_BYTES + len(meta.model_dump_json()) + (tokenizer.size_bytes if tokenizer else 0)
@@ -200,7 +203,7 @@ def load(
 
     manifest, meta, index = _read_metadata(folder)
     _check_same_model(folder, meta, trained or model.config)
-    local = local_tensors(model, masters, optimizer)
+    local = local_tensors(model, masters, optimizer, adapters=meta.model.lora is not None)
     shapes = model.global_shapes()
     stored = {f"weights/{name}": form for name, form in meta.quantised.items()}
     if stored and optimizer is not None:

@@ -30,6 +30,7 @@ from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.kernels.linear.quantise import FLOAT8, Quantised
 from colonnade.model import Transformer
+from colonnade.model.lora import is_adapter
 from colonnade.model.weight_only_quant import StoredFormat, StoreWeight, copy_weight, quantisable_modules
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
@@ -283,6 +284,8 @@ class WeightLoader:
                 )
         shapes, layout = model.global_shapes(), layout_of(model)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if is_adapter(name):
+                continue
             box, mapping = local_box(tuple(shapes[name]), layout.get(name, WHOLE), model.axes), self.mappings[name]
             if (form := self.formats.get(name)) is None:
                 place(name, parameter, mapping.read(self.source, box, self.config))

@@ -76,7 +76,8 @@ def corpus(
 def convert(
     source: Positional[Model],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
-    format: Literal["hf", "colonnade", "gguf"] = "hf",
+    format: Literal["hf", "colonnade", "gguf", "peft"] = "hf",
+    adapter: str | None = None,
     dtype: DType = "auto",
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
@@ -88,7 +89,9 @@ def convert(
     Args:
         source: The model to convert.
         out: The folder to create.
-        format: hf (config.json and safetensors), colonnade (loads under any plan) or gguf (one file, for llama.cpp).
+        format: hf (config.json and safetensors), colonnade (loads under any plan), gguf (one file, for llama.cpp), or
+            peft (only the adapters of a run, for the PEFT library).
+        adapter: Merge these adapters: a run that was trained with --lora.rank, or a folder of PEFT.
         dtype: Dtype of the weights on disk; auto keeps the one they are loaded in (float32).
         shard_bytes: Largest safetensors file [bytes] (hf).
         overwrite: Replace an existing model, once the new one is written.
@@ -100,6 +103,12 @@ def convert(
     from colonnade.checkpoint.gguf.write import check_name
     from colonnade.tune.upcycle import check_expert_counts
 
+    if format == "peft":
+        if adapter is not None or upcycle:
+            raise ConfigError("--format peft writes the adapters of one run; leave --adapter and --upcycle out")
+        tensors, rank = api.save_adapter(source, out, overwrite=overwrite)
+        console.print(f"{out}: {tensors} tensors of rank {rank}, format peft")
+        return
     if format == "gguf":
         check_name(out, overwrite)
     else:
@@ -114,7 +123,7 @@ def convert(
         check_expert_counts(upcycle, active)
     loaded_dtype = "float32" if dtype == "auto" else dtype
     _check_memory(source, loaded_dtype, shard_bytes if format == "hf" else 0, upcycle, active)
-    model = api.load(source, dtype=loaded_dtype, device="cpu")
+    model = api.load(source, dtype=loaded_dtype, device="cpu", adapter=adapter)
     if upcycle:
         model.transformer = tune.upcycle(model.transformer, upcycle, active)
     api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)

@@ -20,6 +20,7 @@ from colonnade.cli.common import console
 from colonnade.cli.compress import compress
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
+from colonnade.cli.finetune import finetune, finetune_with_defaults
 from colonnade.cli.look import look
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shadow import shadow
@@ -41,6 +42,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "corpus": corpus,
     "train": train,
+    "finetune": finetune,
     "distill": distill,
     "presets": presets,
     "eval": evaluate,
@@ -56,9 +58,17 @@ VERBS: dict[str, Callable[..., None]] = {
 }
 
 
+WITH_DEFAULTS: dict[str, Callable[[list[str]], Callable[..., None]]] = {
+    "train": train_with_defaults,
+    "distill": functools.partial(train_with_defaults, verb=distill),
+    "finetune": finetune_with_defaults,
+}
+"""Verbs whose defaults depend on the flags that are given."""
+
 SECTIONS = {
     "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
     "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts", "DistillConfig": "distill",
+    "LoraConfig": "lora", "TuneConfig": "tune",
 }  # fmt: skip
 """The prefix of the flags that set each configuration."""
 
@@ -71,7 +81,7 @@ def parse(argv: list[str]) -> Callable[[], None]:
     # Optional tables of settings (rope_scaling) are set in the TOML file, not by subcommands.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
     if name in VERBS:
-        verb = train_with_defaults(words, VERBS[name]) if name in ("train", "distill") else VERBS[name]
+        verb = WITH_DEFAULTS[name](words) if name in WITH_DEFAULTS else VERBS[name]
         return tyro.cli(_deferred(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +19,9 @@ from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps, read_settings
 from colonnade.config.toml import read as read_toml
 from colonnade.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from colonnade.train.run_log import Summary
 
 
 def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
@@ -107,7 +110,7 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
         if is_main_process():
             if not has_corpus:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
-            _show(run, follows(run))
+            show_run(run, follows(run))
             if has_corpus or not run.train.start:  # otherwise the model is not known yet
                 console.print(_resolved_summary(run), soft_wrap=True)
             print(dumps(run), end="")
@@ -116,8 +119,12 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic cuBLAS algorithms
     trainer = Trainer(run)
     if is_main_process():
-        _show(run, follows(run))
-    summary = trainer.fit()
+        show_run(run, follows(run))
+    exit_if_stopped(trainer.fit())
+
+
+def exit_if_stopped(summary: "Summary") -> None:
+    """Exit with the signal's code if one ended the run."""
     if summary.stopped:
         if is_main_process():
             message = f"stopped by {summary.stopped}; the same command continues from {summary.checkpoint}"
@@ -183,7 +190,7 @@ def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], st
         from colonnade.data import Corpus
 
         run = replace_paths(run, {"model.vocab_size": Corpus(folder).manifest.vocab_size})
-    flags = _settings(argv)
+    flags = flag_settings(argv)
     _check_sections(run.model, flags)
     adds_experts = any(name.startswith("model.moe.") for name in flags) and run.model.moe is None
     defaults = replace_paths(run, derive(run, flags) | ({"model.moe.experts": 0} if adds_experts else {}))
@@ -198,7 +205,7 @@ def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], st
     return TrainArgs(defaults, Path(file) if file else None, chosen or "tour"), follows
 
 
-def _settings(argv: list[str]) -> dict[str, object]:
+def flag_settings(argv: list[str]) -> dict[str, object]:
     """The values of the flags by dotted names; integers as int, everything else as text."""
     words = [word for word in argv if word.startswith("--")]
     names = [word[2:].partition("=")[0].replace("-", "_") for word in words]
@@ -247,7 +254,8 @@ def _value(argv: list[str], flag: str) -> str | None:
     return None
 
 
-def _show(run: RunConfig, derived: str) -> None:
+def show_run(run: RunConfig, derived: str) -> None:
+    """Print the derived settings and the plan."""
     if derived:
         console.print(f"derived: {derived}", soft_wrap=True)
     table = Table("axis", "ranks", "each rank holds", title=f"{run.folder}: {run.model.parameters:,} parameters")

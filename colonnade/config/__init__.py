@@ -14,14 +14,17 @@ from colonnade.config.base import (
 from colonnade.config.distill import DistillConfig
 from colonnade.config.expert_overrides import AS_TRAINED, ExpertsConfig
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
+from colonnade.config.lora import LORA_TARGETS, LoraConfig, LoraTarget
 from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import CacheFormat, ServeConfig
+from colonnade.config.tune import TuneConfig
 
 __all__ = [
     "AS_TRAINED",
+    "LORA_TARGETS",
     "CacheFormat",
     "Config",
     "DataConfig",
@@ -29,6 +32,8 @@ __all__ = [
     "DistillConfig",
     "ExpertsConfig",
     "LatentConfig",
+    "LoraConfig",
+    "LoraTarget",
     "ModelConfig",
     "MoeConfig",
     "Plan",
@@ -37,6 +42,7 @@ __all__ = [
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "TuneConfig",
     "WeightFormat",
     "WeightGroup",
     "check_choice",

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from colonnade.config.base import MAX_DIM, Config
 from colonnade.config.derive import MODEL_DERIVED_FIELDS, divisors
+from colonnade.config.lora import LoraConfig
 from colonnade.config.moe import MoeConfig
 from colonnade.errors import ConfigError
 
@@ -157,6 +158,8 @@ class ModelConfig(Config):
     """Number of classes (top = classes)."""
     moe: MoeConfig | None = None
     """Mixture of experts instead of the feed-forward network, in some or all layers; None: a dense model."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters, the only parameters that are trained; None: none."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; those of projections into the residual stream are divided by √(2L)."""
 

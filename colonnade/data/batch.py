@@ -14,6 +14,7 @@ the attention kernels.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 import torch
@@ -53,6 +54,12 @@ class Batch:
     """Distance of consecutive samples' first tokens in the global batch; None: T / samples."""
     orders_R: Tensor | None = None
     """int64: 0 for a sentence pair in order, 1 for a swapped one, or IGNORE."""
+    sequence_T: Tensor | None = None
+    """int64: for preferences, the number of the sequence of each token; sequences 2i and 2i + 1 are pair i."""
+    reference_S: Tensor | None = None
+    """float64: for preferences, the reference model's log-probability of each sequence."""
+    preference: tuple[float, Literal["dpo", "ipo"], float] | None = None
+    """For preferences: beta, the kind of loss, and the share of flipped pairs; None: only log-probabilities."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
 
@@ -65,6 +72,19 @@ class Batch:
             if isinstance(tensor, Tensor)
         }
         return replace(self, **moved)
+
+    @property
+    def pairs(self) -> Tensor:
+        """For preferences: whether each pair has targets."""
+        return (self.targets_per_sequence.view(-1, 2) > 0).all(1)
+
+    @property
+    def targets_per_sequence(self) -> Tensor:
+        """For preferences: the number of targets of each sequence."""
+        assert self.sequence_T is not None
+        assert self.reference_S is not None
+        valid_T = (self.targets_T != IGNORE).long()
+        return torch.zeros_like(self.reference_S, dtype=torch.int64).index_add(0, self.sequence_T, valid_T)
 
     def keep_targets(self, samples: int, sequence: int) -> "Batch":
         """A copy in which only the targets of the first ``samples`` samples count; the others are IGNORE.

@@ -16,7 +16,9 @@ A template pastes messages as text between special tokens. A message that contai
 Messages that spell no special token, nearly all, are rendered and encoded unchanged.
 """
 
+import bisect
 import datetime
+import itertools
 import json
 import secrets
 from collections.abc import Callable, Iterator
@@ -30,6 +32,9 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from colonnade.errors import DataError, RequestError
+
+GENERATION_MARKER = "generation_marker"
+"""The template variable that is printed before and after each ``{% generation %}`` part; undefined: nothing."""
 
 Message = dict[str, Any]
 """``{"role": "user", "content": "..."}`` and any other keys that the template reads."""
@@ -60,14 +65,18 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Accepts ``{% generation %} ... {% endgeneration %}``, which marks text for training and prints it unchanged."""
+    """Accepts ``{% generation %} ... {% endgeneration %}``, which marks text for training.
+
+    The text is printed between two :data:`GENERATION_MARKER`.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        marker = jinja2.nodes.Output([jinja2.nodes.Name(GENERATION_MARKER, "load")], lineno=line)
+        return jinja2.nodes.Scope([marker, *body, marker], lineno=line)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -161,22 +170,46 @@ class ChatEncoder:
                 )
         if marker not in text:
             return self._core.encode(text, add_special_tokens=False).ids
-        return list(self._encode_pieces(text, marker))
+        return [i for i, _ in self._encode_pieces(text, marker)]
 
-    def _encode_pieces(self, text: str, marker: str) -> Iterator[int]:
-        """The ids of ``text``, encoded piece by piece between its special tokens.
+    def encode_generations(
+        self, messages: list[Message], render: Callable[..., str], /, **variables: Any
+    ) -> tuple[list[int], list[int]]:
+        """The ids of :meth:`encode`, and for each the number of its ``{% generation %}`` part, or -1.
+
+        A token belongs to a part if it begins in it. Raises as :meth:`encode`.
+        """
+        marker, edge = ("".join(chr(secrets.choice(_MARKER_SYMBOLS)) for _ in range(8)) for _ in range(2))
+        marked, values = self._mark([messages, variables], marker)
+        pieces = render(marked, **values, **{GENERATION_MARKER: edge}).split(edge)
+        text = "".join(pieces)
+        # Piece 1, 3, … is a part; its end in the text is the start of the next piece.
+        ends = list(itertools.accumulate(len(piece) for piece in pieces))
+        if marker in text:
+            encoded = list(self._encode_pieces(text, marker))
+        else:
+            encoding = self._core.encode(text, add_special_tokens=False)
+            encoded = [(i, start) for i, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)]
+        piece_of = [bisect.bisect_right(ends, start) for _, start in encoded]
+        return [i for i, _ in encoded], [piece // 2 if piece % 2 else -1 for piece in piece_of]
+
+    def _encode_pieces(self, text: str, marker: str) -> Iterator[tuple[int, int]]:
+        """(id, where it begins in ``text``) of ``text``, encoded piece by piece between its special tokens.
 
         A tokenizer that prepends a space to each text does so to each piece.
         """
         begin = 0
         for token, start, end in [*self._special_tokens(text), (None, len(text), len(text))]:
-            piece = self._literal().encode(text[begin:start].replace(marker, ""), add_special_tokens=False)
+            parts = text[begin:start].split(marker)
+            piece = self._literal().encode("".join(parts), add_special_tokens=False)
             if injected := self._special.intersection(piece.ids):
                 name = self._core.id_to_token(min(injected))
                 raise RequestError(f"the messages spell the special token '{name}'; remove it", param="messages")
-            yield from piece.ids
+            lengths = list(itertools.accumulate(len(part) for part in parts))
+            for i, (at, _) in zip(piece.ids, piece.offsets, strict=True):
+                yield i, begin + at + len(marker) * min(bisect.bisect_right(lengths, at), len(parts) - 1)
             if token is not None:
-                yield token
+                yield token, start
             begin = end
 
     def _mark(self, value: Any, marker: str) -> Any:

@@ -164,7 +164,7 @@ class Loader:
         for positions in self._micro_batches(self._batch // self._ranks):
             first = int(positions[0])
             batch = self._objective.pack(self._cursor.at(seen + first, len(positions)), seen + positions)
-            batches.append(replace(batch, first=first * self._config.sequence))
+            batches.append(replace(batch, first=first * (batch.stride or self._config.sequence)))
         return batches
 
     def numbers(self, seen: int) -> list[int]:
@@ -183,8 +183,14 @@ class Loader:
             repeated = np.minimum(positions, samples - 1)
             chosen = repeated * self.samples // samples
             batch = self._objective.pack(chosen, -1 - chosen)  # training samples have numbers from 0
-            batch = replace(batch, first=int(positions[0]) * self._config.sequence)
+            batch = replace(batch, first=int(positions[0]) * (batch.stride or self._config.sequence))
             yield batch.keep_targets(int((positions < samples).sum()), self._config.sequence)
+
+    def all_samples(self) -> Iterator[tuple[np.ndarray, Batch]]:
+        """(sample numbers, batch) of this rank's micro-batches of all samples; the last one may be repeated."""
+        for positions in self._micro_batches(-(-self.samples // self._ranks)):
+            chosen = np.minimum(positions, self.samples - 1)
+            yield chosen, self._objective.pack(chosen, chosen)
 
     def _micro_batches(self, share: int) -> Iterator[np.ndarray]:
         """Positions in the global batch of each micro-batch of this rank, which has ``share`` samples in all."""

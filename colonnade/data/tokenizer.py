@@ -9,6 +9,7 @@ ids; the first file has one) and ``chat_template.jinja``. All are read; only ``t
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,8 @@ _CONFIG_KEY = "colonnade"  # our key in tokenizer_config.json for the BOS and EO
 
 TRUNCATION_RATIO = 16
 """The beginning of a long text that is read to truncate it to k tokens, in multiples of the k longest tokens."""
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 _BERT_TOKENS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 
@@ -299,6 +302,19 @@ class Tokenizer:
             variables["add_generation_prompt"] = False
         try:
             return self._chat_encoder.encode(messages, self.chat, continue_last=continue_last, **variables)
+        except TypeError:
+            raise _surrogate_error(self.chat(messages, **variables)) from None
+
+    def encode_generations(self, messages: list[Message], **variables: Any) -> tuple[list[int], list[int]] | None:
+        """The ids of :meth:`encode_chat`, and for each the number of its ``{% generation %}`` part, or -1.
+
+        None if the template marks no parts. Raises as :meth:`encode_chat`.
+        """
+        if not _GENERATION.search(self.chat_template or ""):
+            return None
+        variables.setdefault("add_generation_prompt", False)
+        try:
+            return self._chat_encoder.encode_generations(messages, self.chat, **variables)
         except TypeError:
             raise _surrogate_error(self.chat(messages, **variables)) from None
 

@@ -38,6 +38,7 @@ from colonnade.config import ModelConfig
 from colonnade.kernels.rotary import Rotation, rotate
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.attend import Attend
+from colonnade.model.lora import linear_adapter, qkv_adapter
 from colonnade.model.norm import HeadsNorm, Norm
 from colonnade.model.rotary import score_factor
 from colonnade.model.tensor_parallel_linear import Linear, column_parallel, row_parallel
@@ -55,6 +56,9 @@ class Attention(nn.Module):
         on = {"device": device, "dtype": dtype}
         self.qkv = Linear(config.width, k * (self.G + 2) * self.H, bias=config.qkv_bias, **on)
         self.out = Linear(k * self.G * self.H, config.width, bias=config.out_bias, **on)
+        self.qkv.adapter = qkv_adapter(config, k, **on)
+        width = config.heads * self.H
+        self.out.adapter = linear_adapter("out", config, k * self.G * self.H, config.width, width, row=True, **on)
         self.layout: dict[str, Placement] = {"qkv.weight": 0, "out.weight": 1}
         if config.qkv_bias:
             self.layout["qkv.bias"] = 0
@@ -121,6 +125,8 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(latent.kv_rank, n * (self.plain + latent.v_width), bias=False, **on)
         self.kv_up.never_quantise = True
         self.out = Linear(n * latent.v_width, config.width, bias=config.out_bias, **on)
+        inputs, fan_in = n * latent.v_width, config.heads * latent.v_width
+        self.out.adapter = linear_adapter("out", config, inputs, config.width, fan_in, row=True, **on)
         self.layout |= {"kv_down.weight": PARTIAL, "kv_up.weight": 0, "out.weight": 1}
         self.layout |= {"kv_down.bias": PARTIAL} if bias else {}
         self.layout |= {"out.bias": residual_placement(axes)} if config.out_bias else {}

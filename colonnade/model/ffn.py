@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.kernels.experts.reference import ACTIVATIONS
+from colonnade.model.lora import linear_adapter
 from colonnade.model.tensor_parallel_linear import Linear, column_parallel, row_parallel
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, residual_placement
@@ -27,11 +28,17 @@ class FeedForward(nn.Module):
         """``width``: F, if it is not the model's."""
         super().__init__()
         self.axes, self.activation, self.act = axes, config.activation, ACTIVATIONS[config.activation]
-        start, stop = axes.tp.part(width or config.ffn_width)
+        F, D = width or config.ffn_width, config.width
+        start, stop = axes.tp.part(F)
         on = {"device": device, "dtype": dtype}
         self.gate = Linear(config.width, stop - start, bias=config.ffn_bias, **on) if config.gated else None
         self.up = Linear(config.width, stop - start, bias=config.ffn_bias, **on)
         self.down = Linear(stop - start, config.width, bias=config.ffn_bias, **on)
+        f = stop - start
+        self.up.adapter = linear_adapter("up", config, D, f, D, row=False, **on)
+        self.down.adapter = linear_adapter("down", config, f, D, F, row=True, **on)
+        if self.gate is not None:
+            self.gate.adapter = linear_adapter("gate", config, D, f, D, row=False, **on)
         self.layout: dict[str, Placement] = {"up.weight": 0, "down.weight": 1}
         if config.gated:
             self.layout["gate.weight"] = 0

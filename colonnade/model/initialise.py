@@ -8,6 +8,7 @@ which two of 45,000 names are likely to collide; so the generator is numpy's.
     matrices, embeddings   N(0, init_std)
     residual outputs       N(0, init_std / √(2L))      (Radford 2019; Megatron-LM, section 4)
     norms 1, biases 0                                  or the constant in the module's table ``initial``
+    others                                             U(-b, b) with b in the module's table ``uniform`` (adapters)
 
 Each expert is drawn under its own name.
 """
@@ -59,11 +60,7 @@ def fill(
 ) -> None:
     """Initialise a module with layout tables; ``shapes`` are those over all ranks, by name."""
     layout = layout_of(model)
-    initial = {
-        f"{prefix}.{name}": value
-        for prefix, module in model.named_modules()
-        for name, value in getattr(module, "initial", {}).items()
-    }
+    initial, uniform = _module_table(model, "initial"), _module_table(model, "uniform")
 
     def local_value(name: str) -> Tensor:
         shape, placement = shapes[name], layout.get(name, WHOLE)
@@ -73,6 +70,11 @@ def fill(
 
         if name in initial:
             return constant(initial[name])
+        if name in uniform:
+            bound = uniform[name]
+            return _local_share(
+                shape, placement, axes, lambda part, of: _draw_uniform(of, f"{name}{part}", seed, bound)
+            )
         if name.endswith("bias") or name not in layout:
             return constant(0.0)
         if len(shape) == 1:
@@ -85,6 +87,19 @@ def fill(
             place(name, tensor, local_value(name))
 
 
+def _module_table(model: nn.Module, attribute: str) -> dict[str, float]:
+    """The modules' tables ``attribute``, by full parameter name."""
+    return {
+        f"{prefix}.{name}": value
+        for prefix, module in model.named_modules()
+        for name, value in getattr(module, attribute, {}).items()
+    }
+
+
+def _draw_uniform(shape: torch.Size, name: str, seed: int, bound: float) -> Tensor:
+    return torch.from_numpy(generator(seed, name).random(tuple(shape), dtype=np.float32)).mul_(2 * bound).sub_(bound)
+
+
 def _draw(shape: torch.Size, name: str, seed: int, std: float) -> Tensor:
     return torch.from_numpy(generator(seed, name).standard_normal(tuple(shape), dtype=np.float32)).mul_(std)
 
@@ -95,7 +110,7 @@ def _local_share(
     """This rank's share of a drawn tensor; a rank draws its own experts only."""
     if not isinstance(placement, Experts):
         return local_part(draw("", shape), placement, axes)
-    units = slice(*axes.experts.sh.part(shape[1]))
+    units = slice(None) if placement.hidden is None else slice(*axes.experts.sh.part(shape[1]))
     return torch.stack([draw(f".{e}", shape[1:])[units] for e in range(*axes.experts.ep.part(shape[0]))])
 
 

@@ -58,7 +58,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx, x_TD, weight_vD, bias_v, targets_T, tp: Axis, vocab_size: int, smoothing: float) -> Tensor:
         exact = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        stats, gradient = _fused() if x_TD.is_cuda else (_stats, _gradient)
+        stats, dlogits = _fused() if x_TD.is_cuda else (_stats, _gradient)
         T, v = len(x_TD), len(weight_vD)
         start, _ = tp.part(vocab_size)
         kind = x_TD.device.type
@@ -85,7 +85,7 @@ class _CrossEntropy(Function):
             loss_c = lse_c - (1 - smoothing) * target_z_c - smoothing / vocab_size * total_z_c
             loss += torch.where(valid_c, loss_c, 0.0).sum()
             if wants_x or wants_w or wants_b:
-                dz_cv = gradient(z_cv, lse_c, valid_c, local_c, smoothing, vocab_size)
+                dz_cv = dlogits(z_cv, lse_c, valid_c, local_c, smoothing, vocab_size)
                 if dx_TD is not None:
                     torch.mm(dz_cv, padded_vD, out=dx_TD[a : a + rows])
                 if dw_vD is not None and dw_vD.dtype == dz_cv.dtype:
@@ -143,3 +143,13 @@ def _locate(local_c: Tensor, z_cv: Tensor) -> tuple[Tensor, Tensor]:
 def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two functions above, compiled to one pass over the logits each instead of a dozen."""
     return torch.compile(_stats, dynamic=True), torch.compile(_gradient, dynamic=True)
+
+
+def statistics(cuda: bool = False) -> Callable[..., Any]:
+    """Per row the maximum, and (Σ exp(z − max), the target's logit or 0, Σ z); compiled on a GPU."""
+    return _fused()[0] if cuda else _stats
+
+
+def gradient(cuda: bool = False) -> Callable[..., Any]:
+    """∂loss/∂z of a row's cross-entropy, from its log-sum-exp; compiled on a GPU. It may overwrite z."""
+    return _fused()[1] if cuda else _gradient

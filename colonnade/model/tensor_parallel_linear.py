@@ -9,15 +9,16 @@ number of rows.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.kernels.experts.grouped_mm import SCALED_CAPABILITY, scaled_available
 from colonnade.kernels.linear import float8
-from colonnade.kernels.linear.quantise import Kind, Quantised, quantise
+from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, quantise
 from colonnade.kernels.registry import choose
 from colonnade.parallel.axis import Axes
 
@@ -33,8 +34,24 @@ Matrix = Tensor | Quantised
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, kernels: str = "auto") -> Tensor:
     """x Wᵀ + b, (…, inputs) to (…, outputs)."""
+    if isinstance(weight, Quantised) and x.requires_grad and torch.is_grad_enabled():
+        y = _FrozenProduct.apply(x, weight, kernels)
+        return y if bias is None else y + bias
     operation = "quantised_linear" if isinstance(weight, Quantised) else "linear"
     return choose(operation, x.device.type, x.dtype, kernels)(x, weight, bias)
+
+
+class _FrozenProduct(Function):
+    """x Wᵀ with a quantised W, which has no gradient; the backward pass dequantises it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Quantised, kernels: str) -> Tensor:
+        ctx.weight = weight
+        return choose("quantised_linear", x.device.type, x.dtype, kernels)(x, weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ dequantise(ctx.weight, grad.dtype), None, None
 
 
 class Float8Module(nn.Module):
@@ -78,10 +95,12 @@ class Linear(Float8Module, QuantisableMatrix):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
+        self.adapter: nn.Module | None = None
+        """x to what is added to x Wᵀ (:mod:`~colonnade.model.lora`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""
-        if self.float8 is None:
+        if self.float8 is None and self.adapter is None:
             return linear(x, self.matrix, self.bias, self.kernels)
         y = self.product(x)
         return y if self.bias is None else y + self.bias
@@ -89,8 +108,10 @@ class Linear(Float8Module, QuantisableMatrix):
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ without the bias, which a row-parallel layer adds after the sum over ranks."""
         if self.float8 is None:
-            return linear(x, self.matrix, None, self.kernels)
-        return float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
+            y = linear(x, self.matrix, None, self.kernels)
+        else:
+            y = float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
+        return y if self.adapter is None else y + self.adapter(x)
 
 
 def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:
@@ -159,4 +180,5 @@ def _mover(axes: Axes, T: int, linears: tuple[Linear, ...]) -> "RowTransfer | No
     """The mover for these products, if they can overlap."""
     if axes.row_transfer is None or T == 0 or T % axes.tp.size:
         return None
-    return None if any(linear.float8 or linear.quantised for linear in linears) else axes.row_transfer
+    ordinary = any(linear.float8 or linear.quantised or linear.adapter is not None for linear in linears)
+    return None if ordinary else axes.row_transfer

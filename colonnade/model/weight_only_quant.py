@@ -11,7 +11,7 @@ Quantised weights are bitwise the same in every layout: if columns are cut over 
 maximum over all of them, and int4's groups are never cut (:mod:`colonnade.config.feature_checks`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from pydantic import Field
@@ -78,13 +78,14 @@ def build(
     group: int,
     experts_on: torch.device | None = None,
     formats: Formats | None = None,
+    spans: Sequence[range] | None = None,
 ) -> tuple[Transformer, StoreWeight]:
     """A model with its matrices on the meta device, and the function that stores each weight, quantised to ``kind``.
 
     ``formats``: those of a checkpoint whose matrices are quantised, and are kept as they are. Experts are stored on
-    ``experts_on``, if not on ``device``.
+    ``experts_on``, if not on ``device``; only the blocks of ``spans`` are built if given.
     """
-    model = Transformer(config, axes, device="meta", dtype=dtype)
+    model = Transformer(config, axes, spans=spans, device="meta", dtype=dtype)
     quantised = quantisable_modules(model)
     if formats is not None:
         quantised = {name: module for name, module in quantised.items() if name in formats}

@@ -65,6 +65,7 @@ def masters(
     roots: Sequence[nn.Module] | None = None,
     *,
     single: bool = False,
+    keep_frozen: bool = True,
 ) -> Masters:
     """Prepare ``model``, whose weights have the master dtype, to train in the dtype ``compute``.
 
@@ -74,12 +75,13 @@ def masters(
     ``model.blocks`` are gathered one by one; all other parameters belong to their root and stay gathered from their
     first use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
     ``model`` itself. ``single``: a step has one micro-batch, and the optimizer takes gradients in the compute dtype,
-    as autograd makes them, where they need no reduction over data ranks.
+    as autograd makes them, where they need no reduction over data ranks. Without ``keep_frozen`` weights that are not
+    trained have no masters where FSDP does not shard them.
     """
     roots = roots or [model]
     if context.sharded:
         return ShardedMasters(model, context, compute, roots)
-    unsharded = UnshardedMasters(model.named_parameters(), compute, single=single)
+    unsharded = UnshardedMasters(model.named_parameters(), compute, single=single, keep_frozen=keep_frozen)
     unsharded.hook_stages(roots)
     return unsharded
 
@@ -87,7 +89,14 @@ def masters(
 class UnshardedMasters:
     """Masters of parameters that FSDP does not shard."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], compute: torch.dtype, *, single: bool = False):
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        compute: torch.dtype,
+        *,
+        single: bool = False,
+        keep_frozen: bool = True,
+    ):
         self.local: dict[str, Tensor] = {}
         self.frozen: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
@@ -95,6 +104,8 @@ class UnshardedMasters:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for name, parameter in parameters:
             weights = self.local if parameter.requires_grad else self.frozen
+            if not parameter.requires_grad and not keep_frozen:
+                parameter.data = parameter.data.to(compute)
             if parameter.dtype == compute:
                 weights[name] = parameter
                 continue

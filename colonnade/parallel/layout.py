@@ -50,9 +50,15 @@ def residual_placement(axes: Axes) -> Replicated:
 
 
 def layout_of(model: nn.Module) -> dict[str, Placement]:
-    """Placement of each parameter of ``model`` by its full name; asserts that every parameter has one."""
+    """Placement of each parameter of ``model`` by its full name; asserts that every parameter has one.
+
+    A quantised matrix is no parameter.
+    """
     table = placements(model)
     names = {name for name, _ in model.named_parameters()}
+    quantised = {prefix for prefix, module in model.named_modules() if getattr(module, "quantised", None) is not None}
+    if quantised:
+        table = {name: at for name, at in table.items() if name in names or name.rpartition(".")[0] not in quantised}
     assert names == table.keys(), f"layout tables and parameters differ in {sorted(names ^ table.keys())}"
     return table
 

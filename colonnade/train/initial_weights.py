@@ -15,18 +15,22 @@ import torch
 
 from colonnade.checkpoint.load_model import OpenedModel, open_model
 from colonnade.config import ModelConfig, RunConfig, differences
+from colonnade.config.feature_checks import check_quantised
 from colonnade.data import Corpus
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
+from colonnade.model.lora import is_adapter
 from colonnade.model.moe import Router
-from colonnade.model.weight_only_quant import copy_weight
+from colonnade.model.weight_only_quant import build, copy_weight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 
-OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "top", "classes")
+OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "top", "classes", "lora")
 """Model fields that may differ from those of ``train.start``; where they change tensors, the shapes show it."""
+GROUP = 32
+"""Inputs that share a scale in an int4 base."""
 PROBE_TOKENS = 512
 """Tokens of the corpus that both tokenizers must encode alike."""
 
@@ -36,11 +40,19 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
 
     A new classification head that ``train.start`` lacks is drawn randomly.
     """
+    if run.model.lora is not None and not run.train.start:
+        raise ConfigError("adapters need a trained model; set train.start to one")
     if not run.train.start:
         initialise(model, run.train.seed, masters.assign)
         masters.update_model()
         return
     opened = open_model(run.train.start)
+    if run.model.lora is not None:
+        base = [name for name, _ in _tensors(model) if not is_adapter(name)]
+        initialise(model, run.train.seed, masters.assign, leave=base)
+        if run.model.lora.base != "stored":  # loaded by load_quantised_base
+            masters.update_model()
+            return
     if not _has_new_head(opened.config, run.model):
         opened.load_masters(model, context, masters)
         return
@@ -58,6 +70,30 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
     masters.update_model()
 
 
+def load_quantised_base(
+    run: RunConfig, context: DistributedContext, dtype: torch.dtype, spans: Sequence[range]
+) -> Transformer:
+    """A model whose frozen matrices are those of ``train.start``, quantised while they are read; no new adapters yet.
+
+    Raises :class:`ConfigError` for a layout in which they cannot be quantised.
+    """
+    lora = run.model.lora
+    assert lora is not None
+    if run.model.moe is not None:
+        raise ConfigError(f"lora.base {lora.base} is for dense models; leave it out to train a mixture of experts")
+    if lora.base == "stored" or run.train.float8 != "none":
+        raise ConfigError(
+            f"train.float8 {run.train.float8} and lora.base {lora.base} exclude each other; leave one out"
+        )
+    opened = open_model(run.train.start)
+    check_quantised(run.model, lora.base, GROUP, run.plan.tp, run.plan.sh)
+    model, store = build(
+        run.model, context.axes, device=context.device, dtype=dtype, kind=lora.base, group=GROUP, spans=spans
+    )
+    opened.load_weights(model, context, store)
+    return model
+
+
 def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
@@ -68,15 +104,19 @@ def _has_new_head(start: ModelConfig, ours: ModelConfig) -> bool:
 
 
 def freeze(model: Transformer, patterns: Sequence[str]) -> None:
-    """Exclude the parameters that match ``train.freeze`` from training; raises as :func:`frozen_names`."""
-    if not patterns:
+    """Exclude the parameters that match ``train.freeze`` from training; raises as :func:`frozen_names`.
+
+    Of a model with adapters, only these are trained.
+    """
+    adapters = model.config.lora is not None
+    if not patterns and not adapters:
         return
     names = frozen_names(model.config, patterns)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in names)
+        parameter.requires_grad_(name not in names and (is_adapter(name) or not adapters))
     for name, module in model.named_modules():
         if isinstance(module, Router):
-            module.frozen = f"{name}.bias_E" in names
+            module.frozen = adapters or f"{name}.bias_E" in names
 
 
 def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
@@ -87,6 +127,8 @@ def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
     whole = Transformer(config, device="meta")
     layout, parameters = layout_of(whole), [name for name, _ in whole.named_parameters()]
     names = [*parameters, *(name for name, _ in whole.named_buffers())]
+    if config.lora is not None:
+        parameters = [name for name in parameters if is_adapter(name)]
     experts = {name for name, placement in layout.items() if isinstance(placement, Experts)}
     frozen: set[str] = set()
     for pattern in patterns:
@@ -126,6 +168,11 @@ def check_start(run: RunConfig, corpus: Corpus | None) -> None:
     Raises :class:`ConfigError` for a different model or tokenizer, :class:`CheckpointError` when there is no model.
     """
     opened = open_model(run.train.start)
+    if opened.adapters:
+        raise ConfigError(
+            f"train.start {run.train.start} is a run with adapters; merge them first with colonnade convert "
+            f"{run.train.start} OUT, and start from OUT"
+        )
     _check_same_model(run.train.start, opened.config, run.model)
     if corpus is not None:
         check_same_tokenizer(opened, run.train.start, "train.start", corpus)
@@ -142,6 +189,7 @@ def _check_same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> Non
     if not different:
         old, new = (dict(Transformer(config, device="meta").global_shapes()) for config in (theirs, ours))
         names = {name for name in old.keys() | new.keys() if not (new_head and name.startswith(("top.", "unembed.")))}
+        names = {name for name in names if not is_adapter(name)}
         changed = sorted(name for name in names if old.get(name) != new.get(name))
         different = [f"'{name}': {_shape_text(old.get(name))} -> {_shape_text(new.get(name))}" for name in changed]
     if different:

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from colonnade.config import ModelConfig, Plan, RunConfig
+from colonnade.kernels.linear.quantise import Kind
 from colonnade.model import Transformer
 from colonnade.model.activation_checkpointing import RecomputeKind
 from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS
+from colonnade.model.weight_only_quant import weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts, layout_of
-from colonnade.train.initial_weights import freeze
+from colonnade.train.initial_weights import GROUP, freeze
 from colonnade.train.optimizer import BUCKET_BYTES
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -79,14 +81,22 @@ def estimate(run: RunConfig, device: str, rank: int = 0) -> Estimate:
     moments = 2 * master_size * counts.trained
     on_gpu = device == "cuda"
     offloaded = moments if on_gpu and t.offload == "optimizer" else 0
+    masters, saved = master_size * counts.stored, master_size * counts.stored
+    if (lora := run.model.lora) is not None:  # the base has no masters where FSDP does not shard it, and is not saved
+        saved = master_size * counts.trained
+        if not counts.sharded:
+            weights = compute_size * counts.trained_unsharded if has_copies else 0
+            masters = master_size * counts.trained + compute_size * (counts.stored - counts.trained)
+        if lora.base != "stored":
+            masters = master_size * counts.trained + quantised_bytes(run.model, plan, rank, lora.base)
     rows = {
-        "master weights": master_size * counts.stored,
+        "master weights": masters,
         "weights to compute with": weights,
         "gradients": gradients,
         "moments": min(moments, 3 * BUCKET_BYTES) if offloaded else moments,
         "activations": _step_peak(run, rank, device, gradients) - gradients,
     }
-    checkpoint = {"checkpoint": master_size * counts.stored + moments if t.async_save else 0}
+    checkpoint = {"checkpoint": saved + moments if t.async_save else 0}
     host = {"moments": offloaded, **checkpoint} if on_gpu else {}
     rows = rows if on_gpu else _with_checkpoint_copy(run, rows, checkpoint)
     return Estimate({what: n for what, n in rows.items() if n}, {what: n for what, n in host.items() if n})
@@ -130,7 +140,7 @@ def _step_peak(run: RunConfig, rank: int, device: str, gradients: int) -> int:
         rows = max(1, min(CHUNK_ROWS[device], CHUNK_BYTES[device] // (vocabulary * master_size), tokens))
         chunk = 3 * rows * vocabulary * master_size
         ends += tokens * model.width * compute_size + tokens * _norm_bytes(model, device, compute_size)
-        projection = master_size * vocabulary * model.width
+        projection = 0 if model.lora else master_size * vocabulary * model.width
         projection += max(chunk, projection + (projection // 2 if compute_size < master_size else 0))
     forward = blocks + ends + projection
     # The embedding's gradient is dense: while it is added to another of the same weight, both exist.
@@ -187,6 +197,13 @@ def _norm_bytes(model: ModelConfig, device: str, each: int) -> int:
     if model.norm == "layernorm" or device == "cuda":
         return 2 * model.width * each
     return model.width * (each + 2 * max(4, each))
+
+
+def quantised_bytes(model: ModelConfig, plan: Plan, rank: int, kind: Kind) -> int:
+    """Memory of the frozen base of pipeline rank ``rank``, quantised to ``kind``."""
+    spans = plan.stage_layers(model.layers)[rank :: plan.pp]
+    shape = Transformer(model.replace(lora=None), Axes(tp=Axis("tp", plan.tp)), spans=spans, device="meta")
+    return weight_bytes_as(shape, kind, GROUP)
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,6 +26,7 @@ from colonnade.model.distill_loss import Distillation
 from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
 from colonnade.model.moe.router import needs_sequences, uses_noise
 from colonnade.model.moe.routing_context import ModelBalance
+from colonnade.model.preference_loss import PreferenceLoss, SequenceLogprobs
 
 if TYPE_CHECKING:
     from colonnade.train.distill import Distiller
@@ -59,7 +60,7 @@ VALIDATION = StepContext()
 
 def model_inputs(
     batch: Batch, model: Transformer, step: StepContext = VALIDATION
-) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss | Distillation]:
+) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss | Distillation | PreferenceLoss | SequenceLogprobs]:
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, dropout = len(batch.tokens_T), model.axes.cp, model.config, step.dropout
     if dropout is not None:
@@ -79,8 +80,10 @@ def model_inputs(
             step.pooled.append(routing.pooled)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, dropout, routing)
     targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
+    sequence_R = batch.sequence_T
     if rows_R is not None:
         targets_R = targets_R[rows_R]
+        sequence_R = None if sequence_R is None else sequence_R[rows_R]
     if cp.size > 1:
         attend = Ring.of(attend, T, cp)
         index_t = attend.index_t
@@ -96,10 +99,13 @@ def model_inputs(
         local_T[index_t] = torch.arange(len(index_t), device=index_t.device)
         if rows_R is None:
             targets_R = targets_R[index_t]
+            sequence_R = None if sequence_R is None else sequence_R[index_t]
         else:
             rows_R, targets_R = _local_rows(local_T[rows_R], targets_R, len(index_t))
         if first_R is not None and orders_R is not None:
             first_R, orders_R = _local_rows(local_T[first_R], orders_R, len(index_t))
+    if sequence_R is not None:
+        return stream, attend, _preference_loss(batch, targets_R, sequence_R[: len(targets_R)], rows_R)
     if config.top == "classes":
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
@@ -113,6 +119,16 @@ def model_inputs(
     assert first_R is not None, "this model trains on pairs"
     assert orders_R is not None
     return stream, attend, Pretraining(tokens, SentenceOrders(first_R), orders_R, step.order_loss_weight)
+
+
+def _preference_loss(
+    batch: Batch, targets_R: Tensor, sequence_R: Tensor, rows_R: Tensor | None
+) -> PreferenceLoss | SequenceLogprobs:
+    assert batch.reference_S is not None, "preferences have sequences and reference scores"
+    sequences = SequenceLogprobs(targets_R, sequence_R, len(batch.reference_S), rows_R)
+    if batch.preference is None:
+        return sequences
+    return PreferenceLoss(sequences, batch.targets_per_sequence, batch.reference_S, *batch.preference)
 
 
 def step_dropout(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:

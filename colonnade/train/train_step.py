@@ -261,8 +261,11 @@ def forward(model: Transformer, batch: Batch, step: StepContext = VALIDATION) ->
 
 
 def count_targets(batches: Iterable[Batch], dp: Axis) -> Tensor:
-    """The valid targets of this step over all data ranks; at least 1, so that an empty step has loss 0."""
-    return dp.sum_(torch.stack([(batch.targets_T != IGNORE).sum() for batch in batches]).sum()).clamp(min=1)
+    """The valid targets of this step over all data ranks (of preferences, the pairs); at least 1, so that an empty step
+    has loss 0.
+    """
+    counts = [(batch.targets_T != IGNORE).sum() if batch.sequence_T is None else batch.pairs.sum() for batch in batches]
+    return dp.sum_(torch.stack(counts).sum()).clamp(min=1)
 
 
 def order_loss_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:

@@ -41,12 +41,13 @@ from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed, check_data_unchanged
 from colonnade.train.distill import load_distiller
-from colonnade.train.initial_weights import freeze, initialise_masters
+from colonnade.train.initial_weights import freeze, initialise_masters, load_quantised_base
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.memory_advice import check_rank_memory
 from colonnade.train.moe_autotune import CHECK_INTERVAL, MoeAutotuner, has_moe_layers
 from colonnade.train.optimizer import AdamW, FusedAdamW, OffloadedAdamW
 from colonnade.train.out_of_memory import explain_checkpoint_copy_oom, explain_oom, explain_setup_oom, peak_bytes
+from colonnade.train.prepared_feed import PreparedFeed
 from colonnade.train.profiler import READ_SAMPLES
 from colonnade.train.train_step import PipelineStep, StepMetrics, TrainStep, evaluate
 
@@ -78,7 +79,11 @@ class TrainingState:
         spans = [span for _, span in context.stages(run.model.layers)]
         check_rank_memory(run, context)
         with explain_setup_oom(run, context.device):
-            self.model = self._build(run.model, master_dtype, spans, meta=context.sharded)
+            lora = run.model.lora
+            if lora is not None and lora.base != "stored":
+                self.model = load_quantised_base(run, context, master_dtype, spans)
+            else:
+                self.model = self._build(run.model, master_dtype, spans, meta=context.sharded)
             self.checkpoint = newest_checkpoint(run.folder, self.world)
             """The newest complete checkpoint, if any."""
             freeze(self.model, run.train.freeze)
@@ -92,9 +97,16 @@ class TrainingState:
             """The recomputation chosen for train.recompute budget; None otherwise."""
             self.pipeline = PipelineStep(self.model, context, compute) if run.plan.pp > 1 else None
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.pipeline is None
-            self.masters = masters(self.model, context, compute, self.pipeline and self.pipeline.stages, single=single)
-            if self.checkpoint is None:
+            self.masters = masters(self.model, context, compute, self.pipeline and self.pipeline.stages, single=single,
+                                   keep_frozen=lora is None)  # fmt: skip
+            prepares = isinstance(self.feed, PreparedFeed) and self.feed.needs_start_weights(self.world)
+            # A checkpoint of a model with adapters has only these.
+            if self.checkpoint is None or run.model.lora is not None or prepares:
                 initialise_masters(self.model, run, context, self.masters)
+            if prepares:
+                assert isinstance(self.feed, PreparedFeed)
+                self.watchdog.mark(0, "computes with the initial weights", patient=True)
+                self.feed.prepare(self.model, self.pipeline, self.world, context.device)
             self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, context.device) if run.train.dtype == "float16" else None
         degree = run.plan.degree

@@ -136,7 +136,7 @@ class ExampleFeed:
         self.name, self.corpus, self.sample_tokens = "this list of examples", None, examples.mean_tokens
         fixed_shape = check_settings(run)
         self._sha256 = examples.sha256
-        self.tokenizer = _tokenizer(run)
+        self.tokenizer = start_tokenizer(run)
 
         def loader(part: Examples) -> Loader:
             t = run.train
@@ -216,7 +216,7 @@ def check_settings(run: RunConfig) -> bool:
     return bool(reasons)
 
 
-def _tokenizer(run: RunConfig) -> Tokenizer | None:
+def start_tokenizer(run: RunConfig) -> Tokenizer | None:
     """The tokenizer of the resumed checkpoint, or of ``train.start``."""
     source = native.newest(run.folder) or run.train.start
     return Tokenizer.from_model(open_model(source).tokenizer_source) if source else None

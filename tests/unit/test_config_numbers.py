@@ -11,6 +11,7 @@ from colonnade import (
     DataConfig,
     ExpertsConfig,
     LatentConfig,
+    LoraConfig,
     ModelConfig,
     MoeConfig,
     Plan,
@@ -18,6 +19,7 @@ from colonnade import (
     RouterConfig,
     ServeConfig,
     TrainConfig,
+    TuneConfig,
     preset,
 )
 from colonnade.checkpoint.hf.write import write_hf
@@ -38,6 +40,8 @@ CONFIGS: tuple[Config, ...] = (
     Plan(),
     DataConfig(),
     TrainConfig(),
+    TuneConfig(),
+    LoraConfig(),
     ServeConfig(),
 )
 ALLOWED = {("TrainConfig", "clip", math.inf)}

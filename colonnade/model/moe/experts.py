@@ -27,6 +27,7 @@ from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.kernels.registry import LOOKUP, choose
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.dropout import BlockDropout
+from colonnade.model.lora import ExpertPairs
 from colonnade.model.tensor_parallel_linear import Float8Module, quantise_finite
 from colonnade.parallel.axis import SOLO, Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts as Stack
@@ -163,13 +164,26 @@ class Experts(Float8Module):
                 self.gate_bias = stack(e, f)
                 self.layout["gate_bias"] = Stack(1)
 
+        self.adapter: ExpertPairs | None = None
+        if config.lora is not None and (parts := tuple(p for p in ("gate", "up", "down") if p in config.lora.targets)):
+            parts = parts if config.gated else tuple(part for part in parts if part != "gate")
+            self.adapter = ExpertPairs(parts, e, f, D, moe.ffn_width, config.lora, device=device, dtype=dtype)
+
     @property
     def stored(self) -> Weights | QuantisedWeights:
-        """This rank's weights, where they are stored."""
+        """This rank's weights with their adapters, where they are stored."""
         if stacks := self.quantised:
             biases = self.up_bias, self.gate_bias, self.down_bias
             return QuantisedWeights(stacks["up"], stacks["down"], stacks.get("gate"), *biases)
-        return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
+        up, down, gate = self.up, self.down, self.gate
+        if self.adapter is not None:
+            up, down, gate = (
+                w if w is None or part not in self.adapter.parts else w + self.adapter.delta(part)
+                for part, w in (("up", up), ("down", down), ("gate", gate))
+            )
+        assert up is not None
+        assert down is not None
+        return Weights(up, down, gate, self.up_bias, self.gate_bias, self.down_bias)
 
     @property
     def matrices(self) -> list[Tensor]:

@@ -1,0 +1,97 @@
+"""The verb ``finetune``: a table of methods, and those of :mod:`colonnade.tune.tuner`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, arg
+
+from colonnade.cli.common import MODEL_SOURCES, is_main_process
+from colonnade.cli.training import exit_if_stopped, flag_settings, show_run
+from colonnade.config import Device, LoraConfig, Plan, TrainConfig, TuneConfig, did_you_mean
+from colonnade.errors import ConfigError
+
+_LORA, _TUNE, _TRAIN = LoraConfig(), TuneConfig(), TrainConfig()
+
+
+@dataclass(frozen=True)
+class FinetuneArgs:
+    """The arguments of ``finetune``."""
+
+    model: Positional[Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, or smollm2.")]]
+    data: Path
+    """A JSON Lines file; docs/howto/finetune.md describes its rows."""
+    method: str = "sft"
+    """sft: train on what the assistant says in conversations. dpo: prefer the chosen of two answers."""
+    held_out: Path | None = None
+    """A file of the same form for validation."""
+    name: str = ""
+    """Name of the run's folder within runs; by default the method."""
+    runs: Path = Path("runs")
+    """Folder of all runs; checkpoints are written to runs/NAME/step-N."""
+    device: Device = "auto"
+    """auto: CUDA if there is a GPU for each local rank, otherwise the CPU."""
+    sequence: int = 0
+    """Longest conversation [tokens]; 0: 1024, or the model's context if it is shorter."""
+    lora: LoraConfig = _LORA
+    """Low-rank adapters: if any of these flags is given, only adapters are trained."""
+    tune: TuneConfig = _TUNE
+    """What the method computes."""
+    plan: Plan = Plan()
+    """The parallel layout."""
+    train: TrainConfig = _TRAIN
+    """The optimisation; steps follows from tune.epochs unless it is set."""
+
+
+FULL_LR, LORA_LR = 2e-5, 2e-4
+"""Default peak learning rates, without and with adapters."""
+
+
+def _tune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
+    """Methods whose rows are conversations or preferences."""
+    from colonnade.tune.tuner import Tuner, tuned_run
+
+    run = tuned_run(
+        args.model, lora=args.lora if adapters else None, sequence=args.sequence, name=args.name or args.method,
+        runs=args.runs, device=args.device, plan=args.plan, train=args.train,
+    )  # fmt: skip
+    tuner = Tuner(run, args.data, args.method, args.tune, held_out=args.held_out, set_steps=set_steps)
+    if is_main_process():
+        show_run(tuner.run, f"train.steps {tuner.run.train.steps}" if set_steps else "")
+    exit_if_stopped(tuner.fit())
+
+
+METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune}
+"""Methods to the functions that run them: (arguments, adapters=whether a --lora flag was given, set_steps=whether
+--train.steps was not).
+"""
+
+
+def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
+    """Fine-tune a model on conversations or preferences; the same command again resumes it.
+
+    With --lora.rank N, or another flag of --lora, the model itself stays as it is and adapters are trained.
+    """
+    _finetune(args, adapters=False, set_steps=True)
+
+
+def _finetune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
+    if args.method not in METHODS:
+        raise ConfigError(f"--method {args.method} is unknown{did_you_mean(args.method, list(METHODS))}")
+    METHODS[args.method](args, adapters=adapters, set_steps=set_steps)
+
+
+def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
+    """:func:`finetune` for tyro, with defaults that depend on the flags in ``argv``."""
+    flags = flag_settings(argv)
+    adapters = any(name.startswith("lora.") for name in flags)
+    train = TrainConfig(lr=LORA_LR if adapters else FULL_LR, batch=16, micro_batch=4, weight_decay=0.0, beta2=0.999)
+    defaults = FinetuneArgs(tyro.MISSING, tyro.MISSING, train=train)
+
+    def bound(args: Annotated[FinetuneArgs, arg(name="")] = defaults) -> None:
+        _finetune(args, adapters=adapters, set_steps="train.steps" not in flags)
+
+    bound.__doc__ = finetune.__doc__
+    return bound

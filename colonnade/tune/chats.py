@@ -1,0 +1,255 @@
+"""Conversations as tokens, and which of these tokens count in the loss.
+
+A row of a JSON Lines file has one of these forms:
+
+    {"messages": [{"role": "user", "content": "…"}, …]}             what the assistant says counts
+    {"prompt": …, "completion": …}                                  the completion counts
+    {"prompt": …, "chosen": …, "rejected": …}                       a preference; without a prompt, two conversations
+
+``prompt``, ``completion``, ``chosen`` and ``rejected`` are texts or lists of messages. A message with ``"train":
+false`` does not count. Texts are encoded without a chat template, and the end token that follows a completion counts.
+
+In a conversation the tokens that count are those within ``{% generation %}`` where the template has it. Otherwise they
+are what the prompt of messages 0..i adds to that of messages 0..i − 1 with the generation prompt. If the shorter prompt
+is not a prefix of the longer one (templates that change earlier messages), or if no token counts, the row is refused:
+training on nothing, or on everything, would go unnoticed.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from colonnade.data import Tokenizer
+from colonnade.data.chat_template import Message
+from colonnade.errors import DataError, RequestError
+
+
+class Conversation(NamedTuple):
+    """Tokens, and for each whether it counts as a target."""
+
+    tokens: list[int]
+    counts: list[bool]
+
+
+class Preference(NamedTuple):
+    """Two continuations of a prompt."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of each line of a JSON Lines file that is not empty.
+
+    Raises :class:`DataError` for a file that cannot be read and for a line that is not a JSON object.
+    """
+    number = 0
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as why:
+                    raise DataError(f"{path}, line {number} is not JSON: {why}; correct it") from None
+                if not isinstance(row, dict):
+                    raise DataError(f"{path}, line {number} is no JSON object; write one, such as {{'messages': […]}}")
+                yield f"{path}, line {number}", cast("dict[str, Any]", row)
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 after line {number}; save it as UTF-8") from None
+    except OSError as why:
+        raise DataError(f"cannot read {path}: {why.strerror or why}; check the path") from None
+
+
+def read_conversations(path: str | Path, tokenizer: Tokenizer) -> list[Conversation]:
+    """The conversations of a file; raises :class:`DataError` as :func:`conversation`."""
+    return [conversation(row, tokenizer, where) for where, row in read_rows(path)]
+
+
+def read_preferences(path: str | Path, tokenizer: Tokenizer) -> list[Preference]:
+    """The preferences of a file; raises :class:`DataError` as :func:`preference`."""
+    return [preference(row, tokenizer, where) for where, row in read_rows(path)]
+
+
+def conversation(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row") -> Conversation:
+    """The tokens of a row of messages, or of a prompt and a completion.
+
+    Raises :class:`DataError`, naming ``where``, for a row of another form, for one that the chat template refuses, and
+    for one without a token that counts.
+    """
+    if "messages" in row:
+        return _chat(_messages(row["messages"], "messages", where), 0, tokenizer, where)
+    if "prompt" in row and "completion" in row:
+        return _continued(row["prompt"], row["completion"], "completion", tokenizer, where)
+    raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion', but {_keys(row)}; write one form")
+
+
+def preference(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row") -> Preference:
+    """The two conversations of a row with ``chosen`` and ``rejected``; raises as :func:`conversation`."""
+    if "chosen" not in row or "rejected" not in row:
+        raise DataError(f"{where} lacks 'chosen' or 'rejected': it has {_keys(row)}; write both")
+    sides: list[Conversation] = []
+    for side in ("chosen", "rejected"):
+        if "prompt" in row:
+            sides.append(_continued(row["prompt"], row[side], side, tokenizer, where))
+        else:
+            messages = _messages(row[side], side, where)
+            other = _messages(row["rejected" if side == "chosen" else "chosen"], side, where)
+            shared = next((i for i, (a, b) in enumerate(zip(messages, other, strict=False)) if a != b), len(messages))
+            sides.append(_chat(messages, min(shared, len(messages) - 1), tokenizer, where))
+    chosen, rejected = sides
+    if chosen == rejected:
+        raise DataError(f"{where} has the same tokens as 'chosen' and 'rejected'; remove the row")
+    return Preference(chosen, rejected)
+
+
+def encode_prompt(prompt: object, tokenizer: Tokenizer, where: str = "row") -> list[int]:
+    """The tokens after which an answer begins: of a text, or of messages with the generation prompt."""
+    if isinstance(prompt, str):
+        return _encode(prompt, tokenizer, where, special=True)
+    return _render(_messages(prompt, "prompt", where), tokenizer, where, add_generation_prompt=True)
+
+
+def _keys(row: Mapping[str, Any]) -> str:
+    return ", ".join(repr(str(key)[:40]) for key in list(row)[:6]) or "nothing"
+
+
+def _messages(value: object, key: str, where: str) -> list[Message]:
+    """``value`` if it is a list of messages."""
+    if isinstance(value, list) and value:
+        messages = cast("list[Any]", value)
+        if all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
+            for message in messages:
+                if not isinstance(message.get("train", True), bool):
+                    raise DataError(f"{where} has a message with 'train': {message['train']!r}; write true or false")
+            return messages
+    raise DataError(f"{where}: '{key}' is no list of messages with a role and content; write one")
+
+
+def _continued(prompt: object, completion: object, key: str, tokenizer: Tokenizer, where: str) -> Conversation:
+    """A prompt and what follows, which counts."""
+    if isinstance(prompt, str) and isinstance(completion, str):
+        before, after = (_encode(text, tokenizer, where, special=special) for text, special in
+                         ((prompt, True), (completion, False)))  # fmt: skip
+        after += tokenizer.eos_ids[:1]
+        return _counted(before + after, [False] * len(before) + [True] * len(after), where)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise DataError(f"{where}: one of 'prompt' and '{key}' is a text and the other is not; write two of a kind")
+    first = _messages(prompt, "prompt", where)
+    return _chat([*first, *_messages(completion, key, where)], len(first), tokenizer, where)
+
+
+def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str) -> Conversation:
+    """The conversation whose assistant messages from number ``first`` on count."""
+    trained = [
+        i >= first and message["role"] == "assistant" and message.get("train", True)
+        for i, message in enumerate(messages)
+    ]
+    messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    try:
+        marked = tokenizer.encode_generations(messages)
+    except RequestError as why:
+        raise DataError(f"{where}: {why}") from None
+    if marked is not None:
+        tokens, part_of_token = marked
+        parts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if part_of_token and max(part_of_token) + 1 != len(parts):
+            raise DataError(
+                f"{where} has {len(parts)} assistant messages, and the chat template marks {max(part_of_token) + 1} "
+                "parts with {% generation %}; change the messages or the template"
+            )
+        return _counted(tokens, [part >= 0 and trained[parts[part]] for part in part_of_token], where)
+    tokens = _render(messages, tokenizer, where, add_generation_prompt=False)
+    counts = [False] * len(tokens)
+    for i in (i for i, wanted in enumerate(trained) if wanted):
+        before = _render(messages[:i], tokenizer, where, add_generation_prompt=True) if i else []
+        after = _render(messages[: i + 1], tokenizer, where, add_generation_prompt=False)
+        if after[: len(before)] != before or tokens[: len(after)] != after:
+            raise DataError(
+                f"{where}, message {i}: the prompt with it does not begin with the prompt before it, because the chat "
+                "template changes earlier messages; use a template with {% generation %}, or one answer a row"
+            )
+        counts[len(before) : len(after)] = [True] * (len(after) - len(before))
+    return _counted(tokens, counts, where)
+
+
+def _counted(tokens: list[int], counts: list[bool], where: str) -> Conversation:
+    counts[:1] = [False] * len(counts[:1])  # nothing predicts the first token
+    if not any(counts):
+        raise DataError(f"{where} has no token that counts: it needs an answer of the assistant to train on")
+    return Conversation(tokens, counts)
+
+
+def _render(messages: list[Message], tokenizer: Tokenizer, where: str, **variables: Any) -> list[int]:
+    try:
+        return tokenizer.encode_chat(messages, **variables)
+    except RequestError as why:
+        raise DataError(f"{where}: {why}") from None
+
+
+def _encode(text: str, tokenizer: Tokenizer, where: str, *, special: bool) -> list[int]:
+    """A text, in which special tokens stay text."""
+    try:
+        bos = tokenizer.encode("") if special else []
+        return [*bos[:1], *tokenizer.encode_documents([text])[0]]
+    except (RequestError, TypeError) as why:
+        raise DataError(f"{where}: {why}") from None
+
+
+class Conversations:
+    """Conversations in flat arrays, which are cheap to send to other processes."""
+
+    def __init__(self, rows: Sequence[Conversation]):
+        self._starts = np.cumsum([0, *(len(row.tokens) for row in rows)])
+        self._tokens_T = _flat((row.tokens for row in rows), np.int64)
+        self._counts_T = _flat((row.counts for row in rows), np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def at(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, whether each counts) of conversation ``number``."""
+        span = slice(self._starts[number], self._starts[number + 1])
+        return self._tokens_T[span], self._counts_T[span]
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean tokens per conversation."""
+        return len(self._tokens_T) / max(len(self), 1)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of all tokens and of which count, in order."""
+        digest = hashlib.sha256()
+        for part in (self._starts, self._tokens_T, self._counts_T):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+
+def _flat(parts: Iterable[Sequence[int]], dtype: type) -> np.ndarray:
+    return np.array([number for part in parts for number in part], dtype)
+
+
+def fit_conversation(row: Conversation, longest: int, vocab_size: int, where: str, *, truncate: bool) -> Conversation:
+    """``row`` if the model supports it, cut to ``longest`` tokens if ``truncate``; raises :class:`DataError`."""
+    tokens, counts = row
+    if len(tokens) > longest:
+        if not truncate:
+            raise DataError(
+                f"{where} has {len(tokens):,} tokens, and a sequence {longest:,}; set --sequence {len(tokens)} if the "
+                "model's context allows it, or --tune.truncate to cut it"
+            )
+        tokens, counts = tokens[:longest], counts[:longest]
+        if not any(counts):
+            raise DataError(f"{where} has no token that counts among the first {longest:,}; raise --sequence")
+    if not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        raise DataError(
+            f"{where} has token {max(tokens)}, and the vocabulary is 0 to {vocab_size - 1}; use its tokenizer"
+        )
+    return Conversation(tokens, counts)

@@ -1,0 +1,134 @@
+"""Fine-tuning of a model on conversations or preferences, in the session of :mod:`colonnade.train`.
+
+    run = tuned_run("smollm2", name="pirate", lora=LoraConfig(rank=16))
+    Tuner(run, "chats.jsonl", method="sft").fit()
+
+Plans, precision, checkpoints, resuming and trackers are those of training. A step's loss is (global sum) / (global
+count) over all ranks and micro-batches, counted before the first backward pass.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from colonnade.checkpoint.load_model import open_model
+from colonnade.config import DataConfig, LoraConfig, RunConfig, TrainConfig, TuneConfig, did_you_mean
+from colonnade.data import Tokenizer
+from colonnade.errors import ConfigError, DataError
+from colonnade.train.data_feed import MakeFeed
+from colonnade.train.loop import Trainer
+from colonnade.train.run_log import Summary
+from colonnade.train.trackers import OpenTracker
+from colonnade.tune.chats import Conversations, fit_conversation, read_conversations, read_preferences
+from colonnade.tune.packing import check_tune_settings, sft_feed
+from colonnade.tune.preferences import preference_feed
+
+SEQUENCE = 1024
+"""Default longest conversation [tokens], unless the model's context is shorter."""
+
+
+def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: int = 0, **settings: Any) -> RunConfig:
+    """The settings of a run that fine-tunes ``model`` (anything that load takes), with adapters if ``lora`` is given.
+
+    ``sequence`` is the longest conversation [tokens] (0: :data:`SEQUENCE`, or the model's context); ``settings`` are
+    other fields of :class:`RunConfig`. Raises :class:`CheckpointError` if there is no such model.
+    """
+    config = open_model(model).config
+    data = DataConfig(sequence=sequence or min(SEQUENCE, config.context))
+    train = settings.pop("train", TrainConfig())
+    if train.start not in ("", str(model)):
+        raise ConfigError(f"train.start {train.start} is not the model {model} to fine-tune; leave it out")
+    train = train.replace(start=str(model))
+    return RunConfig(model=config.replace(lora=lora), data=data, train=train, **{"name": "tuned", **settings})
+
+
+class Data(NamedTuple):
+    """What a method reads from its files."""
+
+    feed: MakeFeed
+    rows: int
+
+
+ReadData = Callable[[RunConfig, TuneConfig, str | Path, "str | Path | None", Tokenizer], Data]
+"""(run, settings, file, held-out file, tokenizer) -> data."""
+
+
+def _sft(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer) -> Data:
+    def read(path: str | Path) -> Conversations:
+        rows = read_conversations(path, tokenizer)
+        longest, V = run.data.sequence, run.model.vocab_size
+        return Conversations(
+            [fit_conversation(row, longest, V, f"{path}, row {number}", truncate=tune.truncate)
+             for number, row in enumerate(rows, 1)]
+        )  # fmt: skip
+
+    rows = read(data)
+    if not len(rows):
+        raise DataError(f"{data} has no rows; write one conversation a line")
+    return Data(sft_feed(rows, Conversations([]) if held_out is None else read(held_out)), len(rows))
+
+
+def _dpo(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer) -> Data:
+    def read(path: str | Path) -> Conversations:
+        longest, V = run.data.sequence, run.model.vocab_size
+        return Conversations(
+            [
+                fit_conversation(side, longest, V, f"{path}, row {number}", truncate=tune.truncate)
+                for number, pair in enumerate(read_preferences(path, tokenizer), 1)
+                for side in pair
+            ]
+        )
+
+    rows = read(data)
+    if not len(rows):
+        raise DataError(f"{data} has no rows; write one preference a line")
+    feed = preference_feed(rows, Conversations([]) if held_out is None else read(held_out), tune)
+    return Data(feed, len(rows) // 2)
+
+
+METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo}
+"""Method names to the functions that read their data."""
+
+
+class Tuner:
+    """Fine-tunes ``run`` on a file, resuming from its newest checkpoint: ``Tuner(run, "chats.jsonl").fit()``."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        data: str | Path,
+        method: str = "sft",
+        tune: TuneConfig | None = None,
+        *,
+        held_out: str | Path | None = None,
+        set_steps: bool = False,
+        trackers: Sequence[OpenTracker] = (),
+        methods: Mapping[str, ReadData] = METHODS,
+    ):
+        """``held_out`` is a file of the same form for validation. ``set_steps`` replaces ``train.steps`` by
+        ``tune.epochs`` passes over the data.
+
+        Raises :class:`~colonnade.errors.ColonnadeError` for settings, rows or a model that do not fit.
+        """
+        if method not in methods:
+            raise ConfigError(f"method {method} is unknown{did_you_mean(method, list(methods))}")
+        tune = tune or TuneConfig()
+        check_tune_settings(run)
+        tokenizer = _tokenizer(run.train.start)
+        self.data = methods[method](run, tune, data, held_out, tokenizer)
+        if set_steps:
+            steps = max(1, math.ceil(tune.epochs * self.data.rows / run.train.batch))
+            run = run.replace(train=run.train.replace(steps=steps))
+        self.run, self.trainer = run, Trainer(run, trackers, self.data.feed)
+
+    def fit(self) -> Summary:
+        """Train; see :meth:`colonnade.train.loop.Trainer.fit`."""
+        return self.trainer.fit()
+
+
+def _tokenizer(model: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_model(open_model(model).tokenizer_source)
+    if tokenizer is None:
+        raise DataError(f"{model} has no tokenizer, and conversations are text; use a model with one")
+    return tokenizer

@@ -1,0 +1,189 @@
+"""Which tokens of a conversation count, and refused rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colonnade.data import Tokenizer
+from colonnade.errors import DataError
+from colonnade.model import IGNORE
+from colonnade.tune.chats import (
+    Conversation,
+    Conversations,
+    conversation,
+    encode_prompt,
+    fit_conversation,
+    preference,
+    read_conversations,
+    read_preferences,
+)
+from colonnade.tune.packing import pack_rows
+from tests import tokens
+
+PLAIN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+STRIPS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+END = "<|endoftext|>"
+
+
+def tokenizer(template: str | None = PLAIN) -> Tokenizer:
+    return Tokenizer(tokens.byte_level()._core, 0, (0,), template)
+
+
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TALK = [
+    said("system", "x"),
+    said("user", "hi"),
+    said("assistant", "hello"),
+    said("user", "é?"),
+    said("assistant", "yes"),
+]
+
+
+def counted(row: Conversation, of: Tokenizer) -> str:
+    return of.decode([token for token, counts in zip(*row, strict=True) if counts], skip_special=False)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_what_the_assistant_says_counts(template: str) -> None:
+    of = tokenizer(template)
+    row = conversation({"messages": TALK}, of)
+    assert counted(row, of) == f"hello{END}yes{END}"
+    assert row.tokens == of.encode_chat(TALK, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_messages_that_are_not_trained(template: str) -> None:
+    of = tokenizer(template)
+    talk = [*TALK[:2], said("assistant", "hello", train=False), *TALK[3:]]
+    assert counted(conversation({"messages": talk}, of), of) == f"yes{END}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_spelled_special_token_stays_text(template: str) -> None:
+    of = tokenizer(template)
+    talk = [said("user", f"say {END}"), said("assistant", f"a {END} b")]
+    row = conversation({"messages": talk}, of)
+    assert counted(row, of) == f"a {END} b{END}"
+    assert row.tokens.count(0) == 2
+    assert [counts for token, counts in zip(*row, strict=True) if token == 0] == [False, True]
+
+
+def test_prompts_and_completions() -> None:
+    of = tokenizer()
+    row = conversation({"prompt": "2 + 2 =", "completion": " 4"}, of)
+    assert counted(row, of) == f" 4{END}"
+    assert encode_prompt("2 + 2 =", of) == row.tokens[: -len(of.encode(" 4")) - 1]
+    row = conversation({"prompt": TALK[:2], "completion": TALK[2:3]}, of)
+    assert counted(row, of) == f"hello{END}"
+    assert encode_prompt(TALK[:2], of) == row.tokens[: row.counts.index(True)]
+
+
+def test_preferences() -> None:
+    of = tokenizer()
+    pair = preference({"prompt": "a", "chosen": "b", "rejected": "c"}, of)
+    assert [counted(side, of) for side in pair] == [f"b{END}", f"c{END}"]
+    worse = [*TALK[:4], said("assistant", "no")]
+    pair = preference({"chosen": TALK, "rejected": worse}, of)  # the answer that both share does not count
+    assert [counted(side, of) for side in pair] == [f"yes{END}", f"no{END}"]
+
+
+HOSTILE: list[tuple[Any, str]] = [
+    ({}, "nothing"),
+    ({"text": "x"}, "'text'"),
+    ({"messages": []}, "no list of messages"),
+    ({"messages": "hi"}, "no list of messages"),
+    ({"messages": [{"content": "x"}]}, "no list of messages"),
+    ({"messages": [said("assistant", "x", train="no")]}, "write true or false"),
+    ({"messages": TALK[:2]}, "no token that counts"),
+    ({"messages": [said("assistant", "x", train=False)]}, "no token that counts"),
+    ({"prompt": "x", "completion": TALK}, "a text and the other is not"),
+    ({"prompt": 3, "completion": []}, "no list of messages"),
+    ({"messages": [said("user", "\ud800"), said("assistant", "x")]}, "surrogate"),
+]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize(("row", "message"), HOSTILE)
+def test_bad_rows_are_named(row: Any, message: str, template: str) -> None:
+    with pytest.raises(DataError, match=f"row 7.*{message}"):
+        conversation(row, tokenizer(template), "row 7")
+
+
+def test_templates_that_change_earlier_messages_are_refused() -> None:
+    one_turn = {"messages": TALK[1:3]}
+    assert counted(conversation(one_turn, tokenizer(STRIPS)), tokenizer()) == f"hello{END}"
+    with pytest.raises(DataError, match=r"row, message 2: .*one answer a row"):
+        conversation({"messages": TALK}, tokenizer(STRIPS))
+    with pytest.raises(DataError, match="no chat template"):
+        conversation({"messages": TALK}, tokenizer(None))
+    hides = "{% for m in messages %}{{ m.content }}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="2 assistant messages, and the chat template marks 0"):
+        conversation({"messages": TALK}, tokenizer(hides))
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    file, of = tmp_path / "rows.jsonl", tokenizer()
+    good = json.dumps({"prompt": "a", "completion": "b"})
+    for text, message in ((good + "\n\n{", "line 3 is not JSON"), ("[1]", "line 1 is no JSON object")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_conversations(file, of)
+    file.write_bytes(good.encode() + b"\n\xff\xfe")
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_conversations(file, of)
+    with pytest.raises(DataError, match="cannot read"):
+        read_conversations(tmp_path, of)
+    file.write_text(good)
+    assert len(read_conversations(file, of)) == 1
+    with pytest.raises(DataError, match="lacks 'chosen' or 'rejected'"):
+        read_preferences(file, of)
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}))
+    with pytest.raises(DataError, match="same tokens"):
+        read_preferences(file, of)
+
+
+def test_long_conversations_are_refused_or_cut() -> None:
+    row = Conversation([1, 2, 3, 4], [False, True, False, True])
+    assert fit_conversation(row, 4, 9, "row", truncate=False) == row
+    with pytest.raises(DataError, match="has 4 tokens, and a sequence 3"):
+        fit_conversation(row, 3, 9, "row", truncate=False)
+    assert fit_conversation(row, 3, 9, "row", truncate=True) == Conversation([1, 2, 3], [False, True, False])
+    with pytest.raises(DataError, match="among the first 1"):
+        fit_conversation(row, 1, 9, "row", truncate=True)
+    with pytest.raises(DataError, match="has token 4"):
+        fit_conversation(row, 4, 4, "row", truncate=False)
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_packed_rows(fixed_shape: bool) -> None:
+    data = Conversations([Conversation([5, 6, 7], [False, True, True]), Conversation([8, 9], [False, True])])
+    batch = pack_rows([data.at(0), data.at(1)], 4, fixed_shape=fixed_shape)
+    assert batch.tokens_T.tolist()[:5] == [5, 6, 7, 8, 9]
+    assert batch.targets_T.tolist()[:5] == [6, 7, IGNORE, 9, IGNORE]
+    assert batch.positions_T.tolist()[:5] == [0, 1, 2, 0, 1]
+    assert batch.cu_seqlens.tolist()[:3] == [0, 3, 5]
+    if fixed_shape:
+        assert len(batch.tokens_T) == 8
+        assert (batch.targets_T[5:] == IGNORE).all()
+        assert batch.predicted_R is None
+    else:
+        assert batch.predicted_R is not None
+        assert batch.predicted_R.tolist() == [0, 1, 3]
+    assert Conversations([]).sha256 != data.sha256
+    assert np.array_equal(data.at(1)[0], [8, 9])
