@@ -16,11 +16,13 @@ from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
+from colonnade.config.recipe import RECIPES, Recipe, read_recipe
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import CacheFormat, ServeConfig
 
 __all__ = [
     "AS_TRAINED",
+    "RECIPES",
     "CacheFormat",
     "Config",
     "DataConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "Plan",
+    "Recipe",
     "RopeScaling",
     "RouterConfig",
     "RunConfig",
@@ -44,5 +47,6 @@ __all__ = [
     "file_suffix",
     "format_bytes",
     "plural",
+    "read_recipe",
     "short_repr",
 ]

@@ -14,6 +14,7 @@ from colonnade import (
     ModelConfig,
     MoeConfig,
     Plan,
+    Recipe,
     RopeScaling,
     RouterConfig,
     ServeConfig,
@@ -39,6 +40,7 @@ CONFIGS: tuple[Config, ...] = (
     DataConfig(),
     TrainConfig(),
     ServeConfig(),
+    Recipe(),
 )
 ALLOWED = {("TrainConfig", "clip", math.inf)}
 SIGNED = {"capacity", "eval_capacity"}
