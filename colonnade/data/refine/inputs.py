@@ -46,18 +46,20 @@ def source_files(sources: Sequence[Source], recipe: Recipe, tasks: str | None) -
     if not found:
         raise DataError("all sources are left out by the recipe's drop_sources; give others")
     for name in recipe.filters:
-        _check_filter(name)
+        check_filter(name)
     if recipe.language and importlib.util.find_spec("py3langid") is None:
         raise ConfigError("Recipe.language needs the package py3langid; run: pip install 'colonnade[corpus]'")
     return sorted(found, key=lambda pair: (pair[1].name, str(pair[1].path)))
 
 
-def _check_filter(name: str) -> None:
+def check_filter(name: str) -> None:
     """Raise :class:`ConfigError` if a package of the filter is missing: it is imported at the first document."""
     from datatrove.data import Document
 
     try:
-        named_filter(name, None).filter(Document("A sentence of words.", ""))
+        named_filter(name, None).filter(
+            Document("".join(f"The sentence number {i} is like that of others.\n" for i in range(60)), "")
+        )
     except ImportError as error:
         raise ConfigError(f"filter '{name}' of datatrove needs more packages: {error}") from None
 

@@ -222,8 +222,8 @@ class Write(Part):
                     name = record["id"] if pieces is None else f"{record['id']}-{at:02d}"
                     sizes["kept"] += len(text.encode())
                     lengths[len(text).bit_length()] += 1
-                    for number, grams in enumerate(overlaps):
-                        found[number] |= count_grams(grams, [text]) > 0
+                    for test, grams in enumerate(overlaps):
+                        found[test] |= count_grams(grams, [text]) > 0
                     yield line({"id": name, "text": text, **more})
 
         write_lines(job.work / "documents" / f"{rank:06d}.jsonl", stay())
