@@ -16,6 +16,7 @@ from colonnade.checkpoint.peft import CONFIG as PEFT_CONFIG
 from colonnade.checkpoint.peft import Adapter, is_peft, read_peft
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
+from colonnade.kernels.linear.quantise import Quantised
 from colonnade.model import Transformer
 from colonnade.model.lora import merged_delta
 from colonnade.model.weight_only_quant import StoreWeight
@@ -51,7 +52,8 @@ def _read_native(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     """The whole adapters of a checkpoint of a model ``config``, by name, on the CPU."""
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, _: Tensor, value: Tensor) -> None:
+    def keep(name: str, _: Tensor, value: Tensor | Quantised) -> None:
+        assert isinstance(value, Tensor), "adapters are not quantised"
         found[name] = value
 
     model = Transformer(config, device="meta")
@@ -76,7 +78,11 @@ def merging(load: LoadWeights, adapter: Adapter) -> LoadWeights:
             exact = torch.promote_types(like.dtype, torch.float32)
             return local_part(delta.to(like.device, exact), layout.get(name, WHOLE), model.axes)
 
-        def place_merged(name: str, parameter: Tensor, value: Tensor) -> None:
+        def place_merged(name: str, parameter: Tensor, value: Tensor | Quantised) -> None:
+            if isinstance(value, Quantised):
+                raise CheckpointError(
+                    f"adapters cannot be merged into {name!r}, which is quantised; load the model with weights=dense"
+                )
             delta = delta_of(name, value)
             place(name, parameter, value if delta is None else (value.to(delta.dtype) + delta).to(value.dtype))
 

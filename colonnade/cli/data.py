@@ -1,14 +1,28 @@
 """The verbs that convert files: ``corpus`` and ``convert``."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from colonnade.cli.common import DType, Model, console
-from colonnade.config import Plan, plural
+from colonnade.config import Plan, Recipe, plural, read_recipe
 from colonnade.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class SlurmArgs:
+    """The jobs of ``--executor slurm``."""
+
+    partition: str = ""
+    """The partition to submit to."""
+    time: str = ""
+    """Time limit of each job, such as 10:00:00."""
+    qos: str = ""
+    """Quality of service."""
+    mem_per_cpu_gb: int = 2
+    """Memory of a task [GB]."""
 
 
 def corpus(
@@ -21,9 +35,14 @@ def corpus(
     field: str = "text",
     separator: str | None = None,
     tasks: str | None = None,
+    clean: str | None = None,
+    decontaminate: tuple[Path, ...] = (),
+    executor: Literal["local", "slurm", "ray"] = "local",
+    workers: int = 1,
+    slurm: SlurmArgs = SlurmArgs(),
     overwrite: bool = False,
 ) -> None:
-    """Build a corpus from text, JSONL or Parquet files: a tokenizer and memory-mapped token shards.
+    """Build a corpus from text, JSONL, Parquet or Arrow files: a tokenizer and memory-mapped token shards.
 
     Args:
         sources: Files or folders; sotu is the sample of State of the Union speeches, if installed.
@@ -37,10 +56,16 @@ def corpus(
         field: JSONL field or Parquet column with the text.
         separator: Text between the documents of a text file; by default a file is one document.
         tasks: The task of each document, for the router 'task': source (each of SOURCES is one), or field:NAME.
+        clean: Clean the documents first: megatron, or a TOML file with the keys of Recipe. The clean documents, the
+            removed ones with their reasons and a report stay in the corpus's folder clean.
+        decontaminate: Files of evaluation texts: long n-grams of them are cut out of the documents (with --clean).
+        executor: What runs the stages of --clean; slurm only submits them, to be followed by the same command.
+        workers: Tasks of --clean that run at the same time.
+        slurm: Settings of the jobs.
         overwrite: Replace an existing corpus.
     """
     from colonnade.data import build
-    from colonnade.data.corpus_builder import progress_bar
+    from colonnade.data.corpus_builder import check_output, progress_bar
     from colonnade.data.readers import sotu_documents
 
     if not sources:
@@ -50,6 +75,20 @@ def corpus(
         from colonnade.api import load_tokenizer
 
         trained = load_tokenizer(tokenizer)
+    if clean is None and (decontaminate or executor != "local" or workers != 1):
+        raise ConfigError("--decontaminate, --executor and --workers are for cleaning; add --clean megatron")
+    include: dict[str, Path] = {}
+    if clean is not None:
+        recipe, options = read_recipe(clean), {k: v for k, v in vars(slurm).items() if v}
+        check_output(out, overwrite)
+        cleaned = _clean(
+            sources, out, recipe, executor, workers, options if executor == "slurm" else {}, field=field,
+            separator=separator, tasks=tasks, tokenizer=trained, decontaminate=decontaminate,
+        )  # fmt: skip
+        if cleaned is None:
+            return
+        include, sources = {"clean": cleaned}, (str(cleaned / "documents"),)
+        field, separator, tasks = "text", None, tasks and "field:task"
     speeches = sotu_documents() if "sotu" in sources else []
     if tasks == "source":
         speeches = [("sotu", text) for _, text in speeches]  # all speeches are one source
@@ -57,7 +96,8 @@ def corpus(
     with progress_bar() as progress:
         manifest = build(
             documents, out, tokenizer=trained, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
-            validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress,
+            validation_share=validation_share, field=field, separator=separator, tasks=tasks, include=include,
+            progress=progress,
         )  # fmt: skip
     console.print(
         f"{out}: {plural(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
@@ -71,6 +111,33 @@ def corpus(
     if manifest.tasks:
         names = ", ".join(f"{number} {name}" for number, name in enumerate(manifest.tasks))
         console.print(f"{plural(len(manifest.tasks), 'task')}: {names}", soft_wrap=True)
+
+
+def _clean(
+    sources: tuple[str, ...], out: Path, recipe: Recipe, kind: Literal["local", "slurm", "ray"], workers: int,
+    options: dict[str, Any], **reading: Any,
+) -> Path | None:  # fmt: skip
+    """The folder with the clean documents, beside ``out``; None if jobs were only submitted."""
+    try:
+        from colonnade.data.refine.run import Executor, run
+    except ImportError as error:
+        raise ConfigError(f"--clean needs the extra corpus ({error}); run: pip install 'colonnade[corpus]'") from None
+
+    cleaned = out.absolute().with_name(f".{out.name}.cleaning")
+    with console.status("cleaning"):
+        report = run(sources, cleaned, recipe, Executor(kind, workers, options), **reading)
+    if report is None:
+        console.print("submitted; run the same command again when the jobs have ended", soft_wrap=True)
+        return None
+    console.print(
+        f"{report.summary()}; {plural(report.documents, 'document')} stay; {out / 'clean' / 'report.html'}",
+        soft_wrap=True,
+    )
+    for name, (found, total) in report.overlap.items():
+        console.print(
+            f"{name}: {100 * found / max(total, 1):.2f}% of {total:,} 8-grams are in the corpus", soft_wrap=True
+        )
+    return cleaned
 
 
 def convert(

@@ -2,12 +2,14 @@
 
 import difflib
 import math
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
+from rich.table import Table
 from tyro.conf import Positional, arg
 
 from colonnade.cli.common import Model, PlacementArgs, console, is_main_process, refuse_torchrun
@@ -31,9 +33,15 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     routing: bool = False,
+    tasks: tuple[str, ...] = (),
+    limit: int | None = None,
+    shots: int | None = None,
+    data: tuple[Path, ...] = (),
+    chat: bool = False,
+    out: Path = Path("runs/eval"),
     placement: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
 ) -> None:
-    """Print a model's perplexity on a text.
+    """Print a model's perplexity on a text, or its scores in tasks.
 
     Args:
         model: The model to evaluate.
@@ -42,8 +50,22 @@ def evaluate(
         stride: Tokens between the starts of two windows; by default the window, which is fastest. Each token is
             counted once.
         routing: Print which experts process which kinds of tokens, for each layer (a mixture of experts, one process).
+        tasks: Tasks of lm-eval by name, YAML files of tasks, wikitext103, lambada, or ours, which need no network:
+            sotu_cloze, sotu_next, sotu_century, sotu_text, sotu_repeat.
+        limit: Examples of each task; by default all.
+        shots: Solved examples before each question; by default what the task says.
+        data: Files of tasks that need one: wiki.test.tokens for wikitext103, lambada_test.jsonl for lambada.
+        chat: Put questions into the model's chat template.
+        out: Folder for the results and the report page of the tasks.
         placement: Where the model runs.
     """
+    if tasks:
+        if routing or context is not None or stride is not None:
+            raise ConfigError("--routing, --context and --stride are for --text; leave them out with --tasks")
+        _evaluate_tasks(placement.spec(model, ServeConfig()), out, tasks, limit, shots, data, chat)
+        return
+    if limit is not None or shots is not None or data or chat:
+        raise ConfigError("--limit, --shots, --data and --chat are for tasks; add --tasks, for example sotu_cloze")
     from colonnade.data.readers import sotu_documents
     from colonnade.parallel.launch import launch
 
@@ -59,6 +81,28 @@ def evaluate(
             f"perplexity {result.perplexity:.3f} on {name} "
             f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats a token)"
         )
+
+
+def _evaluate_tasks(spec: "ModelSpec", out: Path, *options: Any) -> None:
+    if not console.is_terminal:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars
+    try:
+        from colonnade.evaluate.report import rows
+        from colonnade.evaluate.run import TaskOptions, check_tasks, evaluate_tasks
+    except ImportError as error:
+        raise ConfigError(f"--tasks needs the extra eval ({error}); run: pip install 'colonnade[eval]'") from None
+
+    chosen = TaskOptions(*options)
+    check_tasks(chosen)
+    spec.open()  # errors come before any process starts
+    with console.status("evaluating"):
+        results = evaluate_tasks(spec, chosen, out)
+    if is_main_process():
+        table = Table("task", "examples", "metric", "value", "±", box=None, pad_edge=False)
+        for task, examples, metric, value, error in rows(results):
+            table.add_row(str(task), f"{examples:,}", str(metric), f"{value:,.4f}", f"{error:.4f}" if error else "")
+        Console(highlight=False).print(table)
+        console.print(f"{out / 'report.html'}", soft_wrap=True)
 
 
 def _score(spec: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:

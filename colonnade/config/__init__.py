@@ -18,6 +18,7 @@ from colonnade.config.lora import LORA_TARGETS, LoraConfig, LoraTarget
 from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
+from colonnade.config.recipe import RECIPES, Recipe, read_recipe
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import CacheFormat, ServeConfig
 from colonnade.config.tune import TuneConfig
@@ -25,6 +26,7 @@ from colonnade.config.tune import TuneConfig
 __all__ = [
     "AS_TRAINED",
     "LORA_TARGETS",
+    "RECIPES",
     "CacheFormat",
     "Config",
     "DataConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "Plan",
+    "Recipe",
     "RopeScaling",
     "RouterConfig",
     "RunConfig",
@@ -52,5 +55,6 @@ __all__ = [
     "file_suffix",
     "format_bytes",
     "plural",
+    "read_recipe",
     "short_repr",
 ]

@@ -7,10 +7,11 @@ token -> training or validation split (:mod:`~colonnade.data.holdout`) -> shards
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -101,6 +102,7 @@ def build(
     tasks: str | None = None,
     vocabulary_bytes: int = 1 << 28,
     overwrite: bool = False,
+    include: Mapping[str, Path] = MappingProxyType({}),
     progress: ProgressCallback | None = None,
 ) -> Manifest:
     """Write the corpus of ``sources`` to the folder ``out``, atomically, and return its manifest.
@@ -115,13 +117,14 @@ def build(
     - ``validation_share``: share of the documents that are held out for validation: at least one; of a single document,
       spans spread over it.
     - ``shard_tokens``: tokens per shard. ``overwrite``: replace an existing corpus.
+    - ``include``: folders on the same disk that are moved into the corpus at its end, by their names there.
 
     Raises :class:`DataError` if files cannot be read or written and if there are no documents; :class:`ConfigError` for
     settings out of range.
     """
     out = Path(out)
     _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
-    _check_output(out, overwrite)
+    check_output(out, overwrite)
     files, options = find_files(sources), _read_options(sources, field, separator, tasks)
     names: dict[str, int] | None = None if tasks is None else {}
     size_bytes = total_bytes(files)
@@ -157,6 +160,8 @@ def build(
             validation=validation,
         )
         manifest.save(folder)
+        for name, path in include.items():
+            path.rename(folder / name)
         publish(folder, out)
     except OSError as error:  # readers convert errors of the sources to DataErrors
         raise DataError(f"cannot write {out}: {error.strerror}; free some space, or choose another folder") from error
@@ -200,7 +205,8 @@ def _check_settings(
         raise ConfigError("an empty separator matches everywhere; give the text between documents, or no --separator")
 
 
-def _check_output(out: Path, overwrite: bool) -> None:
+def check_output(out: Path, overwrite: bool) -> None:
+    """Raise :class:`DataError` unless a corpus may be written to ``out``."""
     if suffix := file_suffix(out):
         raise DataError(f"{out} names one {suffix} file, and a corpus is a folder; leave {suffix} out")
     if out.is_dir() and not any(out.iterdir()):

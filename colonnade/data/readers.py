@@ -1,4 +1,6 @@
-"""Reads documents from text, JSON Lines and Parquet files, one at a time, never a whole corpus in memory.
+"""Reads documents from text, JSON Lines (also gzipped), Parquet and Arrow files, one at a time.
+
+Never a whole corpus is in memory. Arrow files are those that Hugging Face's ``datasets`` saves.
 
 A sample corpus is read from a Python package's data files; its code is never imported.
 
@@ -13,13 +15,15 @@ would be noticed only weeks later, in the trained model.
 
 import codecs
 import csv
+import gzip
 import importlib.util
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from colonnade.errors import DataError
 
@@ -41,6 +45,8 @@ class TextChunk(NamedTuple):
     """Size of the chunk in its source file; approximate for Parquet."""
     task: str | None = None
     """The document's task, if tasks are read."""
+    title: str | None = None
+    """The document's title, if titles are read and it has one."""
 
 
 class ReadOptions(NamedTuple):
@@ -54,6 +60,14 @@ class ReadOptions(NamedTuple):
     """The JSONL field or Parquet column with a document's task."""
     tasks: Mapping[Source, str] = MappingProxyType({})
     """The task of all documents of each file that :func:`find_files` returns."""
+    title_field: str | None = None
+    """The JSONL field or column with a document's title; records may lack it."""
+    stripe: tuple[int, int] = (0, 1)
+    """(part, parts): read only the records of each file whose number is ``part`` modulo ``parts``."""
+
+    def selects(self, number: int) -> bool:
+        """Whether the record ``number`` of a file is read."""
+        return number % self.stripe[1] == self.stripe[0]
 
 
 def find_files(sources: Sequence[Source]) -> list[Source]:
@@ -78,7 +92,9 @@ def read_documents(files: Iterable[Source], options: ReadOptions) -> Iterator[Te
     Raises :class:`DataError`, naming file and line, for a file that is not text, JSON or Parquet or lacks the field.
     """
     for source in files:
-        chunks = _in_memory(*source) if isinstance(source, tuple) else _in_file(Path(source), options)
+        chunks = (
+            _striped(_in_memory(*source), options) if isinstance(source, tuple) else _in_file(Path(source), options)
+        )
         task = options.tasks.get(source)
         if options.task_field and isinstance(source, tuple):
             raise DataError(f"{source[0]} is plain text, which has no field '{options.task_field}'; leave --tasks out")
@@ -92,12 +108,23 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError(f"{path} does not exist; give text, JSONL or Parquet files, or folders of them")
+        raise DataError(f"{path} does not exist; give text, JSONL, Parquet or Arrow files, or folders of them")
     inside = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-    known = [p for p in inside if p.suffix.lower() in _READERS]
+    arrow = {p.parent for p in inside if _suffix(p) == ".arrow"}  # datasets writes its own .json files beside
+    known = [
+        p
+        for p in inside
+        if _suffix(p) in _READERS and not (p.suffix == ".json" and {p.parent, *p.parent.parents} & arrow)
+    ]
+    known = [p for p in known if p.name != "dataset_dict.json"]
     if not known:
         raise DataError(f"{path} has no {', '.join(_READERS)} file ({len(inside)} others); name its files instead")
     return known
+
+
+def _suffix(path: Path) -> str:
+    """The suffix in lower case, of a gzipped file both: ".jsonl.gz"."""
+    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
 
 
 def _is_hidden(path: Path) -> bool:
@@ -119,7 +146,7 @@ def tasks_by_source(sources: Sequence[Source]) -> dict[Source, str]:
 
 
 def _in_file(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
-    return _READERS.get(file.suffix.lower(), _read_text)(file, options)
+    return _READERS.get(_suffix(file), _read_text)(file, options)
 
 
 def _in_memory(name: str, text: str) -> Iterator[TextChunk]:
@@ -130,7 +157,16 @@ def _in_memory(name: str, text: str) -> Iterator[TextChunk]:
 def _read_text(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     if options.task_field:
         raise DataError(f"{file} is plain text, which has no field '{options.task_field}'; use --tasks source")
-    return _split_chunks(_decode_utf8(file), options.separator)
+    return _striped(_split_chunks(_decode_utf8(file), options.separator), options)
+
+
+def _striped(chunks: Iterable[TextChunk], options: ReadOptions) -> Iterator[TextChunk]:
+    """The chunks of the documents that ``options`` selects."""
+    number = 0
+    for chunk in chunks:
+        if options.selects(number):
+            yield chunk
+        number += chunk.last
 
 
 def _decode_utf8(file: Path) -> Iterator[str]:
@@ -157,9 +193,9 @@ def _decode_utf8(file: Path) -> Iterator[str]:
 
 
 def _read_jsonl(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
+    with _open_binary(file) as stream:
+        for number, line in enumerate(_lines(stream, file), start=1):
+            if not (options.selects(number - 1) and line.strip()):
                 continue
             place = f"{file}:{number}"
             try:
@@ -179,7 +215,23 @@ def _read_jsonl(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
             task = None
             if options.task_field:
                 task = _task_name(record[options.task_field], f"{place}: field '{options.task_field}'")
-            yield from _record_chunks(record[options.field], f"{place}: field '{options.field}'", len(line), task)
+            chunks = _record_chunks(record[options.field], f"{place}: field '{options.field}'", len(line), task)
+            yield from _titled(chunks, record.get(options.title_field) if options.title_field else None)
+
+
+def _open_binary(file: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb"))
+
+
+def _lines(stream: Iterable[bytes], file: Path) -> Iterator[bytes]:
+    try:
+        yield from stream
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file} is not a whole gzip file: {error}; fetch or compress it again") from None
+
+
+def _titled(chunks: Iterable[TextChunk], title: object) -> Iterator[TextChunk]:
+    return (chunk._replace(title=title) for chunk in chunks) if isinstance(title, str) else iter(chunks)
 
 
 def _read_parquet(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
@@ -188,22 +240,58 @@ def _read_parquet(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            wanted = [options.field, *([options.task_field] if options.task_field else [])]
-            for name, flag in zip(wanted, ("field", "tasks"), strict=False):
-                if name not in names:
-                    raise DataError(f"{file}: no column '{name}', but {_quoted_names(names)}; choose one with --{flag}")
-            row, row_bytes = 0, file.stat().st_size // max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(batch_size=256, columns=wanted):
-                values = batch.column(options.field).to_pylist()
-                named = batch.column(options.task_field).to_pylist() if options.task_field else [None] * len(values)
-                for value, name in zip(values, named, strict=True):
-                    place = f"{file}, row {row}: column"
-                    task = _task_name(name, f"{place} '{options.task_field}'") if options.task_field else None
-                    yield from _record_chunks(value, f"{place} '{options.field}'", row_bytes, task)
-                    row += 1
+            columns = _columns(file, table.schema_arrow.names, options)
+            row_bytes = file.stat().st_size // max(table.metadata.num_rows, 1)
+            yield from _read_rows(file, table.iter_batches(batch_size=256, columns=columns), row_bytes, options)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a readable Parquet file: {error}; fetch or write it again") from None
+
+
+def _read_arrow(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
+    """An Arrow file in the streaming format, as ``datasets`` saves it, or in the file format."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            table = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+            _columns(file, table.schema.names, options)
+            batches = (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else iter(table)
+            yield from _read_rows(file, batches, None, options)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not a readable Arrow file: {error}; fetch or save it again") from None
+
+
+def _columns(file: Path, names: Sequence[str], options: ReadOptions) -> list[str]:
+    """The columns to read; raises :class:`DataError` if one is missing."""
+    wanted = [options.field, *([options.task_field] if options.task_field else [])]
+    for name, flag in zip(wanted, ("field", "tasks"), strict=False):
+        if name not in names:
+            raise DataError(f"{file}: no column '{name}', but {_quoted_names(names)}; choose one with --{flag}")
+    if (title := options.title_field) is not None and title in names and title not in wanted:
+        wanted.append(title)
+    return wanted
+
+
+def _read_rows(file: Path, batches: Iterable[Any], row_bytes: int | None, options: ReadOptions) -> Iterator[TextChunk]:
+    """The documents of Arrow record batches; ``row_bytes`` None: the size of each text."""
+    row = 0
+    for batch in batches:
+        selected = [i for i in range(batch.num_rows) if options.selects(row + i)]
+        part = batch if len(selected) == batch.num_rows else batch.take(selected)
+        none, names = [None] * len(selected), part.schema.names
+        values = part.column(options.field).to_pylist()
+        tasks = part.column(options.task_field).to_pylist() if options.task_field else none
+        titles = part.column(options.title_field).to_pylist() if options.title_field in names else none
+        for i, value, name, title in zip(selected, values, tasks, titles, strict=True):
+            place = f"{file}, row {row + i}: column"
+            task = _task_name(name, f"{place} '{options.task_field}'") if options.task_field else None
+            size = (
+                len(value.encode(errors="replace")) if row_bytes is None and isinstance(value, str) else row_bytes or 0
+            )
+            yield from _titled(_record_chunks(value, f"{place} '{options.field}'", size, task), title)
+        row += batch.num_rows
 
 
 def _task_name(value: object, place: str) -> str:
@@ -288,5 +376,9 @@ _READERS: dict[str, _Reader] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".ndjson.gz": _read_jsonl,
+    ".json.gz": _read_jsonl,
+    ".arrow": _read_arrow,
     ".parquet": _read_parquet,
 }

