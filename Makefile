@@ -20,7 +20,7 @@ QUIET := PYTHONDONTWRITEBYTECODE= NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NU
 step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - started )) s"; \
 	else echo "  $(1): failed after $$(( $$(date +%s) - started )) s" >&2; exit 1; fi
 
-.PHONY: help install demo test test-all lint format pytest clients docs bench clean distclean
+.PHONY: help install demo test test-all lint format pytest clients viewer docs bench clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -53,6 +53,9 @@ clients: .venv-clients/.ready-$(KEY)  ## the tests with lm-eval, litellm and gui
 
 format: $(VENV)/.test-$(KEY)  ## format the code and apply safe lint fixes
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
+
+viewer:  ## check, test and build the matrix viewer into colonnade/look/static; needs node and npm
+	@cd viewer && npm ci --no-audit --no-fund --silent && npm run --silent check && npm test --silent && npm run --silent build
 
 docs: $(VENV)/.docs-$(KEY)  ## the documentation, into site/; a broken link or name fails
 	$(call step,mkdocs,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet)

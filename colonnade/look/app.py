@@ -17,7 +17,7 @@ from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.look.pages import make_page, pages_of
-from colonnade.look.recorder import Recording, check_tokens, run_name
+from colonnade.look.recorder import MAX_TOKENS, Recording, check_tokens, run_name
 from colonnade.look.tensors import Names
 from colonnade.look.tiles import MAX_TILE, encode_tile, reduce_tile, span
 
@@ -26,7 +26,14 @@ MAX_TEXT = 20_000
 MAX_BODY = 4 * MAX_TEXT
 KEPT = 4
 """Recordings that are kept; the text of an older one is recorded again."""
-DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on while the fox is gone."
+DEFAULT_TEXT = (
+    "A colonnade is a row of columns that carries a roof. Each column bears its share of the weight, and none of them "
+    "could bear the whole. The builders cut every stone before they raised it, because a stone that does not fit in "
+    "the air is harder to mend than one that does not fit on the ground. When the last column stood, they laid the "
+    "beam across all of them at once, and the roof held. Travellers came from far away to walk in its shade, and the "
+    "children of the builders told them how it had been made."
+)
+"""Long enough to see what heads do; cut to the model's context."""
 PREFIX = "/v1/look/"
 
 
@@ -68,6 +75,8 @@ class LookApp:
         self._name, self._config, self._tokenizer = name, config, tokenizer
         self._record, self._plan, self._cache = record, plan, cache
         self._kept: OrderedDict[str, Recording] = OrderedDict()
+        limit = max(2, min(MAX_TOKENS, config.context) - 8)
+        self._text = tokenizer.decode(list(tokenizer.encode(DEFAULT_TEXT))[:limit])
 
     def answer(self, method: str, path: str, query: str = "", body: bytes = b"") -> Answer:
         """Answer a request for ``path`` below :data:`PREFIX`; errors are answers, too."""
@@ -90,12 +99,12 @@ class LookApp:
         config = self._config
         return {
             "model": self._name, "family": config.family, "layers": config.layers, "heads": config.heads,
-            "experts": config.moe.experts if config.moe else 0, "text": DEFAULT_TEXT, "plan": self._plan,
+            "experts": config.moe.experts if config.moe else 0, "text": self._text, "plan": self._plan,
             "pages": pages_of(config) + (["cache"] if self._cache else []),
         }  # fmt: skip
 
     def _recorded(self, text: str) -> dict[str, Any]:
-        tokens = self._tokenizer.encode(text or DEFAULT_TEXT)
+        tokens = self._tokenizer.encode(text or self._text)
         check_tokens(self._config, tokens)
         run = run_name(tokens)
         if run not in self._kept:

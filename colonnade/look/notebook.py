@@ -14,17 +14,17 @@ import threading
 import zlib
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
+from colonnade.config import ModelConfig
+from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.look.app import LookApp
 from colonnade.look.expression import leaves, parse
 from colonnade.look.recorder import record
 from colonnade.look.server import HOST, make_server
 from colonnade.look.values import shapes
-
-if TYPE_CHECKING:  # the viewer is below it
-    from colonnade.api import Model
+from colonnade.model import Transformer
 
 COMPRESS_FROM = 600
 """Bytes of a state from which its link is compressed, as in viewer/src/state.ts."""
@@ -38,6 +38,23 @@ def encode_state(state: Mapping[str, Any]) -> str:
         deflate = zlib.compressobj(9, wbits=-15)
         kind, data = "z", deflate.compress(data) + deflate.flush()
     return kind + base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+class LoadedModel(Protocol):
+    """What :func:`colonnade.load` returns, as far as the viewer needs it."""
+
+    source: str
+    transformer: Transformer
+
+    @property
+    def config(self) -> ModelConfig:
+        """The transformer's configuration."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        ...
 
 
 class Frame:
@@ -113,7 +130,7 @@ class NotebookServer:
         self.close()
 
 
-def serve(model: "Model | None" = None, port: int = 0) -> NotebookServer:
+def serve(model: LoadedModel | None = None, port: int = 0) -> NotebookServer:
     """Start a server for ``model`` (of :func:`colonnade.load`), or for matrices without one."""
     if model is None:
         return NotebookServer(None, port)

@@ -11,7 +11,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from colonnade.errors import ConfigError
-from colonnade.look.app import MAX_BODY, PREFIX, Answer, LookApp, error_answer, page_headers, static_file
+from colonnade.look.app import MAX_BODY, PREFIX, Answer, LookApp, error_answer, json_answer, page_headers, static_file
 
 HOST = "127.0.0.1"
 READ_TIMEOUT_S = 30.0
@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._respond(self.rfile.read(int(length)))
 
     def _respond(self, body: bytes) -> None:
-        host, port = self.headers.get("host", ""), self.server.server_address[1]
+        host, port = self.headers.get("host", ""), self.connection.getsockname()[1]
         if host not in (f"{HOST}:{port}", f"localhost:{port}"):
             self._send(error_answer("this server answers only on its own address", 403))
             return
@@ -52,6 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path.startswith(PREFIX) and self.app is not None:
             with self.lock:
                 self._send(self.app.answer(self.command, url.path.removeprefix(PREFIX), url.query, body))
+            return
+        if url.path == f"{PREFIX}model" and self.command == "GET":
+            self._send(json_answer(None))
             return
         found = static_file(url.path.removeprefix("/")) if self.command != "POST" else None
         self._send(found or error_answer("there is no such page", 404))

@@ -82,6 +82,7 @@ def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: R
     viewer.wait("Boolean(document.querySelector('#group-model input[type=password]'))")
     viewer.page.fill("#group-model input", "wrong")
     viewer.page.click("#group-model button")
+    viewer.wait("document.querySelector('#group-model input').value === ''")  # it asks again
     viewer.page.fill("#group-model input", "secret")
     viewer.page.click("#group-model button")
     viewer.wait("Boolean(document.getElementById('model-page'))")

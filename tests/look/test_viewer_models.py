@@ -1,7 +1,10 @@
 """The viewer's pages of a model in Chromium: each result equals torch's."""
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +121,8 @@ def test_every_page_is_reachable_and_described(open_viewer: Open) -> None:
         assert restored.state["title"] == "Layer 1, head 4"
         viewer.go(link("routing"))
         cells = viewer.run(
-            "[...document.querySelectorAll('#board table')].map(t => [...t.rows].slice(1).map(r => Number(r.cells[2].textContent)))"
+            """[...document.querySelectorAll('#board table')].map(
+              table => [...table.rows].slice(1).map(row => Number(row.cells[2].textContent)))"""
         )
         assert [sum(load) for load in cells] == [2 * len(made.recording.tokens)] * 2
 
@@ -201,6 +205,28 @@ def test_two_ranks_in_the_page(open_viewer: Open, two_ranks: list[Recording]) ->
         assert "summed over 2 ranks" in viewer.page.text_content("#description")
 
 
+@contextmanager
+def notebook_page(text: str) -> Iterator[str]:
+    """A page of another server on this machine, as Jupyter's is."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        yield f"http://localhost:{other.server_address[1]}/"
+        other.shutdown()
+        thread.join()
+
+
 @pytest.mark.slow
 def test_look_notebook(open_viewer: Open) -> None:
     model = Model(build(MODELS["llama"], dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(), "tiny")
@@ -215,11 +241,17 @@ def test_look_notebook(open_viewer: Open) -> None:
         viewer.go(plain.url.partition("#")[2])
         assert viewer.error == "" and viewer.run("colonnade.faces().C.rows") == 3
         whole = f"<!doctype html><p>notebook</p>{frame._repr_html_()}"
-        notebook = "http://localhost:8888/notebook"
-        viewer.page.route(notebook, lambda route: route.fulfill(body=whole, content_type="text/html"))
-        viewer.page.goto(notebook)
-        inner = viewer.page.frame_locator("iframe").locator("#title")
-        inner.filter(has_text="Layer 1, head 2").wait_for(timeout=120_000)
+        viewer.page.route("**/*", lambda route: route.continue_())
+        with notebook_page(whole) as notebook:
+            viewer.page.goto(notebook)
+            frames = viewer.page.frames
+            assert len(frames) == 2
+            for _ in range(2400):
+                if frames[1].evaluate("document.getElementById('title')?.textContent") == "Layer 1, head 2":
+                    break
+                viewer.page.wait_for_timeout(50)
+            else:
+                raise AssertionError("the frame does not show the head")
 
 
 def test_notebook_refuses_what_does_not_fit() -> None:

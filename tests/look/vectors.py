@@ -14,15 +14,60 @@ FILE = Path(__file__).parents[2] / "viewer/test/vectors.json"
 HEAD = "out = (attn = (Q = input @ wQ) @ (K_t = wK_t @ input_t)) @ (V = input @ wV) @ wO"
 
 EXPRESSIONS = [
-    "A @ B", "C = A @ B", "A", "A @ B @ C", "A @ (B @ C)", "(A @ B) @ (C @ D)", HEAD, "((((A))))@B", "x1 = a.b_c @ _d",
-    "A @ B; C @ D", "y = (h = x @ u) @ d; z = x @ w", " A\n@\tB ", "A @ A", "((A @ B))", "o = ((A @ B))",
-    "(" * 32 + "A" + ")" * 32, " @ ".join(["A"] * 65),
+    "A @ B",
+    "C = A @ B",
+    "A",
+    "A @ B @ C",
+    "A @ (B @ C)",
+    "(A @ B) @ (C @ D)",
+    HEAD,
+    "((((A))))@B",
+    "x1 = a.b_c @ _d",
+    "A @ B; C @ D",
+    "y = (h = x @ u) @ d; z = x @ w",
+    " A\n@\tB ",
+    "A @ A",
+    "((A @ B))",
+    "o = ((A @ B))",
+    "(" * 32 + "A" + ")" * 32,
+    " @ ".join(["A"] * 65),
     # errors
-    "", " ", "@", "A @", "A B", "A @ @ B", "(A @ B", "A @ B)", "()", "A = B", "(Q = A) @ B", "Q = (P = A @ B)", "1 @ A",
-    "A @ 1", "A @ B; ", "A;;B", "Q = A @ Q", "(Q = A @ B) @ (Q = A @ B)", "= A", "A = = B", "A @ (B = C @ D", "é @ A",
-    "A @ 𝔸", "A.B @ A..", "A @ B #", "A\x00 @ B", "<script>alert(1)</script>", "__proto__ @ constructor", "A * B", "A\u00a0@ B",
-    "(" * 33 + "A" + ")" * 33, " @ ".join(["A"] * 66), "A" * 65 + " @ B", "A" * 64 + " @ B", "A @ " * 1500 + "A",
-]  # fmt: skip
+    "",
+    " ",
+    "@",
+    "A @",
+    "A B",
+    "A @ @ B",
+    "(A @ B",
+    "A @ B)",
+    "()",
+    "A = B",
+    "(Q = A) @ B",
+    "Q = (P = A @ B)",
+    "1 @ A",
+    "A @ 1",
+    "A @ B; ",
+    "A;;B",
+    "Q = A @ Q",
+    "(Q = A @ B) @ (Q = A @ B)",
+    "= A",
+    "A = = B",
+    "A @ (B = C @ D",
+    "é @ A",
+    "A @ 𝔸",
+    "A.B @ A..",
+    "A @ B #",
+    "A\x00 @ B",
+    "<script>alert(1)</script>",
+    "__proto__ @ constructor",
+    "A * B",
+    "A\u00a0@ B",
+    "(" * 33 + "A" + ")" * 33,
+    " @ ".join(["A"] * 66),
+    "A" * 65 + " @ B",
+    "A" * 64 + " @ B",
+    "A @ " * 1500 + "A",
+]
 
 VALUES: list[dict[str, Any]] = [
     *(
@@ -41,20 +86,31 @@ VALUES: list[dict[str, Any]] = [
     {
         "expr": "y = (h = x @ u) @ d",
         "leaves": {
-            "x": {"rows": 4, "cols": 3}, "u": {"rows": 3, "cols": 6}, "d": {"rows": 6, "cols": 3},
-            "gate": {"rows": 4, "cols": 6}, "b": {"rows": 1, "cols": 6}, "whole": {"rows": 4, "cols": 3},
+            "x": {"rows": 4, "cols": 3},
+            "u": {"rows": 3, "cols": 6},
+            "d": {"rows": 6, "cols": 3},
+            "gate": {"rows": 4, "cols": 6},
+            "b": {"rows": 1, "cols": 6},
+            "whole": {"rows": 4, "cols": 3},
         },
         "nodes": {"h": {"plus": "b", "epilogue": "silu", "times": "gate"}, "y": {"plus": "whole"}},
     },
     {
         "expr": "attn = (Q = x @ wQ) @ (K_t = wK @ x_t)",
         "leaves": {
-            "x": {"rows": 5, "cols": 6}, "wQ": {"rows": 6, "cols": 4}, "wK": {"rows": 4, "cols": 6},
-            "x_t": {"rows": 6, "cols": 5}, "cos": {"rows": 5, "cols": 2}, "sin": {"rows": 5, "cols": 2},
-            "cos_t": {"rows": 2, "cols": 5}, "sin_t": {"rows": 2, "cols": 5}, "bias": {"rows": 4, "cols": 1},
+            "x": {"rows": 5, "cols": 6},
+            "wQ": {"rows": 6, "cols": 4},
+            "wK": {"rows": 4, "cols": 6},
+            "x_t": {"rows": 6, "cols": 5},
+            "cos": {"rows": 5, "cols": 2},
+            "sin": {"rows": 5, "cols": 2},
+            "cos_t": {"rows": 2, "cols": 5},
+            "sin_t": {"rows": 2, "cols": 5},
+            "bias": {"rows": 4, "cols": 1},
         },
         "nodes": {
-            "Q": {"cos": "cos", "sin": "sin"}, "K_t": {"plus": "bias", "cos": "cos_t", "sin": "sin_t"},
+            "Q": {"cos": "cos", "sin": "sin"},
+            "K_t": {"plus": "bias", "cos": "cos_t", "sin": "sin_t"},
             "attn": {"epilogue": "causal scaled softmax", "window": 3, "scale": 0.7},
         },
     },
@@ -63,7 +119,7 @@ VALUES: list[dict[str, Any]] = [
         "leaves": {"q": {"rows": 1, "cols": 3}, "k": {"rows": 3, "cols": 6}},
         "nodes": {"attn": {"epilogue": "causal scaled softmax"}},
     },
-]  # fmt: skip
+]
 
 BLOCKS: list[dict[str, Any]] = [
     {"expr": "A @ B @ C @ D", "nodes": {"@0": {"i": 4}}},
@@ -74,18 +130,33 @@ BLOCKS: list[dict[str, Any]] = [
 ]
 
 LETTERS = {
-    "input": ("T", "D"), "wQ": ("D", "H"), "wK_t": ("H", "D"), "input_t": ("D", "S"), "wV": ("D", "H"),
-    "wO": ("H", "D"), "x": ("T", "D"), "up": ("D", "F"), "down": ("F", "D"), "q": ("", "H"), "k": ("H", "S"),
-    "v": ("S", "H"), "tokens": ("B", "E"),
-}  # fmt: skip
+    "input": ("T", "D"),
+    "wQ": ("D", "H"),
+    "wK_t": ("H", "D"),
+    "input_t": ("D", "S"),
+    "wV": ("D", "H"),
+    "wO": ("H", "D"),
+    "x": ("T", "D"),
+    "up": ("D", "F"),
+    "down": ("F", "D"),
+    "q": ("", "H"),
+    "k": ("H", "S"),
+    "v": ("S", "H"),
+    "tokens": ("B", "E"),
+}
 PLANS: list[dict[str, Any]] = [
     {"expr": expr, "letters": LETTERS, "plan": plan}
     for expr, plan in [
-        (HEAD, {"tp": 2}), (HEAD, {"cp": 4, "tp": 2}), ("y = (h = x @ up) @ down", {"tp": 4}),
-        ("y = (h = x @ up) @ down", {"tp": 2, "cp": 2, "dp": 3}), ("o = (a = q @ k) @ v", {"cp": 4}),
-        ("o = (a = q @ k) @ v", {}), ("tokens", {"dp": 4, "ep": 2}), ("tokens", {"replicate": 2, "dp": 2, "tp": 2}),
+        (HEAD, {"tp": 2}),
+        (HEAD, {"cp": 4, "tp": 2}),
+        ("y = (h = x @ up) @ down", {"tp": 4}),
+        ("y = (h = x @ up) @ down", {"tp": 2, "cp": 2, "dp": 3}),
+        ("o = (a = q @ k) @ v", {"cp": 4}),
+        ("o = (a = q @ k) @ v", {}),
+        ("tokens", {"dp": 4, "ep": 2}),
+        ("tokens", {"replicate": 2, "dp": 2, "tp": 2}),
     ]
-]  # fmt: skip
+]
 
 
 def tree_json(tree: Tree) -> Any:
@@ -127,11 +198,13 @@ def plan_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def shape_errors() -> list[dict[str, Any]]:
     cases = [
-        ("A @ B", {"A": {"rows": 3, "cols": 4}, "B": {"rows": 5, "cols": 6}}), ("A", {}),
-        ("A", {"A": {"rows": 0, "cols": 4}}), ("A", {"A": {"rows": 10**9, "cols": 10**9}}),
+        ("A @ B", {"A": {"rows": 3, "cols": 4}, "B": {"rows": 5, "cols": 6}}),
+        ("A", {}),
+        ("A", {"A": {"rows": 0, "cols": 4}}),
+        ("A", {"A": {"rows": 10**9, "cols": 10**9}}),
         ("A @ B", {"A": {"rows": 8192, "cols": 8192}, "B": {"rows": 8192, "cols": 8192}}),
         ("constructor", {}),
-    ]  # fmt: skip
+    ]
     found = []
     for expr, leaves in cases:
         try:

@@ -80,10 +80,12 @@ void main() {
     float rank = float(r * owner.z + c * owner.w);
     full = owner.x * owner.y > 1 ? mix(hue(0.58 + rank * 0.381966), positive, 0.12) : vec3(0.62);
   }
-  colour = mix(faint, full, 0.25 + 0.75 * t);
   vec4 eye = modelViewMatrix * vec4(origin + float(a) * rowStep + float(b) * colStep, 1.0);
   gl_Position = projectionMatrix * eye;
-  gl_PointSize = clamp(float(stride) * pointSize * (0.2 + 0.62 * t) * projectionMatrix[1][1] / gl_Position.w, 1.0, 64.0);
+  float wanted = float(stride) * pointSize * (0.2 + 0.62 * t) * projectionMatrix[1][1] / gl_Position.w;
+  gl_PointSize = clamp(wanted, 1.0, 64.0);
+  // Where points are smaller than a pixel, their brightness alone tells them apart.
+  colour = mix(faint, full, mix(t, 0.25 + 0.75 * t, smoothstep(0.8, 2.5, wanted)));
   across = gl_PointSize;
 }`;
 

@@ -167,7 +167,7 @@ export class View {
           // Many names would hide the faces: then small ones, without sizes.
           const few = frames.length <= 5;
           const text = few ? `${name}  ${frame.shape[0]} × ${frame.shape[1]}` : name;
-          const height = few ? this.radius / 15 : Math.max(this.radius / 34, Math.min(this.radius / 18, 0.16 * Math.max(...frame.shape)));
+          const height = few ? this.radius / 15 : Math.max(this.radius / 34, Math.min(this.radius / 24, 0.16 * Math.max(...frame.shape)));
           this.root.add(legend(frame, text, height, colours));
         }
     }
