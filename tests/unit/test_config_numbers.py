@@ -9,6 +9,7 @@ import torch
 
 from colonnade import (
     DataConfig,
+    DistillConfig,
     ExpertsConfig,
     LatentConfig,
     ModelConfig,
@@ -37,6 +38,7 @@ CONFIGS: tuple[Config, ...] = (
     ExpertsConfig(),
     Plan(),
     DataConfig(),
+    DistillConfig(),
     TrainConfig(),
     ServeConfig(),
 )
