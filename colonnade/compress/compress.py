@@ -38,7 +38,7 @@ class Compression(Config):
     """How weights are quantised."""
 
     weights: Kind = "int4"
-    """int8 and float8 with one scale per row, int4 with one per group of inputs."""
+    """int8 and float8 with one scale per row, int4 with one per group of inputs; int8_dynamic also rounds inputs."""
     by: Literal["gptq", "nearest"] = "gptq"
     """gptq corrects each weight's rounding in those not rounded yet and needs texts; nearest rounds each by itself."""
     weight_group: WeightGroup = 64
@@ -46,7 +46,7 @@ class Compression(Config):
     grid: GridKind = "affine"
     """int4: a low value per group (affine), an integer zero point per group (zero), or the zero point 8 (symmetric)."""
     fold: bool = True
-    """gptq, int4: scale inputs by AWQ's rule first."""
+    """gptq: scale inputs first, for int4 by AWQ's rule, for int8_dynamic by SmoothQuant's."""
     min_tokens: int | None = Field(default=None, gt=0)
     """Tokens that a calibration needs; None: as many as the widest matrix has inputs."""
 
@@ -79,7 +79,7 @@ def compress(
         statistics = InputStatistics(block)
         with statistics.gather():
             runner.run(layer)
-        if compression.fold and kind == "int4":
+        if compression.fold and kind in ("int4", "int8_dynamic"):
             fold(block, statistics, kind, group, grid)
         prefix = f"blocks.{layer}."
         for name in (name for name in modules if name.startswith(prefix)):

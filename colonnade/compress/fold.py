@@ -42,7 +42,10 @@ def fold(block: Block, statistics: InputStatistics, kind: Kind, group: int, grid
     for place in _places(block):
         moments = statistics.linears[place.names[0]]
         weights = [linear.weight.detach().float() for linear in place.linears]
-        scale_D = awq_scale(weights, moments, kind, group, grid)
+        if kind == "int8_dynamic":
+            scale_D = smooth_scale(weights, moments)
+        else:
+            scale_D = awq_scale(weights, moments, kind, group, grid)
         if scale_D is None:
             continue
         apply(place.linears, place.before, scale_D)

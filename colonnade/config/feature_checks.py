@@ -93,10 +93,14 @@ def check_cuda_graph(run: "RunConfig") -> None:
         )
 
 
-WeightFormat = Literal["stored", "dense", "int8", "int4", "float8"]
+WeightFormat = Literal["stored", "dense", "int8", "int4", "float8", "int8_dynamic"]
 """Storage format of the weight matrices for inference; dense dequantises those of a quantised checkpoint."""
 WeightGroup = Literal[32, 64, 128]
 """Consecutive inputs that share an int4 scale."""
+
+
+INPUT_GROUP = 32
+"""Inputs that share a scale where int8_dynamic rounds them."""
 
 
 def check_weight_format(weights: object, group: object) -> None:
@@ -117,8 +121,9 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
             f"weights in {weights} are for models that generate, and this one attends in both directions (causal = "
             "False); load it stored"
         )
-    if weights != "int4":
+    if weights not in ("int4", "int8_dynamic"):
         return
+    group = group if weights == "int4" else INPUT_GROUP
     heads = model.heads * (model.latent.v_width if model.latent else model.head_width)
     moe, sharded = model.moe, [("columns of heads", heads, "tp", tp)]
     if moe is None or moe.count_expert_layers(model.layers) < model.layers:
@@ -129,8 +134,9 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
         share = -(-inputs // ranks)
         if ranks > 1 and share % group:
             fits = [g for g in (128, 64, 32) if share % g == 0]
+            fits = fits if weights == "int4" else []
             remedy = f"use --serve.weight_group {fits[0]}" if fits else f"use another {axis}, or --serve.weights int8"
             raise PlanError(
-                f"int4 has one scale for {group} inputs, and {axis}={ranks} leaves a rank {share} of {what} {inputs}, "
-                f"which cuts a group in two; {remedy}"
+                f"{weights} has one scale for {group} inputs, and {axis}={ranks} leaves a rank {share} of {what} "
+                f"{inputs}, which cuts a group in two; {remedy}"
             )

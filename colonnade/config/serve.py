@@ -51,8 +51,8 @@ class ServeConfig(Config):
     weights: WeightFormat = "stored"
     """Storage format of the weight matrices: stored keeps the checkpoint's (or the dtype, of one that is not
     quantised), dense dequantises; the others quantise while the checkpoint is read: int8 and float8 with one scale per
-    row, int4 with one per group of inputs. Routers are not quantised, nor embeddings, unless they are the output
-    projection too (int8 under int4)."""
+    row, int4 with one per group of inputs, int8_dynamic (on a CPU) as int8 with rounded inputs. Routers are not
+    quantised, nor embeddings, unless they are the output projection too (int8 under int4)."""
     weight_group: WeightGroup = 64
     """int4: consecutive inputs that share a scale; smaller groups are more exact and take a little more memory."""
     cache: CacheFormat = "stored"

@@ -1,7 +1,20 @@
-"""Fine-tuning of encoders as classifiers; upcycling dense models to experts, and pruning experts."""
+"""Fine-tuning of encoders as classifiers; upcycling to experts, pruning them, and dense models from them."""
 
 from colonnade.tune.classify import Example, accuracy, classifier, fit
+from colonnade.tune.expert_scores import ExpertScores, score_experts
 from colonnade.tune.prune_experts import measure, prune
+from colonnade.tune.to_dense import to_dense
 from colonnade.tune.upcycle import upcycle
 
-__all__ = ["Example", "accuracy", "classifier", "fit", "measure", "prune", "upcycle"]
+__all__ = [
+    "Example",
+    "ExpertScores",
+    "accuracy",
+    "classifier",
+    "fit",
+    "measure",
+    "prune",
+    "score_experts",
+    "to_dense",
+    "upcycle",
+]

@@ -91,6 +91,15 @@ def pruned_config(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfi
     if moe is None or load_LE.shape != (config.layers, moe.experts):
         known = "no experts" if moe is None else f"{config.layers} layers of {moe.experts} experts"
         raise ConfigError(f"loads of {tuple(load_LE.shape)} belong to another model: this one has {known}")
+    check_keep(config, keep)
+    return config.replace(moe=moe.replace(experts=keep))
+
+
+def check_keep(config: ModelConfig, keep: int) -> None:
+    """Raise :class:`ConfigError` unless ``keep`` experts of a layer can be kept."""
+    moe = config.moe
+    if moe is None:
+        raise ConfigError("this model has no experts to prune")
     if not moe.active <= keep <= moe.experts:
         raise ConfigError(
             f"{keep} experts cannot be kept of {moe.experts}, of which a token uses {moe.active}; keep {moe.active} to "
@@ -101,4 +110,3 @@ def pruned_config(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfi
             f"the experts are in {moe.router.groups} groups, and pruning would leave them unequal; "
             "set moe.router.groups to 1 first, if the router may choose among all of them"
         )
-    return config.replace(moe=moe.replace(experts=keep))

@@ -43,8 +43,9 @@ def write(folder: Path, config, **settings) -> Transformer:
         (CONFIG.replace(tied=True), {"weights": "int4", "grid": "symmetric"}),
         (UNEVEN, {"weights": "int8"}),
         (UNEVEN, {"weights": "float8", "by": "nearest"}),
+        (CONFIG, {"weights": "int8_dynamic"}),
     ],
-    ids=["int4", "zero", "symmetric", "int8", "float8"],
+    ids=["int4", "zero", "symmetric", "int8", "float8", "int8_dynamic"],
 )
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_load_what_one_process_compressed(config, settings, tmp_path) -> None:

@@ -83,6 +83,21 @@ def test_transformers_gives_the_very_logits(settings, tmp_path) -> None:
         assert len(quantised_parameters(ours.transformer)) == 10
 
 
+def test_w8a8_is_what_transformers_computes_up_to_its_rounding(tmp_path) -> None:
+    """Weights are equal; inputs have a scale per token there, and one per 32 inputs here."""
+    model = model_of()
+    compress(model, Compression(by="nearest", weights="int8_dynamic"))
+    api.save(wrap(model), tmp_path / "m", format="hf")
+    tokens, peer = torch.arange(20), theirs(tmp_path / "m")
+    with torch.no_grad():
+        expected = peer(tokens[None]).logits[0]
+    with api.load(tmp_path / "m", dtype="float32", device="cpu") as ours:
+        for name, weight in quantised_parameters(ours.transformer).items():
+            assert torch.equal(weight.values, quantised_parameters(model)[name].values)
+    difference = (wrap(model).logits(tokens) - expected).norm() / expected.norm()
+    assert difference < 0.02
+
+
 def test_zero_points_are_what_their_package_reads(tmp_path) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import PackedQuantizationCompressor

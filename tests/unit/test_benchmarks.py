@@ -13,6 +13,7 @@ from torch import Tensor
 
 import attention
 import bubble
+import compress as compress_benchmark
 import context
 import cost_growth
 import decode_model
@@ -328,6 +329,20 @@ def test_decode_model_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         decode_model.main(["--draw", "--out", str(tmp_path / "empty")])
     assert "has no record of this benchmark: measure first" in " ".join(capsys.readouterr().err.split())
+
+
+def test_compress_benchmark(tmp_path: Path) -> None:
+    compress_benchmark.main(["--tiny", "--out", str(tmp_path)])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "compress_tiny.json").read_text())["rows"]}
+    assert rows["stored, float32"]["kl_nats"] == 0
+    assert rows["int8"]["kl_nats"] < rows["int4 g64 nearest"]["kl_nats"]
+    assert rows["int8"]["weight_bytes"] > rows["int4 g64 gptq"]["weight_bytes"]
+    kept = (tmp_path / "compress_rows.jsonl").read_text().splitlines()
+    assert len(kept) == len(rows)
+    (tmp_path / "compress_rows.jsonl").write_text("\n".join(kept[:3]) + "\n")
+    compress_benchmark.main(["--tiny", "--out", str(tmp_path)])  # goes on after the third row
+    again = json.loads((tmp_path / "compress_tiny.json").read_text())["rows"]
+    assert [row["what"] for row in again] == list(rows)
 
 
 def test_quantised_quality_benchmark(tmp_path: Path) -> None:

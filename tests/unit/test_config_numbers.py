@@ -9,6 +9,7 @@ import torch
 
 from colonnade import (
     DataConfig,
+    DistillConfig,
     ExpertsConfig,
     LatentConfig,
     LoraConfig,
@@ -40,6 +41,7 @@ CONFIGS: tuple[Config, ...] = (
     ExpertsConfig(),
     Plan(),
     DataConfig(),
+    DistillConfig(),
     TrainConfig(),
     TuneConfig(),
     LoraConfig(),

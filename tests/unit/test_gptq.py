@@ -9,6 +9,8 @@ from colonnade.compress.fold import apply, awq_scale, fold, smooth_scale
 from colonnade.compress.gptq import damped, error, gptq, nearest
 from colonnade.compress.grids import choose_grid
 from colonnade.errors import ConfigError, DataError
+from colonnade.kernels.cpu import kernels as cpu_kernels
+from colonnade.kernels.linear import reference, skinny_gemm_cpu
 from colonnade.kernels.linear.quantise import dequantise, quantise, unpack_int4
 from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.model.weight_only_quant import quantised_kind, quantised_parameters
@@ -37,7 +39,7 @@ def test_identity_hessian_is_nearest(grid, inputs):
     assert torch.equal(found.scales, best.scales)
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "float8", "int4", "int8_dynamic"])
 def test_nearest_equals_the_quantiser_of_loading(kind):
     w = random(13, 100)
     ours, loading = nearest(w, kind, 32), quantise(w, kind, 32)
@@ -179,6 +181,32 @@ def test_experts_have_hessians_of_their_own(name):
     assert rows == [moments.rows for moments in experts["down"]]
     for hessian in statistics.expert_hessians("ffn.experts", "down"):
         torch.linalg.cholesky(damped(hessian))
+
+
+def test_int8_dynamic_rounds_inputs_in_groups() -> None:
+    weight, x = nearest(random(9, 70), "int8_dynamic", 64), random(5, 70, seed=4)
+    expected = torch.zeros(5, 9)
+    for token in range(5):
+        for start in range(0, 70, 32):
+            part = x[token, start : start + 32]
+            scale = part.abs().max() / 127
+            q = (part / scale).round()
+            expected[token] += (weight.values[:, start : start + 32].float() @ q) * scale * weight.scales[:, 0]
+    for rows in (slice(0, 1), slice(0, 5)):
+        for run in (reference.quantised_linear, skinny_gemm_cpu.quantised_linear, cpu_kernels.quantised_linear):
+            torch.testing.assert_close(run(x[rows], weight), expected[rows], rtol=1e-4, atol=1e-4)
+    many = x.repeat(20, 1)
+    torch.testing.assert_close(skinny_gemm_cpu.quantised_linear(many, weight), expected.repeat(20, 1))
+    plain = reference.quantised_linear(x, weight._replace(kind="int8"))
+    assert (plain - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8_dynamic"])
+def test_folded_scales_are_used(kind) -> None:
+    folded, plain = small(CONFIGS["llama"]), small(CONFIGS["llama"])
+    for model in (folded, plain):
+        compress(model, Compression(weights=kind, weight_group=32, fold=model is folded), TEXTS)
+    assert not torch.equal(folded.get_parameter("blocks.0.norm2.weight"), plain.get_parameter("blocks.0.norm2.weight"))
 
 
 def test_block_after_block_equals_the_whole_model():

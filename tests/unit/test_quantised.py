@@ -188,14 +188,19 @@ def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(ConfigError):
         ServeConfig(weights="int5")
     for kind in ("int3", "INT8", 8, "stored"):
-        with pytest.raises(ConfigError, match=rf"unknown weight format {kind!r}; use int8, int4 or float8"):
+        with pytest.raises(
+            ConfigError, match=rf"unknown weight format {kind!r}; use int8, int4, float8 or int8_dynamic"
+        ):
             quantise(random_weights(3, 32), kind)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"weights": "int3"}, "weights is 'int3'; it must be 'stored', 'dense', 'int8', 'int4' or 'float8'"),
+        (
+            {"weights": "int3"},
+            "weights is 'int3'; it must be 'stored', 'dense', 'int8', 'int4', 'float8' or 'int8_dynamic'",
+        ),
         ({"weights": "INT8"}, "weights is 'INT8'; it must be 'stored'"),
         ({"weights": 8}, "weights is 8; it must be 'stored'"),
         ({"weights": "int4", "weight_group": 48}, "weight_group is 48; it must be 32, 64 or 128"),
@@ -211,8 +216,8 @@ def test_unknown_load_option_is_refused_before_reading(given: dict, message: str
 
 def test_model_reports_its_weight_format(tmp_path: Path) -> None:
     whole = api.Model(tiny.model(dtype=torch.float32), None, DistributedContext.solo(torch.device("cpu")), "tiny")
-    with pytest.raises(ConfigError, match="format is 'gguf'; it must be 'hf' or 'colonnade'"):
-        api.save(whole, tmp_path / "m", format="gguf")
+    with pytest.raises(ConfigError, match="format is 'onnx'; it must be 'hf', 'colonnade' or 'gguf'"):
+        api.save(whole, tmp_path / "m", format="onnx")
     api.save(whole, tmp_path / "m")
     for weights, output in (("stored", "float32, one process"), ("int4", "float32 with weights in int4, one process")):
         with api.load(tmp_path / "m", device="cpu", weights=weights) as model:

@@ -3,6 +3,7 @@
     int4      pack-quantized: eight values in a word, a scale per group, zero points if the grid has any
     int8      pack-quantized, 8 bits, a scale per row
     float8    float-quantized, a scale per row
+    int8_dynamic    int-quantized ("W8A8"), a scale per row, and one per token for the inputs
 
 Only the blocks' matrices are written so; an output projection, tied or not, is dequantised, as is usual there. int4 on
 the affine grid has no integer zero points and is refused.
@@ -36,7 +37,7 @@ def quantization_config(weights: Mapping[str, Quantised], ignore: list[str]) -> 
     """The ``quantization_config`` of a model with these matrices."""
     first = next(iter(weights.values()))
     symmetric = is_symmetric(weights.values())
-    format = "float-quantized" if first.kind == "float8" else "pack-quantized"
+    format = {"float8": "float-quantized", "int8_dynamic": "int-quantized"}.get(first.kind, "pack-quantized")
     args = {
         "num_bits": 4 if first.kind == "int4" else 8,
         "type": "float" if first.kind == "float8" else "int",
@@ -49,7 +50,10 @@ def quantization_config(weights: Mapping[str, Quantised], ignore: list[str]) -> 
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    group = {"targets": ["Linear"], "weights": args, "input_activations": None, "output_activations": None}
+    inputs = None
+    if first.kind == "int8_dynamic":  # a scale per token there; ours has one per 32 inputs
+        inputs = args | {"symmetric": True, "strategy": "token", "dynamic": True, "observer": None}
+    group = {"targets": ["Linear"], "weights": args, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": format,
@@ -88,6 +92,9 @@ def write_quantised(
         tensors[f"{stem}.weight_scale"] = scales[theirs].contiguous()
         if weight.kind == "float8":
             tensors[theirs] = matrix.contiguous().view(torch.float8_e4m3fn)
+            continue
+        if weight.kind == "int8_dynamic":
+            tensors[theirs] = matrix.contiguous()
             continue
         tensors[f"{stem}.weight_packed"] = _packed(matrix if weight.kind == "int4" else matrix.int() + 128, weight.kind)
         tensors[f"{stem}.weight_shape"] = torch.tensor(matrix.shape)

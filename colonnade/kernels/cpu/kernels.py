@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from colonnade.errors import ConfigError
 from colonnade.kernels import norm as norm_reference
@@ -23,7 +22,8 @@ from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.cpu import calls, library
 from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.kernels.linear import reference, skinny_gemm_cpu
-from colonnade.kernels.linear.quantise import Quantised
+from colonnade.kernels.linear.quantise import X_GROUP, Quantised
+from colonnade.kernels.linear.quantise import round_inputs as round_to_int8
 from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.rotary import Rotation
 
@@ -31,8 +31,6 @@ MAX_ROWS = 16
 """More rows times unquantised weights are products for torch, which multiplies in larger tiles."""
 MAX_QUERIES = 16
 """More new tokens of a request are for torch's attention, which has larger tiles too."""
-X_GROUP = 32
-"""Inputs that share a scale when x is rounded for int8 weights; for int4, the weights' group."""
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -42,12 +40,7 @@ def available(dtype: torch.dtype) -> bool:
 
 def round_inputs(x: Tensor, weight: Quantised) -> Tensor:
     """``x`` (…, D) as the kernels round it for ``weight``: to int8 with a scale per group."""
-    group = weight.group if weight.kind == "int4" else X_GROUP
-    padded = F.pad(x.float(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
-    most = padded.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most < 1e-30, 0.0, 127 / most)
-    rounded = (padded * inverse).round() * (most / 127)
-    return rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+    return round_to_int8(x.float(), weight.group if weight.kind == "int4" else X_GROUP).to(x.dtype)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -103,7 +96,9 @@ def fits(x_TD: Tensor, weight: Matrix) -> bool:
     if not T or not D or x_TD.stride(1) != 1 or not _no_gradient(x_TD) or not available(x_TD.dtype):
         return False
     if isinstance(weight, Quantised):
-        grouped = weight.kind == "int8" or (weight.group in (32, 64, 128) and not weight.has_wide_scales)
+        grouped = weight.kind in ("int8", "int8_dynamic") or (
+            weight.group in (32, 64, 128) and not weight.has_wide_scales
+        )
         return weight.kind in calls.KINDS and grouped and weight.values.dim() == 2 and (T <= MAX_ROWS or _is_fast())
     return T <= MAX_ROWS and weight.dtype == x_TD.dtype and weight.is_contiguous() and _no_gradient(weight)
 

@@ -2,6 +2,7 @@
 
     int8     w ≈ q s          q in −127 … 127; one s per row (output), float32
     int4     w ≈ q s + m      q in 0 … 15; s and m per group of 32, 64 or 128 inputs of a row, bfloat16
+    int8_dynamic   as int8, with the inputs rounded to 8 bits too (:func:`round_inputs`)
     float8   w ≈ q s          q in e4m3; one s per row, a power of two (:mod:`float8` says why)
 
 int4 packs eight values into an int32 word: bits 4i … 4i+3 of word c of a group of G inputs hold its input i·G/8 + c, so
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 
 from colonnade.errors import ConfigError
 
-Kind = Literal["int8", "int4", "float8"]
+Kind = Literal["int8", "int4", "float8", "int8_dynamic"]
 KINDS = get_args(Kind)
 FLOAT8 = torch.float8_e4m3fn
 INT4_PER_WORD = 8
@@ -84,7 +85,7 @@ def quantise(
     if kind == "int4":
         return _quantise_int4(w_FD, group)
     highest_F1 = reduce_max(w_FD.abs().amax(1, keepdim=True))
-    if kind == "int8":
+    if kind in ("int8", "int8_dynamic"):
         # Divide by a tensor: dividing by a number, a GPU multiplies by the reciprocal, which changes the last bit.
         scale_F1 = highest_F1.clamp(min=SMALLEST) / highest_F1.new_tensor(127.0)
         values_FD = (w_FD / scale_F1).round().clamp(-127, 127).to(torch.int8)
@@ -155,6 +156,20 @@ def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None))
     # q s is exact (4 bits times 8, 11 or 12 bits), so only the sum is rounded, here as in a fused multiply-add.
     w = q.flatten(2).mul_(scales[..., :1].to(wide)).add_(scales[..., 1:].to(wide))
     return w.flatten(1)[:, : weight.inputs].to(dtype)
+
+
+X_GROUP = 32
+"""Inputs that share a scale when a row of x is rounded for int8 weights."""
+
+
+def round_inputs(x: Tensor, group: int = X_GROUP) -> Tensor:
+    """``x`` (…, D) rounded to int8 with a scale for each ``group`` inputs of a row, dequantised."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    padded = F.pad(x.to(wide), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+    most = padded.abs().amax(-1, keepdim=True)
+    inverse = torch.where(most < 1e-30, 0.0, 127 / most)
+    rounded = (padded * inverse).round() * (most / 127)
+    return rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
 def to_float(values: Tensor, wide: torch.dtype) -> Tensor:

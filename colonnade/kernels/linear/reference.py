@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from colonnade.kernels import norm as norm_reference
 from colonnade.kernels.experts.reference import ACTIVATIONS
-from colonnade.kernels.linear.quantise import Quantised, dequantise
+from colonnade.kernels.linear.quantise import Quantised, dequantise, round_inputs
 
 BAND_ELEMENTS = 1 << 20
 """Weights dequantised at once."""
@@ -53,6 +53,8 @@ def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Ten
 
 def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Tensor:
     """y_TF; ``x_TD`` may have any number of leading dimensions."""
+    if weight.kind == "int8_dynamic":
+        x_TD = round_inputs(x_TD)
     step = band_rows(weight)
     parts = [
         F.linear(x_TD, dequantise(weight, x_TD.dtype, slice(start, start + step)))

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.linear import reference
-from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, to_float
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, round_inputs, to_float
 
 MAX_ROWS = 32
 """More rows use torch's x Wᵀ."""
@@ -65,6 +65,8 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
     if not 0 < rows <= MAX_QUANTISED_ROWS or sys.byteorder != "little":
         return reference.quantised_linear(x_TD, weight, bias_F)
     wide = torch.promote_types(x_TD.dtype, torch.float32)
+    if weight.kind == "int8_dynamic":
+        x_TD = round_inputs(x_TD)
     multiply = _multiply_int4 if weight.kind == "int4" else _multiply_8_bit
     y_TF = multiply(x_TD.reshape(rows, -1).to(wide), weight).to(x_TD.dtype).view(*x_TD.shape[:-1], -1)
     return y_TF if bias_F is None else y_TF + bias_F

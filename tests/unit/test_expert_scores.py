@@ -1,0 +1,141 @@
+"""Experts scored by what they contribute, pruned by the score, and put side by side as a dense layer."""
+
+import pytest
+import torch
+
+from colonnade import api
+from colonnade.cli import main
+from colonnade.config import MoeConfig
+from colonnade.data import Corpus, build
+from colonnade.errors import ConfigError, DataError
+from colonnade.model import Packed, Rows, Stream, Transformer, initialise
+from colonnade.model.moe import Routing
+from colonnade.model.weight_only_quant import quantised_parameters
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.tune import measure, prune, score_experts, to_dense
+from tests.corpora import TEXT
+from tests.models import CONFIGS, MOES
+from tests.models import build as built
+from tests.worlds import assert_same
+
+TEXTS = [torch.randint(67, (n,), generator=torch.Generator().manual_seed(n)) for n in (40, 33)]
+GATED = CONFIGS["llama"].replace(vocab_size=101, moe=MoeConfig(experts=6, active=2, ffn_width=12))
+
+
+def logits(model: Transformer, tokens: torch.Tensor = TEXTS[0]) -> torch.Tensor:
+    positions = torch.arange(len(tokens))
+    with torch.no_grad():
+        return model(Stream(tokens, positions, routing=Routing(positions)), Packed.of([len(tokens)]), Rows())
+
+
+def make_useless(model: Transformer, layer: int, expert: int) -> None:
+    """An expert that outputs zero."""
+    with torch.no_grad():
+        model.get_parameter(f"blocks.{layer}.ffn.experts.down")[expert] = 0
+
+
+def test_scores_equal_a_loop_over_tokens() -> None:
+    model = built(GATED).requires_grad_(False)
+    scores = score_experts(model, TEXTS)
+    assert torch.equal(scores.load_LE, measure(model, TEXTS))
+    block, seen = model.blocks.get_submodule("1"), []
+    handle = block.ffn.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    for text in TEXTS:
+        logits(model, text)
+    handle.remove()
+    x, gates = torch.cat(seen), block.ffn.router.gates[0].weight
+    chance = (x @ gates.T).softmax(1)
+    top = chance.topk(2, 1)
+    weights = top.values / top.values.sum(1, keepdim=True)
+    experts, total = block.ffn.experts, [[] for _ in range(6)]
+    for token in range(len(x)):
+        for j in range(2):
+            e = int(top.indices[token, j])
+            h = torch.nn.functional.silu(experts.gate[e] @ x[token]) * (experts.up[e] @ x[token])
+            total[e].append((float(weights[token, j]), float((h @ experts.down[e]).norm())))
+    for e, found in enumerate(total):
+        if found:
+            assert scores.gate_LE[1, e] == pytest.approx(sum(g for g, _ in found) / len(found), rel=1e-6)
+            assert scores.reap_LE[1, e] == pytest.approx(sum(g * n for g, n in found) / len(found), rel=1e-6)
+
+
+def test_reap_keeps_what_load_would_prune() -> None:
+    model = built(GATED)
+    most_used = int(measure(model, TEXTS)[1].argmax())
+    make_useless(model, 1, most_used)
+    scores = score_experts(model, TEXTS)
+    assert scores.reap_LE[1, most_used] == 0
+    smaller = prune(model, scores.reap_LE, 5)
+    kept = model.get_parameter("blocks.1.ffn.experts.down")
+    expected = torch.cat((kept[:most_used], kept[most_used + 1 :]))
+    assert torch.equal(smaller.get_parameter("blocks.1.ffn.experts.down"), expected)
+
+
+@pytest.mark.parametrize("name", ["gated", "biased_shared"])
+def test_one_expert_becomes_the_same_dense_model(name) -> None:
+    config = MOES[name]
+    moe = config.moe.replace(experts=1, active=1, shared_gate=False)
+    model = built(config.replace(moe=moe))
+    dense = to_dense(model, score_experts(model, TEXTS))
+    assert dense.config.moe is None
+    assert_same(logits(dense), logits(model))
+
+
+def test_all_experts_with_constant_gates_become_the_same_dense_model() -> None:
+    """A router of zeros gives every expert the same weight."""
+    model = built(GATED.replace(moe=GATED.moe.replace(experts=3, active=3)))
+    with torch.no_grad():
+        for layer in range(2):
+            model.get_parameter(f"blocks.{layer}.ffn.router.gates.0.weight").zero_()
+    dense = to_dense(model, score_experts(model, TEXTS))
+    assert dense.config.ffn_width == 36
+    assert_same(logits(dense), logits(model))
+
+
+def test_refusals() -> None:
+    model = built(GATED)
+    with pytest.raises(DataError, match="no texts"):
+        score_experts(model, [])
+    with pytest.raises(ConfigError, match="no experts to score"):
+        score_experts(built(CONFIGS["llama"]), TEXTS)
+    scores = score_experts(model, TEXTS)
+    with pytest.raises(ConfigError, match="7 experts cannot be put side by side of 6"):
+        to_dense(model, scores, 7)
+    with pytest.raises(ConfigError, match="1 experts cannot be kept of 6, of which a token uses 2"):
+        prune(model, scores.reap_LE, 1)
+    shared = built(MOES["biased_shared"])
+    with pytest.raises(ConfigError, match="gate of shared experts"):
+        to_dense(shared, score_experts(shared, TEXTS))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--keep", "3"], ["--keep", "3", "--score", "load", "--weights", "int8"], ["--dense"]],
+    ids=["keep", "keep and int8", "dense"],
+)
+def test_the_verb(words, tmp_path, capsys) -> None:
+    build([(f"doc{i}", f"{i} {TEXT}") for i in range(9)], tmp_path / "corpus", vocab_size=300, validation_share=0.2)
+    config = GATED.replace(family="mixtral", vocab_size=300)
+    whole = initialise(Transformer(config), 1)
+    solo = DistributedContext.solo(torch.device("cpu"))
+    api.save(api.Model(whole, Corpus(tmp_path / "corpus").tokenizer, solo, "m"), tmp_path / "m")
+    main(
+        [
+            "compress",
+            *map(str, (tmp_path / "m", tmp_path / "out", "--text", tmp_path / "corpus", "--tokens", 400)),
+            *words,
+        ]
+    )
+    with api.load(tmp_path / "out", device="cpu") as loaded:
+        assert bool(quantised_parameters(loaded.transformer)) == ("int8" in words)
+        if "--dense" in words:
+            assert loaded.config.moe is None and loaded.config.ffn_width == 24
+        else:
+            assert loaded.config.moe.experts == 3
+    for bad, message in (
+        (["--keep", "1"], "1 experts cannot be kept"),
+        (["--keep", "3", "--dense"], "leave one out"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), "--text", str(tmp_path / "corpus"), *bad])
+        assert message in " ".join(capsys.readouterr().err.split())
