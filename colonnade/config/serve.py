@@ -191,7 +191,7 @@ class ServeConfig(Config):
             raise ConfigError(f"serve.adapters has two called '{twice}'; give each a name of its own")
         if self.adapters and self.batch_invariant:
             raise ConfigError(
-                "serve.adapters and serve.batch_invariant exclude each other: an adapter's products depend on the other "
+                "serve.adapters and serve.batch_invariant exclude each other: an adapter's products depend on other "
                 "requests; serve a merged model"
             )
         if self.adapters and self.upstreams:

@@ -108,6 +108,8 @@ class Engine:
             raise ConfigError(f"serve.draft is {self.config.draft}, and the engine was given {given} draft model")
         self.adapters = EngineAdapters(model, self.config)
         """Those that requests may name."""
+        self.version = 0
+        """How often :meth:`refresh` has replaced the weights."""
         self.cache, draft_cache = build_caches(model, self.config, draft, engines)
         invariant = make_batch_invariant(model) if self.config.batch_invariant else None
         graphs, ranks = None, model.axes.cp.size
@@ -233,6 +235,18 @@ class Engine:
             self._in_flight = None  # only finished requests are in it
         return outputs
 
+    def refresh(self, write: Callable[[Transformer], object]) -> int:
+        """Give the model new weights, which ``write`` copies into its parameters in place; returns their version.
+
+        Recorded steps and CUDA graphs keep their addresses. The prefix cache is emptied, because its keys are those of
+        the old weights, and running requests start again. Every later output carries the new version.
+        """
+        assert self._in_flight is None, "a step that is in flight would mix old and new weights"
+        self.scheduler.restart_all()
+        write(self.model)
+        self.version += 1
+        return self.version
+
     def cancel(self, request_id: str) -> bool:
         """Drop a request, its pages and its undelivered outputs; False if it is not (or no longer) running."""
         self._undelivered = [output for output in self._undelivered if output.id != request_id]
@@ -342,7 +356,7 @@ class Engine:
             timing = live.timing(now_s)
         return Output(
             request.id, echo + text, token, reason, len(request.prompt), generated, timing, logprobs,
-            prompt_logprobs, request.cached_tokens or 0, prompt_ids,
+            prompt_logprobs, request.cached_tokens or 0, prompt_ids, self.version,
         )  # fmt: skip
 
     def _prompt_only(
@@ -360,7 +374,7 @@ class Engine:
         request = live.request
         return Output(
             request.id, text, None, reason, len(request.prompt), 0, live.timing(now_s), None, logprobs,
-            request.cached_tokens or 0, request.prompt if request.params.return_prompt_ids else None,
+            request.cached_tokens or 0, request.prompt if request.params.return_prompt_ids else None, self.version,
         )  # fmt: skip
 
     def _prompt_outputs(self, live: _Generation) -> tuple[str, tuple[TokenLogprob, ...] | None]:

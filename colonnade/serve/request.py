@@ -194,6 +194,8 @@ class Output(NamedTuple):
     """Tokens of the prompt that the prefix cache had."""
     prompt_token_ids: tuple[int, ...] | None = None
     """The prompt's, in the first output, if asked for."""
+    version: int = 0
+    """Of the weights (:meth:`colonnade.serve.engine.Engine.refresh`)."""
 
 
 @dataclass(frozen=True, slots=True)
