@@ -72,6 +72,10 @@ class ModelSpec:
         self.serve.check(opened.config)
         if self.serve.batch_invariant:
             check_ranks(tp=self.plan.tp, cp=self.plan.cp)
+        if self.serve.adapters:
+            from colonnade.serve.adapters import check_adapters
+
+            check_adapters(self.serve, opened.config)
         return opened
 
     def open_draft(self, target: "OpenedModel") -> "OpenedModel | None":

@@ -138,7 +138,7 @@ def _open_adapters(location: Path, base: str) -> OpenedModel:
             f"{location} has adapters for the model {base or 'none'!r}, which cannot be opened: {why}; run the command "
             "where the adapters were trained, or merge them with colonnade convert BASE OUT --adapter"
         ) from None
-    return with_adapter(opened, location)
+    return replace(with_adapter(opened, location), path=location)
 
 
 def with_adapter(opened: OpenedModel, location: str | Path) -> OpenedModel:

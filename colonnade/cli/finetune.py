@@ -24,7 +24,8 @@ class FinetuneArgs:
     data: Path
     """A JSON Lines file; docs/howto/finetune.md describes its rows."""
     method: str = "sft"
-    """sft: train on what the assistant says in conversations. dpo: prefer the chosen of two answers."""
+    """sft: train on what the assistant says in conversations. dpo: prefer the chosen of two answers.
+    grpo: sample answers and reinforce those with a high reward."""
     held_out: Path | None = None
     """A file of the same form for validation."""
     name: str = ""
@@ -63,14 +64,14 @@ def _tune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
     exit_if_stopped(tuner.fit())
 
 
-METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune}
+METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune, "grpo": _tune}
 """Methods to the functions that run them: (arguments, adapters=whether a --lora flag was given, set_steps=whether
 --train.steps was not).
 """
 
 
 def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
-    """Fine-tune a model on conversations or preferences; the same command again resumes it.
+    """Fine-tune a model on conversations, preferences or rewards; the same command again resumes it.
 
     With --lora.rank N, or another flag of --lora, the model itself stays as it is and adapters are trained.
     """

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, TypeGuard
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from colonnade.config.base import Config, short_repr
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
@@ -114,6 +114,9 @@ class ServeConfig(Config):
     model_name: str | None = None
     """Model name in the HTTP API, of several models their names with commas between them; None: the last part of the
     model's path."""
+    adapters: tuple[str, ...] = ()
+    """Adapters as NAME=PATH, with commas between them: a run that was trained with --lora.rank, or a folder of PEFT.
+    Requests choose one by its name as their model; the requests of a step may have different ones."""
     draft: str | None = Field(default=None, min_length=1)
     """Speculative decoding, which does not change the text: ngram drafts tokens that followed the newest three tokens
     before (prompt look-up); a smaller MODEL with the same tokenizer drafts those that it generates. None: off."""
@@ -158,7 +161,7 @@ class ServeConfig(Config):
             raise ConfigError(f"serve.replicas is {short_repr(replicas)}; it must be 1 to {MAX_REPLICAS}, or auto")
         return replicas
 
-    @field_validator("upstreams", mode="before")
+    @field_validator("upstreams", "adapters", mode="before")
     @classmethod
     def _split_at_commas(cls, urls: object) -> object:
         return tuple(url for each in urls for url in each.split(",")) if _are_texts(urls) else urls
@@ -179,6 +182,25 @@ class ServeConfig(Config):
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"serve.origins has {short_repr(origin)}; an origin is SCHEME://HOST[:PORT], or *")
         return origins
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The paths of :attr:`adapters` by name."""
+        return dict(_name_and_path(each) for each in self.adapters)
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> "ServeConfig":
+        names = [_name_and_path(each)[0] for each in self.adapters]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"serve.adapters has two called '{twice}'; give each a name of its own")
+        if self.adapters and self.batch_invariant:
+            raise ConfigError(
+                "serve.adapters and serve.batch_invariant exclude each other: an adapter's products depend on other "
+                "requests; serve a merged model"
+            )
+        if self.adapters and self.upstreams:
+            raise ConfigError("serve.adapters belong to the upstreams' own models; leave them out here")
+        return self
 
     @property
     def page(self) -> int:
@@ -204,3 +226,10 @@ class ServeConfig(Config):
                 "an int8 cache needs latent attention, whose one vector per token has its own scales, and this model "
                 f"has {model.kv_heads} key/value heads without scales; use --serve.cache float8"
             )
+
+
+def _name_and_path(adapter: str) -> tuple[str, str]:
+    name, equals, path = adapter.partition("=")
+    if not (name and equals and path):
+        raise ConfigError(f"serve.adapters has {short_repr(adapter)}; write NAME=PATH")
+    return name, path

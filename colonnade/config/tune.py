@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from colonnade.config.base import Config
+from colonnade.config.base import MAX_DIM, Config
 from colonnade.errors import ConfigError
 
 
@@ -22,6 +22,27 @@ class TuneConfig(Config):
     with mean log-probabilities."""
     flipped: float = Field(default=0.0, ge=0, lt=0.5)
     """dpo: the assumed share of pairs whose preference is the wrong way round (conservative DPO, Mitchell 2023)."""
+
+    reward: str = ""
+    """grpo: the function that scores an answer, as FILE.py:FUNCTION or MODULE:FUNCTION; it is called with the prompt,
+    the answer and the row, and returns a number."""
+    reward_s: float = Field(default=10.0, gt=0, le=1e6)
+    """grpo: longest time of one call [s]; after it the sample is left out."""
+    reward_workers: int = Field(default=2, ge=1, le=1024)
+    """grpo: processes that call it."""
+    group: int = Field(default=8, ge=2, le=1 << 16)
+    """grpo: answers to each prompt; train.batch counts answers."""
+    max_tokens: int = Field(default=256, ge=1, le=MAX_DIM)
+    """grpo: longest answer [tokens]."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """grpo: how far the ratio of new to old probability may fall below 1."""
+    clip_high: float = Field(default=0.28, ge=0, le=1e6)
+    """grpo: how far it may rise above 1."""
+    divisor: Literal["tokens", "answers", "constant"] = "tokens"
+    """grpo: what the loss is divided by: all tokens (DAPO), answers after the mean over each (GRPO), or answers times
+    max_tokens (Dr. GRPO)."""
+    normalise: bool = False
+    """grpo: divide a group's advantages by the standard deviation of its rewards."""
 
     @model_validator(mode="after")
     def _validate(self) -> "TuneConfig":

@@ -60,6 +60,14 @@ class Batch:
     """float64: for preferences, the reference model's log-probability of each sequence."""
     preference: tuple[float, Literal["dpo", "ipo"], float] | None = None
     """For preferences: beta, the kind of loss, and the share of flipped pairs; None: only log-probabilities."""
+    policy_2T: Tensor | None = None
+    """float64: for reward tuning, weighted advantage and sampled log-probability of each token's target."""
+    units: Tensor | None = None
+    """int64, 0-dim: what the loss is divided by; None: the number of targets, or of pairs."""
+    observed: list[Tensor] | None = None
+    """Output, for reward tuning: how far the sampled log-probabilities are from the trainer's."""
+    clip: tuple[float, float] = (0.2, 0.28)
+    """For reward tuning: how far the ratio of probabilities may fall and rise."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
 

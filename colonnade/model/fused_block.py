@@ -113,7 +113,7 @@ def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) ->
         return False
     if not isinstance(norm, Norm) or (norm.bias is not None and block.kernels != "native") or norm.kernels != "auto":
         return False
-    if any(isinstance(layer, Linear) and (layer.float8 or layer.adapter is not None) for layer in part.modules()):
+    if any(isinstance(layer, Linear) and (layer.float8 or layer.adapts) for layer in part.modules()):
         return False
     return not (torch.is_grad_enabled() and (x_tD.requires_grad or any(x.requires_grad for x in part.parameters())))
 

@@ -96,11 +96,16 @@ class Linear(Float8Module, QuantisableMatrix):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
         self.adapter: nn.Module | None = None
-        """x to what is added to x Wᵀ (:mod:`~colonnade.model.lora`)."""
+        """x to what is added to x Wᵀ (:mod:`~colonnade.model.lora`), or to None for nothing."""
+
+    @property
+    def adapts(self) -> bool:
+        """Whether an adapter adds to the product now; one for serving does only in steps that use it."""
+        return self.adapter is not None and getattr(self.adapter, "active", True)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""
-        if self.float8 is None and self.adapter is None:
+        if self.float8 is None and not self.adapts:
             return linear(x, self.matrix, self.bias, self.kernels)
         y = self.product(x)
         return y if self.bias is None else y + self.bias
@@ -111,7 +116,8 @@ class Linear(Float8Module, QuantisableMatrix):
             y = linear(x, self.matrix, None, self.kernels)
         else:
             y = float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
-        return y if self.adapter is None else y + self.adapter(x)
+        added = None if self.adapter is None else self.adapter(x)
+        return y if added is None else y + added
 
 
 def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:

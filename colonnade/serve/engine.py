@@ -23,6 +23,7 @@ from colonnade.config.expert_overrides import check_generates
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, RequestError
 from colonnade.model import Transformer
+from colonnade.serve.adapters import EngineAdapters
 from colonnade.serve.batch_invariance import batching_note, make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.draft_model import DraftModel
@@ -108,6 +109,10 @@ class Engine:
         if (self.config.draft_model is None) == (draft is not None) and model.axes.token_replicas.rank == 0:
             given = "no" if draft is None else "a"
             raise ConfigError(f"serve.draft is {self.config.draft}, and the engine was given {given} draft model")
+        self.adapters = EngineAdapters(model, self.config)
+        """Those that requests may name."""
+        self.version = 0
+        """How often :meth:`refresh` has replaced the weights."""
         self.cache, draft_cache = build_caches(model, self.config, draft, engines)
         invariant = make_batch_invariant(model) if self.config.batch_invariant else None
         graphs, ranks = None, model.axes.cp.size
@@ -135,7 +140,8 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
             speculator=speculator,
         )
-        self._runner = ModelRunner(model, self.cache, graphs, share=self.config.shared_reading, invariant=invariant)
+        self._runner = ModelRunner(model, self.cache, graphs, share=self.config.shared_reading, invariant=invariant,
+                                   adapters=self.adapters.choice if self.adapters.names else None)  # fmt: skip
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         """Used by :meth:`add`; another thread may compile a request's grammar before."""
         self._in_flight: tuple[Work, SampledTokens] | None = None
@@ -160,12 +166,13 @@ class Engine:
         client: str = "",
         priority: int = 0,
         resume: Sequence[int] | None = None,
+        adapter: str | None = None,
     ) -> str:
         """Queue a request and return its id; :meth:`step` returns its outputs.
 
         Requests with a lower ``priority`` start first, and the ``client``s of equal ones in turn. A request with
         ``resume``, the output ids that another engine has delivered, goes on after them as after a preemption, also if
-        the queue is full; its seed must be that of ``params``.
+        the queue is full; its seed must be that of ``params``. ``adapter`` is one of ``config.adapters``.
 
         Outputs gained while a stream was read, or :meth:`generate` ran, are returned by the next step. Raises
         :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (larger than the cache).
@@ -184,6 +191,7 @@ class Engine:
             processor=LogitsProcessor.of(ids, params, self.tokenizer, matcher),
             client=client,
             priority=priority,
+            adapter=self.adapters.number(adapter),
             resume=None if resume is None else tuple(resume),
         )
         if request.id in self._live:
@@ -231,6 +239,18 @@ class Engine:
         if not self.scheduler.busy:
             self._in_flight = None  # only finished requests are in it
         return outputs
+
+    def refresh(self, write: Callable[[Transformer], object]) -> int:
+        """Give the model new weights, which ``write`` copies into its parameters in place; returns their version.
+
+        Recorded steps and CUDA graphs keep their addresses. The prefix cache is emptied, because its keys are those of
+        the old weights, and running requests start again. Every later output carries the new version.
+        """
+        assert self._in_flight is None, "a step that is in flight would mix old and new weights"
+        self.scheduler.restart_all()
+        write(self.model)
+        self.version += 1
+        return self.version
 
     def cancel(self, request_id: str) -> bool:
         """Drop a request, its pages and its undelivered outputs; False if it is not (or no longer) running."""
@@ -341,7 +361,7 @@ class Engine:
             timing = live.timing(now_s)
         return Output(
             request.id, echo + text, token, reason, len(request.prompt), generated, timing, logprobs,
-            prompt_logprobs, request.cached_tokens or 0, prompt_ids,
+            prompt_logprobs, request.cached_tokens or 0, prompt_ids, self.version,
         )  # fmt: skip
 
     def _prompt_only(
@@ -359,7 +379,7 @@ class Engine:
         request = live.request
         return Output(
             request.id, text, None, reason, len(request.prompt), 0, live.timing(now_s), None, logprobs,
-            request.cached_tokens or 0, request.prompt if request.params.return_prompt_ids else None,
+            request.cached_tokens or 0, request.prompt if request.params.return_prompt_ids else None, self.version,
         )  # fmt: skip
 
     def _prompt_outputs(self, live: _Generation) -> tuple[str, tuple[TokenLogprob, ...] | None]:
@@ -396,16 +416,22 @@ class Engine:
 
     # -- blocking calls --------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Output]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Generator[Output]:
         """Iterate over the outputs of one request; leaving the loop early cancels it. Streams may be interleaved."""
-        key = self.add(prompt, params)  # not in the generator, so that a bad request fails at once
+        key = self.add(prompt, params, adapter=adapter)  # not in the generator, so that a bad request fails at once
         self._queues[key] = deque()
         reader = self._read_outputs(key)
         next(reader)  # start it, so that its request is cancelled even if it is never read
         return reader
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Complete all ``prompts`` in one batch; ``params`` are for all, or a list with one for each."""
         prompts = check_prompts(prompts)
@@ -414,7 +440,7 @@ class Engine:
         try:
             while todo or any(key in self._live for key in keys):
                 while todo and not self.scheduler.full:
-                    keys.append(self.add(*todo.popleft()))
+                    keys.append(self.add(*todo.popleft(), adapter=adapter))
                     self._queues[keys[-1]] = deque()
                 self._step_and_deliver()
             return [Completion.of(self._queues[key]) for key in keys]

@@ -10,7 +10,7 @@ is elsewhere: queue and waiting times in the engines, rate limits in the server 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,8 +83,10 @@ def run_front(options: FrontOptions) -> None:
 class FrontModels(ServedModels):
     """The models in a front; what concerns all fronts is done by the server process."""
 
-    def __init__(self, engines: Mapping[str, EngineClient | Replicas], control: ControlChannel):
-        super().__init__(engines)
+    def __init__(
+        self, engines: Mapping[str, EngineClient | Replicas], control: ControlChannel, adapters: Sequence[str]
+    ):
+        super().__init__(engines, adapters)
         self._control = control
 
     async def request_drain(self) -> int:
@@ -114,7 +116,7 @@ class _Front:
         for name, engine in engines.items():
             if isinstance(engine, Replicas):
                 engine.ended_stats = Stats(**setup["stats"][name])
-        self._models = models = FrontModels(engines, control)
+        self._models = models = FrontModels(engines, control, list(config.adapter_paths))
         self._keys = FrontKeyRing(config.keys, config.api_key, [ApiKey(**key) for key in setup["keys"]], control)
         self._control = control
         shadow = Shadow(config) if config.shadow else None

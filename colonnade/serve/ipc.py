@@ -69,6 +69,8 @@ class GenerationRequest:
     """Whose request it is: the name of an API key, or an address. Clients take turns in the queue."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
+    adapter: str = ""
+    """The name of its adapter; empty: none."""
     timeout_s: float | None = None
     """It is refused if it would wait longer, and ended with an error if it takes longer; None: no limit [s]."""
     resume: Sequence[Sequence[int] | None] = ()

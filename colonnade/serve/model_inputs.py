@@ -3,7 +3,7 @@
 Rank 0 broadcasts each work as int64 tensors, without pickling: a corrupt message is at worst a wrong schedule.
 
     header  [kind, length of the payload, bytes of the masks]
-    payload [slices, then start, batch row, tokens, pages, samples, targets, alternatives of each;
+    payload [slices, then start, batch row, tokens, pages, samples, targets, alternatives, adapter of each;
              then all tokens, page tables, targets, sample args]
     masks   the grammar masks of the sample args that have one, as bytes
 
@@ -67,7 +67,16 @@ def receive_work(axis: Axis) -> tuple[int, Work | None]:
 def pack_work(work: Work) -> tuple[list[int], bytes]:
     """The payload of ``work``, without its requests, and its masks."""
     heads = [
-        (s.start, s.batch_row, len(s.tokens), len(s.pages), s.sample_args is not None, len(s.targets), s.alternatives)
+        (
+            s.start,
+            s.batch_row,
+            len(s.tokens),
+            len(s.pages),
+            s.sample_args is not None,
+            len(s.targets),
+            s.alternatives,
+            s.adapter,
+        )
         for s in work.slices
     ]
     tokens = chain.from_iterable(s.tokens for s in work.slices)
@@ -81,14 +90,14 @@ def pack_work(work: Work) -> tuple[list[int], bytes]:
 def unpack_work(payload: Sequence[int], masks: bytes = b"") -> Work:
     """The inverse of :func:`pack_work`."""
     rest = iter(payload)
-    heads = [tuple(islice(rest, 7)) for _ in range(next(rest))]
+    heads = [tuple(islice(rest, 8)) for _ in range(next(rest))]
     tokens = [tuple(islice(rest, head[2])) for head in heads]
     pages = [tuple(islice(rest, head[3])) for head in heads]
     targets = [tuple(islice(rest, head[5])) for head in heads]
     mask_bytes = io.BytesIO(masks)
     args = [SampleArgs.unpack(rest, mask_bytes) if head[4] else None for head in heads]
     pieces = zip(heads, tokens, pages, args, targets, strict=True)
-    return Work(tuple(Slice(h[0], t, p, a, h[1], wanted, h[6]) for h, t, p, a, wanted in pieces))
+    return Work(tuple(Slice(h[0], t, p, a, h[1], wanted, h[6], h[7]) for h, t, p, a, wanted in pieces))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from colonnade.model import KVCache, Paged, Transformer, fused_block
 from colonnade.model.token_logprobs import TokenScores
 from colonnade.model.weight_only_quant import quantised_kind, weight_tensors
 from colonnade.parallel.device_memory import usable_bytes
+from colonnade.serve.adapters import AdapterChoice
 from colonnade.serve.batch_invariance import check_ranks, split_into_single_tokens
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.memory_advice import check_memory, refusal
@@ -97,12 +98,15 @@ class ModelRunner:
         *,
         share: bool = True,
         invariant: str | None = None,
+        adapters: AdapterChoice | None = None,
     ):
         """``graphs`` runs pure decode steps; ``share``: keys that several requests share are read once.
 
-        ``invariant`` is the attention implementation from :func:`batch_invariance.make_batch_invariant`.
+        ``invariant`` is the attention implementation from :func:`batch_invariance.make_batch_invariant`; ``adapters``
+        chooses those of each step.
         """
         self.model, self.cache, self.graphs, self.share, self.invariant = model, cache, graphs, share, invariant
+        self._adapters = adapters
         # Batch-invariant kernels are not fused.
         self._kernels = invariant or fused_block.enable(model)
         self._shard = CacheShard.of(model, cache)
@@ -114,7 +118,10 @@ class ModelRunner:
     def __call__(self, work: Work) -> "SampledTokens":
         """Run ``work``; returns the R sampled tokens in the order of its slices, equal on every rank (R may be 0)."""
         axes, launched_s = self.model.axes, time.perf_counter()
-        if self.graphs is not None and self.graphs.accepts(work):
+        adapts = any(piece.adapter for piece in work.slices)
+        if self._adapters is not None:
+            self._adapters.set(work.slices, self._last_R.device) if adapts else self._adapters.clear()
+        if self.graphs is not None and not adapts and self.graphs.accepts(work):
             logits_Rv = self.graphs(work, self._last_R)
             vocab_size, rowwise = self.model.config.vocab_size, self.invariant is not None
             sampled = sample_and_score(logits_Rv, work.sample_args, axes.tp, vocab_size, rowwise=rowwise)

@@ -34,10 +34,11 @@ def fewer_tokens(prompt_tokens: int, limit: int) -> str:
     return f"ask for at most {left:,}" if left > 0 else f"shorten the prompt to at most {limit - 1:,}"
 
 
-def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int) -> None:
-    """Append to ``hashes`` those of the further full pages of ``ids``."""
+def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int, adapter: int = 0) -> None:
+    """Append to ``hashes`` those of the further full pages of ``ids``, as computed with ``adapter`` (0: none)."""
+    root = adapter.to_bytes(4, "big") if adapter else b""
     for start in range(len(hashes) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
-        parent, page = hashes[-1] if hashes else b"", array("q", ids[start : start + page_tokens])
+        parent, page = hashes[-1] if hashes else root, array("q", ids[start : start + page_tokens])
         hashes.append(blake2b(parent + page.tobytes(), digest_size=16).digest())
 
 

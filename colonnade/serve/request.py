@@ -52,6 +52,8 @@ class Request:
     """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
+    adapter: int = 0
+    """The number of its adapter (:mod:`colonnade.serve.adapters`); 0: none."""
     resume: tuple[int, ...] | None = None
     """Output ids that another engine has generated and delivered; None for a new request."""
     ids: list[int] = field(init=False)
@@ -192,6 +194,8 @@ class Output(NamedTuple):
     """Tokens of the prompt that the prefix cache had."""
     prompt_token_ids: tuple[int, ...] | None = None
     """The prompt's, in the first output, if asked for."""
+    version: int = 0
+    """Of the weights (:meth:`colonnade.serve.engine.Engine.refresh`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class Slice(NamedTuple):
     """For each of ``tokens`` the prompt's next one, whose log-probability is wanted, or -1; empty if none is."""
     alternatives: int = 0
     """How many of the most probable tokens to return with those."""
+    adapter: int = 0
+    """The request's adapter (:mod:`colonnade.serve.adapters`), from 1; 0: none."""
 
     def slots(self, page_tokens: int) -> list[int]:
         """Cache slots for the keys and values of ``tokens``: page · page_tokens + offset."""
@@ -237,7 +239,8 @@ class Scheduler:
         start, index = len(request.ids) - 1 + i, request.generated + i
         changes = request.processor.changes(request.ids, index) if request.processor is not None else None
         args = SampleArgs.of(request.params, request.seed, index, changes)
-        return Slice(start, (token,), tuple(request.pages[: self.pool.pages_for(start + 1)]), args)
+        pages = tuple(request.pages[: self.pool.pages_for(start + 1)])
+        return Slice(start, (token,), pages, args, adapter=request.adapter)
 
     def finish(self, request: Request) -> None:
         """Remove ``request``, complete or cancelled, and release its pages.
@@ -291,7 +294,8 @@ class Scheduler:
             targets = tuple(request.prompt[i + 1] if request.scored <= i < last else -1 for i in indices)
             request.scored = min(end, last)
         alternatives = (request.params.prompt_logprobs or 0) if targets else 0
-        return request, Slice(start, tokens, pages, args, request.batch_row, targets, alternatives)
+        row = request.batch_row
+        return request, Slice(start, tokens, pages, args, row, targets, alternatives, request.adapter)
 
     def _admit(self) -> Request | None:
         """Start the first waiting request, with pages for all its tokens, if they are free."""
@@ -319,7 +323,7 @@ class Scheduler:
         """Cached pages with the beginning of ``request``; its last token is always run."""
         if not self.prefix_cache or request.unscored:
             return []
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens)
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.adapter)
         return self.pool.find_cached(request.page_hashes[: (len(request.ids) - 1) // self.pool.page_tokens])
 
     def _cache_full_pages(self, request: Request) -> None:
@@ -331,7 +335,7 @@ class Scheduler:
         full = min(request.computed, len(request.ids)) // self.pool.page_tokens
         if not self.prefix_cache or full <= request.cached_pages:
             return
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens)
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.adapter)
         for i in range(request.cached_pages, full):
             self.pool.cache_page(request.pages[i], request.page_hashes[i])
         request.cached_pages = full

@@ -25,7 +25,16 @@ class ServedModel(NamedTuple):
 class ServedModels:
     """``engines`` by the names of their models; each has at least one."""
 
-    def __init__(self, engines: Mapping[str, Backend]):
+    def __init__(self, engines: Mapping[str, Backend], adapters: Sequence[str] = ()):
+        """``adapters`` are the names of those of the only model, which are called like models.
+
+        Raises :class:`ConfigError` for an adapter with the name of a model, and for adapters of several models.
+        """
+        if adapters and len(engines) > 1:
+            raise ConfigError(f"serve.adapters are for one model, and {len(engines)} are served; serve one of them")
+        if clash := engines.keys() & set(adapters):
+            raise ConfigError(f"the model and an adapter are both called '{clash.pop()}'; set --serve.model_name")
+        self.adapters = list(adapters)
         self.all = [ServedModel(name, engine) for name, engine in engines.items()]
         self._engines = dict(engines)
         self.stop_requested = asyncio.Event()
@@ -35,6 +44,10 @@ class ServedModels:
     def names(self) -> list[str]:
         """Of all models."""
         return list(self._engines)
+
+    def base_of(self, name: str) -> str:
+        """The model of an adapter; of a model itself."""
+        return self.all[0].name if name in self.adapters else name
 
     @property
     def default(self) -> str | None:
@@ -53,6 +66,8 @@ class ServedModels:
                 param="model",
                 code="model_missing",
             )
+        if name in self.adapters:
+            return ServedModel(name, self.all[0].engine)
         if name not in self._engines:
             raise RequestError(
                 f"there is no model '{name}' here; use {self._choice(allowed)}",
@@ -63,7 +78,7 @@ class ServedModels:
         return ServedModel(name, self._engines[name])
 
     def _choice(self, allowed: Collection[str] | None) -> str:
-        names = [f"'{name}'" for name in self._engines if allowed is None or name in allowed]
+        names = [f"'{name}'" for name in (*self._engines, *self.adapters) if allowed is None or name in allowed]
         if not names:
             return "another API key, since this one may use none of its models"
         *most, last = names
@@ -84,7 +99,7 @@ class ServedModels:
 
     async def swap(self, name: str, path: str) -> Message:
         """Replace the weights of the model ``name`` by those at ``path``."""
-        return await self._engines[name].ask("swap", path=path)
+        return await self._engines[self.base_of(name)].ask("swap", path=path)
 
     @property
     def running(self) -> int:

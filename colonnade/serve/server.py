@@ -96,7 +96,7 @@ async def _serve(
     engines: dict[str, Backend] = {name: make_engine(config, len(open_models)) for name in open_models}
     if config.upstreams:
         engines = {name: Upstreams(config.upstreams, config.upstream_key, announce) for name in open_models}
-    models = ServedModels(engines)
+    models = ServedModels(engines, list(config.adapter_paths))
     names = ", ".join(models.names)
     announce(f"loading {names}")
     if config.fronts > 1:

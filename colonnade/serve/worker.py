@@ -247,7 +247,7 @@ def _reply(engine: Engine | PoolingEngine, message: Message) -> Message | None:
                 continue
             engine.add(
                 message["tokens"][i // n], _choice_params(params, i % n), request_id=key, client=message["client"],
-                priority=message["priority"], resume=resume[i] if resume else None,
+                priority=message["priority"], resume=resume[i] if resume else None, adapter=message["adapter"],
             )  # fmt: skip
     except ColonnadeError as error:
         for key in message["ids"]:  # none of them has run yet

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from colonnade.config import DataConfig, RunConfig
-from colonnade.data import Corpus, Loader, MaskingVocabulary, SentencePairs, Tokenizer
+from colonnade.data import Batch, Corpus, Loader, MaskingVocabulary, SentencePairs, Tokenizer
 from colonnade.data.manifest import SPLITS
 from colonnade.errors import ConfigError, DataError
 
@@ -16,20 +16,42 @@ EVAL_EVERY = 100
 """Default steps between two validations."""
 
 
+class StepSamples(Protocol):
+    """The samples of each step (:class:`~colonnade.data.Loader`)."""
+
+    samples: int
+    """Samples in one epoch."""
+
+    def at(self, seen: int) -> list[Batch]:
+        """This rank's micro-batches of the step after ``seen`` samples, counted over all ranks."""
+        ...
+
+    def numbers(self, seen: int) -> list[int]:
+        """The sample numbers of all ranks of that step."""
+        ...
+
+
 class DataFeed(Protocol):
     """The samples of a run: of a corpus (:class:`CorpusFeed`) or labelled examples (:mod:`colonnade.tune`)."""
 
-    samples: Loader
     name: str
     """Name of the data in messages."""
     sample_tokens: float
     """Mean tokens per sample."""
     eval_every: int
     """Steps between two validations; 0: never."""
-    held_out: Loader | None
-    """Held-out samples; None where :attr:`eval_every` is 0."""
     no_validation_reason: str | None
     """Why there is no validation although the settings do not exclude it."""
+
+    @property
+    def samples(self) -> StepSamples:
+        """The samples of each step."""
+        ...
+
+    @property
+    def held_out(self) -> Loader | None:
+        """Held-out samples; None where :attr:`eval_every` is 0."""
+        ...
 
     @property
     def corpus(self) -> Corpus | None:

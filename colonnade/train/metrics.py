@@ -174,7 +174,7 @@ class Meter:
         for (steps, metrics), (loss, norm, *scale), here, peak in columns:
             row = {"loss": loss, "grad_norm": norm, "lr": float(metrics.lr)}
             row |= dict(zip(LOSS_SCALE_COLUMNS, scale, strict=False))
-            row |= {"data_s": metrics.data_s, "memory_peak_bytes": peak}
+            row |= {"data_s": metrics.data_s, "memory_peak_bytes": peak, **metrics.extra}
             finite = {name: value for name, value in row.items() if value - value == 0}
             if len(finite) < len(row) and not scale:
                 self.on_bad_step(steps, self._diagnosis(steps, loss, norm, here, metrics.moe))

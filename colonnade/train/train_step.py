@@ -13,8 +13,8 @@ Adam's step count keep their values.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,8 @@ class StepMetrics:
     """The balance loss over all layers together, on the ranks of the last pipeline stage."""
     data_s: float = 0.0
     """Time that this rank spent reading samples."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics of the samples, by name."""
     memory_bytes: int = 0
     """Peak memory of this rank: of the step on a GPU, of the process on a CPU."""
 
@@ -261,11 +263,16 @@ def forward(model: Transformer, batch: Batch, step: StepContext = VALIDATION) ->
 
 
 def count_targets(batches: Iterable[Batch], dp: Axis) -> Tensor:
-    """The valid targets of this step over all data ranks (of preferences, the pairs); at least 1, so that an empty step
-    has loss 0.
+    """The valid targets of this step over all data ranks, or what else its loss is divided by; at least 1, so that an
+    empty step has loss 0.
     """
-    counts = [(batch.targets_T != IGNORE).sum() if batch.sequence_T is None else batch.pairs.sum() for batch in batches]
-    return dp.sum_(torch.stack(counts).sum()).clamp(min=1)
+
+    def count(batch: Batch) -> Tensor:
+        if batch.units is not None:
+            return batch.units
+        return (batch.targets_T != IGNORE).sum() if batch.sequence_T is None else batch.pairs.sum()
+
+    return dp.sum_(torch.stack([count(batch) for batch in batches]).sum()).clamp(min=1)
 
 
 def order_loss_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:

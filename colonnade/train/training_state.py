@@ -49,6 +49,7 @@ from colonnade.train.optimizer import AdamW, FusedAdamW, OffloadedAdamW
 from colonnade.train.out_of_memory import explain_checkpoint_copy_oom, explain_oom, explain_setup_oom, peak_bytes
 from colonnade.train.prepared_feed import PreparedFeed
 from colonnade.train.profiler import READ_SAMPLES
+from colonnade.train.rollout_feed import RolloutFeed
 from colonnade.train.train_step import PipelineStep, StepMetrics, TrainStep, evaluate
 
 
@@ -136,13 +137,17 @@ class TrainingState:
         self.watchdog.mark(number, READ_SAMPLES)
         start_s = time.perf_counter()
         with record_function(READ_SAMPLES):
+            if isinstance(self.feed, RolloutFeed):
+                self.watchdog.mark(number, "samples answers", patient=True)
+                self.feed.before_step(self.model, self.samples_seen)
             batches = list(self._on_device(self.feed.samples.at(self.samples_seen)))
         data_s = time.perf_counter() - start_s
         self.watchdog.mark(number, "computes", patient=not self._compiled)
         with self._explain_oom(f"in step {number}"):
             metrics = self._step(self.steps_taken, batches)
         peak = max(peak_bytes(self.context.device), self._step.capture_peak_bytes)
-        metrics = replace(metrics, data_s=data_s, memory_bytes=peak)
+        extra = self.feed.step_metrics() if isinstance(self.feed, RolloutFeed) else {}
+        metrics = replace(metrics, data_s=data_s, memory_bytes=peak, extra=extra)
         if self._moe_autotuner is not None and metrics.moe is not None and self.steps_taken % CHECK_INTERVAL == 0:
             loads = metrics.moe.load_LE.tolist()
             self.spread_changes += self._moe_autotuner.update(metrics.moe.layers, loads, len(batches))
@@ -223,6 +228,8 @@ class TrainingState:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Finish a checkpoint that is being written, whatever ended the run."""
+        if isinstance(self.feed, RolloutFeed):
+            self.feed.close()
         if not self._save.running:
             return
         self.watchdog.mark(self.steps_taken, "ends", patient=True)

@@ -20,7 +20,14 @@ from colonnade.train.data_feed import MakeFeed
 from colonnade.train.loop import Trainer
 from colonnade.train.run_log import Summary
 from colonnade.train.trackers import OpenTracker
-from colonnade.tune.chats import Conversations, fit_conversation, read_conversations, read_preferences
+from colonnade.tune.chats import (
+    Conversations,
+    encode_prompt,
+    fit_conversation,
+    read_conversations,
+    read_preferences,
+    read_rows,
+)
 from colonnade.tune.packing import check_tune_settings, sft_feed
 from colonnade.tune.preferences import preference_feed
 
@@ -87,7 +94,26 @@ def _dpo(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Pat
     return Data(feed, len(rows) // 2)
 
 
-METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo}
+def _grpo(
+    run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer
+) -> Data:
+    from colonnade.reward_worker import load_reward
+    from colonnade.tune.grpo import PromptRow, reward_feed  # imports the engine
+
+    if held_out is not None:
+        raise ConfigError("--held_out is not for grpo, which logs the rewards of new answers; leave it out")
+    rows: list[PromptRow] = []
+    for where, row in read_rows(data):
+        if "prompt" not in row:
+            raise DataError(f"{where} has no 'prompt'; write a text or a list of messages")
+        tokens = encode_prompt(row["prompt"], tokenizer, where)
+        rows.append(PromptRow(tokens, tokenizer.decode(tokens), row))
+    feed = reward_feed(rows, tune, run)
+    load_reward(tune.reward)  # before any process starts
+    return Data(feed, len(rows) * tune.group)
+
+
+METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
 """Method names to the functions that read their data."""
 
 

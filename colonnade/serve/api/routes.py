@@ -137,7 +137,8 @@ def build_app(
     async def list_models(request: Request) -> replies.ModelList:
         """List the served models that are ready and that the request's key may use."""
         allowed = allowed_models(request.scope)
-        visible = [model for model in models.all if allowed is None or model.name in allowed]
+        known = [*models.all, *(models.find(name) for name in models.adapters)]
+        visible = [model for model in known if allowed is None or model.name in allowed]
         ready = [model for model in visible if model.engine.ready.is_set()] or visible
         return {"object": "list", "data": [card(*model) for model in ready]}
 
@@ -195,8 +196,12 @@ def build_app(
             )
         record = record_of(request.scope)
         priority = record.priority(body.priority)
-        generation = dataclasses.replace(generation, client=record.client, priority=priority, timeout_s=body.timeout_s)
-        batches = _with_metrics(model.engine.run_batches(generation), metrics.start_timer(model.name), record)
+        generation = dataclasses.replace(
+            generation, client=record.client, priority=priority, timeout_s=body.timeout_s,
+            adapter=model.name if model.name in models.adapters else "",
+        )  # fmt: skip
+        timer = metrics.start_timer(models.base_of(model.name))
+        batches = _with_metrics(model.engine.run_batches(generation), timer, record)
         usage = Usage(generation.n)
         if body.stream:
             # The first output decides between a stream and an error with a status of its own.

@@ -1,0 +1,59 @@
+"""A process that calls a reward function (:mod:`colonnade.tune.rewards`); it imports neither torch nor the trainer."""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+from colonnade.errors import ConfigError
+
+RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
+"""(prompt, answer, row) -> reward."""
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The function that ``name`` names: FILE.py:FUNCTION or MODULE:FUNCTION.
+
+    Raises :class:`ConfigError` if there is none.
+    """
+    source, _, function = name.rpartition(":")
+    if not (source and function):
+        raise ConfigError(f"tune.reward is {name!r}; write FILE.py:FUNCTION or MODULE:FUNCTION")
+    try:
+        if source.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(f"reward_{Path(source).stem}", source)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+        found = getattr(module, function)
+    except Exception as why:  # noqa: BLE001 - the user's module may raise anything
+        raise ConfigError(f"tune.reward {name} cannot be imported: {type(why).__name__}: {why}; correct it") from None
+    if not callable(found):
+        raise ConfigError(f"tune.reward {name} is no function; name one")
+    return cast(RewardFunction, found)
+
+
+def work(pipe: Connection, name: str, parent: int) -> None:
+    """Answer calls until the process ``parent`` ends or closes the pipe."""
+    sys.path.insert(0, "")
+    function = load_reward(name)
+    pipe.send_bytes(b'{"reward": 0}')
+    while os.getppid() == parent:
+        try:
+            call = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            reply = {"reward": function(call["prompt"], call["answer"], call["row"])}
+            text = json.dumps(reply)
+        except Exception as why:  # noqa: BLE001 - one sample's failure
+            text = json.dumps({"failure": f"{type(why).__name__}: {why}"})
+        pipe.send_bytes(text.encode())

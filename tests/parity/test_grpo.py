@@ -1,0 +1,221 @@
+"""Reward tuning: losses equal plain torch, advantages, divisors, refreshed engines, resuming, and a bandit."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from colonnade.checkpoint import native
+from colonnade.cli import main
+from colonnade.config import LoraConfig, ModelConfig, Plan, ServeConfig, TuneConfig
+from colonnade.data import Tokenizer
+from colonnade.errors import ConfigError, DataError
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve import Engine, SamplingParams
+from colonnade.train.trackers import read_rows
+from colonnade.train.training_state import TrainingState
+from colonnade.tune.grpo import PromptRow, RewardFeed, Rollout, advantages, pack_rollouts, reward_feed
+from colonnade.tune.rewards import Scored
+from colonnade.tune.tuner import Tuner, tuned_run
+from tests import tuning
+from tests.models import build
+from tests.serve import tiny
+from tests.worlds import assert_same
+
+REWARD = """
+def low(prompt, answer, row):
+    words = answer.split()
+    return sum(word < "b" for word in words) / max(1, len(words))
+
+def length(prompt, answer, row):
+    return float(len(answer) % 7)
+"""
+
+
+def reward(folder: Path, name: str) -> str:
+    (folder / "reward.py").write_text(REWARD)
+    return f"{folder / 'reward.py'}:{name}"
+
+
+def test_advantages() -> None:
+    group = [Scored(1.0), Scored(0.0), Scored(None, "late"), Scored(0.5)]
+    assert advantages(group, normalise=False) == [0.5, -0.5, None, 0.0]
+    scaled = advantages(group, normalise=True)
+    assert scaled[0] == pytest.approx(0.5 / (0.5 + 1e-4))
+    assert advantages([Scored(1.0)] * 3, normalise=False) == [None] * 3
+    assert advantages([Scored(None), Scored(None)], normalise=False) == [None] * 2
+
+
+def rows() -> list[PromptRow]:
+    texts = ["The quick", "We the people", "fox"]
+    return [PromptRow(tiny.tokenizer().encode(text), text, {"prompt": text}) for text in texts]
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param("tokens", None),
+    pytest.param("answers", LoraConfig(rank=2)),
+    pytest.param("constant", None, marks=SLOW),
+    pytest.param("tokens", LoraConfig(rank=2), marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("divisor", "lora"), CASES)
+def test_loss_and_gradient_equal_plain_torch(divisor: str, lora: LoraConfig | None, tmp_path: Path) -> None:
+    """At the second step; the engine's log-probabilities are the model's."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, divisor=divisor)
+    config = tuning.MODEL.replace(lora=lora)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), config, batch=8, micro_batch=3)
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=reward_feed(rows(), tune, run)) as training,
+    ):
+        training.step()
+        state = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+        outcome = training.step()
+        feed = training.feed
+        assert isinstance(feed, RewardFeed)
+        rollouts = feed.samples.rollouts
+        extra = outcome.extra
+        assert extra["skipped_groups"] < 2
+        assert 0 <= extra["mismatch_k3"] < 1e-20
+        assert 0 < extra["mismatch_max"] < 1e-10
+    model = build(config)
+    model.load_state_dict(state)
+    for name, p in model.named_parameters():
+        p.requires_grad_(lora is None or ".adapter." in name)
+    used = [each for each in rollouts if each.advantage]
+    assert 2 <= len(used) <= 8
+    total = torch.zeros((), dtype=torch.float64)
+    for prompt, answer, old, advantage in used:
+        logp = tuning.logp(model, prompt + answer)[len(prompt) - 1 :]
+        assert_same(logp.detach(), torch.tensor(old, dtype=torch.float64), 1e-10, "the engine's log-probabilities")
+        weight = {"tokens": 1.0, "answers": 1 / len(answer), "constant": 1 / 6}[divisor]
+        total = total - (advantage * weight * (logp - logp.detach()).exp()).sum()
+    count = sum(len(each.answer) for each in used) if divisor == "tokens" else len(used)
+    (total / count).backward()
+    assert_same(outcome.loss_sum / outcome.count, total.detach() / count)
+    assert_same(outcome.norm, tuning.norm(model))
+
+
+def test_ratios_are_clipped_and_capped() -> None:
+    from colonnade.model.policy_loss import PolicyClip, policy_loss
+
+    logp_R = torch.tensor([0.0, math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), math.log(9)])
+    advantages_R = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0, -1.0])
+    loss_R = policy_loss(logp_R, torch.zeros(6), advantages_R, PolicyClip())
+    assert_same(loss_R, torch.tensor([-2.0, -1.28, 1.5, -0.5, 0.8, 2.0]), 1e-6)
+
+
+def test_targets_are_the_answers_tokens() -> None:
+    rollouts = [Rollout([1, 2, 3], [4, 5], [-1.0, -2.0], 0.5), Rollout([6], [7], [-3.0], 0.0)]
+    batch = pack_rollouts(rollouts, 8, TuneConfig())
+    assert batch.targets_T.tolist() == [-100, -100, 4, 5, -100, -100, -100][: len(batch.targets_T)]
+    assert batch.policy_2T is not None
+    assert batch.policy_2T[:, 2:4].tolist() == [[0.5, 0.5], [-1.0, -2.0]]
+
+
+def test_refresh_replaces_weights_in_place_and_empties_the_cache() -> None:
+    prompt, params = "The quick brown fox jumps", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine = Engine(tiny.model(), tiny.tokenizer(), ServeConfig(page_tokens=4))
+    before = engine.generate([prompt], params)[0].token_ids
+    other = tiny.noisy(0.2)
+    addresses = [p.data_ptr() for p in engine.model.parameters()]
+    engine.add(prompt, params, request_id="running")
+    engine.step()
+    assert engine.refresh(lambda model: model.load_state_dict(other.state_dict())) == 1
+    assert [p.data_ptr() for p in engine.model.parameters()] == addresses
+    engine.cancel("running")
+    outputs = list(engine.stream(prompt, params))
+    expected = Engine(other, tiny.tokenizer(), ServeConfig()).generate([prompt], params)[0].token_ids
+    assert tuple(output.token for output in outputs) == expected != before
+    assert {output.version for output in outputs} == {1}
+    assert outputs[0].cached_tokens == 0
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
+    """Rollouts included."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6)
+    whole = tuning.settings(tmp_path / "whole", tuning.start(tmp_path), batch=8)
+    feed = reward_feed(rows(), tune, whole)
+    tuning.fit(whole, feed)
+    resumed = whole.replace(runs=tmp_path / "resumed")
+    shutil.copytree(whole.folder / "step-2", resumed.folder / "step-2")
+    tuning.fit(resumed, feed)
+    ours = tuning.weights(resumed)
+    for name, x in tuning.weights(whole).items():
+        assert torch.equal(x, ours[name]), name
+    assert [row["reward"] for row in read_rows(whole.folder)][2:] == [
+        row["reward"] for row in read_rows(resumed.folder)
+    ]
+    with pytest.raises(DataError, match="group is 2, and was 4"):
+        tuning.fit(
+            resumed.replace(train=resumed.train.replace(steps=5)), reward_feed(rows(), tune.replace(group=2), whole)
+        )
+
+
+def _bandit(folder: Path) -> Path:
+    """A model of 64 words, of which 8 begin with "a"."""
+    words = [f"a{i}" for i in range(8)] + [f"z{i}" for i in range(56)]
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="z0"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    config = ModelConfig(vocab_size=64, layers=1, width=32, heads=2, ffn_width=64, context=16)
+    meta = native.Meta(model=config)
+    native.save(
+        folder / "start", build(config, dtype=torch.float32), meta, DistributedContext.solo(), tokenizer=Tokenizer(core)
+    )
+    return folder / "start"
+
+
+def test_a_bandit_is_solved_in_40_steps(tmp_path: Path) -> None:
+    """Answers in 8 of 64 words: the mean reward rises from an eighth to at least 0.95."""
+    file = tuning.write_rows(tmp_path / "rows.jsonl", [{"prompt": "z1 z2"}, {"prompt": "z3"}])
+    train = tuning.TRAIN.replace(
+        steps=40, batch=32, micro_batch=32, lr=1e-2, dtype="float32", weight_decay=0.0, save_every=0, clip=1.0
+    )
+    run = tuned_run(_bandit(tmp_path), runs=tmp_path, device="cpu", sequence=12, train=train)
+    tune = TuneConfig(reward=reward(tmp_path, "low"), group=16, max_tokens=4)
+    Tuner(run, file, "grpo", tune).fit()
+    rewards = [row["reward"] for row in read_rows(run.folder)]
+    assert rewards[0] < 0.3
+    assert max(rewards[35:]) >= 0.95
+
+
+def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = tuning.start(tmp_path)
+    file = tuning.write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "The quick"}, {"prompt": [{"role": "user", "content": "x"}]}]
+    )
+    name = reward(tmp_path, "length")
+    monkeypatch.chdir(tmp_path)
+    flags = [
+        "--device",
+        "cpu",
+        "--train.steps",
+        "1",
+        "--train.batch",
+        "4",
+        "--tune.group",
+        "2",
+        "--tune.max_tokens",
+        "4",
+    ]
+    main(["finetune", str(start), "--method", "grpo", "--data", str(file), "--tune.reward", name, *flags])
+    (row,) = read_rows(tmp_path / "runs" / "grpo")
+    assert {"reward", "reward_failures", "skipped_groups", "answer_tokens"} <= row.keys()
+    run, tune = tuned_run(start), TuneConfig(reward=name, max_tokens=4)
+    with pytest.raises(ConfigError, match="runs in one process"):
+        Tuner(run.replace(plan=Plan(dp=2)), file, "grpo", tune)
+    with pytest.raises(ConfigError, match=r"tune.group 7; make it a multiple, such as 35"):
+        Tuner(run, file, "grpo", tune.replace(group=7))
+    with pytest.raises(ConfigError, match="needs a reward function"):
+        Tuner(run, file, "grpo", tune.replace(reward=""))
+    with pytest.raises(ConfigError, match="is not for grpo"):
+        Tuner(run, file, "grpo", tune, held_out=file)
+    with pytest.raises(DataError, match="holds 1 to 0; raise"):
+        Tuner(run, file, "grpo", tune.replace(max_tokens=64))
+    with pytest.raises(ConfigError, match="dropout would change"):
+        Tuner(run.replace(train=run.train.replace(dropout=0.1)), file, "grpo", tune)

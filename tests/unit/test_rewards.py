@@ -1,0 +1,74 @@
+"""Rewards in worker processes: limits, failures, order."""
+
+from pathlib import Path
+
+import pytest
+
+from colonnade.errors import ConfigError, DataError
+from colonnade.reward_worker import load_reward
+from colonnade.tune.rewards import Answer, RewardPool
+
+FUNCTIONS = """
+import os, time
+
+def reward(prompt, answer, row):
+    if answer == "raise":
+        raise ValueError("no")
+    if answer == "exit":
+        os._exit(3)
+    if answer == "forever":
+        while True:
+            time.sleep(0.01)
+    if answer == "text":
+        return "x"
+    if answer == "nan":
+        return float("nan")
+    return len(answer) + row["bonus"]
+
+number = 3
+"""
+
+
+LIMIT_S = 5.0
+"""A loaded machine answers the other calls in far less."""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return f"{tmp_path / 'functions.py'}:reward"
+
+
+def test_failures_end_their_sample_only(functions: str) -> None:
+    answers = ["ab", "raise", "exit", "forever", "text", "nan", "abc", "é\ud800"]
+    with RewardPool(functions, workers=2, limit_s=LIMIT_S) as pool:
+        scored = pool.score([Answer("p", answer, {"bonus": 0.5}) for answer in answers])
+        again = pool.score([Answer("p", "abcd", {"bonus": 0})])
+    assert [each.reward for each in scored] == [2.5, None, None, None, None, None, 3.5, 2.5]
+    failures = [each.failure for each in scored]
+    assert failures[1] == "ValueError: no"
+    assert failures[2] == "ended its process"
+    assert failures[3] == f"took longer than {LIMIT_S:g} s"
+    assert "no finite number" in failures[4]
+    assert "no finite number" in failures[5]
+    assert again[0].reward == 4
+
+
+def test_no_answers_need_no_process() -> None:
+    with RewardPool("nowhere.py:f") as pool:
+        assert pool.score([]) == []
+
+
+def test_bad_names(functions: str, tmp_path: Path) -> None:
+    file = functions.rpartition(":")[0]
+    for name, message in (
+        ("reward", "write FILE.py:FUNCTION"),
+        (f"{file}:other", "no attribute"),
+        (f"{file}:number", "is no function"),
+        (f"{tmp_path}/none.py:f", "cannot be imported"),
+        ("no_such_module:f", "cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_reward(name)
+    with RewardPool("no_such_module:f") as pool, pytest.raises(DataError, match="does not start"):
+        pool.score([Answer("p", "a", {})])
