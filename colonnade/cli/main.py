@@ -19,6 +19,7 @@ from colonnade.cli.bench import bench
 from colonnade.cli.common import console
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
+from colonnade.cli.finetune_encoder import finetune
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shadow import shadow
 from colonnade.cli.training import demo, presets, train, train_with_defaults
@@ -39,6 +40,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "corpus": corpus,
     "train": train,
+    "finetune": finetune,
     "presets": presets,
     "eval": evaluate,
     "generate": generate,

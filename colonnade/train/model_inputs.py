@@ -10,6 +10,7 @@ from colonnade.config import ModelConfig, MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import (
     IGNORE,
+    ChoiceLoss,
     ClassLoss,
     Dropout,
     DropoutRates,
@@ -18,6 +19,7 @@ from colonnade.model import (
     Pretraining,
     Ring,
     SentenceOrders,
+    SpanLoss,
     Stream,
     Transformer,
 )
@@ -52,7 +54,7 @@ VALIDATION = StepContext()
 
 def model_inputs(
     batch: Batch, model: Transformer, step: StepContext = VALIDATION
-) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss]:
+) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss | ChoiceLoss | SpanLoss]:
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, dropout = len(batch.tokens_T), model.axes.cp, model.config, step.dropout
     if dropout is not None:
@@ -97,7 +99,15 @@ def model_inputs(
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
         pooler_dropout = dropout and dropout.rows(batch.predicted_R[: len(rows_R)]).at_embedding
+        if config.classes == 1:
+            assert first_R is not None, "the choices of a question are one sample"
+            choices = len(batch.predicted_R) // len(first_R)
+            labels_Q = targets_R[::choices]
+            return stream, attend, ChoiceLoss(rows_R, choices, labels_Q, step.label_smoothing, pooler_dropout)
         return stream, attend, ClassLoss(rows_R, targets_R, step.label_smoothing, pooler_dropout)
+    if config.top == "spans":
+        assert first_R is not None, "span targets belong to sequences"
+        return stream, attend, SpanLoss(cu, longest, first_R, targets_R.reshape(-1, 2))
     tokens = Loss(targets_R, step.label_smoothing, rows_R)
     if config.top != "pretraining":
         return stream, attend, tokens
