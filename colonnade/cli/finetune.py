@@ -8,7 +8,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg
 
+from colonnade.cli import finetune_encoder
 from colonnade.cli.common import MODEL_SOURCES, is_main_process
+from colonnade.cli.finetune_encoder import FINETUNE_METHODS as ENCODER_METHODS
 from colonnade.cli.training import exit_if_stopped, flag_settings, show_run
 from colonnade.config import Device, LoraConfig, Plan, TrainConfig, TuneConfig, did_you_mean
 from colonnade.errors import ConfigError
@@ -25,7 +27,8 @@ class FinetuneArgs:
     """A JSON Lines file; docs/howto/finetune.md describes its rows."""
     method: str = "sft"
     """sft: train on what the assistant says in conversations. dpo: prefer the chosen of two answers.
-    grpo: sample answers and reinforce those with a high reward."""
+    grpo: sample answers and reinforce those with a high reward. classify, choice and span are for encoders;
+    colonnade finetune --method span --help lists their flags."""
     held_out: Path | None = None
     """A file of the same form for validation."""
     name: str = ""
@@ -80,12 +83,15 @@ def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
 
 def _finetune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
     if args.method not in METHODS:
-        raise ConfigError(f"--method {args.method} is unknown{did_you_mean(args.method, list(METHODS))}")
+        methods = [*METHODS, *ENCODER_METHODS]
+        raise ConfigError(f"--method {args.method} is unknown{did_you_mean(args.method, methods)}")
     METHODS[args.method](args, adapters=adapters, set_steps=set_steps)
 
 
 def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
-    """:func:`finetune` for tyro, with defaults that depend on the flags in ``argv``."""
+    """:func:`finetune` for tyro, with defaults that depend on the flags in ``argv``; an encoder's methods have others."""
+    if _method(argv) in ENCODER_METHODS:
+        return finetune_encoder.finetune
     flags = flag_settings(argv)
     adapters = any(name.startswith("lora.") for name in flags)
     train = TrainConfig(lr=LORA_LR if adapters else FULL_LR, batch=16, micro_batch=4, weight_decay=0.0, beta2=0.999)
@@ -96,3 +102,13 @@ def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
 
     bound.__doc__ = finetune.__doc__
     return bound
+
+
+def _method(argv: list[str]) -> str | None:
+    """The value of --method."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word == "--method":
+            return following
+        if word.startswith("--method="):
+            return word.partition("=")[2]
+    return None

@@ -159,6 +159,14 @@ class Tokenizer:
         except TypeError:
             raise _surrogate_error(text) from None
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of ``text`` without special tokens, and the characters (start, stop) of each token."""
+        try:
+            encoding = self._literal.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise _surrogate_error(text) from None
+        return encoding.ids, encoding.offsets
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """(ids, segments) of a pair of texts with the special tokens around them, for BERT."""
         try:

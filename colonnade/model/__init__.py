@@ -8,6 +8,7 @@ from colonnade.model.embedding import Stream
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
 from colonnade.model.output_heads import (
+    ChoiceLoss,
     Classes,
     ClassLoss,
     Hidden,
@@ -16,6 +17,7 @@ from colonnade.model.output_heads import (
     Pretraining,
     Rows,
     SentenceOrders,
+    SpanLoss,
     Spans,
 )
 from colonnade.model.token_logprobs import TokenLogprobs
@@ -23,6 +25,7 @@ from colonnade.model.transformer import Transformer
 
 __all__ = [
     "IGNORE",
+    "ChoiceLoss",
     "ClassLoss",
     "Classes",
     "Dropout",
@@ -37,6 +40,7 @@ __all__ = [
     "Ring",
     "Rows",
     "SentenceOrders",
+    "SpanLoss",
     "Spans",
     "Stream",
     "TokenLogprobs",

@@ -233,6 +233,60 @@ class Spans:
 
 
 @dataclass(frozen=True)
+class ChoiceLoss:
+    """The summed cross-entropy of choosing one of several sequences, by one logit each (``classes = 1``)."""
+
+    first_R: Tensor
+    """First tokens of all sequences; consecutive ones are the choices of one question."""
+    choices: int
+    """Sequences of a question."""
+    labels_Q: Tensor
+    """The right choice of each question, or IGNORE."""
+    smoothing: float = 0.0
+    dropout: BlockDropout | None = None
+    """Dropout of the pooled vectors; its rows are the first tokens."""
+
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, number of labels) on all tp ranks."""
+        pooled_RD = Pooled(self.first_R)(x_tD, T, output)
+        if self.dropout is not None:
+            pooled_RD = self.dropout.drop(pooled_RD, POOLED, self.dropout.rates.residual)
+        logits_QC = _class_logits(pooled_RD, output).reshape(-1, self.choices)
+        logits_QC = logits_QC.to(torch.promote_types(logits_QC.dtype, torch.float32))
+        options = {"ignore_index": IGNORE, "label_smoothing": self.smoothing}
+        return F.cross_entropy(logits_QC, self.labels_Q, reduction="sum", **options), (self.labels_Q != IGNORE).sum()
+
+
+@dataclass(frozen=True)
+class SpanLoss:
+    """The summed cross-entropies of an answer's first and last token over the tokens of its sequence."""
+
+    cu_seqlens: Tensor
+    longest: int
+    first_R: Tensor
+    """First token of each sequence with a target."""
+    spans_R2: Tensor
+    """First and last token of the answer, counted from the sequence's first token, or IGNORE."""
+
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, two for each answer; number of targets) on all tp ranks."""
+        logits_T2 = Spans()(x_tD, T, output)
+        logits_T2 = logits_T2.to(torch.promote_types(logits_T2.dtype, torch.float32))
+        logits_R2S = sequence_logits(logits_T2, self.cu_seqlens, self.longest, self.first_R)
+        total = F.cross_entropy(logits_R2S.flatten(0, 1), self.spans_R2.flatten(), reduction="sum", ignore_index=IGNORE)
+        return total, (self.spans_R2 != IGNORE).sum()
+
+
+def sequence_logits(logits_T2: Tensor, cu_seqlens: Tensor, longest: int, first_R: Tensor) -> Tensor:
+    """logits_R2S of each sequence's tokens, padded with the lowest number, whose exponential is 0."""
+    stop_R = cu_seqlens[torch.searchsorted(cu_seqlens, first_R.to(cu_seqlens.dtype), right=True)]
+    index_RS = first_R[:, None] + torch.arange(longest, device=first_R.device)
+    padded_R1S = (index_RS >= stop_R[:, None])[:, None]
+    logits_R2S = logits_T2[index_RS.clamp(max=len(logits_T2) - 1)].transpose(1, 2)
+    return logits_R2S.masked_fill(padded_R1S, torch.finfo(logits_T2.dtype).min)
+
+
+@dataclass(frozen=True)
 class SentenceOrders:
     """Logits of (in order, swapped) for each pair of segments (``top = pretraining``)."""
 

@@ -99,8 +99,8 @@ def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:
 
 
 def _has_new_head(start: ModelConfig, ours: ModelConfig) -> bool:
-    """Whether the run trains a classification head that ``train.start`` lacks."""
-    return ours.top == "classes" and (start.top, start.classes) != (ours.top, ours.classes)
+    """Whether the run trains a head for a task that ``train.start`` lacks."""
+    return ours.top in ("classes", "spans") and (start.top, start.classes) != (ours.top, ours.classes)
 
 
 def freeze(model: Transformer, patterns: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from colonnade.config import ModelConfig, MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import (
     IGNORE,
+    ChoiceLoss,
     ClassLoss,
     Dropout,
     DropoutRates,
@@ -19,6 +20,7 @@ from colonnade.model import (
     Pretraining,
     Ring,
     SentenceOrders,
+    SpanLoss,
     Stream,
     Transformer,
 )
@@ -59,7 +61,10 @@ class StepContext:
 VALIDATION = StepContext()
 
 
-LossHead = Loss | Pretraining | ClassLoss | Distillation | PreferenceLoss | SequenceLogprobs | PolicyLoss
+LossHead = (
+    Loss | Pretraining | ClassLoss | ChoiceLoss | SpanLoss
+    | Distillation | PreferenceLoss | SequenceLogprobs | PolicyLoss
+)  # fmt: skip
 """Heads that give (loss sum, number of targets)."""
 
 
@@ -123,7 +128,15 @@ def model_inputs(
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
         pooler_dropout = dropout and dropout.rows(batch.predicted_R[: len(rows_R)]).at_embedding
+        if config.classes == 1:
+            assert first_R is not None, "the choices of a question are one sample"
+            choices = len(batch.predicted_R) // len(first_R)
+            labels_Q = targets_R[::choices]
+            return stream, attend, ChoiceLoss(rows_R, choices, labels_Q, step.label_smoothing, pooler_dropout)
         return stream, attend, ClassLoss(rows_R, targets_R, step.label_smoothing, pooler_dropout)
+    if config.top == "spans":
+        assert first_R is not None, "span targets belong to sequences"
+        return stream, attend, SpanLoss(cu, longest, first_R, targets_R.reshape(-1, 2))
     if step.distiller is not None:
         return stream, attend, step.distiller.head(stream, attend, targets_R)
     tokens = Loss(targets_R, step.label_smoothing, rows_R)

@@ -44,16 +44,21 @@ class Example(NamedTuple):
     """0 .. classes − 1."""
     segments: list[int] | None = None
     """The segment of each token, as ``tokenizer.encode_pair`` gives it; None: segment 0 everywhere."""
+    end: int | None = None
+    """For answers that are spans: the last token of the answer, where ``label`` is the first."""
 
 
 class Examples:
     """Examples in flat arrays, which are cheap to send to other processes."""
 
-    def __init__(self, examples: Sequence[Example]):
+    def __init__(self, examples: Sequence[Example], choices: int = 1):
+        """``choices`` consecutive examples are one question, with the label of the first."""
+        self.choices = choices
         self._starts = np.cumsum([0, *(len(example.tokens) for example in examples)])
         self._tokens_T = _flat(example.tokens for example in examples)
         self._segments_T = _flat(example.segments or [0] * len(example.tokens) for example in examples)
         self._labels = np.array([example.label for example in examples], np.int64)
+        self._ends = np.array([IGNORE if example.end is None else example.end for example in examples], np.int64)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -63,10 +68,14 @@ class Examples:
         span = slice(self._starts[number], self._starts[number + 1])
         return self._tokens_T[span], self._segments_T[span], int(self._labels[number])
 
+    def end(self, number: int) -> int:
+        """The last token of the answer of example ``number``."""
+        return int(self._ends[number])
+
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens per example."""
-        return len(self._tokens_T) / max(len(self), 1)
+        """Mean tokens per sample."""
+        return len(self._tokens_T) * self.choices / max(len(self), 1)
 
     @cached_property
     def sha256(self) -> str:
@@ -74,6 +83,8 @@ class Examples:
         digest = hashlib.sha256()
         for part in (self._starts, self._tokens_T, self._segments_T, self._labels):
             digest.update(part.tobytes())
+        if (self._ends != IGNORE).any() or self.choices > 1:
+            digest.update(self._ends.tobytes() + bytes([self.choices]))
         return digest.hexdigest()
 
 
@@ -88,15 +99,20 @@ class LabelledSamples:
     filled up to ``data.sequence`` tokens a sample, with sequences that no sample attends to and that have no targets.
     """
 
-    def __init__(self, examples: Examples, config: DataConfig, *, segments: bool, fixed_shape: bool):
+    def __init__(
+        self, examples: Examples, config: DataConfig, *, segments: bool, fixed_shape: bool, spans: bool = False
+    ):
+        """``spans``: the targets of the first two tokens are the first and the last token of the answer."""
         self._examples, self._sequence = examples, config.sequence
-        self._segments, self._fixed_shape = segments, fixed_shape
-        self.samples = len(examples)
+        self._segments, self._fixed_shape, self._spans = segments, fixed_shape, spans
+        self.samples = len(examples) // examples.choices
         """Samples in one epoch."""
 
-    def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
+    def pack(self, samples: np.ndarray, numbers: Any) -> Batch:
         """The batch of these examples; uses no random numbers."""
-        rows = [self._examples.at(int(i)) for i in samples]
+        choices = self._examples.choices
+        numbers = [int(i) * choices + j for i in samples for j in range(choices)]
+        rows = [self._examples.at(number) for number in numbers]
         lengths = [len(tokens) for tokens, _, _ in rows]
         first = np.cumsum([0, *lengths])[:-1]
         rest = len(rows) * self._sequence - sum(lengths) if self._fixed_shape else 0
@@ -110,6 +126,10 @@ class LabelledSamples:
             starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), constant_values=T)
         targets = np.full(T, IGNORE)
         targets[first] = [label for _, _, label in rows]
+        predicted = first
+        if self._spans:
+            targets[first + 1] = [self._examples.end(number) for number in numbers]
+            predicted = np.stack((first, first + 1), 1).reshape(-1)
         segments = np.concatenate([*(segments for _, segments, _ in rows), empty])
         return Batch(
             tokens_T=torch.from_numpy(np.concatenate([*(tokens for tokens, _, _ in rows), empty])),
@@ -119,9 +139,9 @@ class LabelledSamples:
             longest=longest,
             equal=equal,
             segments_T=torch.from_numpy(segments) if self._segments else None,
-            predicted_R=torch.from_numpy(first),
-            first_R=torch.from_numpy(first),
-            stride=self._sequence,
+            predicted_R=torch.from_numpy(predicted),
+            first_R=torch.from_numpy(first[::choices].copy()),
+            stride=self._sequence * choices,
         )
 
 
@@ -140,7 +160,9 @@ class ExampleFeed:
 
         def loader(part: Examples) -> Loader:
             t = run.train
-            objective = LabelledSamples(part, run.data, segments=run.model.segments > 0, fixed_shape=fixed_shape)
+            objective = LabelledSamples(
+                part, run.data, segments=run.model.segments > 0, fixed_shape=fixed_shape, spans=run.model.top == "spans"
+            )
             return Loader(None, run.data, t.batch, t.micro_batch, rank, ranks, objective)
 
         self.samples, every = loader(examples), run.train.eval_every
@@ -162,12 +184,27 @@ class ExampleFeed:
         return None if old.get("examples") == self._sha256 else "other examples, or another order of them"
 
 
-def check_examples(examples: Sequence[Example], model: ModelConfig, longest: int, what: str = "example") -> None:
+def check_examples(
+    examples: Sequence[Example], model: ModelConfig, longest: int, what: str = "example", choices: int = 1
+) -> None:
     """Raise :class:`DataError` for examples that ``model`` does not support, or of more than ``longest`` tokens."""
-    for number, (tokens, label, segments) in enumerate(examples):
+    if len(examples) % choices:
+        raise DataError(f"{len(examples)} {what}s are not whole questions of {choices} choices")
+    for number, (tokens, label, segments, end) in enumerate(examples):
         if not 0 < len(tokens) <= longest:
             raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}, cut where need be")
-        if not 0 <= label < model.classes:
+        if model.top == "spans":
+            if end is None or len(tokens) < 2 or not 0 <= label <= end < len(tokens):
+                raise DataError(
+                    f"{what} {number} has the answer {label} to {end} in {len(tokens)} tokens; give its first and last "
+                    "token"
+                )
+        elif choices > 1 and not (0 <= label < choices if number % choices == 0 else label == IGNORE):
+            raise DataError(
+                f"{what} {number} has the label {label}; the first of {choices} choices has one from 0 on, the others "
+                f"have {IGNORE}"
+            )
+        elif choices == 1 and not 0 <= label < model.classes:
             raise DataError(f"{what} {number} has the label {label}, and there are {model.classes} classes from 0 on")
         if not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
             raise DataError(
@@ -191,7 +228,12 @@ def check_settings(run: RunConfig) -> bool:
     Returns whether all micro-batches must have the same shape.
     """
     model, t, defaults = run.model, run.train, DataConfig()
-    if model.top != "classes":
+    if run.plan.cp > 1 and (model.top == "spans" or model.classes == 1):
+        raise ConfigError(
+            f"plan.cp is {run.plan.cp}, and the choices of a question, or the tokens of an answer, are compared within "
+            "one rank; leave it out"
+        )
+    if model.top not in ("classes", "spans"):
         raise ConfigError(
             f"fine-tuning a classifier needs a model with top = 'classes', not '{model.top}'; make its config with "
             "colonnade.tune.classifier(START, classes)"
@@ -232,25 +274,32 @@ def classifier(start: str | Path, classes: int) -> ModelConfig:
 
 
 def fit(
-    run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = (), trackers: Sequence[OpenTracker] = ()
+    run: RunConfig,
+    examples: Sequence[Example],
+    held_out: Sequence[Example] = (),
+    trackers: Sequence[OpenTracker] = (),
+    choices: int = 1,
 ) -> Summary:
     """Fine-tune ``run.model`` on ``examples``, resuming from the run's newest checkpoint.
 
-    Validation uses the ``held_out`` examples. Raises :class:`DataError` without examples, and for examples that the
+    Validation uses the ``held_out`` examples. ``choices`` consecutive examples are one question, of which the
+    model (with ``classes = 1``) chooses one. Raises :class:`DataError` without examples, and for examples that the
     model does not support or that are longer than ``data.sequence``, :class:`ConfigError` for settings that do not
     apply to fine-tuning, and what :class:`~colonnade.train.loop.Trainer` raises.
     """
-    return Trainer(run, trackers, example_feed(run, examples, held_out)).fit()
+    return Trainer(run, trackers, example_feed(run, examples, held_out, choices)).fit()
 
 
-def example_feed(run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = ()) -> MakeFeed:
+def example_feed(
+    run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = (), choices: int = 1
+) -> MakeFeed:
     """The data feed of such a run; raises as :func:`fit`."""
     check_settings(run)
     if not examples:
         raise DataError("there are no examples; give at least one")
-    check_examples(examples, run.model, run.data.sequence)
-    check_examples(held_out, run.model, run.data.sequence, "held-out example")
-    return partial(ExampleFeed, Examples(examples), Examples(held_out))
+    check_examples(examples, run.model, run.data.sequence, choices=choices)
+    check_examples(held_out, run.model, run.data.sequence, "held-out example", choices)
+    return partial(ExampleFeed, Examples(examples, choices), Examples(held_out, choices))
 
 
 @torch.no_grad()
@@ -273,6 +322,12 @@ def accuracy(model: Transformer, examples: Sequence[Example], at_once: int = 32)
 
 def class_logits(model: Transformer, examples: Sequence[Example]) -> Tensor:
     """logits_RC of ``examples``; their labels are ignored."""
+    stream, attend = pack_examples(model, examples)
+    return model(stream, attend, Classes(attend.cu_seqlens[:-1].long()))
+
+
+def pack_examples(model: Transformer, examples: Sequence[Example]) -> tuple[Stream, Packed]:
+    """(stream, attend) of ``examples``, one sequence each."""
     device, lengths = next(model.parameters()).device, [len(example.tokens) for example in examples]
     segments = [example.segments or [0] * len(example.tokens) for example in examples]
 
@@ -284,5 +339,4 @@ def class_logits(model: Transformer, examples: Sequence[Example]) -> Tensor:
         flat([range(n) for n in lengths]),
         flat(segments) if model.config.segments else None,
     )
-    attend = Packed.of(lengths, device, causal=False)
-    return model(stream, attend, Classes(attend.cu_seqlens[:-1].long()))
+    return stream, Packed.of(lengths, device, causal=False)

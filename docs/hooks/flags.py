@@ -5,7 +5,7 @@
 
 A table stands between two comments. The first says which: ``<!-- flags: eval -->`` all of a verb's, ``<!-- flags: chat
 beyond generate -->`` those that the other verb lacks or explains otherwise, ``<!-- flags: serve of plan device -->``
-those that are so called or so begin. ``<!-- flags: end -->`` is the second.
+those that are so called or so begin. ``finetune:span`` are the flags of a method. ``<!-- flags: end -->`` is the second.
 """
 
 import io
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 PAGE = Path(__file__).parents[1] / "reference" / "cli.md"
 TABLE = re.compile(
-    r"<!-- flags: (?P<verb>\w+)(?: (?P<how>of|beyond) (?P<what>[\w ]+))? -->\n.*?<!-- flags: end -->", re.DOTALL
+    r"<!-- flags: (?P<verb>\w+(?::\w+)?)(?: (?P<how>of|beyond) (?P<what>[\w ]+))? -->\n.*?<!-- flags: end -->",
+    re.DOTALL,
 )
 
 
@@ -41,7 +42,8 @@ def flags(verb: str) -> list[Flag]:
     os.environ["COLUMNS"] = "120"  # wider, and boxes would stand side by side
     try:
         with redirect_stdout(said), suppress(SystemExit):
-            cli.parse([verb, "--help"])
+            name, _, method = verb.partition(":")
+            cli.parse([name, *(("--method", method) if method else ()), "--help"])
     finally:
         del os.environ["COLUMNS"]
         if columns is not None:

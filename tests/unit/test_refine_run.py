@@ -303,6 +303,7 @@ def test_datatroves_filters_run_or_name_the_missing_package(name, tmp_path):
         assert run([tmp_path / "in"], tmp_path / "out", recipe).read == 3
 
 
+@pytest.mark.slow
 def test_all_kinds_of_sources_give_the_same_documents(tmp_path):
     import datasets
 
@@ -452,13 +453,13 @@ def test_slurm_gives_the_same_bytes(cleaned, tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_two_ray_workers_give_the_same_bytes(cleaned, tmp_path):
-    """A real local cluster of two nodes."""
+    """A real local cluster of two nodes of two cores: with one core each, Ray's placement groups wait for ever."""
     ray = pytest.importorskip("ray", reason="needs ray")
     from ray.cluster_utils import Cluster
 
     folder, _, _ = cleaned
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 27})
-    cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 1 << 27})
+    cluster.add_node(num_cpus=2, object_store_memory=1 << 27)
     try:
         ray.init(address=cluster.address)
         assert len([node for node in ray.nodes() if node["Alive"]]) == 2

@@ -1,0 +1,199 @@
+"""Fine-tunes an encoder with several seeds and reports the median, as the Megatron-LM paper does (section 5.3).
+
+A grid over learning rates and batch sizes is searched with the first seed; the other seeds use the best pair. The
+median run on the development set gives the test score. The ensemble averages the runs' probabilities.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from colonnade.checkpoint.load_model import load_model, open_for_plan, open_model
+from colonnade.config import AS_TRAINED, DataConfig, Device, Plan, RunConfig, TrainConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import ConfigError, DataError
+from colonnade.model import Transformer
+from colonnade.parallel.distributed_context import DistributedContext, choose_device
+from colonnade.tune.classify import fit
+from colonnade.tune.encoder_data import label_names, read_choices, read_spans, read_texts
+from colonnade.tune.encoder_tasks import ChoiceTask, ClassifyTask, EncoderTask, Pair
+from colonnade.tune.spans import SpanTask
+
+READERS: dict[str, Callable[[Path], list[Any]]] = {"classify": read_texts, "choice": read_choices, "span": read_spans}
+"""Methods, and how their data are read."""
+
+
+@dataclass(frozen=True)
+class EncoderSettings:
+    """How an encoder is fine-tuned."""
+
+    start: str
+    """The encoder."""
+    method: str
+    data: Path
+    held_out: Path
+    """The development set."""
+    test: Path | None = None
+    seeds: int = 5
+    epochs: float = 3.0
+    lrs: tuple[float, ...] = (2e-5,)
+    batches: tuple[int, ...] = (32,)
+    micro_batch: int = 8
+    sequence: int = 0
+    """Longest sequence; 0: the encoder's context, at most 512."""
+    name: str = ""
+    runs: Path = Path("runs")
+    device: Device = "auto"
+    plan: Plan = field(default_factory=Plan)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Further settings of the optimisation; steps, lr, batch, seed and start are set for each run."""
+
+
+class SeedRun(NamedTuple):
+    """One run on the development set."""
+
+    seed: int
+    lr: float
+    batch: int
+    folder: Path
+    metrics: dict[str, float]
+
+    @property
+    def value(self) -> float:
+        """The metric that chooses."""
+        return next(iter(self.metrics.values()))
+
+
+@dataclass(frozen=True)
+class EncoderResult:
+    """The scores of all runs."""
+
+    grid: list[SeedRun]
+    runs: list[SeedRun]
+    median: SeedRun
+    ensemble: dict[str, float]
+    test: dict[str, float] | None
+    test_ensemble: dict[str, float] | None
+
+
+def finetune_encoder(settings: EncoderSettings, report: Callable[[str], None] = lambda line: None) -> EncoderResult:
+    """Train and score; writes ``results.json`` beside the runs. Finished runs are not trained again.
+
+    Raises :class:`DataError` for data in another form, :class:`ConfigError` for settings out of range.
+    """
+    _check(settings)
+    read = READERS[settings.method]
+    rows, held_out = read(settings.data), read(settings.held_out)
+    test = None if settings.test is None else read(settings.test)
+    opened = open_model(settings.start)
+    if opened.config.causal:
+        raise ConfigError(f"{settings.start} is a decoder; --method {settings.method} is for encoders such as BERT")
+    if (tokenizer := Tokenizer.from_model(opened.tokenizer_source)) is None:
+        raise DataError(f"{settings.start} has no tokenizer; put its tokenizer.json beside the weights")
+    longest = settings.sequence or min(512, opened.config.context)
+    if longest > opened.config.context:
+        raise ConfigError(f"--sequence {longest} is more than the encoder's context of {opened.config.context}")
+    task = make_task(settings.method, Pair(tokenizer, longest), rows, held_out, test)
+    examples = task.examples(rows)
+    predictions: dict[Path, Any] = {}
+
+    def run(seed: int, lr: float, batch: int) -> SeedRun:
+        config = _run_config(
+            settings, task.config(opened.config), len(examples) // task.choices, longest, seed, lr, batch
+        )
+        fit(config, examples, choices=task.choices)
+        predictions[config.folder] = predict_with(config.folder, task, held_out, settings.device)
+        done = SeedRun(seed, lr, batch, config.folder, task.score(predictions[config.folder], held_out))
+        report(f"lr {lr:g} batch {batch} seed {seed}: {format_metrics(done.metrics)}")
+        return done
+
+    grid = [run(1, lr, batch) for lr in settings.lrs for batch in settings.batches]
+    best = max(grid, key=lambda each: each.value)
+    runs = [best, *(run(seed, best.lr, best.batch) for seed in range(2, settings.seeds + 1))]
+    median = median_run(runs)
+    result = EncoderResult(
+        grid, runs, median, task.score(task.average([predictions[each.folder] for each in runs]), held_out), None, None
+    )
+    if test is not None:
+        tested = {each.folder: predict_with(each.folder, task, test, settings.device) for each in runs}
+        result = EncoderResult(
+            grid, runs, median, result.ensemble, task.score(tested[median.folder], test),
+            task.score(task.average(list(tested.values())), test),
+        )  # fmt: skip
+    _write(settings, result)
+    return result
+
+
+def make_task(method: str, pair: Pair, rows: Sequence[Any], *others: Sequence[Any] | None) -> EncoderTask:
+    """The task of a method for these data."""
+    if method == "classify":
+        labels = label_names(rows)
+        for other in others:
+            if other is not None:
+                label_names(other, labels)
+        return ClassifyTask(pair, tuple(labels))
+    if method == "choice":
+        return ChoiceTask(pair, len(rows[0].options))
+    return SpanTask(pair, impossible=any(not row.answers for part in (rows, *others) for row in part or ()))
+
+
+def median_run(runs: Sequence[SeedRun]) -> SeedRun:
+    """The run with the median score; of an even number the lower of the middle two."""
+    middle = statistics.median_low(run.value for run in runs)
+    return next(run for run in runs if run.value == middle)
+
+
+def predict_with(folder: Path, task: EncoderTask, rows: Sequence[Any], device: Device) -> Any:
+    """The predictions of a trained run, in this process."""
+    context = DistributedContext.solo(choose_device(Plan(), device))
+    opened = open_for_plan(str(folder), Plan())
+    model: Transformer = load_model(opened, context, "float32", str(folder), AS_TRAINED.resident, "stored", 64)
+    return task.predict(model, rows)
+
+
+def format_metrics(metrics: dict[str, float]) -> str:
+    """``"accuracy 0.8123"``."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _check(settings: EncoderSettings) -> None:
+    if settings.method not in READERS:
+        raise ConfigError(f"--method {settings.method} is not one of {', '.join(READERS)}")
+    if not 1 <= settings.seeds <= 100:
+        raise ConfigError(f"--seeds {settings.seeds} is not from 1 to 100; the paper's number is 5")
+    if not 0 < settings.epochs <= 1000:
+        raise ConfigError(f"--epochs {settings.epochs} is not from 0 to 1,000")
+    if not settings.lrs or not settings.batches or min(settings.batches) < 1:
+        raise ConfigError("the grid needs at least one learning rate and one batch size of 1 or more")
+
+
+def _run_config(
+    settings: EncoderSettings, model: Any, samples: int, longest: int, seed: int, lr: float, batch: int
+) -> RunConfig:
+    steps = max(1, math.ceil(samples * settings.epochs / batch))
+    name = settings.name or settings.method
+    train = settings.train.replace(
+        start=settings.start, steps=steps, lr=lr, min_lr=0.0, batch=batch, micro_batch=min(settings.micro_batch, batch),
+        warmup=steps // 10, schedule="linear", seed=seed, eval_every=0, save_every=steps,
+    )  # fmt: skip
+    return RunConfig(
+        name=f"lr{lr:g}-batch{batch}-seed{seed}", runs=settings.runs / name, device=settings.device, model=model,
+        data=DataConfig(sequence=longest, seed=seed), plan=settings.plan, train=train,
+    )  # fmt: skip
+
+
+def _write(settings: EncoderSettings, result: EncoderResult) -> None:
+    def plain(run: SeedRun) -> dict[str, Any]:
+        return {"seed": run.seed, "lr": run.lr, "batch": run.batch, "folder": str(run.folder), **run.metrics}
+
+    values = {
+        "model": settings.start, "method": settings.method, "grid": list(map(plain, result.grid)),
+        "runs": list(map(plain, result.runs)), "median": plain(result.median), "ensemble": result.ensemble,
+        "test": result.test, "test_ensemble": result.test_ensemble,
+    }  # fmt: skip
+    folder = settings.runs / (settings.name or settings.method)
+    (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n", "utf-8")

@@ -1,0 +1,185 @@
+"""Question answering by spans: SQuAD 1.1 and 2.0, with the official normalisation, exact match and F1.
+
+A passage longer than a sequence is cut into windows that begin ``STRIDE`` tokens apart. A window without the answer,
+and a question without one, has the answer [CLS]. The score of a span is p_start · p_end; that of no answer is the
+lowest of [CLS] over the windows. SQuAD 2.0's threshold between both is chosen on the development set.
+"""
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from colonnade.config import ModelConfig
+from colonnade.model import Transformer
+from colonnade.model.output_heads import Spans, sequence_logits
+from colonnade.tune.classify import Example, pack_examples
+from colonnade.tune.encoder_data import SpanQuestion
+from colonnade.tune.encoder_tasks import BATCH, Pair
+
+STRIDE = 128
+QUESTION_TOKENS = 64
+ANSWER_TOKENS = 30
+"""Longest answer."""
+_BEST = 20
+
+
+class Window(NamedTuple):
+    """A part of a passage beside its question."""
+
+    question: int
+    example: Example
+    offset: int
+    """Where the passage's tokens begin in the sequence."""
+    characters: list[tuple[int, int]]
+    """(start, stop) in the passage of each of its tokens in the window."""
+
+
+class SpanPrediction(NamedTuple):
+    """Probabilities of one question's answers."""
+
+    spans: dict[tuple[int, int], float]
+    """Probability of the characters start to stop of the passage."""
+    none: float
+    """Probability of no answer."""
+
+
+@dataclass(frozen=True)
+class SpanTask:
+    """The first and last token of an answer."""
+
+    pair: Pair
+    impossible: bool
+    """Whether questions may have no answer (SQuAD 2.0)."""
+    choices: int = 1
+
+    def config(self, start: ModelConfig) -> ModelConfig:
+        """With two logits for each token."""
+        return start.replace(top="spans", classes=0, tied=True)
+
+    def windows(self, rows: Sequence[SpanQuestion]) -> list[Window]:
+        """The windows of all questions."""
+        made: list[Window] = []
+        for number, row in enumerate(rows):
+            asked = self.pair.encode(row.question)[: min(QUESTION_TOKENS, self.pair.longest // 3)]
+            ids, places = self.pair.tokenizer.encode_with_offsets(row.passage)
+            room = self.pair.longest - 3 - len(asked)
+            stride = min(STRIDE, max(1, room // 2))
+            stop = row.start + len(row.answers[0]) if row.answers else -1
+            for start in range(0, max(1, len(ids) - room + stride), stride):
+                tokens, segments = self.pair.join(asked, ids[start : start + room])
+                characters, offset = places[start : start + room], len(asked) + 2
+                first, last = _tokens_of(characters, row.start, stop) if row.answers else (-1, -1)
+                label, end = (0, 0) if first < 0 else (first + offset, last + offset)
+                made.append(Window(number, Example(tokens, label, segments, end), offset, characters))
+        return made
+
+    def examples(self, rows: Sequence[SpanQuestion]) -> list[Example]:
+        """Windows to train on; without unanswerable questions only those with the answer."""
+        return [w.example for w in self.windows(rows) if self.impossible or w.example.label > 0]
+
+    @torch.no_grad()
+    def predict(self, model: Transformer, rows: Sequence[SpanQuestion]) -> list[SpanPrediction]:
+        """The most probable answers of each question."""
+        spans: list[dict[tuple[int, int], float]] = [{} for _ in rows]
+        none = [1.0] * len(rows)
+        windows = self.windows(rows)
+        for i in range(0, len(windows), BATCH):
+            batch = windows[i : i + BATCH]
+            stream, attend = pack_examples(model, [each.example for each in batch])
+            logits = model(stream, attend, Spans()).double()
+            longest = max(len(each.example.tokens) for each in batch)
+            cu = attend.cu_seqlens
+            logp_R2S = sequence_logits(logits, cu, longest, cu[:-1].long()).log_softmax(-1).cpu()
+            for window, (start_S, end_S) in zip(batch, logp_R2S, strict=True):
+                none[window.question] = min(none[window.question], math.exp(start_S[0] + end_S[0]))
+                found = spans[window.question]
+                for place, logp in _best_spans(window, start_S, end_S):
+                    found[place] = max(found.get(place, 0.0), math.exp(logp))
+        return [SpanPrediction(found, each) for found, each in zip(spans, none, strict=True)]
+
+    def average(self, predictions: Sequence[list[SpanPrediction]]) -> list[SpanPrediction]:
+        """Mean probabilities; a span that a model does not list has 0."""
+        together: list[SpanPrediction] = []
+        for each in zip(*predictions, strict=True):
+            sums: Counter[tuple[int, int]] = Counter()
+            for prediction in each:
+                for place, value in prediction.spans.items():
+                    sums[place] += value / len(each)  # type: ignore[assignment] - a counter of floats
+            together.append(SpanPrediction(dict(sums), sum(p.none for p in each) / len(each)))
+        return together
+
+    def answers(self, prediction: list[SpanPrediction], rows: Sequence[SpanQuestion], threshold: float) -> list[str]:
+        """The answer texts; empty where no answer is over ``threshold`` times as probable as the best one."""
+        texts: list[str] = []
+        for (spans, none), row in zip(prediction, rows, strict=True):
+            best = max(spans, key=lambda place: (spans[place], -place[0]), default=None)
+            unanswered = best is None or (self.impossible and none > threshold * spans[best])
+            texts.append("" if unanswered or best is None else row.passage[best[0] : best[1]])
+        return texts
+
+    def score(self, prediction: list[SpanPrediction], rows: Sequence[SpanQuestion]) -> dict[str, float]:
+        """F1 and exact match; with unanswerable questions at the best threshold, which is returned too."""
+        if not self.impossible:
+            return squad_scores(self.answers(prediction, rows, 1.0), rows)
+        best: dict[str, float] = {}
+        ratios = [none / max(spans.values()) for spans, none in prediction if spans and max(spans.values()) > 0]
+        for threshold in sorted({0.0, *ratios, math.inf}):
+            found = squad_scores(self.answers(prediction, rows, threshold), rows)
+            if not best or found["f1"] > best["f1"]:
+                best = found | {"threshold": threshold}
+        return best
+
+
+def _tokens_of(characters: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """(first, last) of the tokens that cover the characters ``start`` to ``stop``; (-1, -1) if not all are here."""
+    inside = [i for i, (a, b) in enumerate(characters) if b > start and a < stop]
+    if not inside or characters[inside[0]][0] > start or characters[inside[-1]][1] < stop:
+        return -1, -1
+    return inside[0], inside[-1]
+
+
+def _best_spans(window: Window, start_S: torch.Tensor, end_S: torch.Tensor) -> list[tuple[tuple[int, int], float]]:
+    """The most probable spans of a window: characters and log-probability."""
+    count = len(window.characters)
+    if not count:
+        return []
+    starts, ends = start_S[window.offset : window.offset + count], end_S[window.offset : window.offset + count]
+    sums = starts[:, None] + ends[None, :]
+    allowed = torch.ones(count, count, dtype=torch.bool).triu().tril(ANSWER_TOKENS - 1)
+    sums = sums.masked_fill(~allowed, -math.inf).flatten()
+    found = sums.topk(min(_BEST, len(sums)))
+    return [
+        ((window.characters[int(at) // count][0], window.characters[int(at) % count][1]), float(value))
+        for value, at in zip(found.values, found.indices, strict=True)
+        if value > -math.inf
+    ]
+
+
+def normalise_answer(text: str) -> str:
+    """Lower case without punctuation, articles and repeated white space (SQuAD's official script)."""
+    kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def squad_scores(answers: Sequence[str], rows: Sequence[SpanQuestion]) -> dict[str, float]:
+    """F1 and exact match [%]: of each question the best over its answers; "" is right where there is none."""
+    f1 = exact = 0.0
+    for answer, row in zip(answers, rows, strict=True):
+        truths = [each for each in row.answers if normalise_answer(each)] or [""]
+        f1 += max(_f1(answer, truth) for truth in truths)
+        exact += max(float(normalise_answer(answer) == normalise_answer(truth)) for truth in truths)
+    return {"f1": 100 * f1 / len(rows), "exact_match": 100 * exact / len(rows)}
+
+
+def _f1(answer: str, truth: str) -> float:
+    given, wanted = normalise_answer(answer).split(), normalise_answer(truth).split()
+    if not given or not wanted:
+        return float(given == wanted)
+    common = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * common / (len(given) + len(wanted)) if common else 0.0

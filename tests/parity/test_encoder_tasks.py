@@ -1,0 +1,368 @@
+"""Fine-tuning encoders: choice and span losses equal transformers, under other plans too; data, scores, seeds."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.checkpoint.load_model import open_model
+from colonnade.cli import main
+from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import Tokenizer
+from colonnade.errors import ConfigError, DataError
+from colonnade.model import IGNORE
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.training_state import TrainingState
+from colonnade.tune.classify import Example, example_feed
+from colonnade.tune.encoder_data import SpanQuestion, read_choices, read_spans, read_texts
+from colonnade.tune.encoder_runs import EncoderSettings, SeedRun, finetune_encoder, make_task, median_run
+from colonnade.tune.encoder_tasks import ChoiceTask, Pair
+from colonnade.tune.spans import SpanPrediction, SpanTask, normalise_answer, squad_scores
+from tests.models import BERTS, build
+from tests.worlds import assert_same
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+TRAIN = TrainConfig(
+    steps=4, batch=4, micro_batch=4, lr=1e-2, min_lr=0, warmup=1, dtype="float64", schedule="linear", clip=0.5,
+    save_every=4, eval_every=0, log_every=1,
+)  # fmt: skip
+WORDS = re.findall(
+    r"\S+", "the a an of in to was is who what when where red blue green king city river seven . , ? ' s"
+)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small float64 encoder with a WordPiece vocabulary."""
+    folder = tmp_path_factory.mktemp("start") / "encoder"
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *WORDS])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    core.normalizer = tokenizers.normalizers.BertNormalizer()
+    core.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer = Tokenizer(core, bos_id=1, eos_ids=[2])
+    write_hf(build(BERTS["post_encoder"]), folder, tokenizer=tokenizer)
+    return folder
+
+
+def choice_examples(choices: int = 3, questions: int = 8) -> list[Example]:
+    """Questions whose right answer begins with token 9."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for question in range(questions):
+        for number in range(choices):
+            n = int(torch.randint(3, 14, (1,), generator=generator))
+            noise = torch.randint(10, 30, (n,), generator=generator).tolist()
+            right = number == question % choices
+            made.append(
+                Example(
+                    [1, 9 if right else 8, *noise, 2], question % choices if number == 0 else IGNORE, [0] * 3 + [1] * n
+                )
+            )
+    return made
+
+
+def span_examples(count: int = 8) -> list[Example]:
+    generator = torch.Generator().manual_seed(4)
+    made = []
+    for _ in range(count):
+        n = int(torch.randint(4, 20, (1,), generator=generator))
+        first, last = sorted(torch.randint(0, n, (2,), generator=generator).tolist())
+        made.append(Example(torch.randint(5, 30, (n,), generator=generator).tolist(), first, [0] * n, last))
+    return made
+
+
+def config(runs: Path, start: Path, method: str, **changes: object) -> RunConfig:
+    model = open_model(start).config
+    model = (
+        model.replace(top="spans", tied=True)
+        if method == "span"
+        else model.replace(top="classes", classes=1, tied=True)
+    )
+    plan = changes.pop("plan", Plan())
+    return RunConfig(
+        name="it", runs=runs, device="cpu", model=model, data=DataConfig(sequence=32), plan=plan,
+        train=TRAIN.replace(start=str(start), **changes),
+    )  # fmt: skip
+
+
+def norms(run: RunConfig, method: str) -> list[float]:
+    """Gradient norms of three steps: of all samples and all parameters, on every rank."""
+    given, choices = (span_examples(), 1) if method == "span" else (choice_examples(), 3)
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=example_feed(run, given, choices=choices)) as training,
+    ):
+        return [float(training.step().norm) for _ in range(3)]
+
+
+def test_choice_losses_and_norms_equal_transformers(start: Path, tmp_path: Path) -> None:
+    run, given = config(tmp_path, start, "choice"), choice_examples()
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=example_feed(run, given, choices=3)) as training,
+    ):
+        write_hf(training.model, tmp_path / "drawn")
+        options = {"dtype": torch.float64, "attn_implementation": "eager"}
+        theirs = transformers.BertForMultipleChoice.from_pretrained(tmp_path / "drawn", **options).eval()
+        numbers = training.feed.samples.numbers(training.samples_seen)
+        rows = [given[int(i) * 3 + j] for i in numbers for j in range(3)]
+        loss = theirs(
+            **_padded(rows, (len(numbers), 3)), labels=torch.tensor([given[int(i) * 3].label for i in numbers])
+        ).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1e9)
+        outcome = training.step()
+        assert_same(outcome.loss_sum / outcome.count, loss.detach(), 1e-6, "loss")
+        assert_same(outcome.norm, norm, 1e-6, "gradient norm")
+        assert outcome.count == 4
+
+
+def test_span_losses_and_norms_equal_transformers(start: Path, tmp_path: Path) -> None:
+    run, given = config(tmp_path, start, "span"), span_examples()
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=example_feed(run, given)) as training,
+    ):
+        write_hf(training.model, tmp_path / "drawn")
+        options = {"dtype": torch.float64, "attn_implementation": "eager"}
+        theirs = transformers.BertForQuestionAnswering.from_pretrained(tmp_path / "drawn", **options).eval()
+        rows = [given[int(i)] for i in training.feed.samples.numbers(training.samples_seen)]
+        inputs = _padded(rows, (len(rows),))
+        logits = theirs(**inputs)
+        padding = ~inputs["attention_mask"].bool()
+        targets = [torch.tensor([each.label for each in rows]), torch.tensor([each.end for each in rows])]
+        parts = [
+            torch.nn.functional.cross_entropy(part.masked_fill(padding, -1e300), target)
+            for part, target in zip((logits.start_logits, logits.end_logits), targets, strict=True)
+        ]
+        loss = sum(parts) / 2
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1e9)
+        outcome = training.step()
+        assert_same(outcome.loss_sum / outcome.count, loss.detach(), 1e-6, "loss")
+        assert_same(outcome.norm, norm, 1e-6, "gradient norm")
+
+
+def _padded(rows: list[Example], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    longest = max(len(each.tokens) for each in rows)
+    pad = lambda row: [*row, *[0] * (longest - len(row))]  # noqa: E731
+    return {
+        "input_ids": torch.tensor([pad(each.tokens) for each in rows]).reshape(*shape, longest),
+        "attention_mask": torch.tensor([pad([1] * len(each.tokens)) for each in rows]).reshape(*shape, longest),
+        "token_type_ids": torch.tensor([pad(each.segments) for each in rows]).reshape(*shape, longest),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["choice", "span"])
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [(Plan(dp=2), {"micro_batch": 2}), (Plan(tp=2, sequence_parallel=True), {}), (Plan(pp=2), {"micro_batch": 2})],
+    ids=["dp", "sp", "pp"],
+)
+def test_same_under_any_plan(method: str, plan: Plan, changes: dict, start: Path, tmp_path: Path) -> None:
+    alone = in_world(1, norms, config(tmp_path / "one", start, method), method)[0]
+    both = in_world(2, norms, config(tmp_path / "two", start, method, plan=plan, **changes), method)
+    assert min(alone) > 1e-5
+    for own in both:
+        assert own == pytest.approx(alone, rel=1e-8, abs=1e-12)
+
+
+def test_bad_examples_and_plans(start: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.cp is 2, and the choices of a question"):
+        example_feed(config(tmp_path, start, "choice", plan=Plan(cp=2)), choice_examples(), choices=3)
+    with pytest.raises(DataError, match="23 examples are not whole questions of 3 choices"):
+        example_feed(config(tmp_path, start, "choice"), choice_examples()[:-1], choices=3)
+    with pytest.raises(DataError, match=r"example 0 has the label 7; the first of 3 choices"):
+        example_feed(
+            config(tmp_path, start, "choice"), [each._replace(label=7) for each in choice_examples()], choices=3
+        )
+    with pytest.raises(DataError, match="example 0 has the answer 3 to 99"):
+        example_feed(config(tmp_path, start, "span"), [span_examples()[0]._replace(label=3, end=99)])
+
+
+# -- data and scores --------------------------------------------------------------------------------------------------
+
+MNLI = 'index\tsentence1\tsentence2\tgold_label\n0\tred king\tblue "city\tneutral\n1\ta\tb\t-\n2\tc\td\tcontradiction\n'
+RACE = {
+    "article": "the king was in the red city .", "questions": ["the city was _ .", "who was in the city ?"],
+    "options": [["red", "blue"], ["the king", "the river"]], "answers": ["A", "B"], "id": "high1.txt",
+}  # fmt: skip
+PASSAGE = "The king was in the red city. The river was blue."
+SQUAD = {
+    "version": "v2.0",
+    "data": [{"title": "t", "paragraphs": [{"context": PASSAGE, "qas": [
+        {"id": "1", "question": "What was blue?", "is_impossible": False,
+         "answers": [{"text": "The river", "answer_start": PASSAGE.index("The river")},
+                     {"text": "river", "answer_start": 34}]},
+        {"id": "2", "question": "Who was green?", "is_impossible": True, "answers": []},
+    ]}]}],
+}  # fmt: skip
+
+
+def test_published_forms_are_read(tmp_path: Path) -> None:
+    (tmp_path / "dev.tsv").write_text(MNLI)
+    assert [tuple(each) for each in read_texts(tmp_path / "dev.tsv")] == [
+        ("red king", 'blue "city', "neutral"), ("c", "d", "contradiction"),
+    ]  # fmt: skip
+    (tmp_path / "qqp.jsonl").write_text(
+        '{"question1": "a", "question2": "b", "is_duplicate": 1}\n{"text": "c", "label": 0}\n'
+    )
+    assert [tuple(each) for each in read_texts(tmp_path / "qqp.jsonl")] == [("a", "b", "1"), ("c", None, "0")]
+    (tmp_path / "race" / "high").mkdir(parents=True)
+    (tmp_path / "race" / "high" / "1.txt").write_text(json.dumps(RACE))
+    first, second = read_choices(tmp_path / "race")
+    assert (first.options, first.label, second.label) == (("red", "blue"), 0, 1)
+    (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
+    answered, impossible = read_spans(tmp_path / "squad.json")
+    assert answered.passage[answered.start :].startswith("The river was") and len(answered.answers) == 2
+    assert impossible.answers == () and impossible.start == -1
+
+
+@pytest.mark.parametrize(
+    ("reader", "content", "message"),
+    [
+        (read_texts, '{"texts": "a"}', "x.jsonl:1: a row needs a label"),
+        (read_texts, "[1]", "x.jsonl:1: not a JSON object"),
+        (read_texts, "", "has no examples"),
+        (read_choices, '{"article": "a"}', "x.jsonl:1: not RACE's form .* 'questions'"),
+        (read_choices, json.dumps({**RACE, "answers": ["A", "C"]}), "the answer C is not among 2 options"),
+        (read_spans, '{"data": 3}', "not SQuAD's form"),
+        (read_spans, json.dumps(SQUAD).replace('"answer_start": 30', '"answer_start": 3'), "text at 3 is not"),
+    ],
+)  # fmt: skip
+def test_other_forms_are_refused(reader, content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / ("x.json" if reader is read_spans else "x.jsonl")
+    file.write_text(content)
+    with pytest.raises(DataError, match=message):
+        reader(file)
+
+
+def test_official_squad_scores() -> None:
+    assert normalise_answer("The  King's, (an) apple!") == "kings apple"
+    rows = [
+        SpanQuestion(str(i), "", "", answers, 0)
+        for i, answers in enumerate((("the king", "a red king"), ("seven",), ()))
+    ]
+    found = squad_scores(["red king", "three", ""], rows)
+    assert found["exact_match"] == pytest.approx(200 / 3) and found["f1"] == pytest.approx(200 / 3)
+    assert squad_scores(["king of the city", "seven", "x"], rows)["f1"] == pytest.approx(100 * (2 * 1 / 4 + 1 + 0) / 3)
+
+
+def test_threshold_is_the_best_on_the_development_set(start: Path) -> None:
+    task = SpanTask(Pair(Tokenizer.from_file(start), 24), impossible=True)
+    rows = [SpanQuestion("1", "king", "", ("king",), 0), SpanQuestion("2", "city", "", (), -1)]
+    predictions = [SpanPrediction({(0, 4): 0.5}, 0.4), SpanPrediction({(0, 4): 0.5}, 0.6)]
+    assert task.score(predictions, rows) == {"f1": 100.0, "exact_match": 100.0, "threshold": 0.8}
+    assert SpanTask(task.pair, impossible=False).score(predictions, rows)["f1"] == 50
+    mean = task.average([predictions, [SpanPrediction({(0, 4): 0.1}, 0.0), SpanPrediction({(1, 2): 0.2}, 0.0)]])
+    assert mean[0].spans == {(0, 4): pytest.approx(0.3)} and mean[1].spans == {(0, 4): 0.25, (1, 2): 0.1}
+
+
+def test_windows_cover_the_passage_and_find_the_answer(start: Path) -> None:
+    passage = " ".join(WORDS[i % 20] for i in range(90))
+    answer = " ".join(WORDS[i % 20] for i in range(61, 64))
+    begin = len(" ".join(WORDS[i % 20] for i in range(61))) + 1
+    task = SpanTask(Pair(Tokenizer.from_file(start), 32), impossible=False)
+    row = SpanQuestion("1", passage, "what is red ?", (answer,), begin)
+    windows = task.windows([row])
+    seen = {place for window in windows for place in window.characters}
+    assert len(seen) == 90 and all(len(window.example.tokens) <= 32 for window in windows)
+    answered = [window for window in windows if window.example.label]
+    assert answered and len(task.examples([row])) == len(answered) < len(windows)
+    for window in answered:
+        places = window.characters[window.example.label - window.offset :][: len(answer.split())]
+        assert passage[places[0][0] : places[-1][1]] == answer
+
+
+def test_choices_are_pairs_of_passage_and_answer(start: Path) -> None:
+    tokenizer = Tokenizer.from_file(start)
+    task = ChoiceTask(Pair(tokenizer, 16), 2)
+    question = read_choices_of(RACE)[0]
+    first, second = task.examples([question])
+    assert tokenizer.decode(first.tokens, skip_special=False).endswith("[SEP] the city was red . [SEP]")
+    assert first.segments[-1] == 1 and len(first.tokens) <= 16 and (first.label, second.label) == (0, IGNORE)
+    with pytest.raises(DataError, match="has 3 options, and others have 2"):
+        task.examples([question._replace(options=("a", "b", "c"))])
+
+
+def read_choices_of(record: dict) -> list:
+    from colonnade.tune.encoder_data import Question
+
+    return [
+        Question(record["article"], question, tuple(options), "AB".index(answer))
+        for question, options, answer in zip(record["questions"], record["options"], record["answers"], strict=True)
+    ]
+
+
+def test_median_of_seeds() -> None:
+    runs = [SeedRun(seed, 1e-5, 8, Path(), {"accuracy": value}) for seed, value in enumerate((0.7, 0.9, 0.8, 0.6))]
+    assert median_run(runs[:3]).seed == 2 and median_run(runs).seed == 0
+
+
+def write_data(folder: Path, method: str) -> Path:
+    """Tasks that a few steps learn: the first word decides."""
+    if method == "classify":
+        rows = [{"text": f"{('red', 'blue')[i % 2]} {WORDS[i % 20]}", "label": i % 2} for i in range(24)]
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif method == "choice":
+        rows = [
+            {"article": WORDS[i % 20], "questions": ["who ?"], "options": [["king", "river"][:: 1 if i % 2 else -1]],
+             "answers": ["AB"[1 - i % 2]]}
+            for i in range(24)
+        ]  # fmt: skip
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        (folder / "data.json").write_text(json.dumps(SQUAD))
+    return folder / ("data.json" if method == "span" else "data.jsonl")
+
+
+@pytest.mark.parametrize("method", ["classify", "choice", "span"])
+def test_command(method: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write_data(tmp_path, method))
+    arguments = ["finetune", str(start), "--method", method, "--data", file, "--held_out", file, "--test", file]
+    arguments += [
+        "--device",
+        "cpu",
+        "--runs",
+        str(tmp_path / "runs"),
+        "--epochs",
+        "6",
+        "--lrs",
+        "1e-2",
+        "--batches",
+        "8",
+    ]
+    arguments += ["--seeds", "2", "--sequence", "24", "--train.dropout", "0", "--train.attention_dropout", "0"]
+    main(arguments)
+    printed = capsys.readouterr().out
+    assert "median of 2: " in printed and "ensemble: " in printed and "test: " in printed
+    results = json.loads((tmp_path / "runs" / method / "results.json").read_text())
+    metric = "f1" if method == "span" else "accuracy"
+    assert len(results["runs"]) == 2 and results["test"][metric] == results["median"][metric]
+    if method != "span":
+        assert results["median"]["accuracy"] == results["ensemble"]["accuracy"] == 1.0
+
+
+def test_settings(start: Path, tmp_path: Path) -> None:
+    file = write_data(tmp_path, "classify")
+    settings = {"start": str(start), "method": "classify", "data": file, "held_out": file, "runs": tmp_path}
+    for changes, message in (
+        ({"seeds": 0}, "--seeds 0 is not from 1"), ({"epochs": math.nan}, "--epochs nan"),
+        ({"method": "rank"}, "not one of"),
+        ({"lrs": ()}, "needs at least one learning rate"), ({"sequence": 5000}, "--sequence 5000 is more than"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            finetune_encoder(EncoderSettings(**settings | changes))
+    rows = read_texts(file)
+    with pytest.raises(DataError, match="the label '7' is not in the training data"):
+        make_task("classify", Pair(Tokenizer.from_file(start), 24), rows, [rows[0]._replace(label="7")])
+    with pytest.raises(DataError, match="all labels are '0'"):
+        make_task("classify", Pair(Tokenizer.from_file(start), 24), rows[:1])
