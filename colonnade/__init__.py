@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from colonnade.api import Engine, Model, load, load_tokenizer, save
     from colonnade.config import (
         DataConfig,
+        EncoderConfig,
         ExpertsConfig,
         LatentConfig,
         ModelConfig,
         MoeConfig,
         Plan,
+        RelativePositions,
         RopeScaling,
         RouterConfig,
         RunConfig,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColonnadeError",
     "DataConfig",
+    "EncoderConfig",
     "Engine",
     "ExpertsConfig",
     "LatentConfig",
@@ -46,6 +49,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "Plan",
+    "RelativePositions",
     "RopeScaling",
     "RouterConfig",
     "RunConfig",
@@ -64,7 +68,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("Engine", "Model", "load", "load_tokenizer", "save"), "colonnade.api"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Config")), "colonnade.config"),
-    **dict.fromkeys(("Plan", "RopeScaling"), "colonnade.config"),
+    **dict.fromkeys(("Plan", "RelativePositions", "RopeScaling"), "colonnade.config"),
     "ColonnadeError": "colonnade.errors",
     "SamplingParams": "colonnade.serve.sampling_params",
     "Tokenizer": "colonnade.data",

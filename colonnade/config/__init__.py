@@ -11,6 +11,7 @@ from colonnade.config.base import (
     plural,
     short_repr,
 )
+from colonnade.config.encoder import EncoderConfig, RelativePositions
 from colonnade.config.expert_overrides import AS_TRAINED, ExpertsConfig
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
@@ -25,11 +26,13 @@ __all__ = [
     "Config",
     "DataConfig",
     "Device",
+    "EncoderConfig",
     "ExpertsConfig",
     "LatentConfig",
     "ModelConfig",
     "MoeConfig",
     "Plan",
+    "RelativePositions",
     "RopeScaling",
     "RouterConfig",
     "RunConfig",

@@ -3,8 +3,10 @@
 from colonnade.model.attend import Packed, Paged
 from colonnade.model.cache import KVCache
 from colonnade.model.context_parallel import Ring
+from colonnade.model.cross_attention import Beside, Crossed, InPages
 from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.embedding import Stream
+from colonnade.model.encoder import Source
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
 from colonnade.model.output_heads import (
@@ -23,11 +25,14 @@ from colonnade.model.transformer import Transformer
 
 __all__ = [
     "IGNORE",
+    "Beside",
     "ClassLoss",
     "Classes",
+    "Crossed",
     "Dropout",
     "DropoutRates",
     "Hidden",
+    "InPages",
     "KVCache",
     "Loss",
     "Packed",
@@ -37,6 +42,7 @@ __all__ = [
     "Ring",
     "Rows",
     "SentenceOrders",
+    "Source",
     "Spans",
     "Stream",
     "TokenLogprobs",

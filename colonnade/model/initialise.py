@@ -25,7 +25,7 @@ from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, local_part
 
-RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
+RESIDUAL_OUTPUTS = ("attention.out.weight", "cross.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
 def initialise(

@@ -9,11 +9,13 @@ import torch
 
 from colonnade import (
     DataConfig,
+    EncoderConfig,
     ExpertsConfig,
     LatentConfig,
     ModelConfig,
     MoeConfig,
     Plan,
+    RelativePositions,
     RopeScaling,
     RouterConfig,
     ServeConfig,
@@ -31,6 +33,8 @@ from tests.serve import tiny
 CONFIGS: tuple[Config, ...] = (
     preset("tour"),
     RopeScaling(kind="yarn", factor=2.0),
+    EncoderConfig(layers=2),
+    RelativePositions(),
     MoeConfig(experts=8, ffn_width=32),
     RouterConfig(),
     LatentConfig(kv_rank=8, rope_width=2, v_width=4),
