@@ -21,6 +21,7 @@ def corpus(
     field: str = "text",
     separator: str | None = None,
     tasks: str | None = None,
+    objective: Literal["text", "spans", "pairs"] = "text",
     overwrite: bool = False,
 ) -> None:
     """Build a corpus from text, JSONL or Parquet files: a tokenizer and memory-mapped token shards.
@@ -37,6 +38,8 @@ def corpus(
         field: JSONL field or Parquet column with the text.
         separator: Text between the documents of a text file; by default a file is one document.
         tasks: The task of each document, for the router 'task': source (each of SOURCES is one), or field:NAME.
+        objective: What an encoder–decoder trains on. spans: text, whose spans it restores (T5). pairs: two columns of
+            TSV files, or two fields of JSONL files (--field SOURCE,TARGET).
         overwrite: Replace an existing corpus.
     """
     from colonnade.data import build
@@ -57,7 +60,7 @@ def corpus(
     with progress_bar() as progress:
         manifest = build(
             documents, out, tokenizer=trained, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
-            validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress,
+            validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress, objective=objective,
         )  # fmt: skip
     console.print(
         f"{out}: {plural(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "

@@ -19,6 +19,8 @@ class EncoderConfig(Config):
     reads: Literal["tokens", "audio"] = "tokens"
     """tokens: sources are token ids, embedded by the decoder's table. audio: log-mel spectrograms, which two
     convolutions turn into one vector for each two frames (Whisper)."""
+    start_token: int = Field(default=0, ge=0, le=MAX_DIM)
+    """The token that begins every target."""
     mels: int = Field(default=80, gt=0, le=1 << 12)
     """Mel bands of a spectrogram (reads = audio)."""
 

@@ -83,7 +83,6 @@ _TABLE: MappingTable = {
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
     keys.must_be("is_encoder_decoder", True, "only the encoder–decoder is implemented")
     keys.must_be("is_decoder", False, "only the encoder–decoder is implemented")
-    keys.must_be("decoder_start_token_id", 0, "targets start with the padding token 0")
     for derived in ("dense_act_fn", "is_gated_act", "dropout_rate", "initializer_factor"):
         keys.take(derived)
     act = keys.take("feed_forward_proj", "relu")
@@ -112,7 +111,9 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
         ),
         score_scale=1.0,
         scale_decoder_outputs=keys.flag("scale_decoder_outputs", tied),
-        encoder=EncoderConfig(layers=layers, context=context),
+        encoder=EncoderConfig(
+            layers=layers, context=context, start_token=keys.size("decoder_start_token_id", 0, minimum=0, null=0)
+        ),
         tied=tied,
     )
 
@@ -136,7 +137,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": config.norm_eps,
         "feed_forward_proj": activation,
         "is_encoder_decoder": True,
-        "decoder_start_token_id": 0,
+        "decoder_start_token_id": encoder.start_token if encoder else 0,
         "pad_token_id": 0,
         # transformers reads the factor from this key alone, and the tie from the tensors.
         "tie_word_embeddings": config.scale_decoder_outputs,
