@@ -60,7 +60,8 @@ def corpus(
     with progress_bar() as progress:
         manifest = build(
             documents, out, tokenizer=trained, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
-            validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress, objective=objective,
+            validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress,
+            objective=objective,
         )  # fmt: skip
     console.print(
         f"{out}: {plural(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "

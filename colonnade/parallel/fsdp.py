@@ -72,9 +72,9 @@ def masters(
     to be filled by :meth:`Masters.assign` or from a checkpoint.
 
     ``model.blocks`` and ``model.encoder_blocks`` are gathered one by one; all other parameters belong to their root
-    and stay gathered from their first use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
-    ``model`` itself. ``single``: a step has one micro-batch, and the optimizer takes gradients in the compute dtype,
-    as autograd makes them, where they need no reduction over data ranks.
+    and stay gathered from their first use to the end of the backward pass. ``roots`` are the modules that are called:
+    the stages of a pipeline, or ``model`` itself. ``single``: a step has one micro-batch, and the optimizer takes
+    gradients in the compute dtype, as autograd makes them, where they need no reduction over data ranks.
     """
     roots = roots or [model]
     if context.sharded:

@@ -6,9 +6,11 @@ A decode step is the special case of one token left to run. With ``run_ahead`` a
 tokens have reached the host: the request's next token is then unknown here, and is filled in on the device.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from colonnade.errors import RequestError
@@ -52,6 +54,14 @@ class Request:
     """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
+    source: tuple[int, ...] = ()
+    """What the encoder of an encoder–decoder reads; ``prompt`` is then the beginning of the target."""
+    source_pages: list[int] = field(default_factory=list)
+    """The pages with the keys and values of cross attention to the source, shared by requests with the same source."""
+    encode_source: bool = False
+    """Whether its next slice encodes the source."""
+    source_hash: bytes = b""
+    """The hash of the whole source."""
     resume: tuple[int, ...] | None = None
     """Output ids that another engine has generated and delivered; None for a new request."""
     ids: list[int] = field(init=False)
@@ -81,8 +91,15 @@ class Request:
 
     def __post_init__(self):
         self.ids = [*self.prompt, *(self.resume or ())]
+        if self.source:
+            self.source_hash = blake2b(array("q", self.source).tobytes(), digest_size=16).digest()
         if self.resume:  # the first output, with the prompt's log-probabilities, has been delivered
             self.scored = len(self.prompt) - 1
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens that the client gave: the source, or the prompt."""
+        return len(self.source or self.prompt)
 
     @property
     def generated(self) -> int:

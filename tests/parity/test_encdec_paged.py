@@ -1,5 +1,6 @@
 """Packed = alone = paged, float64: any chunks of the targets, any pages, sources of one token and of many."""
 
+import itertools
 import math
 
 import pytest
@@ -66,7 +67,7 @@ def paged(model: Transformer, sources: list[Tensor], targets: list[Tensor], chun
             max(p.stop for p in parts),
         )
         logits = model(stream, Crossed(attend, source, memory), Rows())
-        for r, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+        for r, (a, b) in enumerate(itertools.pairwise(ends)):
             found[r].append(logits[a:b])
     return torch.cat([torch.cat(rows) for rows in found])
 
