@@ -152,7 +152,7 @@ class BridgeKV(ParamMapping):
         rows = (first * H, last * H)
         parts: list[Tensor] = []
         for layer in range(config.layers):
-            both = [source.read(name, (rows, *rest)).unflatten(0, (-1, H)) for name in self._of_layer(layer)]
+            both = [part.unflatten(0, (-1, H)) for part in self._read_layer(source, layer, rows, rest, config)]
             parts += both if len(both) == 2 else [torch.zeros_like(both[0]), both[0]]
         return torch.cat(parts, 1).flatten(0, 1)[start - first * group : stop - first * group]
 
@@ -165,6 +165,12 @@ class BridgeKV(ParamMapping):
             for layer, of in enumerate(names)
             for which, name in enumerate(of)
         }
+
+    def _read_layer(
+        self, source: TensorSource, layer: int, rows: tuple[int, int], rest: Box, config: ModelConfig
+    ) -> list[Tensor]:
+        """Some rows of a layer's keys and values, or of its values alone."""
+        return [source.read(name, (rows, *rest)) for name in self._of_layer(layer)]
 
     def _of_layer(self, layer: int) -> list[str]:
         return [name.replace("{i}", str(layer)) for name in self.names]

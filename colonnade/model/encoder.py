@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
 from colonnade.model.dropout import Dropout
-from colonnade.parallel.layout import WHOLE, Placement
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import Placement, residual_placement
 
 
 class Source(NamedTuple):
@@ -25,17 +26,19 @@ class Source(NamedTuple):
 class AudioFrontEnd(nn.Module):
     """Log-mel spectrograms to vectors: two convolutions with GELU, the second of stride 2, and positions.
 
-    Radford et al., arXiv 2212.04356, section 2.2. Every rank computes it whole: it has few parameters.
+    Radford et al., arXiv 2212.04356, section 2.2. Every rank computes it whole, then takes its rows.
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
         assert config.encoder is not None, "a front end belongs to an encoder"
         on = {"device": device, "dtype": dtype}
         self.conv1 = nn.Conv1d(config.encoder.mels, config.width, 3, padding=1, **on)
         self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=2, padding=1, **on)
         self.positions = nn.Parameter(torch.empty(config.encoder.context, config.width, **on))
-        self.layout: dict[str, Placement] = dict.fromkeys((name for name, _ in self.named_parameters()), WHOLE)
+        self.layout: dict[str, Placement] = dict.fromkeys(
+            (name for name, _ in self.named_parameters()), residual_placement(axes)
+        )
 
     def forward(self, source: Source) -> Tensor:
         """x_SD."""

@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             return
         stack = config.encoder_stack
         if config.encoder.reads == "audio":
-            self.front_end = AudioFrontEnd(config, **on)
+            self.front_end = AudioFrontEnd(config, axes, **on)
         for _ in range(stack.layers):
             self.encoder_blocks.append(Block(stack, axes, **on))
         if near is not None:
