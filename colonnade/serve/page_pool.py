@@ -111,7 +111,8 @@ class PagePool:
         if needs > self.pages:
             raise CapacityError(
                 f"the source's {source_tokens:,} tokens and a target of {target_tokens:,} take {needs:,} pages of "
-                f"{self.page_tokens} tokens; this server has {self.pages:,}: shorten the source, or ask for fewer tokens",
+                f"{self.page_tokens} tokens; this server has {self.pages:,}: shorten the source, or ask for "
+                "fewer tokens",
                 operator_hint=f"set --serve.pages to {needs} or more",
             )
 

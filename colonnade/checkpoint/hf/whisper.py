@@ -50,7 +50,24 @@ TABLE: MappingTable = {
     **weight_and_bias("norm", "model.decoder.layer_norm"),
     "unembed.weight": ParamMapping("proj_out.weight"),
 }
-_TRAINING = ["activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_layerdrop", "dropout", "encoder_layerdrop", "mask_feature_length", "mask_feature_min_masks", "mask_feature_prob", "mask_time_length", "mask_time_min_masks", "mask_time_prob", "median_filter_width", "use_weighted_layer_sum", "num_hidden_layers"]
+_TRAINING = (
+    "activation_dropout",
+    "apply_spec_augment",
+    "classifier_proj_size",
+    "decoder_layerdrop",
+    "dropout",
+    "encoder_layerdrop",
+    "mask_feature_length",
+    "mask_feature_min_masks",
+    "mask_feature_prob",
+    "mask_time_length",
+    "mask_time_min_masks",
+    "mask_time_prob",
+    "median_filter_width",
+    "use_weighted_layer_sum",
+    "num_hidden_layers",
+)
+"""Settings of training and of other heads."""
 
 
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
