@@ -10,6 +10,7 @@ zeros. Linear layers are named by their place in a block.
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,7 +199,7 @@ class CT2File:
             raise CheckpointError(f"{self.path}: {error}") from None
 
 
-def whisper_config(**sizes: object) -> ModelConfig:
+def whisper_config(**sizes: Any) -> ModelConfig:
     """A Whisper of these sizes."""
     return ModelConfig(
         family="whisper", positions="learned", norm="layernorm", activation="gelu", gated=False, qkv_bias=True,

@@ -55,6 +55,7 @@ VERBS: dict[str, Callable[..., None]] = {
 SECTIONS = {
     "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
     "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts",
+    "EncoderConfig": "model.encoder", "RelativePositions": "model.relative_positions",
 }  # fmt: skip
 """The prefix of the flags that set each configuration."""
 

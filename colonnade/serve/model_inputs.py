@@ -99,7 +99,9 @@ def unpack_work(payload: Sequence[int], masks: bytes = b"") -> Work:
     mask_bytes = io.BytesIO(masks)
     args = [SampleArgs.unpack(rest, mask_bytes) if head[4] else None for head in heads]
     pieces = zip(heads, tokens, pages, args, targets, sources, strict=True)
-    return Work(tuple(Slice(h[0], t, p, a, h[1], wanted, h[6], *far, h[9]) for h, t, p, a, wanted, far in pieces))
+    return Work(
+        tuple(Slice(h[0], t, p, a, h[1], wanted, h[6], far[0], far[1], h[9]) for h, t, p, a, wanted, far in pieces)
+    )
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,16 @@ The next window begins at the end of the last whole segment. A window is silent 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from colonnade.api import Model
+from colonnade.checkpoint.load_model import locate
+from colonnade.config import ModelConfig
+from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream
+from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer
 from colonnade.speech.log_mel import HOP, RATE, log_mel
 
 Format = Literal["txt", "srt", "vtt", "json"]
@@ -31,6 +32,23 @@ FIRST_TIME = 50
 """The latest first time, in steps of :data:`TIME_S`."""
 SILENCE, LEAST_LOGPROB = 0.6, -1.0
 PAGE_TOKENS = 16
+
+
+class Model(Protocol):
+    """What this module needs of a loaded model (:class:`colonnade.api.Model`)."""
+
+    transformer: Transformer
+    source: str
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+        ...
 
 
 class Segment(NamedTuple):
@@ -86,7 +104,7 @@ class _Vocabulary:
         elif language != "en":
             raise RequestError(f"language '{language}' is unknown to {model.source}, which knows English only (en)")
         settings: dict[str, list[int]] = {}
-        path = Path(model.source)
+        path = locate(model.source, weights=False)
         for name, keys in (("config.json", ("suppress_ids", "suppress_ids_begin")),
                            ("generation_config.json", ("suppress_tokens", "begin_suppress_tokens"))):  # fmt: skip
             file = path / name

@@ -83,7 +83,7 @@ def test_damaged_files_are_refused(model: Transformer, tmp_path: Path) -> None:
     refused(contents(arrays, version=4), "version 4")
     refused(whole[:22] + b"\xff\xff\xff\xff" + whole[26:], "lists 4,294,967,295 tensors")
     few = {key: x for key, x in arrays.items() if "layer_1/ffn/linear_0/weight" not in key}
-    refused(contents(few), "lacks the tensor 'encoder/layer_1/ffn/linear_0/weight'")
+    refused(contents(few), "lacks the tensor 'decoder/layer_1/ffn/linear_0/weight'")
     wrong = arrays | {"decoder/embeddings/weight": np.zeros((61, 23))}
     refused(contents(wrong), "width 23 does not divide by 4 heads|of shape")
     refused(contents(arrays | {"a/weight_scale": np.zeros(3)}), "is quantised")

@@ -79,8 +79,8 @@ def relative_sdpa(
     start = 0
     for n in lengths:
         if n:
-            rows = (x[None, start : start + n] for x in (q_TNH, k_TKH, v_TKH))
-            parts.append(_biased(*rows, bias_NTS[:, :n, :n])[0])
+            q, k, v = (x[None, start : start + n] for x in (q_TNH, k_TKH, v_TKH))
+            parts.append(_biased(q, k, v, bias_NTS[:, :n, :n])[0])
         start += n
     return torch.cat(parts) if parts else q_TNH.clone()
 
