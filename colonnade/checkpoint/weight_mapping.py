@@ -192,6 +192,72 @@ class FusedQKV(SplitQKV):
         return self._read(source, self.names[0], ((before + rows[0], before + rows[1]), *rest))
 
 
+class BridgeKV(ParamMapping):
+    """Keys and values of all decoder layers' cross attention, ``names`` with ``{i}`` for the layer.
+
+    Our rows are grouped by key/value head, then by layer (:class:`colonnade.model.cross_attention.Bridge`). With one
+    name instead of two, keys have no bias: ours is read as 0 and not written, because a constant added to all scores
+    of a query does not change its softmax.
+    """
+
+    def shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
+        """A tensor of K·H rows for each layer and name."""
+        rows = config.kv_heads * config.head_width
+        return {name: (rows, *shape[1:]) for layer in range(config.layers) for name in self._of_layer(layer)}
+
+    def read(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
+        """Reads the heads that the box touches, then trims."""
+        (start, stop), rest, H = box[0], box[1:], config.head_width
+        group = config.layers * 2 * H
+        first, last = start // group, -(-stop // group)
+        rows = (first * H, last * H)
+        parts: list[Tensor] = []
+        for layer in range(config.layers):
+            both = [part.unflatten(0, (-1, H)) for part in self._read_layer(source, layer, rows, rest, config)]
+            parts += both if len(both) == 2 else [torch.zeros_like(both[0]), both[0]]
+        return torch.cat(parts, 1).flatten(0, 1)[start - first * group : stop - first * group]
+
+    def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+        """Converts to the tensors of all layers."""
+        each = parameter.unflatten(0, (config.kv_heads, config.layers, 2, config.head_width))
+        names = [self._of_layer(layer) for layer in range(config.layers)]
+        return {
+            name: each[:, layer, 2 - len(of) + which].flatten(0, 1).contiguous()
+            for layer, of in enumerate(names)
+            for which, name in enumerate(of)
+        }
+
+    def _read_layer(
+        self, source: TensorSource, layer: int, rows: tuple[int, int], rest: Box, config: ModelConfig
+    ) -> list[Tensor]:
+        """Some rows of a layer's keys and values, or of its values alone."""
+        return [source.read(name, (rows, *rest)) for name in self._of_layer(layer)]
+
+    def _of_layer(self, layer: int) -> list[str]:
+        return [name.replace("{i}", str(layer)) for name in self.names]
+
+
+class SplitQKVWithoutKeyBias(SplitQKV):
+    """Biases of queries and values in two tensors: ours of the keys are read as 0 and not written (Whisper)."""
+
+    def shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
+        """Two tensors, of N·H and K·H rows."""
+        q, _, v = (config.kv_heads * n for n in _rows_per_kv_head(config))
+        return {self.names[0]: (q,), self.names[1]: (v,)}
+
+    def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+        """Converts to two tensors."""
+        q, _, v = _split_qkv(parameter, config)
+        return {self.names[0]: q, self.names[1]: v}
+
+    def _read_part(
+        self, source: TensorSource, which: int, rows: tuple[int, int], rest: Box, config: ModelConfig
+    ) -> Tensor:
+        if which == 1:
+            return torch.zeros(rows[1] - rows[0], dtype=source.read(self.names[1], ((0, 1),)).dtype)
+        return source.read(self.names[which // 2], (rows, *rest))
+
+
 MappingTable = Mapping[str, ParamMapping]
 """Our parameter names, with ``{i}`` for the layer, to their mappings."""
 
@@ -213,8 +279,8 @@ def map_parameters(names: list[str], table: MappingTable, file: str) -> dict[str
     """
     mappings: dict[str, ParamMapping] = {}
     for name in names:
-        layer = re.match(r"blocks\.(\d+)\.", name)
-        template = f"blocks.{{i}}.{name[layer.end() :]}" if layer else name
+        layer = re.match(r"(?:encoder_)?blocks\.(\d+)\.", name)
+        template = f"{name[: layer.start(1)]}{{i}}.{name[layer.end() :]}" if layer else name
         if template not in table:
             raise CheckpointError(
                 f"{file}: models of this family have no parameter '{name}'; choose another family, or write "

@@ -40,6 +40,7 @@ def corpus(
     executor: Literal["local", "slurm", "ray"] = "local",
     workers: int = 1,
     slurm: SlurmArgs = SlurmArgs(),
+    objective: Literal["text", "spans", "pairs"] = "text",
     overwrite: bool = False,
 ) -> None:
     """Build a corpus from text, JSONL, Parquet or Arrow files: a tokenizer and memory-mapped token shards.
@@ -62,6 +63,8 @@ def corpus(
         executor: What runs the stages of --clean; slurm only submits them, to be followed by the same command.
         workers: Tasks of --clean that run at the same time.
         slurm: Settings of the jobs.
+        objective: What an encoder–decoder trains on. spans: text, whose spans it restores (T5). pairs: two columns of
+            TSV files, or two fields of JSONL files (--field SOURCE,TARGET).
         overwrite: Replace an existing corpus.
     """
     from colonnade.data import build
@@ -97,7 +100,7 @@ def corpus(
         manifest = build(
             documents, out, tokenizer=trained, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
             validation_share=validation_share, field=field, separator=separator, tasks=tasks, include=include,
-            progress=progress,
+            progress=progress, objective=objective,
         )  # fmt: skip
     console.print(
         f"{out}: {plural(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "

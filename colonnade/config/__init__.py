@@ -12,6 +12,7 @@ from colonnade.config.base import (
     short_repr,
 )
 from colonnade.config.distill import DistillConfig
+from colonnade.config.encoder import EncoderConfig, RelativePositions
 from colonnade.config.expert_overrides import AS_TRAINED, ExpertsConfig
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.lora import LORA_TARGETS, LoraConfig, LoraTarget
@@ -32,6 +33,7 @@ __all__ = [
     "DataConfig",
     "Device",
     "DistillConfig",
+    "EncoderConfig",
     "ExpertsConfig",
     "LatentConfig",
     "LoraConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "MoeConfig",
     "Plan",
     "Recipe",
+    "RelativePositions",
     "RopeScaling",
     "RouterConfig",
     "RunConfig",

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from colonnade.config.base import MAX_DIM, Config
 from colonnade.config.derive import MODEL_DERIVED_FIELDS, divisors
+from colonnade.config.encoder import EncoderConfig, RelativePositions
 from colonnade.config.lora import LoraConfig
 from colonnade.config.moe import MoeConfig
 from colonnade.errors import ConfigError
@@ -48,7 +49,7 @@ class LatentConfig(Config):
 
 Family = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert",
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "t5", "whisper",
 ]  # fmt: skip
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 MAX_PARAMETERS = 10**15
@@ -106,9 +107,13 @@ class ModelConfig(Config):
     """F: hidden width of the feed-forward network."""
     context: int = Field(default=1024, gt=0, le=MAX_DIM)
     """Longest sequence [tokens]."""
-    positions: Literal["learned", "rotary"] = "rotary"
+    positions: Literal["learned", "rotary", "none"] = "rotary"
     """learned: a table of positions is added to the embedding (GPT-2). rotary: queries and keys are rotated (RoPE, Su
-    2021)."""
+    2021). none: neither (T5, which has relative_positions)."""
+    relative_positions: RelativePositions | None = None
+    """Biases of the attention scores by distance, one table for the layers of each stack (T5); None: no biases."""
+    score_scale: float | None = Field(default=None, gt=0, le=1e6)
+    """Factor of attention scores; None: head_width^-½. T5 has 1."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -138,6 +143,10 @@ class ModelConfig(Config):
     """Clip queries, keys and values to ± this before the rotary embedding (OLMoE); None: no clipping."""
     latent: LatentConfig | None = None
     """Multi-head latent attention (DeepSeek); None: ordinary multi-head or grouped-query attention."""
+    scale_decoder_outputs: bool = False
+    """Multiply the last hidden state by width^-½ before the output projection (T5 1.0, whose embedding is tied)."""
+    encoder: EncoderConfig | None = None
+    """The encoder of an encoder–decoder model, to whose output each decoder block attends; None: no encoder."""
     tied: bool = False
     """The output projection shares its weights with the embedding."""
     window: int | None = Field(default=None, gt=0, le=MAX_DIM)
@@ -189,13 +198,43 @@ class ModelConfig(Config):
             )
         if self.positions == "rotary" and self.latent is None and self.head_width % 2:
             raise ConfigError(f"rotary positions rotate pairs: head_width {self.head_width} must be even")
-        if self.positions == "learned" and self.rope_scaling:
-            raise ConfigError("rope_scaling needs rotary positions, and this model has learned ones; remove it")
+        if self.positions != "rotary" and self.rope_scaling:
+            raise ConfigError(f"rope_scaling needs rotary positions, and this model has {self.positions}; remove it")
+        self._validate_encoder()
         self._validate_latent()
         self._validate_top()
         if self.parameters > MAX_PARAMETERS:
             raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine holds; lower the sizes")
         return self
+
+    def _validate_encoder(self) -> None:
+        near = self.relative_positions
+        if near is not None:
+            if near.buckets % 4 or near.distance <= near.buckets // 2:
+                raise ConfigError(
+                    f"relative_positions.buckets {near.buckets} must be a multiple of 4, and distance {near.distance} "
+                    "more than half of them; use 32 and 128"
+                )
+            if self.window is not None or self.latent is not None:
+                raise ConfigError("relative_positions go with neither a window nor latent attention; remove one")
+        if (encoder := self.encoder) is None:
+            return
+        required = {
+            "causal": self.causal, "norm_order": self.norm_order == "pre", "latent": self.latent is None,
+            "window": self.window is None, "qk_norm": not self.qk_norm, "qkv_clip": self.qkv_clip is None,
+            "segments": not self.segments, "embed_norm": not self.embed_norm, "moe": self.moe is None,
+        }  # fmt: skip
+        if wrong := [name for name, valid in required.items() if not valid]:
+            raise ConfigError(
+                f"a model with an encoder supports no other {wrong[0]} than the default; leave {wrong[0]} out"
+            )
+        if encoder.reads == "audio" and (self.positions != "learned" or self.norm != "layernorm"):
+            raise ConfigError("an encoder of audio is Whisper's: set positions learned and norm layernorm")
+        if encoder.reads == "tokens" and self.positions == "learned":
+            raise ConfigError(
+                "an encoder of tokens with learned positions is not implemented; set positions none with "
+                "relative_positions, or rotary"
+            )
 
     def _validate_latent(self) -> None:
         if (latent := self.latent) is None:
@@ -246,6 +285,18 @@ class ModelConfig(Config):
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer [tokens], or None for full attention."""
         return self.window if layer >= self.window_from_layer else None
+
+    @property
+    def encoder_stack(self) -> "ModelConfig":
+        """The encoder as a config of its own, from which its blocks are built."""
+        assert self.encoder is not None, "this model has no encoder"
+        return self.replace(
+            encoder=None,
+            layers=self.encoder.layers,
+            ffn_width=self.encoder.ffn_width or self.ffn_width,
+            context=self.encoder.context,
+            causal=False,
+        )
 
     def experts_of(self, layer: int) -> MoeConfig | None:
         """The mixture of experts of one layer, or None for a dense feed-forward part."""
@@ -301,7 +352,17 @@ class ModelConfig(Config):
         square = d * d + d
         outside += (square + norm + self.vocab_size) * self.has_transform + square * self.has_pooler
         outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.top, 0)
-        return self.layers * (attention + 2 * norm) + ffn + outside
+        if self.relative_positions:
+            outside += self.relative_positions.buckets * self.heads * (1 if self.encoder is None else 2)
+        cross = 0
+        if encoder := self.encoder:
+            # Queries and outputs of each decoder layer's cross attention, its norm, and its share of the bridge.
+            cross = self._projections + (self.heads + 2 * self.kv_heads) * h * self.qkv_bias + d * self.out_bias + norm
+            hidden = encoder.ffn_width or f
+            outside += encoder.layers * (attention + 2 * norm + self._ffn_parameters(hidden)) + norm
+            if encoder.reads == "audio":
+                outside += 3 * d * (encoder.mels + d) + 2 * d + encoder.context * d
+        return self.layers * (attention + 2 * norm + cross) + ffn + outside
 
     @property
     def expert_parameters(self) -> int:

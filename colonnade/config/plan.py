@@ -168,6 +168,13 @@ class Plan(Config):
                 raise PlanError(
                     f"{size} {what} leave the last of {self.tp} tensor-parallel ranks empty; use a lower tp"
                 )
+        if model.encoder is not None or model.relative_positions is not None:
+            what = "an encoder" if model.encoder is not None else "relative positions"
+            for name, chosen in (("cp", self.cp > 1), ("pp", self.pp > 1), ("tp_overlap", self.tp_overlap)):
+                if chosen:
+                    raise PlanError(
+                        f"{name} is not proven for a model with {what}; use tp, sequence_parallel, dp and replicate"
+                    )
         if model.moe is None and self.ep * self.sh > 1:
             raise PlanError(
                 f"ep={self.ep} and sh={self.sh} distribute experts, and this model has none; leave them at 1"

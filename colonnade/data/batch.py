@@ -70,6 +70,16 @@ class Batch:
     """For reward tuning: how far the ratio of probabilities may fall and rise."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
+    source_tokens_S: Tensor | None = None
+    """int64: the sources of an encoder–decoder, one for each sequence; this and the following fields belong to them."""
+    source_positions_S: Tensor | None = None
+    """int64: position of each of their tokens."""
+    cu_sources: Tensor | None = None
+    """int32: start of each source, then S."""
+    longest_source: int = 0
+    """The longest source."""
+    equal_sources: bool = True
+    """Whether all sources have this length."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on ``device``; the copy to a GPU is asynchronous, from pinned memory."""
@@ -116,12 +126,19 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         parts = [getattr(batch, name) for batch in batches]
         if name in _ROW_INDICES:  # indices of rows
             parts = [part + start for part, start in zip(parts, starts, strict=False)]
-        if name == "cu_seqlens":
-            parts = [first.cu_seqlens[:1], *(part[1:] for part in parts)]
+        if name == "cu_sources":
+            ends = [0, *accumulate(int(part[-1]) for part in parts)]
+            parts = [part + end for part, end in zip(parts, ends, strict=False)]
+        if name in ("cu_seqlens", "cu_sources"):
+            parts = [parts[0][:1], *(part[1:] for part in parts)]
         joined[name] = torch.cat(parts)
     longest = max(batch.longest for batch in batches)
     equal = all(batch.equal and batch.longest == longest for batch in batches)
-    return replace(first, **joined, longest=longest, equal=equal)
+    longest_source = max(batch.longest_source for batch in batches)
+    return replace(
+        first, **joined, longest=longest, equal=equal, longest_source=longest_source,
+        equal_sources=all(batch.equal_sources and batch.longest_source == longest_source for batch in batches),
+    )  # fmt: skip
 
 
 def count_samples(split: Split, sequence: int) -> int:

@@ -24,6 +24,7 @@ from colonnade.config.base import MAX_DIM
 from colonnade.data.corpus import MAX_TASKS, ShardWriter
 from colonnade.data.holdout import HashedChunk, Holdout, choose_holdout
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
+from colonnade.data.pairs import SENTINELS, sentinel
 from colonnade.data.readers import (
     ReadOptions,
     Source,
@@ -100,6 +101,7 @@ def build(
     field: str = "text",
     separator: str | None = None,
     tasks: str | None = None,
+    objective: Literal["text", "spans", "pairs"] = "text",
     vocabulary_bytes: int = 1 << 28,
     overwrite: bool = False,
     include: Mapping[str, Path] = MappingProxyType({}),
@@ -114,6 +116,8 @@ def build(
     - ``separator``: the text between two documents of a text file; None: each file is one document.
     - ``tasks``: each document's task, for a router that uses it: "source", the one of ``sources`` that it comes from,
       or "field:NAME", the value of that field or column.
+    - ``objective``: what an encoder–decoder trains on: "spans", running text whose trained vocabulary gets T5's
+      sentinels; "pairs", two columns of a TSV file or two JSONL fields, ``field="source,target"``.
     - ``validation_share``: share of the documents that are held out for validation: at least one; of a single document,
       spans spread over it.
     - ``shard_tokens``: tokens per shard. ``overwrite``: replace an existing corpus.
@@ -126,14 +130,19 @@ def build(
     _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
     check_output(out, overwrite)
     files, options = find_files(sources), _read_options(sources, field, separator, tasks)
+    if objective == "pairs":
+        options = _pair_options(options, separator, tasks)
     names: dict[str, int] | None = None if tasks is None else {}
     size_bytes = total_bytes(files)
     holdout = choose_holdout(read_documents(files, options), validation_share)
+    if objective == "pairs" and holdout.spans:
+        raise DataError("there is one pair, which cannot be trained on and held out; add others")
     report = progress or (lambda _: None)
 
     folder = temporary_folder(out)
     try:
         folder.mkdir(parents=True)
+        trains = tokenizer is None
         if tokenizer is None:
             chunks = _with_progress(read_documents(files, options), size_bytes, report)
             share = min(1.0, vocabulary_bytes / max(size_bytes, 1))
@@ -141,6 +150,8 @@ def build(
             tokenizer = train_tokenizer(_sample_texts(chunks, holdout, share), vocab_size or _VOCAB_SIZE)
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(tokenizer)
+        if objective == "spans":
+            tokenizer = _with_sentinels(tokenizer, trained=trains)
         if not tokenizer.eos_ids:
             raise DataError("the tokenizer has no token that ends a text; set eos_token in its tokenizer_config.json")
         tokenizer.save(folder / "tokenizer")
@@ -156,6 +167,7 @@ def build(
             spans=holdout.spans,
             source_bytes=size_bytes,
             tasks=None if names is None else tuple(names),
+            objective=objective,
             train=train,
             validation=validation,
         )
@@ -179,6 +191,27 @@ def _read_options(sources: Sequence[Source], field: str, separator: str | None, 
     if kind != "field" or not name:
         raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or leave it out")
     return ReadOptions(field, separator, name)
+
+
+def _pair_options(options: ReadOptions, separator: str | None, tasks: str | None) -> ReadOptions:
+    if separator is not None or tasks is not None:
+        raise ConfigError("pairs have neither a separator nor tasks; leave --separator and --tasks out")
+    names = ["source", "target"] if options.field == "text" else options.field.split(",")
+    if len(names) != 2 or not all(names):
+        raise ConfigError(f"--field {options.field} does not name two fields; give --field SOURCE,TARGET")
+    return options._replace(field=names[0], target_field=names[1])
+
+
+def _with_sentinels(tokenizer: Tokenizer, *, trained: bool) -> Tokenizer:
+    """``tokenizer`` with sentinels, the first one last as in T5's vocabulary; a given one must have them."""
+    if trained:
+        return tokenizer.with_special([sentinel(i) for i in reversed(range(SENTINELS))])
+    if tokenizer.token_id(sentinel(0)) is None:
+        raise DataError(
+            f"the tokenizer has no {sentinel(0)}, which span corruption needs; give one with T5's sentinels, or none "
+            "to train one"
+        )
+    return tokenizer
 
 
 def _check_settings(
@@ -271,6 +304,8 @@ def _write_shards(
             for (chunk, value), tokens in zip(batch, encoded, strict=True):
                 writer = validation if value < holdout.threshold else train
                 writer.append(tokens)
+                if chunk.ends_source:
+                    writer.append([end])
                 if chunk.last:
                     writer.append([end])
                     writer.end_document(None if names is None else _task_id(names, chunk.task))

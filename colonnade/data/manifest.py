@@ -88,6 +88,9 @@ class Manifest(_Record):
     source_bytes: int = Count
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Names of the tasks, by number; None: documents have no tasks."""
+    objective: Literal["text", "spans", "pairs"] = "text"
+    """text: documents. spans: documents, with sentinels in the vocabulary for span corruption. pairs: each document is
+    a source and a target, each with its end token."""
     train: SplitRecord
     validation: SplitRecord
 

@@ -17,6 +17,7 @@ import codecs
 import csv
 import gzip
 import importlib.util
+import itertools
 import json
 import re
 import zlib
@@ -47,6 +48,8 @@ class TextChunk(NamedTuple):
     """The document's task, if tasks are read."""
     title: str | None = None
     """The document's title, if titles are read and it has one."""
+    ends_source: bool = False
+    """Whether the source of a pair ends here; its target follows in the same document."""
 
 
 class ReadOptions(NamedTuple):
@@ -58,6 +61,8 @@ class ReadOptions(NamedTuple):
     """Separator between the documents of a text file; None: a text file is one document."""
     task_field: str | None = None
     """The JSONL field or Parquet column with a document's task."""
+    target_field: str | None = None
+    """For pairs: the JSONL field with the target, :attr:`field` being the source's; text files are then TSV."""
     tasks: Mapping[Source, str] = MappingProxyType({})
     """The task of all documents of each file that :func:`find_files` returns."""
     title_field: str | None = None
@@ -92,9 +97,11 @@ def read_documents(files: Iterable[Source], options: ReadOptions) -> Iterator[Te
     Raises :class:`DataError`, naming file and line, for a file that is not text, JSON or Parquet or lacks the field.
     """
     for source in files:
-        chunks = (
-            _striped(_in_memory(*source), options) if isinstance(source, tuple) else _in_file(Path(source), options)
-        )
+        if isinstance(source, tuple):
+            read = _read_pairs([source[1]], source[0]) if options.target_field else _in_memory(*source)
+            chunks = _striped(read, options)
+        else:
+            chunks = _in_file(Path(source), options)
         task = options.tasks.get(source)
         if options.task_field and isinstance(source, tuple):
             raise DataError(f"{source[0]} is plain text, which has no field '{options.task_field}'; leave --tasks out")
@@ -157,6 +164,8 @@ def _in_memory(name: str, text: str) -> Iterator[TextChunk]:
 def _read_text(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     if options.task_field:
         raise DataError(f"{file} is plain text, which has no field '{options.task_field}'; use --tasks source")
+    if options.target_field:
+        return _striped(_read_pairs(_decode_utf8(file), str(file)), options)
     return _striped(_split_chunks(_decode_utf8(file), options.separator), options)
 
 
@@ -167,6 +176,34 @@ def _striped(chunks: Iterable[TextChunk], options: ReadOptions) -> Iterator[Text
         if options.selects(number):
             yield chunk
         number += chunk.last
+
+
+def _read_pairs(chunks: Iterable[str], name: str) -> Iterator[TextChunk]:
+    """Pairs of a text with a source, a tab and a target on each line."""
+    number, rest = 0, ""
+    for chunk in itertools.chain(chunks, ["\n"]):
+        *lines, rest = (rest + chunk).split("\n")
+        for line in lines:
+            number += 1
+            if line.strip():
+                columns = line.rstrip("\r").split("\t")
+                if len(columns) != 2:
+                    raise DataError(
+                        f"{name}:{number}: {len(columns)} columns, and a pair is a source, a tab and a target; correct "
+                        "the line, or give JSONL with --field SOURCE,TARGET"
+                    )
+                yield from _pair_chunks(columns[0], columns[1], f"{name}:{number}", len(line.encode()) + 1)
+
+
+def _pair_chunks(source: object, target: object, place: str, size_bytes: int) -> Iterator[TextChunk]:
+    """The chunks of one pair, a document."""
+    for value, what in ((source, "source"), (target, "target")):
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(f"{place}: the {what} of a pair is empty or no text; correct or remove the pair")
+        _check_characters(value, place)
+        for chunk in _split_chunks([value]):
+            last = chunk.last and what == "target"
+            yield TextChunk(chunk.text, last, size_bytes if last else 0, ends_source=chunk.last and not last)
 
 
 def _decode_utf8(file: Path) -> Iterator[str]:
@@ -212,6 +249,14 @@ def _read_jsonl(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
                 raise DataError(
                     f"{place}: no field '{options.task_field}', but {_quoted_names(record)}; choose one with --tasks"
                 )
+            if options.target_field:
+                if options.target_field not in record:
+                    raise DataError(
+                        f"{place}: no field '{options.target_field}', but {_quoted_names(record)}; choose them with "
+                        "--field SOURCE,TARGET"
+                    )
+                yield from _pair_chunks(record[options.field], record[options.target_field], place, len(line))
+                continue
             task = None
             if options.task_field:
                 task = _task_name(record[options.task_field], f"{place}: field '{options.task_field}'")
@@ -235,6 +280,8 @@ def _titled(chunks: Iterable[TextChunk], title: object) -> Iterator[TextChunk]:
 
 
 def _read_parquet(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
+    if options.target_field:
+        raise DataError(f"{file}: pairs are read from TSV and JSONL files; convert it to one of them")
     import pyarrow  # takes half a second to import, and most corpora are text
     import pyarrow.parquet
 
@@ -373,6 +420,7 @@ _READERS: dict[str, _Reader] = {
     ".txt": _read_text,
     ".text": _read_text,
     ".md": _read_text,
+    ".tsv": _read_text,
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_jsonl,

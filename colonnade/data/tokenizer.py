@@ -111,6 +111,12 @@ class Tokenizer:
         assert end is not None
         return cls(core, end, (end,))
 
+    def with_special(self, tokens: Sequence[str]) -> Self:
+        """A copy with ``tokens`` as special tokens after all others."""
+        core = tokenizers.Tokenizer.from_str(self._core.to_str())
+        core.add_special_tokens(list(tokens))
+        return type(self)(core, self.bos_id, self.eos_ids)
+
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is created if necessary."""
         folder = Path(folder)

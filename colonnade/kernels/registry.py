@@ -16,7 +16,7 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.kernels import adamw, dropout, norm, permute, rotary, routing, sampling
-from colonnade.kernels.attention import cache_write, chunk, reference, sdpa
+from colonnade.kernels.attention import cache_write, chunk, cross, reference, sdpa
 from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
@@ -28,6 +28,9 @@ Operation = Literal[
     "packed_attention",
     "dropout_attention",
     "paged_attention",
+    "cross_attention",
+    "relative_attention",
+    "relative_paged_attention",
     "rope_and_kv_write",
     "sharded_attention",
     "merge_states",
@@ -210,6 +213,12 @@ KERNELS: tuple[Kernel, ...] = (
     *_decode_attention(),
     Kernel("paged_attention", "sdpa", sdpa.paged),
     Kernel("paged_attention", "reference", reference.paged),
+    Kernel("cross_attention", "sdpa", cross.cross_sdpa),
+    Kernel("cross_attention", "reference", cross.cross_reference),
+    Kernel("relative_attention", "sdpa", cross.relative_sdpa),
+    Kernel("relative_attention", "reference", cross.relative_reference),
+    Kernel("relative_paged_attention", "sdpa", cross.relative_paged_sdpa),
+    Kernel("relative_paged_attention", "reference", cross.relative_paged_reference),
     Kernel("sharded_attention", "reference", reference.sharded),
     Kernel("merge_states", "reference", reference.merge_states),
     Kernel("mla_cache_write", "reference", cache_write.write_latents),

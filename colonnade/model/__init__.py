@@ -3,8 +3,10 @@
 from colonnade.model.attend import Packed, Paged
 from colonnade.model.cache import KVCache
 from colonnade.model.context_parallel import Ring
+from colonnade.model.cross_attention import Beside, Crossed, InPages
 from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.embedding import Stream
+from colonnade.model.encoder import Source
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
 from colonnade.model.output_heads import (
@@ -25,12 +27,15 @@ from colonnade.model.transformer import Transformer
 
 __all__ = [
     "IGNORE",
+    "Beside",
     "ChoiceLoss",
     "ClassLoss",
     "Classes",
+    "Crossed",
     "Dropout",
     "DropoutRates",
     "Hidden",
+    "InPages",
     "KVCache",
     "Loss",
     "Packed",
@@ -40,6 +45,7 @@ __all__ = [
     "Ring",
     "Rows",
     "SentenceOrders",
+    "Source",
     "SpanLoss",
     "Spans",
     "Stream",

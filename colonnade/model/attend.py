@@ -65,6 +65,8 @@ class Packed:
     """The number, among all ranks' query heads, of this rank's first one."""
     layer_dropout: AttentionDropout | None = None
     """The dropout of one layer; set by :meth:`at`."""
+    near_Rn: Tensor | None = None
+    """Relative position biases of this rank's heads (:mod:`~colonnade.model.relative_positions`)."""
 
     @staticmethod
     def of(lengths: list[int], device: torch.device | str = "cpu", **options: object) -> "Packed":
@@ -81,6 +83,12 @@ class Packed:
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
+        if self.near_Rn is not None:
+            assert self.window is None, "relative positions with a window"
+            kernels = self.kernels if self.layer_dropout is None else "reference"
+            run = choose("relative_attention", q_TnH.device.type, q_TnH.dtype, kernels)
+            options = {} if self.layer_dropout is None else {"dropout": self.layer_dropout}
+            return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, self.near_Rn, causal=self.causal, **options)
         mask = {"longest": self.longest, "equal": self.equal, "causal": self.causal, "window": self.window}
         if self.layer_dropout is not None:
             run = choose("dropout_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
@@ -112,6 +120,8 @@ class Paged:
     """Each request's pages, likewise."""
     share: bool = True
     """Whether a prefix that several requests share may be read once for all of them."""
+    near_Rn: Tensor | None = None
+    """Relative position biases of this rank's heads (:mod:`~colonnade.model.relative_positions`)."""
 
     @cached_property
     def table(self) -> PageTable:
@@ -130,7 +140,7 @@ class Paged:
 
     def at(self, layer: int, window: int | None) -> "PagedView":
         """The view of one layer."""
-        return PagedView(self.table, self.slots_T, self.cache.at(layer), window, self.kernels)
+        return PagedView(self.table, self.slots_T, self.cache.at(layer), window, self.kernels, self.near_Rn)
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,7 @@ class PagedView:
     pools: Pools
     window: int | None
     kernels: str
+    near_Rn: Tensor | None = None
 
     def from_qkv(
         self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[NormWeights, NormWeights] | None
@@ -160,5 +171,10 @@ class PagedView:
         return self._attend(q_TnH)
 
     def _attend(self, q_TnH: Tensor) -> Tensor:
+        if self.near_Rn is not None:
+            # Fused steps have no biases; "reference" is the only other implementation.
+            kernels = "reference" if self.kernels == "reference" else "auto"
+            biased = choose("relative_paged_attention", q_TnH.device.type, q_TnH.dtype, kernels)
+            return biased(q_TnH, self.pools.k_PpKH, self.pools.v_PpKH, self.table, self.near_Rn)
         pools, run = self.pools, choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
         return run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, window=self.window, **pools.kernel_arguments)

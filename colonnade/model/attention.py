@@ -73,6 +73,7 @@ class Attention(nn.Module):
             self.q_norm = Norm(config, self.H, placement=PARTIAL, **on)
             self.k_norm = Norm(config, self.H, placement=PARTIAL, **on)
         self.clip = config.qkv_clip
+        self.q_factor = 1.0 if config.score_scale is None else config.score_scale * config.head_width**0.5
         self.recompute = False
 
     def forward(self, x_tD: Tensor, T: int, rotation: Rotation | None, attend: Attend) -> Tensor:
@@ -93,6 +94,8 @@ class Attention(nn.Module):
             q_TnH, k_TkH, v_TkH = (x.clamp(-self.clip, self.clip) for x in (q_TnH, k_TkH, v_TkH))
         if rotation is not None:
             q_TnH, k_TkH = rotate(q_TnH, rotation), rotate(k_TkH, rotation)
+        if self.q_factor != 1.0:
+            q_TnH = q_TnH * self.q_factor
         return attend(q_TnH, k_TkH, v_TkH).flatten(1)
 
 

@@ -6,7 +6,8 @@ every layout and every recomputation drops the same ones (:mod:`colonnade.kernel
 returns depends on who drew from it before; here ranks that hold the same token agree without communication, ranks that
 hold different tokens draw independently, and a repeated step draws the same values.
 
-Key 0 is the embedding's, key 1 + i that of block i. Sites in a block: after attention, after the feed-forward part
+Key 0 is the embedding's, key 1 + i that of block i; after the decoder's keys come an encoder's, likewise, and those of
+the decoder's cross attention. Sites in a block: after attention, after the feed-forward part
 (both before the residual addition, as in GPT-2), the attention probabilities, and the experts' hidden units.
 """
 
@@ -24,6 +25,8 @@ EMBEDDING, ATTENTION, FFN = 0, 1, 2
 """Sites on the residual stream."""
 POOLED = 3
 """Site of a classifier's input, under the embedding's key."""
+CROSS = 4
+"""Site on the residual stream after cross attention."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -100,6 +103,10 @@ class Dropout:
     def at_embedding(self) -> BlockDropout:
         """Dropout of the embedding."""
         return BlockDropout(self.keys[0], self.index_T, self.rates)
+
+    def after(self, layers: int) -> "Dropout":
+        """Dropout with the keys after those of the embedding and ``layers`` blocks: an encoder's, for instance."""
+        return replace(self, keys=self.keys[1 + layers :])
 
     def at(self, layer: int) -> BlockDropout:
         """Dropout of one block."""

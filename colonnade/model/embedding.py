@@ -18,6 +18,7 @@ from colonnade.config import ModelConfig
 from colonnade.kernels.linear.quantise import Quantised
 from colonnade.kernels.registry import choose
 from colonnade.model.dropout import Dropout
+from colonnade.model.encoder import Source
 from colonnade.model.moe.routing_context import Routing
 from colonnade.model.norm import Norm
 from colonnade.model.tensor_parallel_linear import QuantisableMatrix
@@ -41,6 +42,8 @@ class Stream(NamedTuple):
     """Dropout and other random numbers of a training step; None: no dropout."""
     routing: Routing | None = None
     """Routing of a mixture of experts; None: inference."""
+    source: Source | None = None
+    """What the encoder of an encoder–decoder model reads in this pass; None: nothing new."""
 
 
 class _Table(QuantisableMatrix):
@@ -95,6 +98,10 @@ class Embedding(nn.Module):
             table, segments_T = self.segments.weight, stream.segments_T
             x_tD = x_tD + (table[0] if segments_T is None else F.embedding(segments_T[mine], table))
         return x_tD if self.norm is None else self.norm(x_tD)
+
+    def of_source(self, tokens_S: Tensor) -> Tensor:
+        """x_sD of an encoder's tokens."""
+        return self._rows(tokens_S)
 
     def _rows(self, tokens_T: Tensor) -> Tensor:
         table = self.tokens.matrix

@@ -67,6 +67,8 @@ def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
     attention = block.attention
     if not isinstance(attention, Attention) or attention.clip is not None or not _can_add_bias(block, attention.out):
         return False
+    if attention.q_factor != 1.0 or (isinstance(attend, PagedView) and attend.near_Rn is not None):
+        return False
     per_head = attention.q_norm is None or (isinstance(attention.q_norm, Norm) and attention.q_norm.bias is None)
     return per_head and isinstance(attend, PagedView) and _can_fuse(block, block.norm1, x_tD, attention)
 

@@ -29,7 +29,7 @@ from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, loca
 StoreValue = Callable[[str, Tensor, Tensor], object]
 """Called with a parameter's name, the parameter, and this rank's part of its value."""
 
-RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
+RESIDUAL_OUTPUTS = ("attention.out.weight", "cross.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
 def initialise(

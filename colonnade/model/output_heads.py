@@ -81,6 +81,8 @@ class OutputProjection(NamedTuple):
     """The layers above an encoder."""
     kernels: str = "auto"
     """The implementation of the product (:mod:`~colonnade.kernels.registry`)."""
+    scale: float = 1.0
+    """Factor of the hidden state before the product (:attr:`ModelConfig.scale_decoder_outputs`)."""
 
 
 class Head(Protocol):
@@ -160,7 +162,7 @@ def projection_input(
     """x_RD for the column-parallel output projection, and this rank's part of its bias."""
     axes, bert = output.axes, output.bert
     if bert is None:
-        x_TD = axes.enter_tp_region(x_tD, T)
+        x_TD = axes.enter_tp_region(x_tD if output.scale == 1.0 else x_tD * output.scale, T)
         return (x_TD if rows_R is None else x_TD[rows_R]), None
     x_TD = axes.all_tokens(x_tD, T)
     return axes.tp.fan_out(bert.transform_masked(x_TD if rows_R is None else x_TD[rows_R])), bert.bias

@@ -57,6 +57,8 @@ def score(
             "perplexity needs a causal model, and this one attends in both directions (causal = False): it sees the "
             "token that it is to predict; ask for its hidden(tokens) or logits(tokens)"
         )
+    if model.config.encoder is not None:
+        raise RequestError("perplexity of one text needs a decoder alone, and this model has an encoder; use generate")
     if len(tokens) < 2:
         raise RequestError(f"{len(tokens)} tokens cannot be scored: the first is never predicted; give a longer text")
     if not 0 < stride <= context <= model.config.context:

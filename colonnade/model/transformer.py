@@ -12,6 +12,7 @@ do not depend on the pipeline. ``run`` is the forward pass of one span; the whol
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +25,16 @@ from colonnade.model import fused_block
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.attend import Attend, AttendBackend
 from colonnade.model.attention import Attention, LatentAttention
-from colonnade.model.dropout import ATTENTION, EMBEDDING, FFN, BlockDropout, apply_dropout
+from colonnade.model.cross_attention import Bridge, CrossAttention, Crossed, CrossedView, with_relative_bias
+from colonnade.model.dropout import ATTENTION, CROSS, EMBEDDING, FFN, BlockDropout, apply_dropout
 from colonnade.model.embedding import Embedding, Stream
+from colonnade.model.encoder import AudioFrontEnd, Source
 from colonnade.model.ffn import FeedForward
 from colonnade.model.moe import LayerReport, LayerRouting, MixtureOfExperts
 from colonnade.model.moe.losses import attach_model_balance
 from colonnade.model.norm import Norm
 from colonnade.model.output_heads import BertLayers, Head, OutputProjection
+from colonnade.model.relative_positions import RelativeBias
 from colonnade.model.rotary import frequencies
 from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.parallel.axis import SOLO_AXES, Axes
@@ -38,7 +42,9 @@ from colonnade.parallel.layout import Placement, residual_placement
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward part, each added to the residual stream after dropout.
+    """Attention, cross attention in the decoder of an encoder–decoder, then the feed-forward part.
+
+    Each is added to the residual stream after dropout.
 
     pre   x + f(norm(x))      Radford 2019; for BERT Megatron-LM, arXiv 1909.08053, figure 7b
     post  norm(x + f(x))      Vaswani 2017, the original BERT; figure 7a
@@ -59,6 +65,10 @@ class Block(nn.Module):
         self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
         attention = Attention if config.latent is None else LatentAttention
         self.attention = attention(config, axes, device=device, dtype=dtype)
+        self.cross = self.norm_cross = None
+        if config.encoder is not None:
+            self.norm_cross = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
+            self.cross = CrossAttention(config, axes, device=device, dtype=dtype)
         self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
         self.ffn = (
             FeedForward(config, axes, device=device, dtype=dtype)
@@ -108,6 +118,9 @@ class Block(nn.Module):
             x_tD = fused_block.attention_step(self, x_tD, rotation, attend)
         else:
             x_tD = x_tD + apply_dropout(self.attention(self.norm1(x_tD), T, rotation, attend), dropout, ATTENTION)
+        if self.cross is not None and self.norm_cross is not None:
+            assert isinstance(attend, CrossedView), "a decoder with an encoder needs Crossed(own, source, memory)"
+            x_tD = x_tD + apply_dropout(self.cross(self.norm_cross(x_tD), T, attend), dropout, CROSS)
         if fuse and fused_block.can_fuse_ffn(self, x_tD, attend):
             return fused_block.ffn_step(self, x_tD, in_place=fused_attention), None
         y_tD, report = self._feed_forward(self.norm2(x_tD), T, dropout, routing)
@@ -158,6 +171,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
             self.blocks.add_module(str(i), Block(config, axes, config.experts_of(i), **on, experts_on=experts_on))
+        self._add_encoder(config, axes, on)
         self.norm = None
         if last:  # in post-norm order the last block ends with its norm
             pre = config.norm_order == "pre"
@@ -171,6 +185,55 @@ class Transformer(nn.Module):
             self.layout["unembed.weight"] = 0
         # Plain attributes, not buffers: they are real on the meta device too, and stay float32 in a cast to bf16.
         self._theta, self._rotation_factor = frequencies(config)
+
+    def _add_encoder(self, config: ModelConfig, axes: Axes, on: dict[str, Any]) -> None:
+        """The encoder's parts, and the tables of relative positions."""
+        self.front_end = self.encoder_norm = self.bridge = None
+        self.relative = self.encoder_relative = None
+        self.encoder_blocks = nn.ModuleList()
+        near = config.relative_positions
+        if near is not None:
+            self.relative = RelativeBias(near, config.heads, axes, causal=config.causal, **on)
+        if config.encoder is None:
+            return
+        stack = config.encoder_stack
+        if config.encoder.reads == "audio":
+            self.front_end = AudioFrontEnd(config, axes, **on)
+        for _ in range(stack.layers):
+            self.encoder_blocks.append(Block(stack, axes, **on))
+        if near is not None:
+            self.encoder_relative = RelativeBias(near, config.heads, axes, causal=False, **on)
+        self.encoder_norm = Norm(stack, stack.width, placement=residual_placement(axes), **on)
+        self.bridge = Bridge(config, axes, **on)
+
+    def encode(self, source: Source, attend: AttendBackend) -> Tensor:
+        """x_sD, the encoder's normalised output for the sources, each of which attends to itself in ``attend``."""
+        assert self.encoder_norm is not None, "this model has no encoder"
+        S = len(source.positions_S)
+        dropout = source.dropout and source.dropout.rows(self.axes.rows(S))
+        if self.front_end is not None:
+            x_sD = self.front_end(source)
+            x_sD = x_sD[self.axes.rows(S)] if self.axes.sequence_parallel else x_sD
+        else:
+            assert self.embed is not None
+            x_sD = self.embed.of_source(source.tokens_S)
+        x_sD = apply_dropout(x_sD, dropout and dropout.at_embedding, EMBEDDING)
+        rotation = self._rotation(source.positions_S, x_sD.dtype)
+        if self.encoder_relative is not None:
+            attend = with_relative_bias(attend, self.encoder_relative.expand())
+        for i, block in enumerate(self.encoder_blocks):
+            x_sD, _ = block(x_sD, S, rotation, attend.at(i, None), dropout and dropout.at(i))
+        return self.encoder_norm(x_sD)
+
+    def _with_memory(self, stream: Stream, attend: AttendBackend) -> AttendBackend:
+        """``attend`` with the keys and values of this pass's sources in its memory."""
+        if self.bridge is None or stream.source is None:
+            return attend
+        assert isinstance(attend, Crossed), "a decoder with an encoder needs Crossed(own, source, memory)"
+        assert attend.source is not None, "the sources of a pass need their attention"
+        x_sD = self.encode(stream.source, attend.source)
+        memory = attend.memory.keep(self.bridge(x_sD, len(stream.source.positions_S)))
+        return replace(attend, memory=memory)
 
     def forward(self, stream: Stream, attend: AttendBackend, head: Head) -> Any:
         """The result of ``head`` on the last residual stream."""
@@ -187,6 +250,9 @@ class Transformer(nn.Module):
             x_tD = apply_dropout(self.embed(stream), dropout and dropout.at_embedding, EMBEDDING)
         assert x_tD is not None
         rotation = self._rotation(stream.positions_T, x_tD.dtype)
+        attend = self._with_memory(stream, attend)
+        if self.relative is not None:
+            attend = with_relative_bias(attend, self.relative.expand())
         for i in span:
             block, view = self.blocks.get_submodule(str(i)), attend.at(i, self.config.window_of(i))
             routing = LayerRouting.at(i, stream.tokens_T, stream.routing) if self.config.experts_of(i) else None
@@ -211,7 +277,8 @@ class Transformer(nn.Module):
         else:
             assert self.embed is not None
             weight_vD = self.embed.tokens.matrix
-        return OutputProjection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels)
+        scale = self.config.width**-0.5 if self.config.scale_decoder_outputs else 1.0
+        return OutputProjection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels, scale)
 
     def _rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
         if self.config.positions != "rotary":

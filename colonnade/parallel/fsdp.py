@@ -72,11 +72,11 @@ def masters(
     Where :attr:`DistributedContext.sharded`, it may be on the meta device: only this rank's shards are then allocated,
     to be filled by :meth:`Masters.assign` or from a checkpoint.
 
-    ``model.blocks`` are gathered one by one; all other parameters belong to their root and stay gathered from their
-    first use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
-    ``model`` itself. ``single``: a step has one micro-batch, and the optimizer takes gradients in the compute dtype,
-    as autograd makes them, where they need no reduction over data ranks. Without ``keep_frozen`` weights that are not
-    trained have no masters where FSDP does not shard them.
+    ``model.blocks`` and ``model.encoder_blocks`` are gathered one by one; all other parameters belong to their root
+    and stay gathered from their first use to the end of the backward pass. ``roots`` are the modules that are called:
+    the stages of a pipeline, or ``model`` itself. ``single``: a step has one micro-batch, and the optimizer takes
+    gradients in the compute dtype, as autograd makes them, where they need no reduction over data ranks. Without
+    ``keep_frozen`` weights that are not trained have no masters where FSDP does not shard them.
     """
     roots = roots or [model]
     if context.sharded:
@@ -189,7 +189,8 @@ class ShardedMasters:
         layout = layout_of(model)
         experts = {name: p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
         ignored = set(experts.values())
-        for block in model.get_submodule("blocks").children():
+        stacks = [module for name, module in model.named_children() if name in ("encoder_blocks", "blocks")]
+        for block in (block for stack in stacks for block in stack.children()):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
         self._roots: list[FSDPModule] = [
             fully_shard(

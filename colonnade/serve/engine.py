@@ -34,7 +34,15 @@ from colonnade.serve.memory_estimate import scratch_pages
 from colonnade.serve.model_inputs import IDLE, STOP, SWAP, broadcast_message, broadcast_work, receive_work
 from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, build_caches, check_model
 from colonnade.serve.page_pool import PagePool
-from colonnade.serve.prompts import Prompt, check_params, check_params_list, check_prompts, limit_tokens, token_ids
+from colonnade.serve.prompts import (
+    Prompt,
+    check_params,
+    check_params_list,
+    check_prompts,
+    encoder_input,
+    limit_tokens,
+    token_ids,
+)
 from colonnade.serve.request import (
     Alternative,
     Completion,
@@ -180,6 +188,9 @@ class Engine:
         params, context, vocab_size = check_params(params), self.model.config.context, self.model.config.vocab_size
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
+        source, encoder = (), self.model.config.encoder
+        if encoder is not None:
+            source, ids = encoder_input(ids, params, encoder, self.tokenizer.eos_ids), (encoder.start_token,)
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(
@@ -190,6 +201,7 @@ class Engine:
             limit_tokens=limit_tokens(ids, params, context=context, vocab_size=vocab_size, pool=self.scheduler.pool),
             processor=LogitsProcessor.of(ids, params, self.tokenizer, matcher),
             client=client,
+            source=source,
             priority=priority,
             adapter=self.adapters.number(adapter),
             resume=None if resume is None else tuple(resume),
@@ -209,7 +221,7 @@ class Engine:
         """End a request that another client's has displaced from the queue."""
         self._finish(live, "displaced")
         timing = Timing(now_s - live.arrived_s, 0.0, 0.0)
-        return Output(live.request.id, "", None, "displaced", len(live.request.prompt), 0, timing)
+        return Output(live.request.id, "", None, "displaced", live.request.input_tokens, 0, timing)
 
     def _replay(self, live: _Generation) -> None:
         """Bring the text, the penalties and the grammar of a resumed request to the state after its last token."""
@@ -275,7 +287,8 @@ class Engine:
     def limits(self) -> dict[str, Any]:
         """What the HTTP process must know about the model and the cache."""
         return {
-            "context": self.model.config.context,
+            # The source and the target of an encoder–decoder have a context each; add() checks both.
+            "context": self.model.config.context + (encoder.context if (encoder := self.model.config.encoder) else 0),
             "cache_tokens": self.scheduler.pool.max_request_tokens,
             "longest_token_bytes": self.tokenizer.longest_token_bytes,
             "tools": ToolNotation.of(self.tokenizer, self.config.tool_format).to_dict(),
@@ -327,9 +340,9 @@ class Engine:
         if live.first_token_s == 0.0:
             live.first_token_s = now_s
         if generated == 1:
-            self._stats.prompt_tokens += len(request.prompt)
+            self._stats.prompt_tokens += request.input_tokens
             echo, prompt_logprobs = self._prompt_outputs(live)
-            prompt_ids = request.prompt if params.return_prompt_ids else None
+            prompt_ids = (request.source or request.prompt) if params.return_prompt_ids else None
             if params.max_tokens == 0:  # the token was sampled only because a pass ends with one
                 return self._prompt_only(live, echo, prompt_logprobs, now_s, failed=token == NOT_FINITE)
         self._stats.generation_tokens += 1
@@ -360,7 +373,7 @@ class Engine:
             self._finish(live, reason)
             timing = live.timing(now_s)
         return Output(
-            request.id, echo + text, token, reason, len(request.prompt), generated, timing, logprobs,
+            request.id, echo + text, token, reason, request.input_tokens, generated, timing, logprobs,
             prompt_logprobs, request.cached_tokens or 0, prompt_ids, self.version,
         )  # fmt: skip
 
@@ -378,8 +391,9 @@ class Engine:
         self._finish(live, reason)
         request = live.request
         return Output(
-            request.id, text, None, reason, len(request.prompt), 0, live.timing(now_s), None, logprobs,
-            request.cached_tokens or 0, request.prompt if request.params.return_prompt_ids else None, self.version,
+            request.id, text, None, reason, request.input_tokens, 0, live.timing(now_s), None, logprobs,
+            request.cached_tokens or 0,
+            (request.source or request.prompt) if request.params.return_prompt_ids else None, self.version,
         )  # fmt: skip
 
     def _prompt_outputs(self, live: _Generation) -> tuple[str, tuple[TokenLogprob, ...] | None]:

@@ -115,7 +115,10 @@ class EngineSpec:
         (:func:`colonnade.serve.cache_size.size_cache`).
         """
         serve = self.resolved
-        pages = -(-(serve.pages or serve.max_requests * -(-self.model.context // serve.page)) // self.cp)
+        each = -(-self.model.context // serve.page)
+        if self.model.encoder is not None:  # the source's keys
+            each += -(-self.model.encoder.context // serve.page)
+        pages = -(-(serve.pages or serve.max_requests * each) // self.cp)
         if serve.pages is None and serve.cache_bytes is not None:
             pages = min(serve.cache_bytes // self.page_bytes, pages)
         return pages and pages + scratch_pages(self.axes, serve)

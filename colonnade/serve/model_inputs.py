@@ -3,8 +3,8 @@
 Rank 0 broadcasts each work as int64 tensors, without pickling: a corrupt message is at worst a wrong schedule.
 
     header  [kind, length of the payload, bytes of the masks]
-    payload [slices, then start, batch row, tokens, pages, samples, targets, alternatives, adapter of each;
-             then all tokens, page tables, targets, sample args]
+    payload [slices, then start, batch row, tokens, pages, samples, targets, alternatives, adapter of each, and of its
+             source tokens to encode, pages, length; then all tokens, page tables, targets, sources, sample args]
     masks   the grammar masks of the sample args that have one, as bytes
 
 Under context parallelism page p is page p // ranks of rank p mod ranks (:mod:`colonnade.serve.page_pool`). Each rank
@@ -23,7 +23,7 @@ from torch import Tensor
 from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
-from colonnade.model import KVCache, Paged, Stream, Transformer
+from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Source, Stream, Transformer
 from colonnade.model.context_parallel import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
 from colonnade.serve.sample_args import SampleArgs
@@ -67,37 +67,43 @@ def receive_work(axis: Axis) -> tuple[int, Work | None]:
 def pack_work(work: Work) -> tuple[list[int], bytes]:
     """The payload of ``work``, without its requests, and its masks."""
     heads = [
-        (
-            s.start,
-            s.batch_row,
-            len(s.tokens),
-            len(s.pages),
-            s.sample_args is not None,
-            len(s.targets),
-            s.alternatives,
-            s.adapter,
-        )
+        (s.start, s.batch_row, len(s.tokens), len(s.pages), s.sample_args is not None, len(s.targets), s.alternatives,
+         s.adapter, len(s.source), len(s.source_pages), s.source_length)
         for s in work.slices
-    ]
+    ]  # fmt: skip
     tokens = chain.from_iterable(s.tokens for s in work.slices)
     pages = chain.from_iterable(s.pages for s in work.slices)
     targets = chain.from_iterable(s.targets for s in work.slices)
+    sources = chain.from_iterable((*s.source, *s.source_pages) for s in work.slices)
     args = chain.from_iterable(each.pack() for each in work.sample_args)
     masks = [each.changes.mask for each in work.sample_args if each.changes and each.changes.mask]
-    return [len(work.slices), *map(int, chain.from_iterable(heads)), *tokens, *pages, *targets, *args], b"".join(masks)
+    return [
+        len(work.slices),
+        *map(int, chain.from_iterable(heads)),
+        *tokens,
+        *pages,
+        *targets,
+        *sources,
+        *args,
+    ], b"".join(masks)
 
 
 def unpack_work(payload: Sequence[int], masks: bytes = b"") -> Work:
     """The inverse of :func:`pack_work`."""
     rest = iter(payload)
-    heads = [tuple(islice(rest, 8)) for _ in range(next(rest))]
+    heads = [tuple(islice(rest, 11)) for _ in range(next(rest))]
     tokens = [tuple(islice(rest, head[2])) for head in heads]
     pages = [tuple(islice(rest, head[3])) for head in heads]
     targets = [tuple(islice(rest, head[5])) for head in heads]
+    sources = [(tuple(islice(rest, head[8])), tuple(islice(rest, head[9]))) for head in heads]
     mask_bytes = io.BytesIO(masks)
     args = [SampleArgs.unpack(rest, mask_bytes) if head[4] else None for head in heads]
-    pieces = zip(heads, tokens, pages, args, targets, strict=True)
-    return Work(tuple(Slice(h[0], t, p, a, h[1], wanted, h[6], h[7]) for h, t, p, a, wanted in pieces))
+    pieces = zip(heads, tokens, pages, args, targets, sources, strict=True)
+    return Work(
+        tuple(
+            Slice(h[0], t, p, a, h[1], wanted, h[6], h[7], far[0], far[1], h[10]) for h, t, p, a, wanted, far in pieces
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ class CacheShard:
 
 def build_inputs(
     shard: CacheShard, work: Work, *, share: bool = True
-) -> tuple[Stream, Paged | ShardedPaged, NextTokens]:
+) -> tuple[Stream, Paged | ShardedPaged | Crossed, NextTokens]:
     """The model's arguments (stream, attend, head) for ``work``; ``share``: keys of several requests are read once."""
     device = shard.cache.k[0].device
     tokens, positions, slots, tables, rows, scored = [], [], [], [], [], []
@@ -233,6 +239,30 @@ def build_inputs(
         prompt = PromptTargets(rows_S, targets_S, most)
     head = NextTokens(upload(rows, torch.int64, device), work.sample_args, prompt)
     stream = Stream(upload(tokens, torch.int64, device), upload(positions, torch.int64, device))
+    if any(piece.source_length for piece in work.slices):
+        stream, crossed = _with_sources(shard.cache, work, stream, attend)
+        return stream, crossed, head
     if shard.is_whole:
         return stream, attend, head
     return stream, shard.sharded_attend(work.slices, attend.table, attend.slots_T, stream.positions_T), head
+
+
+def _with_sources(cache: KVCache, work: Work, stream: Stream, own: Paged) -> tuple[Stream, Crossed]:
+    """The stream with the sources that the pass encodes, and attention to the sources of all its requests."""
+    device, new = cache.k[0].device, [piece for piece in work.slices if piece.source]
+    slots = [slot for piece in new for slot in piece.source_slots(cache.page_tokens)]
+    memory = InPages.of(
+        cache,
+        upload(slots, torch.int64, device),
+        [list(piece.source_pages) for piece in work.slices],
+        [piece.source_length for piece in work.slices],
+        [len(piece.tokens) for piece in work.slices],
+    )
+    if not new:
+        return stream, Crossed(own, None, memory)
+    lengths = [len(piece.source) for piece in new]
+    tokens_S = upload([token for piece in new for token in piece.source], torch.int64, device)
+    positions_S = upload([i for n in lengths for i in range(n)], torch.int64, device)
+    return stream._replace(source=Source(tokens_S, positions_S)), Crossed(
+        own, Packed.of(lengths, device, causal=False), memory
+    )

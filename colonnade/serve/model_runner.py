@@ -42,6 +42,11 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
             f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; leave --serve.cache out"
         )
+    if model.config.encoder is not None:
+        if config.batch_invariant:
+            raise ConfigError("serve.batch_invariant does not cover an encoder's attention; leave it out")
+        if model.config.encoder.reads == "audio":
+            raise ConfigError("this model reads audio; transcribe files with: colonnade speech transcribe FILE")
     if config.batch_invariant:
         check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
     if config.batch_invariant and config.fixed_steps and device.type == "cpu":

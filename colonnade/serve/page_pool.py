@@ -34,11 +34,13 @@ def fewer_tokens(prompt_tokens: int, limit: int) -> str:
     return f"ask for at most {left:,}" if left > 0 else f"shorten the prompt to at most {limit - 1:,}"
 
 
-def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int, adapter: int = 0) -> None:
-    """Append to ``hashes`` those of the further full pages of ``ids``, as computed with ``adapter`` (0: none)."""
-    root = adapter.to_bytes(4, "big") if adapter else b""
+def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int, first: bytes = b"") -> None:
+    """Append to ``hashes`` those of the further full pages of ``ids``.
+
+    ``first``: the hash of what the keys depend on beside the tokens, such as an adapter or the source of a translation.
+    """
     for start in range(len(hashes) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
-        parent, page = hashes[-1] if hashes else root, array("q", ids[start : start + page_tokens])
+        parent, page = hashes[-1] if hashes else first, array("q", ids[start : start + page_tokens])
         hashes.append(blake2b(parent + page.tobytes(), digest_size=16).digest())
 
 
@@ -85,8 +87,10 @@ class PagePool:
         """Number of pages that ``tokens`` tokens take."""
         return -(-tokens // self.page_tokens)
 
-    def check_fits(self, prompt_tokens: int, new_tokens: int) -> None:
+    def check_fits(self, prompt_tokens: int, new_tokens: int, source_tokens: int = 0) -> None:
         """Raise :class:`CapacityError` if one request of so many tokens does not fit into an empty pool."""
+        if source_tokens:
+            self._check_source_fits(prompt_tokens + new_tokens, source_tokens)
         total = prompt_tokens + new_tokens
         if total <= self.max_request_tokens:
             return
@@ -100,6 +104,17 @@ class PagePool:
             f"{self.max_request_tokens:,} for a request: {fewer_tokens(prompt_tokens, self.max_request_tokens)}",
             operator_hint=remedy,
         )
+
+    def _check_source_fits(self, target_tokens: int, source_tokens: int) -> None:
+        """The same for a request with a source, whose keys have pages of their own."""
+        needs = self.pages_for(target_tokens - 1) + self.pages_for(source_tokens)
+        if needs > self.pages:
+            raise CapacityError(
+                f"the source's {source_tokens:,} tokens and a target of {target_tokens:,} take {needs:,} pages of "
+                f"{self.page_tokens} tokens; this server has {self.pages:,}: shorten the source, or ask for "
+                "fewer tokens",
+                operator_hint=f"set --serve.pages to {needs} or more",
+            )
 
     def allocate(self, count: int, after: Sequence[int] = ()) -> list[int]:
         """``count`` free pages to append to the page table ``after``; the caller has checked :attr:`free`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from colonnade.config import short_repr
+from colonnade.config import EncoderConfig, short_repr
 from colonnade.errors import RequestError
 from colonnade.serve.page_pool import PagePool, fewer_tokens
 from colonnade.serve.sampling_params import SamplingParams
@@ -35,6 +35,32 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
     if not ids:
         raise RequestError(f"{what} is empty; give at least one token", param="prompt")
     check_vocabulary(ids, vocab_size, "prompt")
+    return ids
+
+
+def encoder_input(
+    ids: tuple[int, ...], params: SamplingParams, encoder: EncoderConfig, ends: Sequence[int]
+) -> tuple[int, ...]:
+    """The source of an encoder–decoder for a prompt ``ids``: with its end token.
+
+    Raises :class:`RequestError` for a source over the encoder's context, and for parameters about the tokens of a
+    prompt, which is no part of the output here.
+    """
+    if ends and ids[-1] not in ends:
+        ids = (*ids, ends[0])
+    if len(ids) > encoder.context:
+        raise RequestError(
+            f"the source has {len(ids):,} tokens with its end, and this model's encoder reads {encoder.context:,}; "
+            "shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    for name, given in (("echo", params.echo), ("prompt_logprobs", params.prompt_logprobs is not None)):
+        if given:
+            raise RequestError(
+                f"{name} is for models that continue the prompt, and this one reads it with an encoder; leave it out",
+                param=name,
+            )
     return ids
 
 

@@ -6,9 +6,11 @@ A decode step is the special case of one token left to run. With ``run_ahead`` a
 tokens have reached the host: the request's next token is then unknown here, and is filled in on the device.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from colonnade.errors import RequestError
@@ -54,6 +56,14 @@ class Request:
     """Its class in the queue; lower ones first."""
     adapter: int = 0
     """The number of its adapter (:mod:`colonnade.serve.adapters`); 0: none."""
+    source: tuple[int, ...] = ()
+    """What the encoder of an encoder–decoder reads; ``prompt`` is then the beginning of the target."""
+    source_pages: list[int] = field(default_factory=list)
+    """The pages with the keys and values of cross attention to the source, shared by requests with the same source."""
+    encode_source: bool = False
+    """Whether its next slice encodes the source."""
+    source_hash: bytes = b""
+    """The hash of the whole source and of what encodes it."""
     resume: tuple[int, ...] | None = None
     """Output ids that another engine has generated and delivered; None for a new request."""
     ids: list[int] = field(init=False)
@@ -83,8 +93,21 @@ class Request:
 
     def __post_init__(self):
         self.ids = [*self.prompt, *(self.resume or ())]
+        if self.source:
+            key = array("q", (self.adapter, *self.source))
+            self.source_hash = blake2b(key.tobytes(), digest_size=16).digest()
         if self.resume:  # the first output, with the prompt's log-probabilities, has been delivered
             self.scored = len(self.prompt) - 1
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens that the client gave: the source, or the prompt."""
+        return len(self.source or self.prompt)
+
+    @property
+    def first_hash(self) -> bytes:
+        """What the keys of the first page depend on beside its tokens: the source, or the adapter."""
+        return self.source_hash or (self.adapter.to_bytes(4, "big") if self.adapter else b"")
 
     @property
     def generated(self) -> int:

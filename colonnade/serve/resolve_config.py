@@ -63,6 +63,8 @@ class EngineTraits:
             return f"of attention with a window over cp={self.cp}", "use tp in the place of cp"
         if config.latent is None and config.head_width > MAX_FUSED_HEAD_WIDTH:
             return f"of heads {config.head_width} wide (at most {MAX_FUSED_HEAD_WIDTH})", "use --device cpu"
+        if config.encoder is not None or config.relative_positions is not None:
+            return "of encoder–decoders and of relative positions", "leave --serve.fixed_steps out"
         if self.offloads_experts:
             return "of experts offloaded to host memory", "leave --experts.resident out"
         if self.exchanges_tokens:
@@ -74,7 +76,8 @@ class EngineTraits:
         """Whether C++ kernels run all of a decode step on a CPU (on one rank), so that it can be recorded."""
         config = self.model
         fused = config.norm_order == "pre" and not config.embed_norm and not config.segments
-        plain = config.moe is None and config.latent is None
+        plain = config.moe is None and config.latent is None and config.positions in ("rotary", "learned")
+        plain = plain and config.encoder is None and config.relative_positions is None and config.score_scale is None
         heads = not config.qk_norm or (config.norm == "rmsnorm" and config.qk_norm_over == "head")
         on_cpu = self.cp == 1 and not self.sequence_parallel and self.device.type == "cpu"
         return fused and plain and heads and config.qkv_clip is None and on_cpu and cpu_kernels.available(self.dtype)
@@ -127,6 +130,8 @@ def check_plan(model: Transformer) -> None:
         )
     if axes.cp.size == 1:
         return
+    if model.config.encoder is not None:
+        raise PlanError(f"an encoder–decoder is not served over cp={axes.cp.size} ranks that share a cache; use tp")
     if axes.sequence_parallel:
         raise PlanError(
             f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"

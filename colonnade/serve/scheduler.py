@@ -23,6 +23,7 @@ Pure Python: no tensors, no clock (the caller passes the time), no model.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,6 +56,16 @@ class Slice(NamedTuple):
     """How many of the most probable tokens to return with those."""
     adapter: int = 0
     """The request's adapter (:mod:`colonnade.serve.adapters`), from 1; 0: none."""
+    source: tuple[int, ...] = ()
+    """The source's tokens, if this pass has to encode it."""
+    source_pages: tuple[int, ...] = ()
+    """The pages of its keys and values for cross attention."""
+    source_length: int = 0
+    """Tokens of the source."""
+
+    def source_slots(self, page_tokens: int) -> list[int]:
+        """Cache slots for the keys and values of ``source``."""
+        return [self.source_pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(len(self.source))]
 
     def slots(self, page_tokens: int) -> list[int]:
         """Cache slots for the keys and values of ``tokens``: page · page_tokens + offset."""
@@ -97,6 +108,10 @@ class Scheduler:
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
         self.batch_rows = BatchRows(max_requests)
+        self._sources: dict[bytes, tuple[list[int], int]] = {}
+        """The pages of each source of a running request, by its hash, and how many requests use them."""
+        self.source_tokens = self.shared_source_tokens = 0
+        """Tokens of the sources of admitted requests, and of those that another request had encoded."""
         self.waiting = FairQueue()
         self.preemptions = 0
         self.drafts = self.draft_tokens = self.accepted_draft_tokens = 0
@@ -120,7 +135,7 @@ class Scheduler:
         The caller has to :meth:`finish` that one. Raises RequestError (429) if the queue is full, CapacityError if the
         request can never fit.
         """
-        self.pool.check_fits(len(request.prompt), request.limit_tokens)
+        self.pool.check_fits(len(request.prompt), request.limit_tokens, len(request.source))
         displaced = None
         if self.full and request.resume is None:
             displaced = self.waiting.displaced_by(request.client)
@@ -157,7 +172,10 @@ class Scheduler:
                     budget -= len(chosen[-1][1].tokens)
             budget -= sum(r.needs_commit and not r.complete for r in self.running)  # for their next decodes
         # A request preempted in this step is not admitted again: one of the pages that it needs is taken.
+        # Sources are encoded whole, the first one also over the budget.
         while budget > 0 and (request := self._admit()):
+            if request.encode_source:
+                budget = max(1, budget - len(request.source))
             chosen.append(self._slice(request, min(request.pending, budget)))
             budget -= len(chosen[-1][1].tokens)
 
@@ -240,7 +258,8 @@ class Scheduler:
         changes = request.processor.changes(request.ids, index) if request.processor is not None else None
         args = SampleArgs.of(request.params, request.seed, index, changes)
         pages = tuple(request.pages[: self.pool.pages_for(start + 1)])
-        return Slice(start, (token,), pages, args, adapter=request.adapter)
+        far = {"source_pages": tuple(request.source_pages), "source_length": len(request.source)}
+        return Slice(start, (token,), pages, args, adapter=request.adapter, **far)
 
     def finish(self, request: Request) -> None:
         """Remove ``request``, complete or cancelled, and release its pages.
@@ -265,7 +284,11 @@ class Scheduler:
 
     def audit(self) -> None:
         """Check all invariants of pages and batch rows; for tests, after any call."""
-        self.pool.audit(request.pages for request in self.running)
+        users = Counter(r.source_hash for r in self.running if r.source)
+        assert users == {key: count for key, (_, count) in self._sources.items()}, "sources are counted wrongly"
+        assert all(r.source_pages == self._sources[r.source_hash][0] for r in self.running if r.source)
+        assert not any(request.source_pages for request in self.waiting), "a waiting request has pages of its source"
+        self.pool.audit(pages for request in self.running for pages in (request.pages, request.source_pages))
         assert not any(request.pages for request in self.waiting), "a waiting request has pages"
         rows = self.batch_rows.rows
         assert all(r is None or r.batch_row == i for i, r in enumerate(rows)), "a batch row is another request's"
@@ -294,8 +317,13 @@ class Scheduler:
             targets = tuple(request.prompt[i + 1] if request.scored <= i < last else -1 for i in indices)
             request.scored = min(end, last)
         alternatives = (request.params.prompt_logprobs or 0) if targets else 0
-        row = request.batch_row
-        return request, Slice(start, tokens, pages, args, row, targets, alternatives, request.adapter)
+        source = request.source if request.encode_source else ()
+        request.encode_source = False
+        piece = Slice(
+            start, tokens, pages, args, request.batch_row, targets, alternatives, request.adapter, source,
+            tuple(request.source_pages), len(request.source),
+        )  # fmt: skip
+        return request, piece
 
     def _admit(self) -> Request | None:
         """Start the first waiting request, with pages for all its tokens, if they are free."""
@@ -304,7 +332,9 @@ class Scheduler:
             return None
         prefix = self._cached_prefix(first)
         needed = self.pool.pages_for(len(first.ids)) - len(prefix)
-        if needed > self.pool.free - self.pool.count_unreferenced(prefix):
+        encoded = first.source_hash in self._sources
+        far = 0 if encoded else self.pool.pages_for(len(first.source))
+        if needed + far > self.pool.free - self.pool.count_unreferenced(prefix):
             return None
         request = self.waiting.popleft()
         self.pool.share(prefix)  # before the allocation, which might evict them
@@ -315,6 +345,14 @@ class Scheduler:
         if self.prefix_cache:
             self.prefix_queries += len(request.ids)
             self.prefix_hits += request.computed
+        if request.source:
+            pages, users = self._sources[request.source_hash] if encoded else (self.pool.allocate(far), 0)
+            if encoded:
+                self.pool.share(pages)
+            request.source_pages, request.encode_source = list(pages), not encoded
+            self._sources[request.source_hash] = pages, users + 1
+            self.source_tokens += len(request.source)
+            self.shared_source_tokens += len(request.source) if encoded else 0
         self.running.append(request)
         self.batch_rows.add(request)
         return request
@@ -323,7 +361,7 @@ class Scheduler:
         """Cached pages with the beginning of ``request``; its last token is always run."""
         if not self.prefix_cache or request.unscored:
             return []
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.adapter)
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.first_hash)
         return self.pool.find_cached(request.page_hashes[: (len(request.ids) - 1) // self.pool.page_tokens])
 
     def _cache_full_pages(self, request: Request) -> None:
@@ -335,7 +373,7 @@ class Scheduler:
         full = min(request.computed, len(request.ids)) // self.pool.page_tokens
         if not self.prefix_cache or full <= request.cached_pages:
             return
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.adapter)
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.first_hash)
         for i in range(request.cached_pages, full):
             self.pool.cache_page(request.pages[i], request.page_hashes[i])
         request.cached_pages = full
@@ -362,6 +400,12 @@ class Scheduler:
         if request.pages:
             self._cache_full_pages(request)  # pages that became full since its last slice
         self.pool.release(request.pages)
+        if request.source_pages:
+            pages, users = self._sources.pop(request.source_hash)
+            if users > 1:
+                self._sources[request.source_hash] = pages, users - 1
+            self.pool.release(request.source_pages)
+            request.source_pages, request.encode_source = [], False
         self.batch_rows.remove(request)
         request.pages, request.computed, request.cached_pages, request.status = [], 0, 0, status
         request.draft_computed = 0

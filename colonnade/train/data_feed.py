@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from colonnade.config import DataConfig, RunConfig
 from colonnade.data import Batch, Corpus, Loader, MaskingVocabulary, SentencePairs, Tokenizer
 from colonnade.data.manifest import SPLITS
+from colonnade.data.pairs import Pairs, SpanCorruption
 from colonnade.errors import ConfigError, DataError
 
 EVAL_EVERY = 100
@@ -125,12 +126,19 @@ class CorpusFeed:
                 f"{run.data.path} has a vocabulary of {corpus_vocab} tokens, the model of {model_vocab}; {remedy}"
             )
         self._check_tasks(run)
+        self._check_objective(run)
 
         def loader(split: str) -> Loader:
             part, t = self.corpus.split(split), run.train
-            objective = (
-                None if run.model.causal else SentencePairs(part, run.data, MaskingVocabulary.of(self.corpus.tokenizer))
-            )
+            objective = None
+            if (encoder := run.model.encoder) is not None:
+                tokenizer = self.corpus.tokenizer
+                if self.corpus.manifest.objective == "pairs":
+                    objective = Pairs(part, run.data, tokenizer.eos_ids[0], encoder.start_token)
+                else:
+                    objective = SpanCorruption(part, run.data, tokenizer, encoder.start_token)
+            elif not run.model.causal:
+                objective = SentencePairs(part, run.data, MaskingVocabulary.of(self.corpus.tokenizer))
             return Loader(part, run.data, t.batch, t.micro_batch, rank, ranks, objective)
 
         self.samples = loader("train")
@@ -151,6 +159,27 @@ class CorpusFeed:
     def difference(self, old: Mapping[str, Any]) -> str | None:
         """How the training text differs from a checkpoint's, if at all."""
         return _corpus_difference(old.get("corpus"), self.corpus.manifest.fingerprint)
+
+    def _check_objective(self, run: RunConfig) -> None:
+        """Check that the corpus is for this kind of model."""
+        objective, encoder = self.corpus.manifest.objective, run.model.encoder
+        if encoder is None and objective == "pairs":
+            raise ConfigError(
+                f"{run.data.path} has pairs of a source and a target, and this model has no encoder; train one with "
+                "--model.encoder.layers, or build the corpus without --objective pairs"
+            )
+        if encoder is not None and objective == "text":
+            raise ConfigError(
+                f"{run.data.path} has plain text, and an encoder–decoder trains on pairs or on corrupted spans; build "
+                "it with: colonnade corpus FILES --objective spans (or pairs)"
+            )
+        if encoder is not None and encoder.reads == "audio":
+            raise ConfigError("training an encoder of audio on a corpus is not implemented; load a trained one")
+        if encoder is not None and run.data.sequence > encoder.context:
+            raise ConfigError(
+                f"data.sequence {run.data.sequence} is longer than the encoder's context {encoder.context}; set "
+                f"--data.sequence {encoder.context} or --model.encoder.context {run.data.sequence}"
+            )
 
     def _check_tasks(self, run: RunConfig) -> None:
         """Check that the corpus has tasks for a task router, and that its table has a row for each."""

@@ -11,8 +11,10 @@ from colonnade.config import ModelConfig, MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import (
     IGNORE,
+    Beside,
     ChoiceLoss,
     ClassLoss,
+    Crossed,
     Dropout,
     DropoutRates,
     Loss,
@@ -20,6 +22,7 @@ from colonnade.model import (
     Pretraining,
     Ring,
     SentenceOrders,
+    Source,
     SpanLoss,
     Stream,
     Transformer,
@@ -70,7 +73,7 @@ LossHead = (
 
 def model_inputs(
     batch: Batch, model: Transformer, step: StepContext = VALIDATION
-) -> tuple[Stream, Packed | Ring, LossHead]:
+) -> tuple[Stream, Packed | Ring | Crossed, LossHead]:
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, dropout = len(batch.tokens_T), model.axes.cp, model.config, step.dropout
     if dropout is not None:
@@ -89,6 +92,10 @@ def model_inputs(
             step.reports.append(routing.reports)
             step.pooled.append(routing.pooled)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, dropout, routing)
+    if config.encoder is not None:
+        source, crossed = _source(batch, attend, model, dropout)
+        loss = Loss(batch.targets_T, step.label_smoothing)
+        return stream._replace(source=source), crossed, loss
     targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
     sequence_R = batch.sequence_T
     if rows_R is not None:
@@ -157,12 +164,38 @@ def _preference_loss(
     return PreferenceLoss(sequences, batch.targets_per_sequence, batch.reference_S, *batch.preference)
 
 
+def _source(batch: Batch, own: Packed, model: Transformer, dropout: Dropout | None) -> tuple[Source, Crossed]:
+    """(source, attend) of an encoder–decoder."""
+    assert batch.source_tokens_S is not None, "an encoder–decoder trains on pairs"
+    assert batch.source_positions_S is not None
+    assert batch.cu_sources is not None
+    layers, encoder = model.config.layers, model.config.encoder
+    assert encoder is not None
+    of_source = across = index_S = None
+    if dropout is not None:
+        assert batch.stride is not None
+        sample_S = torch.searchsorted(batch.cu_sources[1:], torch.arange(
+            len(batch.source_tokens_S), device=batch.cu_sources.device), right=True)  # fmt: skip
+        index_S = batch.first + sample_S * batch.stride + batch.source_positions_S
+        of_source = dropout.after(layers).for_tokens(index_S)
+        across = dropout.after(layers + 1 + encoder.layers)
+    attend = Packed(
+        batch.cu_sources, batch.longest_source, batch.equal_sources, causal=False, dropout=of_source,
+        first_head=own.first_head,
+    )  # fmt: skip
+    memory = Beside(batch.cu_sources, own.cu_seqlens, across, index_S, own.first_head)
+    return Source(batch.source_tokens_S, batch.source_positions_S, of_source), Crossed(own, attend, memory)
+
+
 def step_dropout(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:
     """The dropout of step ``number``, not bound to tokens yet; None when nothing in the step is random."""
     rates = DropoutRates(train.dropout, train.attention_dropout, train.embedding_dropout, train.expert_dropout)
     if not any(rates) and not (model.moe and uses_noise(model.moe)):
         return None
-    return Dropout.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)
+    layers = model.layers
+    if model.encoder is not None:  # then the encoder's embedding and blocks, and the decoder's cross attention
+        layers += 1 + model.encoder.layers + 1 + model.layers
+    return Dropout.of(train.seed, number, layers, torch.empty(0, dtype=torch.int64, device=device), rates)
 
 
 def global_token_ids(batch: Batch) -> Tensor:

@@ -120,6 +120,11 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
         and model.latent.replace(kv_rank=7, q_rank=model.latent.q_rank and 9, rope_width=2, v_width=3),
         vocab_size=min(model.vocab_size, VOCABULARY),
         context=CONTEXT,
+        relative_positions=model.relative_positions and model.relative_positions.replace(buckets=8, distance=9),
+        encoder=model.encoder
+        and model.encoder.replace(
+            layers=min(model.encoder.layers, layers), ffn_width=model.encoder.ffn_width and hidden, context=CONTEXT
+        ),
         window=None if model.window is None else min(model.window, 7),
         window_from_layer=min(model.window_from_layer, layers - 1),
         top=model.top if model.causal or model.predicts_masked else "pretraining",  # verify trains, on tokens

@@ -150,7 +150,10 @@ class Trial:
         """logits_V of the token after ``tokens``, on every rank."""
         ids, T, axes = torch.tensor(tokens), len(tokens), self.context.axes
         packed = Packed.of([T])
-        text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True).to(self.context.device)
+        text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True)
+        if self.model.config.encoder is not None:
+            text = _with_sources(text, [T], torch.Generator().manual_seed(5), self.model.config)
+        text = text.to(self.context.device)
         stream, attend, _ = model_inputs(text, self.model)
         # Only one of the context ranks has the last token.
         positions = text.positions_T if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
@@ -171,6 +174,8 @@ def batch(lengths: list[int], number: int, seed: int, config: ModelConfig) -> Ba
     packed = Packed.of(lengths)
     positions_T = torch.cat([torch.arange(n) for n in lengths])
     plain = Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal, first=number * T)
+    if config.encoder is not None:
+        return _with_sources(plain, lengths, generator, config)
     if config.causal:
         return plain
     return replace(
@@ -179,4 +184,22 @@ def batch(lengths: list[int], number: int, seed: int, config: ModelConfig) -> Ba
         predicted_R=torch.arange(0, T, 3),
         first_R=packed.cu_seqlens[:-1].long(),
         orders_R=torch.tensor([(i + seed) % 2 if (i + seed) % 3 else IGNORE for i in range(len(lengths))]),
+    )
+
+
+def _with_sources(plain: Batch, lengths: list[int], generator: torch.Generator, config: ModelConfig) -> Batch:
+    """``plain`` with a random source for each sequence, of other lengths than the targets'."""
+    sizes = [1 + (3 * n) % 11 for n in lengths]
+    sources = Packed.of(sizes)
+    stride = max(*lengths, *sizes, 32)
+    return replace(
+        plain,
+        first=plain.first // max(sum(lengths), 1) * len(lengths) * stride,
+        first_R=plain.cu_seqlens[:-1].long(),
+        stride=stride,
+        source_tokens_S=torch.randint(config.vocab_size, (sum(sizes),), generator=generator),
+        source_positions_S=torch.cat([torch.arange(n) for n in sizes]),
+        cu_sources=sources.cu_seqlens,
+        longest_source=sources.longest,
+        equal_sources=sources.equal,
     )

@@ -129,7 +129,7 @@ def test_work_and_hashes_carry_the_adapter() -> None:
     assert unpack_work(*pack_work(work)).slices == work.slices
     found: list[list[bytes]] = [[], [], []]
     for number, hashes in enumerate(found):
-        extend_page_hashes(hashes, [1, 2, 3, 4], 2, number)
+        extend_page_hashes(hashes, [1, 2, 3, 4], 2, bytes([number]) if number else b"")
     assert not set(found[0]) & set(found[1]) | set(found[1]) & set(found[2])
 
 

@@ -10,6 +10,7 @@ import torch
 from colonnade import (
     DataConfig,
     DistillConfig,
+    EncoderConfig,
     ExpertsConfig,
     LatentConfig,
     LoraConfig,
@@ -17,6 +18,7 @@ from colonnade import (
     MoeConfig,
     Plan,
     Recipe,
+    RelativePositions,
     RopeScaling,
     RouterConfig,
     ServeConfig,
@@ -35,6 +37,8 @@ from tests.serve import tiny
 CONFIGS: tuple[Config, ...] = (
     preset("tour"),
     RopeScaling(kind="yarn", factor=2.0),
+    EncoderConfig(layers=2),
+    RelativePositions(),
     MoeConfig(experts=8, ffn_width=32),
     RouterConfig(),
     LatentConfig(kv_rank=8, rope_width=2, v_width=4),

@@ -8,7 +8,7 @@ exceptions has to be maintained.
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mixtral, qwen
+from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mixtral, qwen, t5, whisper
 from colonnade.checkpoint.hf.experts import expert_fields
 from colonnade.checkpoint.hf.family import ConfigKeys, Family
 from colonnade.config import ModelConfig
@@ -30,6 +30,8 @@ FAMILIES: dict[str, Family] = {
         deepseek.V3,
         bert.BERT,
         bert.MEGATRON,
+        t5.T5,
+        whisper.WHISPER,
     )
 }
 
@@ -87,5 +89,6 @@ def _comparable_fields(config: ModelConfig) -> dict[str, Any]:
     unused |= {"window_from_layer"} if config.window is None else set()
     unused |= {"ffn_width"} if layers_with_experts == config.layers else set()
     unused |= {"qk_norm_over"} if not config.qk_norm else set()
+    unused |= {"tied"} if FAMILIES[config.family].tied_by_values else set()
     fields = {name: getattr(config, name) for name in type(config).model_fields if name not in unused}
     return fields | expert_fields(config)

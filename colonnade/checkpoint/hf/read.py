@@ -15,7 +15,7 @@ from colonnade.checkpoint.atomic_folder import read_json
 from colonnade.checkpoint.hf import FAMILIES, config_from_hf
 from colonnade.checkpoint.hf.family import Family
 from colonnade.checkpoint.hf.quantised_source import QuantisedSource, parse_quantization
-from colonnade.checkpoint.weight_mapping import Box, Shape, WeightLoader
+from colonnade.checkpoint.weight_mapping import Box, Shape, WeightLoader, tensors_equal
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
@@ -46,6 +46,9 @@ class HFFolder:
             source = QuantisedSource(source, parse_quantization(quantised, str(file)))
         self.config: ModelConfig = family.config_for_tensors(config, source.shapes)
         head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
+        if family.tied_by_values:
+            own = head in source.shapes and not tensors_equal(source, head, embedding)
+            self.config = self.config.replace(tied=not own)
         duplicates = {**family.duplicates, head: embedding} if self.config.tied else family.duplicates
         self._weights = WeightLoader(self.config, source, family.table_for(source.shapes), duplicates)
 

@@ -8,7 +8,8 @@ Query head n reads key/value head n // (N / K) (grouped-query attention, Ainslie
 and dtype.
 
 A soft cap c (``cap``) maps scores to c·tanh(s / c) (Gemma 2, arXiv 2408.00118); then ``slopes_N`` subtract m_n·(i − j)
-(ALiBi: Press et al., arXiv 2108.12409). ``sinks_N`` are scores of an extra key that each head always sees and whose
+(ALiBi: Press et al., arXiv 2108.12409), and ``near_RN`` adds a bias by distance (T5,
+:mod:`~colonnade.kernels.attention.cross`). ``sinks_N`` are scores of an extra key that each head always sees and whose
 value is 0 (attention sinks: Xiao et al., arXiv 2309.17453): the state (0, sink_n), merged once.
 
 Dropout, in training, drops probabilities after the softmax and scales the rest: the normaliser includes all of them, so
@@ -72,6 +73,7 @@ def attend(
     dropout: AttentionDropout | None = None,
     cap: float | None = None,
     slopes_N: Tensor | None = None,
+    near_RN: Tensor | None = None,
     positions: int | None = None,
     first: int = 0,
 ) -> State:
@@ -90,6 +92,8 @@ def attend(
         query_T = torch.arange(positions - T, positions, device=q_TNH.device)
         distance_TS = query_T[:, None] - torch.arange(first, first + S, device=q_TNH.device)
         scores_KGTS = scores_KGTS - slopes_N.to(scores_KGTS.dtype).view(K, -1, 1, 1) * distance_TS
+    if near_RN is not None:
+        scores_KGTS = scores_KGTS + relative_bias(near_RN, T, S, positions, first).unflatten(0, (K, -1))
     scores_KGTS = scores_KGTS.masked_fill(~mask_TS, -torch.inf)
     row_max = scores_KGTS.detach().amax(-1, keepdim=True) if S else scores_KGTS.new_zeros(K, N // K, T, 1)
     row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
@@ -103,6 +107,14 @@ def attend(
     o_TNH = torch.einsum("kgts,skh->tkgh", p_KGTS, v_SKH).flatten(1, 2)
     lse = torch.where(row_sum == 0, -torch.inf, torch.log(safe_sum) + row_max)
     return State(o_TNH, lse.squeeze(-1).flatten(0, 1).T)
+
+
+def relative_bias(near_RN: Tensor, T: int, S: int, positions: int | None = None, first: int = 0) -> Tensor:
+    """bias_NTS = near[clamp(j − i)] of the last T of ``positions`` queries and S keys from position ``first``."""
+    positions, limit = S if positions is None else positions, len(near_RN) // 2
+    query_T = torch.arange(positions - T, positions, device=near_RN.device)
+    key_S = torch.arange(first, first + S, device=near_RN.device)
+    return near_RN[(key_S - query_T[:, None]).clamp(-limit, limit) + limit].permute(2, 0, 1)
 
 
 def packed(

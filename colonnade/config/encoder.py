@@ -1,0 +1,35 @@
+"""The encoder of an encoder–decoder model, and relative position biases (T5)."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from colonnade.config.base import MAX_DIM, Config
+
+
+class EncoderConfig(Config):
+    """The encoder beside a decoder; heads, widths, norms and activations are those of the decoder."""
+
+    layers: int = Field(gt=0, le=1 << 20)
+    """Encoder blocks."""
+    ffn_width: int = Field(default=0, ge=0, le=MAX_DIM)
+    """Hidden width of the encoder's feed-forward network; 0: the decoder's."""
+    context: int = Field(default=512, gt=0, le=MAX_DIM)
+    """Longest source [tokens; for audio, frames after the convolutions]."""
+    reads: Literal["tokens", "audio"] = "tokens"
+    """tokens: sources are token ids, embedded by the decoder's table. audio: log-mel spectrograms, which two
+    convolutions turn into one vector for each two frames (Whisper)."""
+    start_token: int = Field(default=0, ge=0, le=MAX_DIM)
+    """The token that begins every target."""
+    mels: int = Field(default=80, gt=0, le=1 << 12)
+    """Mel bands of a spectrogram (reads = audio)."""
+
+
+class RelativePositions(Config):
+    """Learned biases of attention scores by bucketed distance (T5, arXiv 1910.10683, section 2.1)."""
+
+    buckets: int = Field(default=32, ge=4, le=1 << 16)
+    """Rows of the table. Half are exact distances, the others grow logarithmically; in an encoder half are for later
+    keys."""
+    distance: int = Field(default=128, gt=0, le=1 << 16)
+    """All keys at this distance or farther share a bucket [tokens]."""

@@ -1,0 +1,54 @@
+"""The encoder of an encoder–decoder model: its own blocks and norm, on sources instead of targets."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.config import ModelConfig
+from colonnade.model.dropout import Dropout
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import Placement, residual_placement
+
+
+class Source(NamedTuple):
+    """S tokens of all sources of a pass, concatenated, or the spectrograms of audio."""
+
+    tokens_S: Tensor
+    """int64 token ids. For audio float (sources, mel bands, frames), all of one length."""
+    positions_S: Tensor
+    """int64 position of each token, or of each two frames, within its own source."""
+    dropout: Dropout | None = None
+    """Dropout of a training step; None: no dropout."""
+
+
+class AudioFrontEnd(nn.Module):
+    """Log-mel spectrograms to vectors: two convolutions with GELU, the second of stride 2, and positions.
+
+    Radford et al., arXiv 2212.04356, section 2.2. Every rank computes it whole, then takes its rows.
+    """
+
+    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        assert config.encoder is not None, "a front end belongs to an encoder"
+        on = {"device": device, "dtype": dtype}
+        self.conv1 = nn.Conv1d(config.encoder.mels, config.width, 3, padding=1, **on)
+        self.conv2 = nn.Conv1d(config.width, config.width, 3, stride=2, padding=1, **on)
+        self.positions = nn.Parameter(torch.empty(config.encoder.context, config.width, **on))
+        self.layout: dict[str, Placement] = dict.fromkeys(
+            (name for name, _ in self.named_parameters()), residual_placement(axes)
+        )
+
+    def forward(self, source: Source) -> Tensor:
+        """x_SD."""
+        x_BDS = F.gelu(self.conv2(F.gelu(self.conv1(source.tokens_S.to(self.positions.dtype)))))
+        return x_BDS.transpose(1, 2).flatten(0, 1) + F.embedding(source.positions_S, self.positions)
+
+
+def whisper_positions(length: int, width: int) -> Tensor:
+    """Whisper's encoder positions: sin | cos of p · 10000^(−i / (width/2 − 1))."""
+    half = width // 2
+    rates = torch.exp(-torch.log(torch.tensor(10000.0)) / (half - 1) * torch.arange(half))
+    angles = torch.arange(length)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], 1)

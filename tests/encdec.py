@@ -1,0 +1,36 @@
+"""Helpers for tests of encoder–decoder models; does not import transformers, because workers import this."""
+
+import torch
+from torch import Tensor
+
+from colonnade.config import EncoderConfig, ModelConfig, RelativePositions
+from colonnade.model import Beside, Crossed, Packed, Source, Stream
+
+SOURCES, TARGETS = [9, 1, 31], [5, 12, 2]
+
+
+def t5(version: str = "1.0", **changes: object) -> ModelConfig:
+    """A small T5."""
+    old = version == "1.0"
+    config = ModelConfig(
+        family="t5", vocab_size=53, layers=2, width=24, heads=4, head_width=5, ffn_width=31, context=512,
+        positions="none", relative_positions=RelativePositions(buckets=8, distance=12), score_scale=1.0,
+        norm_eps=1e-6, encoder=EncoderConfig(layers=3), gated=not old, activation="relu" if old else "gelu_tanh",
+        tied=old, scale_decoder_outputs=old,
+    )  # fmt: skip
+    return config.replace(**changes)
+
+
+def texts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[Tensor]:
+    """Random sequences of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, vocab_size, (n,), generator=generator) for n in lengths]
+
+
+def inputs(sources: list[Tensor], targets: list[Tensor], kernels: str = "auto") -> tuple[Stream, Crossed]:
+    """(stream, attend) of pairs in one pass."""
+    positions_T, positions_S = (torch.cat([torch.arange(len(x)) for x in part]) for part in (targets, sources))
+    own = Packed.of([len(x) for x in targets], kernels=kernels)
+    source = Packed.of([len(x) for x in sources], causal=False, kernels=kernels)
+    stream = Stream(torch.cat(targets), positions_T, source=Source(torch.cat(sources), positions_S))
+    return stream, Crossed(own, source, Beside(source.cu_seqlens, own.cu_seqlens, kernels=kernels))
