@@ -21,6 +21,7 @@ from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shadow import shadow
+from colonnade.cli.speech import SPEECH
 from colonnade.cli.training import demo, presets, train, train_with_defaults
 from colonnade.config import did_you_mean
 from colonnade.config.plugins import load_plugin
@@ -65,18 +66,30 @@ def parse(argv: list[str]) -> Callable[[], None]:
         return parse([*words[:1], "--help"])
     # Optional tables of settings (rope_scaling) are set in the TOML file, not by subcommands.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
+    if name == "speech":
+        verbs = {each: _deferred(verb) for each, verb in SPEECH.items()}
+        about = "Speech recognition."
+        return tyro.extras.subcommand_cli_from_dict(
+            verbs, prog="colonnade speech", description=about, args=words or ["--help"], sort_subcommands=False,
+            **options,
+        )  # fmt: skip
     if name in VERBS:
         verb = train_with_defaults(words) if name == "train" else VERBS[name]
         return tyro.cli(_deferred(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(
-            f"colonnade has no verb '{name}'{did_you_mean(name, [*VERBS, 'help'])} (see colonnade help)", soft_wrap=True
+            f"colonnade has no verb '{name}'{did_you_mean(name, [*VERBS, 'speech', 'help'])} (see colonnade help)",
+            soft_wrap=True,
         )
         sys.exit(2)
-    verbs = {each: _deferred(verb) for each, verb in VERBS.items()}
+    verbs = {each: _deferred(verb) for each, verb in (VERBS | {"speech": _speech}).items()}
     return tyro.extras.subcommand_cli_from_dict(
         verbs, prog="colonnade", description=ABOUT, args=[name], sort_subcommands=False, **options
     )
+
+
+def _speech() -> None:
+    """Speech recognition: colonnade speech --help lists its subcommands."""
 
 
 def _deferred(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:

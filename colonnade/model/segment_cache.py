@@ -2,8 +2,9 @@
 
 Each layer has, for each stream, M + 1 slots of memories, a ring of L + S slots of frames and R slots for copies. Frame
 t is written to slot t mod (L + S), over a frame that no later segment sees; segment i's memory to slot i mod (M + 1),
-the one that segment i does not read. So a step moves no old key: it writes the new ones and attends to the stream's slots
-under a mask. (Without positions the order of keys is free.) The memory is constant, whatever a stream's length.
+the one that segment i does not read. So a step moves no old key: it writes the new ones and attends to the slots of
+its stream under a mask. (Without positions the order of keys is free.) The memory is constant, whatever a stream's
+length.
 """
 
 from collections.abc import Sequence

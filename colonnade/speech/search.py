@@ -29,6 +29,13 @@ class GreedySearch:
         self.output_RD, self.states = predictor.step(first_R, predictor.start(streams))
         self.frames = [0] * streams
 
+    def reset(self, stream: int) -> None:
+        """Begin a new stream in the place of an old one."""
+        label_R = torch.full((1,), self.blank, device=self.output_RD.device)
+        output_RD, states = self.predictor.step(label_R, self.predictor.start(1))
+        self.output_RD, self.states = _replace((self.output_RD, *self.states), [stream], (output_RD, *states))
+        self.frames[stream] = 0
+
     @torch.inference_mode()
     def push(self, frames: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
         """The new (frame, label) pairs of each stream, from its new frames (t, D), which may be none."""

@@ -13,7 +13,8 @@ from colonnade.kernels.transducer.reference import transducer_loss
 from colonnade.model import transducer
 from colonnade.model.transducer import Joint
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.speech import BeamSearch, GreedySearch, LstmPredictor, StatelessPredictor
+from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
+from colonnade.speech.search import BeamSearch, GreedySearch
 from tests.worlds import assert_same, run
 
 V, D = 5, 6

@@ -1,0 +1,61 @@
+"""Sound of any file at 16 kHz, one channel, float32: soundfile reads it, PyAV what soundfile cannot, soxr resamples."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.errors import DataError
+from colonnade.speech.pcm import require, resample
+
+LONGEST_S = 4 * 3600
+"""Longest recording that is read at once."""
+
+
+def load_audio(path: str | Path) -> Tensor:
+    """float32 samples of ``path`` at 16 kHz, the mean of its channels; raises DataError for what holds no sound."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path} is not a file; give a recording")
+    soundfile = require("soundfile")
+    try:
+        info = soundfile.info(str(path))
+        _check_length(path, info.frames / max(1, info.samplerate))
+        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError:
+        samples, rate = _decode(path)
+    if not samples.size:
+        raise DataError(f"{path} has no samples; give a longer recording")
+    mono = samples.mean(axis=1)
+    if not np.isfinite(mono).all():
+        raise DataError(f"{path} has samples that are NaN or infinite; write it again")
+    return torch.from_numpy(resample(mono, rate))
+
+
+def _decode(path: Path) -> tuple[np.ndarray, int]:
+    """(samples × channels, rate) of a video or compressed sound, by PyAV."""
+    av = require("av")
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.audio:
+                raise DataError(f"{path} has no audio track; give a file with sound")
+            stream = container.streams.audio[0]
+            rate = int(stream.rate)
+            resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+            parts: list[np.ndarray] = []
+            total = 0
+            for frame in container.decode(stream):
+                for part in resampler.resample(frame):
+                    parts.append(part.to_ndarray().reshape(-1))
+                    total += len(parts[-1])
+                    _check_length(path, total / rate)
+    except (av.FFmpegError, ValueError) as why:
+        raise DataError(f"{path} is not a recording that can be read: {why}") from None
+    samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    return samples[:, None], rate
+
+
+def _check_length(path: Path, seconds: float) -> None:
+    if seconds > LONGEST_S:
+        raise DataError(f"{path} is {seconds / 3600:.1f} hours long, at most {LONGEST_S // 3600} are read; cut it")
