@@ -1,48 +1,11 @@
 """The verb ``speech``: a table of subcommands."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from colonnade.cli.recognisers import align, data, listen, train
+from colonnade.cli.transcribe import transcribe
 
-from colonnade.cli.common import Model, console
-from colonnade.errors import DataError
-
-
-def transcribe(
-    file: Annotated[Positional[Path], arg(metavar="FILE")],
-    model: Model = "whisper-tiny.en",
-    language: str = "en",
-    format: Literal["txt", "srt", "vtt", "json"] = "txt",
-    out: Path | None = None,
-) -> None:
-    """Write down what is said in a recording, with Whisper.
-
-    Args:
-        file: An audio file, or a video with sound.
-        model: A Whisper: whisper-tiny.en (a package), a folder of Hugging Face's or CTranslate2's format, or a hub id.
-        language: The language that is spoken, as a code (en, de, …).
-        format: txt, subtitles (srt, vtt), or json with times and log-probabilities.
-        out: File to write; by default the transcript is printed.
-    """
-    from colonnade import api
-    from colonnade.speech.audio import load_audio
-    from colonnade.speech.transcribe import Transcriber, write_transcript
-
-    samples = load_audio(file)
-    transcriber = Transcriber(api.load(model, device="cpu"), language)
-    text = write_transcript(list(transcriber.transcribe(samples)), format)
-    if out is None:
-        sys.stdout.write(text)
-        return
-    try:
-        out.write_text(text, "utf-8")
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror}; choose another file") from None
-    console.print(f"{out}: {len(text.splitlines()):,} lines", soft_wrap=True)
-
-
-SPEECH: dict[str, Callable[..., None]] = {"transcribe": transcribe}
+SPEECH: dict[str, Callable[..., None]] = {
+    "transcribe": transcribe, "listen": listen, "align": align, "data": data, "train": train,
+}  # fmt: skip
 """The subcommands of ``colonnade speech``."""

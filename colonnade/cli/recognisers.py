@@ -1,0 +1,113 @@
+"""Subcommands of ``speech`` for recognisers of our own: make data, train, listen, align."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from colonnade.cli.common import console
+from colonnade.errors import ConfigError
+
+Recogniser = Annotated[Path, arg(help="A checkpoint of speech train: runs/NAME/step-N.")]
+
+
+def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, seed: int = 0) -> None:
+    """Speak sentences of a small grammar with espeak-ng: recordings, texts and phoneme times.
+
+    Args:
+        out: Folder for manifest.jsonl and the recordings.
+        train: Sentences to train on.
+        test: Sentences to test on; their voices and texts are not in training.
+        seed: Of the sentences and voices.
+    """
+    from colonnade.speech.data import make_data
+
+    made = make_data(out, train, test, seed)
+    console.print(f"{out}: {len(made):,} recordings", soft_wrap=True)
+
+
+def train(
+    data: Path = Path("speech-data"),
+    run: Path = Path("runs/speech"),
+    preset: Literal["speech-tiny", "speech-tiny-av"] = "speech-tiny",
+    steps: int = 3000,
+    batch: int = 16,
+    lr: float = 1.5e-3,
+    seed: int = 0,
+    save_every: int = 500,
+) -> None:
+    """Train a streaming recogniser in noise; continues from the newest checkpoint of the run.
+
+    Args:
+        data: Folder with a manifest.jsonl.
+        run: Folder for checkpoints.
+        preset: speech-tiny hears; speech-tiny-av also sees mouths, drawn from the recordings' phonemes.
+        steps: Training steps.
+        batch: Recordings a step.
+        lr: Highest learning rate.
+        seed: Of the weights, the order and the noise.
+        save_every: Steps between checkpoints.
+    """
+    from colonnade.config.speech import SPEECH_PRESETS
+    from colonnade.speech.fit import Corpus, FitSettings, fit, word_error_rate
+    from colonnade.speech.model import SpeechModel
+
+    def log(step: int, loss: float) -> None:
+        if step % 50 == 0:
+            console.print(f"step {step:,}: loss {loss:.3f} a letter", soft_wrap=True)
+
+    config = SPEECH_PRESETS[preset]
+    settings = FitSettings(steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every)
+    checkpoint = fit(config, data, run, settings, log)
+    model, corpus = SpeechModel.load(checkpoint), Corpus(data, config, "test")
+    for pictures in (False, True) if config.picture else (False,):
+        what = "sound and drawn mouths" if pictures else "sound"
+        rates = [f"{word_error_rate(model, corpus, snr, pictures):.1%}" for snr in (None, 5.0, -5.0)]
+        console.print(f"word errors, {what}: clean {rates[0]}, 5 dB {rates[1]}, -5 dB {rates[2]} of babble")
+    console.print(f"{checkpoint}", soft_wrap=True)
+
+
+def listen(
+    recogniser: Positional[Recogniser],
+    file: Annotated[Positional[Path], arg(metavar="FILE")],
+    chunk_ms: int = 100,
+) -> None:
+    """Recognise a recording as a stream, and print text as soon as there is some.
+
+    Args:
+        recogniser: The model.
+        file: A recording.
+        chunk_ms: Length of the parts in which the sound arrives [ms].
+    """
+    from colonnade.speech.audio import load_audio
+    from colonnade.speech.listen import listen as texts
+    from colonnade.speech.model import SpeechModel
+
+    if not 1 <= chunk_ms <= 60_000:
+        raise ConfigError(f"--chunk_ms is {chunk_ms}; use 1 to 60,000")
+    model, samples = SpeechModel.load(recogniser), load_audio(file)
+    for delta in texts(model, samples.split(16 * chunk_ms)):
+        sys.stdout.write(delta)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def align(
+    recogniser: Positional[Recogniser],
+    file: Annotated[Positional[Path], arg(metavar="FILE")],
+    text: Annotated[Positional[str], arg(metavar="TEXT")],
+) -> None:
+    """Print start, end and score of each word of a known text.
+
+    Args:
+        recogniser: The model.
+        file: A recording.
+        text: What is said in it.
+    """
+    from colonnade.speech.audio import load_audio
+    from colonnade.speech.model import SpeechModel
+
+    model = SpeechModel.load(recogniser)
+    for word, start, end, score in model.align(load_audio(file), text):
+        sys.stdout.write(f"{start:8.2f} {end:8.2f} {score:6.3f}  {word}\n")

@@ -1,0 +1,1 @@
+"""Transducer (RNN-T) lattices: forward and backward scores of all alignments."""

@@ -1,0 +1,178 @@
+"""Keys and values of streams in fixed slots, and the attend that runs one segment of each.
+
+Each layer has, for each stream, M + 1 slots of memories, a ring of L + S slots of frames and R slots for copies. Frame
+t is written to slot t mod (L + S), over a frame that no later segment sees; segment i's memory to slot i mod (M + 1),
+the one that segment i does not read. So a step moves no old key: it writes the new ones and attends to the slots of
+its stream under a mask. (Without positions the order of keys is free.) The memory is constant, whatever a stream's
+length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import CapacityError, DataError
+from colonnade.model.segments import SegmentRows, Segments, attend_segments
+
+
+class SegmentCache:
+    """Slots for at most ``streams`` streams."""
+
+    def __init__(
+        self,
+        sizes: Segments,
+        streams: int,
+        layers: int,
+        kv_heads: int,
+        head_width: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        """``kv_heads``: this rank's."""
+        self.sizes, self.streams = sizes, streams
+        self.memory_slots = sizes.memory + 1 if sizes.memory else 0
+        self.ring = sizes.left + sizes.segment
+        self.width = self.memory_slots + self.ring + sizes.right
+        shape = (layers, streams, self.width, kv_heads, head_width)
+        self.k_LBSkH = torch.zeros(shape, device=device, dtype=dtype)
+        self.v_LBSkH = torch.zeros(shape, device=device, dtype=dtype)
+        self.free = list(range(streams - 1, -1, -1))
+        self.frames = [0] * streams
+        self.segments = [0] * streams
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values."""
+        return 2 * self.k_LBSkH.numel() * self.k_LBSkH.element_size()
+
+    def open(self) -> int:
+        """A stream's number; raises CapacityError if all are taken."""
+        if not self.free:
+            raise CapacityError(f"all {self.streams} streams are in use; close one, or make the pool larger")
+        stream = self.free.pop()
+        self.frames[stream] = self.segments[stream] = 0
+        return stream
+
+    def close(self, stream: int) -> None:
+        """Return the stream's slots."""
+        if stream in self.free or not 0 <= stream < self.streams:
+            raise DataError(f"stream {stream} is not open")
+        self.free.append(stream)
+
+    def step(self, parts: Sequence[tuple[int, int, int]]) -> "SegmentStep":
+        """The attend of one segment for each (stream, frames, copies of frames after it).
+
+        Rows are all frames, then all copies, in this order. Call :meth:`commit` after the pass: a pass that failed may
+        be repeated.
+        """
+        sizes = self.sizes
+        for stream, n, r in parts:
+            if stream in self.free:
+                raise DataError(f"stream {stream} is not open")
+            if not 1 <= n <= sizes.segment or not 0 <= r <= sizes.right:
+                raise DataError(
+                    f"stream {stream} has a segment of {n} frames and {r} after it; at most {sizes.segment} and "
+                    f"{sizes.right} fit, and at least 1 frame"
+                )
+            if self.frames[stream] % sizes.segment:
+                raise DataError(f"stream {stream} had a short segment, which must be its last")
+        if len({stream for stream, _, _ in parts}) != len(parts):
+            raise DataError("a stream may run one segment a step")
+        return SegmentStep.of(self, parts)
+
+    def commit(self, step: "SegmentStep") -> None:
+        """Advance the streams of ``step``."""
+        for stream, n, _ in step.parts:
+            self.frames[stream] += n
+            self.segments[stream] += 1
+
+
+@dataclass(frozen=True)
+class SegmentStep:
+    """One segment of B streams."""
+
+    caches: ClassVar[bool] = True
+
+    cache: SegmentCache
+    parts: Sequence[tuple[int, int, int]]
+    rows: SegmentRows
+    queries_BS: Tensor
+    """The row of each query, −1 for padding."""
+    written: Tensor
+    """The rows whose keys are stored: frames, copies, memories; no summaries."""
+    slots: Tensor
+    """Where, among all streams' slots."""
+    streams_B: Tensor
+    mask_BSS: Tensor
+    """Which of its stream's slots each query sees."""
+
+    @staticmethod
+    def of(cache: SegmentCache, parts: Sequence[tuple[int, int, int]]) -> "SegmentStep":
+        """Tables of one step; their sizes are bounded by the streams, not by their lengths."""
+        sizes, device = cache.sizes, cache.k_LBSkH.device
+        B, M, S, R = len(parts), sizes.memory, sizes.segment, sizes.right
+        T, copies = sum(n for _, n, _ in parts), sum(r for _, _, r in parts)
+        queries = torch.full((B, S + R + (M > 0)), -1)
+        mask = torch.zeros(B, cache.width, dtype=torch.bool)
+        frame_slots: list[Tensor] = []
+        copy_slots: list[Tensor] = []
+        memory_slots: list[int] = []
+        frame = 0
+        copy = T
+        for b, (stream, n, r) in enumerate(parts):
+            base, start, number = stream * cache.width, cache.frames[stream], cache.segments[stream]
+            own = cache.memory_slots + torch.arange(start, start + n) % cache.ring
+            after = cache.memory_slots + cache.ring + torch.arange(r)
+            queries[b, :n] = torch.arange(frame, frame + n)
+            queries[b, S : S + r] = torch.arange(copy, copy + r)
+            mask[b, cache.memory_slots + torch.arange(max(0, start - sizes.left), start + n) % cache.ring] = True
+            mask[b, after] = True
+            if M:
+                queries[b, -1] = T + copies + b
+                mask[b, torch.arange(max(0, number - M), number) % cache.memory_slots] = True
+                memory_slots.append(base + number % cache.memory_slots)
+            frame_slots.append(base + own)
+            copy_slots.append(base + after)
+            frame, copy = frame + n, copy + r
+        counts = torch.tensor([n for _, n, _ in parts], dtype=torch.long)
+        rows = SegmentRows(
+            torch.repeat_interleave(torch.arange(B), counts).to(device), torch.empty(0, dtype=torch.long), B, M > 0
+        )
+        mask_BSS = mask[:, None].repeat(1, queries.shape[1], 1)
+        written = torch.arange(T + copies)
+        if M:
+            mask_BSS[:, -1, : cache.memory_slots] = False
+            written = torch.cat((written, T + copies + B + torch.arange(B)))
+        slots = torch.cat((*frame_slots, *copy_slots, torch.tensor(memory_slots, dtype=torch.long)))
+        streams_B = torch.tensor([stream for stream, _, _ in parts], dtype=torch.long)
+        tables = (x.to(device) for x in (queries, written, slots, streams_B, mask_BSS))
+        return SegmentStep(cache, parts, rows, *tables)
+
+    def at(self, layer: int, window: int | None) -> "SegmentStepView":
+        """The view of one layer."""
+        return SegmentStepView(self, self.cache.k_LBSkH[layer], self.cache.v_LBSkH[layer])
+
+
+@dataclass(frozen=True)
+class SegmentStepView:
+    """One layer of a :class:`SegmentStep`: writes the new keys and values, then attends."""
+
+    caches: ClassVar[bool] = True
+
+    step: SegmentStep
+    k_BSkH: Tensor
+    v_BSkH: Tensor
+
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
+        """o_TnH; 0 for memories."""
+        step = self.step
+        for pool, new in ((self.k_BSkH, k_TkH), (self.v_BSkH, v_TkH)):
+            pool.flatten(0, 1).index_copy_(0, step.slots, new[step.written].to(pool.dtype))
+        keys, values = self.k_BSkH[step.streams_B], self.v_BSkH[step.streams_B]
+        o_BSnH = attend_segments(q_TnH[step.queries_BS.clamp(min=0)], keys, values, step.mask_BSS)
+        asked = step.queries_BS >= 0
+        return torch.zeros_like(q_TnH).index_copy(0, step.queries_BS[asked], o_BSnH[asked])

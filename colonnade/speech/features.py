@@ -1,0 +1,71 @@
+"""Log-mel spectra in frames of 40 ms, four spectra each, also while the sound arrives.
+
+A spectrum is that of 400 samples (25 ms) under a Hann window, one each 10 ms, ended by the frame's own samples: frame t
+needs nothing after sample 640·(t + 1). Filters are triangles on the mel scale (2595·log₁₀(1 + f/700)).
+"""
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import DataError
+
+RATE = 16000
+FRAME = 640
+"""Samples of a frame."""
+HOP, WINDOW, FFT = 160, 400, 512
+BEFORE = WINDOW - HOP
+"""Samples before a frame that its first spectrum reads."""
+FLOOR, MEAN, SCALE = 1e-6, -4.0, 0.25
+
+
+def mel_filters(mels: int) -> Tensor:
+    """(FFT/2 + 1, mels), float64."""
+    bins = torch.linspace(0, RATE / 2, FFT // 2 + 1, dtype=torch.float64)
+    top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700, dtype=torch.float64))
+    edges = 700 * (10 ** (torch.linspace(0, float(top), mels + 2, dtype=torch.float64) / 2595) - 1)
+    low, mid, high = edges[:-2], edges[1:-1], edges[2:]
+    rising = (bins[:, None] - low) / (mid - low)
+    falling = (high - bins[:, None]) / (high - mid)
+    return torch.minimum(rising, falling).clamp(min=0)
+
+
+def log_mel(samples: Tensor, filters: Tensor) -> Tensor:
+    """(T, 4·mels) from BEFORE samples and T whole frames of them."""
+    T = (len(samples) - BEFORE) // FRAME
+    if T < 1:
+        return samples.new_zeros(0, 4 * filters.shape[1])
+    windows = samples[: BEFORE + T * FRAME].unfold(0, WINDOW, HOP)
+    shape = torch.hann_window(WINDOW, dtype=samples.dtype, device=samples.device)
+    power = torch.fft.rfft(windows * shape, FFT).abs().square()
+    mel = (power @ filters.to(samples)).clamp(min=FLOOR).log()
+    return ((mel - MEAN) * SCALE).view(T, -1)
+
+
+class FrameStream:
+    """Samples in runs of any length to spectra of whole frames; one stream."""
+
+    def __init__(self, filters: Tensor):
+        self.filters = filters
+        self.tail = torch.zeros(BEFORE, dtype=filters.dtype)
+
+    def push(self, samples: Tensor) -> Tensor:
+        """The frames that are complete now; keeps less than a frame, and what the next one reads."""
+        samples = check_samples(samples).to(self.tail)
+        waiting = torch.cat((self.tail, samples))
+        T = (len(waiting) - BEFORE) // FRAME
+        self.tail = waiting[T * FRAME :].clone()
+        return log_mel(waiting[: BEFORE + T * FRAME], self.filters)
+
+    def end(self) -> Tensor:
+        """The last frame, filled up with silence, if samples are left."""
+        left = len(self.tail) - BEFORE
+        return self.push(torch.zeros(FRAME - left)) if left else self.filters.new_zeros(0, 4 * self.filters.shape[1])
+
+
+def check_samples(samples: Tensor) -> Tensor:
+    """Raise DataError unless these are finite samples of one channel."""
+    if samples.ndim != 1 or not samples.dtype.is_floating_point:
+        raise DataError(f"samples of shape {tuple(samples.shape)} and {samples.dtype}; use one channel of floats")
+    if not bool(torch.isfinite(samples).all()):
+        raise DataError("samples with NaN or infinity; check the decoder")
+    return samples

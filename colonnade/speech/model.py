@@ -1,0 +1,177 @@
+"""A streaming recogniser of speech, and of pictures of the mouth: front ends, encoder, transducer, CTC.
+
+    sound     log-mel spectra -> linear                     a_t
+    pictures  two convolutions, a picture each -> linear    v_t
+    fusion    [v | a] -> LayerNorm -> 4D SiLU -> D          a missing modality is 0 (Ma et al., arXiv 2303.14307)
+    encoder   :mod:`colonnade.model.segment_encoder`
+    loss      transducer + ½ CTC
+
+The CTC head serves alignment, and without its loss the encoder learns nothing for hundreds of steps: the predictor
+learns the grammar first.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.checkpoint.atomic_folder import (
+    Manifest,
+    commit,
+    create_partial,
+    partial_path,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from colonnade.config.speech import SpeechConfig
+from colonnade.errors import CheckpointError, DataError
+from colonnade.kernels import ctc
+from colonnade.model.segment_encoder import SegmentEncoder
+from colonnade.model.segments import Segments
+from colonnade.model.transducer import Joint
+from colonnade.speech.features import FRAME, FrameStream, mel_filters
+from colonnade.speech.predictor import StatelessPredictor
+from colonnade.speech.search import GreedySearch
+
+CTC_WEIGHT = 0.5
+
+
+class SpeechModel(nn.Module):
+    """Parameters are drawn from ``seed``."""
+
+    def __init__(self, config: SpeechConfig, seed: int = 0, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.sizes = Segments(config.segment, config.left, config.right, config.memory)
+        D, J, V = config.width, config.joint_width, config.vocab_size
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.audio = nn.Linear(4 * config.mels, D)
+            self.video = _pictures(config.picture, D) if config.picture else None
+            if config.picture:
+                self.fusion = nn.Sequential(
+                    nn.LayerNorm(2 * D), nn.Linear(2 * D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D)
+                )
+            self.encoder = SegmentEncoder(config.encoder)
+            self.out, self.ctc = nn.Linear(D, J), nn.Linear(D, V)
+            self.predictor, self.joint = StatelessPredictor(J, V, J), Joint(J, V)
+            nn.init.normal_(self.joint.weight, std=J**-0.5)
+        self.encoder.initialise(seed)
+        self.to(dtype)
+        self.filters = mel_filters(config.mels).to(dtype)
+
+    def features(self, samples: Tensor) -> Tensor:
+        """The spectra of a whole recording at 16 kHz, (T, 4·mels); a last part of a frame is filled up."""
+        stream = FrameStream(self.filters)
+        return torch.cat((stream.push(samples), stream.end()))
+
+    def frames(self, mel_TD: Tensor, pictures: Tensor | None = None, seen_T: Tensor | None = None) -> Tensor:
+        """x_TD from spectra and pictures (T, height, width); ``seen_T`` marks the frames that have a picture."""
+        a_TD = self.audio(mel_TD)
+        if self.video is None:
+            if pictures is not None:
+                raise DataError("this recogniser has no pictures; leave them out, or train with --picture 24")
+            return a_TD
+        if pictures is None:
+            v_TD = torch.zeros_like(a_TD)
+        else:
+            v_TD = self.video(pictures[:, None].to(a_TD.dtype))
+            if seen_T is not None:
+                v_TD = torch.where(seen_T[:, None], v_TD, 0.0)
+        return self.fusion(torch.cat((v_TD, a_TD), 1))
+
+    def encode(self, x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The encoded frames of whole recordings."""
+        return self.encoder(x_TD, self.sizes.batch(lengths, x_TD.device))
+
+    def loss(self, x_TD: Tensor, lengths: Sequence[int], labels: Sequence[Sequence[int]]) -> Tensor:
+        """The loss of a label, mean over the batch."""
+        y_TD = self.encode(x_TD, lengths)
+        transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
+        logprobs = nn.utils.rnn.pad_sequence(self.ctc(y_TD).log_softmax(1).split(list(lengths)))
+        targets = torch.tensor([label for own in labels for label in own])
+        sizes = torch.tensor(list(lengths)), torch.tensor([len(own) for own in labels])
+        side = F.ctc_loss(logprobs, targets, *sizes, reduction="sum", zero_infinity=True)
+        return (transducer + CTC_WEIGHT * side) / max(1, len(targets))
+
+    @torch.inference_mode()
+    def recognise(self, samples: Tensor, pictures: Tensor | None = None) -> str:
+        """The text of a whole recording, by greedy search; equal to what streams give."""
+        mel_TD = self.features(samples)
+        if not len(mel_TD):
+            return ""
+        y_TD = self.encode(self.frames(mel_TD, *_fit(pictures, len(mel_TD))), [len(mel_TD)])
+        (pairs,) = GreedySearch(self.predictor, self.joint.logprobs, 1).push([self.out(y_TD)])
+        return self.config.text([label for _, label in pairs])
+
+    @torch.inference_mode()
+    def align(
+        self, samples: Tensor, text: str, pictures: Tensor | None = None
+    ) -> list[tuple[str, float, float, float]]:
+        """(word, start [s], end [s], score) of each word of a known text, by CTC."""
+        mel_TD = self.features(samples)
+        labels = self.config.labels(text)
+        if not len(mel_TD):
+            raise DataError("a recording of 0 samples has no words; give a longer one")
+        y_TD = self.encode(self.frames(mel_TD, *_fit(pictures, len(mel_TD))), [len(mel_TD)])
+        spans = ctc.align(self.ctc(y_TD).log_softmax(1), labels)
+        words, place = [], 0
+        for word in text.split(" "):
+            own = spans[place : place + len(word)]
+            if own:
+                score = sum(span.score for span in own) / len(own)
+                words.append((word, own[0].start * FRAME / 16000, own[-1].stop * FRAME / 16000, score))
+            place += len(word) + 1
+        return words
+
+    def save(
+        self, folder: Path, overwrite: bool = False, state: dict[str, Tensor] | None = None, step: int = 0
+    ) -> None:
+        """Write a checkpoint, whole or not at all; ``state`` is the optimizer's."""
+        create_partial(folder, overwrite)
+        partial = partial_path(folder)
+        write_json(partial / "speech.json", {"config": self.config.model_dump(), "step": step})
+        write_tensors(partial / "model.safetensors", {k: v.contiguous() for k, v in self.state_dict().items()})
+        if state is not None:
+            write_tensors(partial / "optimizer.safetensors", state)
+        commit(folder, {})
+
+    @staticmethod
+    def load(folder: Path) -> "SpeechModel":
+        """Read a checkpoint; raises CheckpointError for an incomplete or foreign one."""
+        Manifest.read(folder).check_sizes(folder)
+        if not (folder / "speech.json").is_file():
+            raise CheckpointError(f"{folder} is not a speech recogniser; give a folder that speech train wrote")
+        model = SpeechModel(SpeechConfig(**read_json(folder / "speech.json").get("config", {})))
+        try:
+            tensors = load_file(folder / "model.safetensors")
+        except SafetensorError as why:
+            raise CheckpointError(f"{folder}: the weights cannot be read: {why}; use another checkpoint") from None
+        expected = {name: x.shape for name, x in model.state_dict().items()}
+        if expected != {name: x.shape for name, x in tensors.items()}:
+            raise CheckpointError(
+                f"{folder}: the weights do not match speech.json; restore it or use another checkpoint"
+            )
+        model.load_state_dict(tensors)
+        return model.eval()
+
+
+def _pictures(size: int, width: int) -> nn.Module:
+    """(T, 1, size, size) to (T, width); a picture at a time, so streams need no state."""
+    left = ((size - 5) // 2 + 1 - 3) // 2 + 1
+    layers = nn.Conv2d(1, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(32 * left * left, width))
+
+
+def _fit(pictures: Tensor | None, T: int) -> tuple[Tensor | None, Tensor | None]:
+    """Pictures of T frames, and which frames have one."""
+    if pictures is None or not len(pictures):
+        return None, None
+    missing = max(0, T - len(pictures))
+    padded = torch.cat((pictures[:T], pictures.new_zeros(missing, *pictures.shape[1:])))
+    return padded, torch.arange(T) < len(pictures)

@@ -1,0 +1,175 @@
+"""Search over a transducer's labels, all streams in one product: greedy and time-synchronous beam search.
+
+Both hold their state between calls, so a stream may arrive in segments of any length: what they return after the last
+frame does not depend on where the segments were cut. At each frame a hypothesis emits labels until it emits the blank,
+which moves it to the next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels are merged: their
+probabilities are summed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import DataError
+from colonnade.speech.predictor import Predictor, States
+
+LogProbs = Callable[[Tensor, Tensor], Tensor]
+"""(e_RD, p_RD) to log-probabilities (R, V): :meth:`colonnade.model.transducer.Joint.logprobs`."""
+
+
+class GreedySearch:
+    """The most probable label or blank, again and again; at most ``max_labels`` labels a frame."""
+
+    def __init__(self, predictor: Predictor, logprobs: LogProbs, streams: int, blank: int = 0, max_labels: int = 5):
+        self.predictor, self.logprobs, self.blank, self.max_labels = predictor, logprobs, blank, max_labels
+        first_R = torch.full((streams,), blank, device=_device(predictor, streams))
+        self.output_RD, self.states = predictor.step(first_R, predictor.start(streams))
+        self.frames = [0] * streams
+
+    def reset(self, stream: int) -> None:
+        """Begin a new stream in the place of an old one."""
+        label_R = torch.full((1,), self.blank, device=self.output_RD.device)
+        output_RD, states = self.predictor.step(label_R, self.predictor.start(1))
+        self.output_RD, self.states = _replace((self.output_RD, *self.states), [stream], (output_RD, *states))
+        self.frames[stream] = 0
+
+    @torch.inference_mode()
+    def push(self, frames: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
+        """The new (frame, label) pairs of each stream, from its new frames (t, D), which may be none."""
+        if len(frames) != len(self.frames):
+            raise DataError(f"{len(frames)} runs of frames for {len(self.frames)} streams; give one for each")
+        found: list[list[tuple[int, int]]] = [[] for _ in frames]
+        for t in range(max(map(len, frames), default=0)):
+            rows = [r for r, own in enumerate(frames) if t < len(own)]
+            for _ in range(self.max_labels):
+                e_RD = torch.stack([frames[r][t] for r in rows])
+                label_R = self.logprobs(e_RD, self.output_RD[rows]).argmax(1)
+                emits = (label_R != self.blank).tolist()
+                rows = [r for r, emit in zip(rows, emits, strict=True) if emit]
+                if not rows:
+                    break
+                new_R = label_R[torch.tensor(emits, device=label_R.device)]
+                output_RD, states = self.predictor.step(new_R, tuple(x[rows] for x in self.states))
+                self.output_RD, self.states = _replace((self.output_RD, *self.states), rows, (output_RD, *states))
+                for r, label in zip(rows, new_R.tolist(), strict=True):
+                    found[r].append((self.frames[r] + t, label))
+        self.frames = [n + len(own) for n, own in zip(self.frames, frames, strict=True)]
+        return found
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Labels, their log-probability over all alignments so far, and the predictor after them."""
+
+    labels: tuple[int, ...]
+    score: float
+    output_D: Tensor
+    states: tuple[Tensor, ...]
+
+    @property
+    def normalised(self) -> float:
+        """score / (labels + 1): the mean log-probability, so that short texts are not preferred."""
+        return self.score / (len(self.labels) + 1)
+
+
+class BeamSearch:
+    """The ``beam`` most probable hypotheses of each stream."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        logprobs: LogProbs,
+        streams: int,
+        blank: int = 0,
+        beam: int = 10,
+        max_labels: int = 5,
+    ):
+        if beam < 1:
+            raise DataError(f"beam is {beam}; use at least 1")
+        self.predictor, self.logprobs, self.blank = predictor, logprobs, blank
+        self.beam, self.max_labels = beam, max_labels
+        first_R = torch.full((streams,), blank, device=_device(predictor, streams))
+        output_RD, states = predictor.step(first_R, predictor.start(streams))
+        self.hypotheses = [[Hypothesis((), 0.0, output_RD[r], tuple(x[r] for x in states))] for r in range(streams)]
+
+    @torch.inference_mode()
+    def push(self, frames: Sequence[Tensor]) -> None:
+        """Continue each stream by its new frames (t, D), which may be none."""
+        if len(frames) != len(self.hypotheses):
+            raise DataError(f"{len(frames)} runs of frames for {len(self.hypotheses)} streams; give one for each")
+        for t in range(max(map(len, frames), default=0)):
+            self._frame({r: own[t] for r, own in enumerate(frames) if t < len(own)})
+
+    def best(self, stream: int) -> list[Hypothesis]:
+        """The stream's hypotheses by normalised score, best first."""
+        return sorted(self.hypotheses[stream], key=lambda h: -h.normalised)
+
+    def stable(self, stream: int) -> tuple[int, ...]:
+        """The labels that all hypotheses of a stream begin with: later frames cannot change them."""
+        first, *others = (h.labels for h in self.hypotheses[stream])
+        length = 0
+        while length < len(first) and all(x[: length + 1] == first[: length + 1] for x in others):
+            length += 1
+        return first[:length]
+
+    def _frame(self, frame_of: dict[int, Tensor]) -> None:
+        """One frame of each of these streams: blanks end it, labels stay in it."""
+        live = {r: self.hypotheses[r] for r in frame_of}
+        ended: dict[int, dict[tuple[int, ...], Hypothesis]] = {r: {} for r in frame_of}
+        for emitted in range(self.max_labels + 1):
+            rows = [(r, h) for r, own in live.items() for h in own]
+            if not rows:
+                break
+            e_RD, p_RD = torch.stack([frame_of[r] for r, _ in rows]), torch.stack([h.output_D for _, h in rows])
+            logprobs_RV = self.logprobs(e_RD, p_RD).double()
+            for (r, h), blank in zip(rows, logprobs_RV[:, self.blank].tolist(), strict=True):
+                _add(ended[r], h, h.score + blank)
+            if emitted == self.max_labels:
+                break
+            live = self._extend(rows, logprobs_RV)
+        for r, own in ended.items():
+            self.hypotheses[r] = sorted(own.values(), key=lambda h: -h.score)[: self.beam]
+
+    def _extend(self, rows: list[tuple[int, Hypothesis]], logprobs_RV: Tensor) -> dict[int, list[Hypothesis]]:
+        """The best hypotheses of each stream with one label more; one predictor step for all of them."""
+        logprobs_RV = logprobs_RV.clone()
+        logprobs_RV[:, self.blank] = -torch.inf
+        values, labels = logprobs_RV.topk(min(self.beam, logprobs_RV.shape[1]), 1)
+        choices: dict[int, list[tuple[float, int, int]]] = {}
+        for i, ((r, h), own_values, own_labels) in enumerate(zip(rows, values.tolist(), labels.tolist(), strict=True)):
+            new = [(h.score + v, i, label) for v, label in zip(own_values, own_labels, strict=True) if v > -math.inf]
+            choices.setdefault(r, []).extend(new)
+        chosen = [(r, x) for r, own in choices.items() for x in sorted(own, key=lambda x: -x[0])[: self.beam]]
+        live: dict[int, list[Hypothesis]] = {r: [] for r in choices}
+        if not chosen:
+            return live
+        label_R = torch.tensor([label for _, (_, _, label) in chosen], device=logprobs_RV.device)
+        parents = [rows[i][1] for _, (_, i, _) in chosen]
+        states = tuple(torch.stack(x) for x in zip(*(h.states for h in parents), strict=True))
+        output_RD, states = self.predictor.step(label_R, states)
+        for j, ((r, (score, _, label)), parent) in enumerate(zip(chosen, parents, strict=True)):
+            live[r].append(Hypothesis((*parent.labels, label), score, output_RD[j], tuple(x[j] for x in states)))
+        return live
+
+
+def _add(ended: dict[tuple[int, ...], Hypothesis], new: Hypothesis, score: float) -> None:
+    """Sum the probabilities of hypotheses with equal labels."""
+    old = ended.get(new.labels)
+    if old is not None and old.score > -math.inf:
+        high, low = max(old.score, score), min(old.score, score)
+        score = high + math.log1p(math.exp(low - high))
+    ended[new.labels] = Hypothesis(new.labels, score, new.output_D, new.states)
+
+
+def _device(predictor: Predictor, streams: int) -> torch.device:
+    return predictor.start(streams)[0].device
+
+
+def _replace(old: States, rows: list[int], new: States) -> tuple[Tensor, States]:
+    """``old`` with these rows replaced, the output apart from the states."""
+    index = torch.tensor(rows, device=old[0].device)
+    output, *states = (x.index_copy(0, index, y.to(x.dtype)) for x, y in zip(old, new, strict=True))
+    return output, tuple(states)

@@ -1,0 +1,112 @@
+"""Spoken sentences by espeak-ng, with the times of their phonemes: training data whose alignment is known.
+
+Sentences have GRID's form (command, colour, preposition, letter, digit, adverb; Cooke et al., 2006): 51 words. Voices
+are accents × variants of espeak-ng. The library is called by ctypes; it has one state for the whole process.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from colonnade.errors import ColonnadeError, DataError
+from colonnade.speech.pcm import require, resample
+
+GRAMMAR = (
+    ("bin", "lay", "place", "set"),
+    ("blue", "green", "red", "white"),
+    ("at", "by", "in", "with"),
+    tuple("abcdefghijklmnopqrstuvxyz"),
+    ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    ("again", "now", "please", "soon"),
+)
+ACCENTS = ("en-us", "gmw/en", "en-gb-scotland", "en-gb-x-rp", "en-029")
+VARIANTS = ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5", "croak")
+VOICES = tuple(f"{accent}+{variant}" for accent in ACCENTS for variant in VARIANTS)
+PHONEME, END = 7, 0
+
+
+class Phoneme(NamedTuple):
+    """A phoneme and where it begins."""
+
+    start_s: float
+    name: str
+
+
+class Spoken(NamedTuple):
+    """16 kHz samples and phonemes; an empty name is silence."""
+
+    samples: np.ndarray
+    phonemes: Sequence[Phoneme]
+
+
+class _Id(ctypes.Union):
+    _fields_ = (("number", ctypes.c_int), ("name", ctypes.c_char_p), ("string", ctypes.c_char * 8))
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int), ("identifier", ctypes.c_uint), ("text_position", ctypes.c_int),
+        ("length", ctypes.c_int), ("audio_position", ctypes.c_int), ("sample", ctypes.c_int),
+        ("user_data", ctypes.c_void_p), ("id", _Id),
+    )  # fmt: skip
+
+
+_Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event))
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, int]:
+    """espeak-ng, initialised, and its rate [Hz]."""
+    loader = require("espeakng_loader", "speech-data")
+    library = ctypes.CDLL(loader.get_library_path())
+    retrieval, phoneme_events, no_exit = 1, 1, 0x8000
+    rate = library.espeak_Initialize(retrieval, 0, str(loader.get_data_path()).encode(), phoneme_events | no_exit)
+    if rate <= 0:
+        raise ColonnadeError("espeak-ng does not start; install espeakng-loader again")
+    return library, rate
+
+
+def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) -> Spoken:
+    """``text`` in a voice of :data:`VOICES`; ``speed`` in words a minute, ``pitch`` 0 to 99."""
+    if "\0" in text:
+        raise DataError("text with a null character; remove it")
+    library, rate = _library()
+    parts: list[np.ndarray] = []
+    phonemes: list[Phoneme] = []
+
+    def receive(samples, count: int, events) -> int:
+        if samples and count > 0:
+            parts.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        i = 0
+        while events[i].type != END:
+            if events[i].type == PHONEME:
+                name = bytes(events[i].id.string).split(b"\0")[0].decode("utf-8", "replace")
+                phonemes.append(Phoneme(events[i].audio_position / 1000, name))
+            i += 1
+        return 0
+
+    callback = _Callback(receive)
+    library.espeak_SetSynthCallback(callback)
+    if library.espeak_SetVoiceByName(voice.encode()):
+        raise DataError(f"espeak-ng has no voice {voice!r}; use one of {', '.join(VOICES[:3])} …")
+    library.espeak_SetParameter(1, speed, 0)
+    library.espeak_SetParameter(3, pitch, 0)
+    data, utf8 = text.encode(), 1
+    if library.espeak_Synth(data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, utf8, None, None):
+        raise ColonnadeError(f"espeak-ng cannot speak {text[:40]!r}")
+    library.espeak_Synchronize()
+    samples = np.concatenate(parts).astype(np.float32) / 32768 if parts else np.zeros(0, np.float32)
+    return Spoken(resample(samples, rate), phonemes)
+
+
+def sentence(random: np.random.Generator) -> str:
+    """A sentence of the grammar."""
+    return " ".join(words[random.integers(len(words))] for words in GRAMMAR)
+
+
+def voice_split(test: bool) -> list[str]:
+    """The voices of the training or the test set: no voice is in both."""
+    return [voice for i, voice in enumerate(VOICES) if (i % 6 == 5) == test]

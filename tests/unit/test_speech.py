@@ -1,0 +1,339 @@
+"""Recognisers: front ends, streams, synthetic speech and mouths, noise, training, resume, command line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from colonnade.cli import main
+from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
+from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError
+from colonnade.speech import features, fit, mix, mouth
+from colonnade.speech.data import Recording, read_manifest, word_errors
+from colonnade.speech.listen import MOST_AHEAD, Listeners, listen
+from colonnade.speech.model import SpeechModel
+from tests.worlds import assert_same
+
+TINY = SpeechConfig(layers=2, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, memory=1, segment=4, left=6)
+SEEING = TINY.replace(picture=16)
+
+
+def sound(seconds: float, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, 0.1, int(seconds * 16000)))
+
+
+def talkative(config: SpeechConfig, seed: int = 0) -> SpeechModel:
+    """A random model in float64 that emits labels now and then."""
+    model = SpeechModel(config, seed, torch.float64).requires_grad_(False).eval()
+    model.joint.bias[0] += 2.0
+    model.joint.weight *= 6
+    return model
+
+
+def test_spectra_of_streams_equal_those_of_the_whole():
+    filters, samples = features.mel_filters(10), sound(0.93)
+    whole = features.log_mel(torch.cat((torch.zeros(features.BEFORE).double(), samples)), filters)
+    for cut in (1, 37, 640, 5000):
+        stream = features.FrameStream(filters)
+        runs = [stream.push(piece) for piece in samples.split(cut)]
+        assert_same(torch.cat(runs), whole)
+        assert len(stream.tail) < features.BEFORE + features.FRAME
+    assert len(whole) == 23
+    assert len(stream.end()) == 1
+    assert len(features.FrameStream(filters).end()) == 0
+
+
+def test_a_tone_is_in_its_filter():
+    filters = features.mel_filters(40)
+    tone = torch.sin(2 * torch.pi * 1000 * torch.arange(4000).double() / 16000)
+    spectrum = features.log_mel(tone, filters)[1, :40]
+    peak = filters[round(1000 / 8000 * 256)].argmax()
+    assert int(spectrum.argmax()) == int(peak)
+
+
+@pytest.mark.parametrize("config", [TINY, SEEING, TINY.replace(memory=0, right=0, left=0)], ids=["m1", "av", "m0"])
+def test_streams_give_the_text_of_whole_recordings(config):
+    """Streams that join late, hear in parts of their own, see only some pictures, and end at different times."""
+    model = talkative(config)
+    inputs = [sound(1.7, 1), sound(0.4, 2), sound(2.3, 3), sound(0.02, 4)]
+    pictures = [None] * 4
+    if config.picture:
+        pictures = [torch.rand(n, 16, 16, dtype=torch.float64) for n in (43, 4, 20, 0)]
+    expected = [model.recognise(x, p) for x, p in zip(inputs, pictures, strict=True)]
+    assert sum(map(len, expected)) > 10, "nothing was said, so nothing is compared"
+    listeners = Listeners(model, 3)
+    texts = dict.fromkeys(range(4), "")
+    waiting, open_now = [3, 2, 1, 0], {}
+    while waiting or open_now:
+        while waiting and len(open_now) < 3:
+            i = waiting.pop()
+            stream = listeners.open()
+            open_now[stream] = [i, 0]
+            if pictures[i] is not None:
+                listeners.push(stream, inputs[i][:0], pictures[i])
+        for stream, (i, place) in list(open_now.items()):
+            cut = 1500 + 700 * i
+            listeners.push(stream, inputs[i][place : place + cut])
+            open_now[stream][1] += cut
+            if place + cut >= len(inputs[i]):
+                listeners.end(stream)
+        while found := listeners.step():
+            for stream, text in found.items():
+                texts[open_now[stream][0]] += text
+        for stream, (i, place) in list(open_now.items()):
+            if place >= len(inputs[i]):
+                listeners.close(stream)
+                del open_now[stream]
+    assert [texts[i] for i in range(4)] == expected
+
+
+def test_deltas_come_before_the_end():
+    model, samples = talkative(TINY), sound(2.0, 5)
+    parts = list(listen(model, samples.split(900)))
+    assert "".join(parts) == model.recognise(samples)
+    assert len(parts) > 2
+    assert list(listen(model, [])) == []
+
+
+def test_late_and_lost_pictures():
+    """A picture that arrives after its frame is dropped; later ones keep their frames."""
+    model, samples = talkative(SEEING), sound(1.6, 6)
+    pictures = torch.rand(40, 16, 16, dtype=torch.float64)
+    listeners = Listeners(model)
+    stream = listeners.open()
+    listeners.push(stream, samples[: 640 * 10])
+    listeners.push(stream, samples[640 * 10 : 640 * 20], pictures[:20])
+    listeners.push(stream, samples[640 * 20 :])
+    listeners.end(stream)
+    x = listeners.pool.waiting[stream]
+    mel = model.features(samples)
+    seen = (torch.arange(40) >= 10) & (torch.arange(40) < 20)
+    assert_same(x, model.frames(mel, pictures, seen))
+    assert listeners.step()[stream] is not None
+    with pytest.raises(DataError, match="ahead of the sound"):
+        listeners.push(stream, samples[:0], pictures[:1].expand(MOST_AHEAD + 50, 16, 16))
+
+
+def test_what_listeners_refuse():
+    model = talkative(TINY)
+    listeners = Listeners(model)
+    stream = listeners.open()
+    with pytest.raises(CapacityError, match="1 streams"):
+        listeners.open()
+    with pytest.raises(DataError, match="NaN"):
+        listeners.push(stream, torch.full((10,), torch.nan))
+    with pytest.raises(DataError, match="one channel"):
+        listeners.push(stream, torch.zeros(10, 2))
+    with pytest.raises(DataError, match="no pictures"):
+        listeners.push(stream, sound(0.1), torch.zeros(1, 16, 16))
+    with pytest.raises(DataError, match="not open"):
+        listeners.push(5, sound(0.1))
+    assert model.recognise(torch.zeros(0)) == ""
+
+
+def test_mouths_follow_the_phonemes():
+    random = np.random.default_rng(0)
+    phonemes = [mouth.Phoneme(0.0, "m"), mouth.Phoneme(0.4, "'a:"), mouth.Phoneme(0.8, "m"), mouth.Phoneme(1.2, "_")]
+    pictures = mouth.draw_mouths(phonemes, 30, 24, random)
+    assert pictures.shape == (30, 24, 24)
+    assert pictures.dtype == np.float32
+    light = pictures[:, 8:16, 8:16].mean((1, 2))
+    assert light[15] < 0.8 * light[5]  # an open mouth is dark inside
+    assert len(mouth.draw_mouths([], 3, 24, random)) == 3
+
+
+def test_mixing_has_the_ratio():
+    random = np.random.default_rng(0)
+    signal = random.normal(0, 0.3, 8000).astype(np.float32)
+    for noise in (mix.white(900, random), mix.pink(8000, random), mix.babble([signal[::-1], signal], 8000, random)):
+        added = mix.mix(signal, noise, -5.0) - signal
+        assert abs(10 * np.log10(np.mean(signal**2) / np.mean(added**2)) + 5) < 0.01
+    assert np.array_equal(mix.mix(signal, np.zeros(5, np.float32), 0.0), signal)
+    with pytest.raises(DataError, match="0 samples of noise"):
+        mix.mix(signal, signal[:0], 0.0)
+    with pytest.raises(DataError, match="babble needs"):
+        mix.babble([], 10, random)
+    power = np.abs(np.fft.rfft(mix.pink(1 << 16, random))) ** 2
+    assert abs(np.log2(power[1000:2000].mean() / power[2000:4000].mean()) - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "errors"), [("a b c", "a b c", 0), ("a b c", "a c", 1), ("a", "b c", 2), ("", "x", 1), ("x y", "", 2)]
+)
+def test_word_errors(a, b, errors):
+    assert word_errors(a, b) == errors
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """A folder of twelve sentences, made by the command line."""
+    pytest.importorskip("espeakng_loader")
+    pytest.importorskip("soundfile")
+    pytest.importorskip("soxr")
+    folder = tmp_path_factory.mktemp("speech") / "data"
+    main(["speech", "data", "--out", str(folder), "--train", "9", "--test", "3"])
+    return folder
+
+
+def test_spoken_sentences(spoken):
+    recordings = read_manifest(spoken)
+    test, train = read_manifest(spoken, "test"), read_manifest(spoken, "train")
+    assert (len(test), len(train), len(recordings)) == (3, 9, 12)
+    assert not {one.speaker for one in test} & {one.speaker for one in train}
+    assert not {one.text for one in test} & {one.text for one in train}
+    for one in recordings:
+        assert len(one.text.split()) == 6
+        times = [start for start, _ in one.phonemes]
+        assert len(times) > 8
+        assert times == sorted(times)
+    with pytest.raises(DataError, match="exists"):
+        fit_data(spoken)
+
+
+def fit_data(folder) -> None:
+    from colonnade.speech.data import make_data
+
+    make_data(folder, 1, 1)
+
+
+def test_hostile_manifests(tmp_path):
+    with pytest.raises(DataError, match=r"no manifest\.jsonl"):
+        read_manifest(tmp_path)
+    path = tmp_path / "manifest.jsonl"
+    good = Recording(audio="a.wav", text="x").model_dump_json()
+    for line, problem in (("{", "line 2"), ('{"audio": "a.wav"}', "line 2"), ("\ufffd", "line 2")):
+        path.write_text(f"{good}\n{line}\n")
+        with pytest.raises(DataError, match=problem):
+            read_manifest(tmp_path)
+    path.write_text(Recording(audio="../a.wav", text="x").model_dump_json())
+    with pytest.raises(DataError, match="outside"):
+        read_manifest(tmp_path)
+    path.write_text(good)
+    with pytest.raises(DataError, match="split test"):
+        read_manifest(tmp_path, "test")
+
+
+SETTINGS = fit.FitSettings(steps=6, batch=3, warmup=2, save_every=3)
+
+
+def test_training_resumes_bit_for_bit(spoken, tmp_path):
+    losses: list[float] = []
+    whole = fit.fit(SEEING, spoken, tmp_path / "whole", SETTINGS, lambda _, loss: losses.append(loss))
+
+    class Stop(Exception):
+        pass
+
+    def stop(step: int, _: float) -> None:
+        if step == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit.fit(SEEING, spoken, tmp_path / "parts", SETTINGS, stop)
+    resumed: list[float] = []
+    parts = fit.fit(SEEING, spoken, tmp_path / "parts", SETTINGS, lambda _, loss: resumed.append(loss))
+    assert resumed == losses[3:]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    with pytest.raises(CheckpointError, match="another recogniser"):
+        fit.fit(TINY, spoken, tmp_path / "parts", SETTINGS)
+    with pytest.raises(ConfigError, match="above 0"):
+        fit.fit(TINY, spoken, tmp_path / "none", SETTINGS._replace(batch=0))
+
+
+def test_an_epoch_has_each_recording_once():
+    settings = fit.FitSettings(batch=4)
+    places = [i for step in range(5) for i in fit.batch_indices(10, settings, step)]
+    assert sorted(places[:10]) == list(range(10)) == sorted(places[10:])
+    assert places[:10] != places[10:]
+
+
+@pytest.mark.slow
+def test_training_learns_sentences(spoken, tmp_path):
+    """Nine clean sentences, most of the way to by heart."""
+    settings = fit.FitSettings(steps=100, batch=9, lr=4e-3, warmup=10, save_every=500, noise=False)
+    config = TINY.replace(width=48, heads=4, ffn_width=96, joint_width=64, mels=40, right=2)
+    losses: list[float] = []
+    fit.fit(config, spoken, tmp_path / "run", settings, lambda _, loss: losses.append(loss))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_command_line(spoken, tmp_path, capsys):
+    model = SpeechModel(TINY, 3)
+    model.save(tmp_path / "step-1")
+    one = read_manifest(spoken, "test")[0]
+    main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio)])
+    heard = capsys.readouterr().out.rstrip("\n")
+    from colonnade.speech.audio import load_audio
+
+    assert heard == SpeechModel.load(tmp_path / "step-1").recognise(load_audio(spoken / one.audio))
+    main(["speech", "align", str(tmp_path / "step-1"), str(spoken / one.audio), one.text])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[3] for row in rows] == one.text.split()
+    times = [float(x) for row in rows for x in row[:2]]
+    assert times == sorted(times)
+    for words, problem in (
+        (["align", str(tmp_path / "step-1"), str(spoken / one.audio), "Ünknown"], "letters are"),
+        (["align", str(tmp_path / "step-1"), str(spoken / one.audio), "long" * 200], "frames cannot hold"),
+        (["listen", str(tmp_path / "nothing"), str(spoken / one.audio)], "does not exist"),
+        (["listen", str(tmp_path / "step-1"), str(tmp_path / "none.wav")], "none.wav"),
+        (["listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--chunk_ms", "0"], "1 to 60,000"),
+        (["train", "--data", str(tmp_path), "--run", str(tmp_path / "r")], "no manifest"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["speech", *words])
+        assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_damaged_checkpoints(tmp_path):
+    folder = tmp_path / "step-1"
+    SpeechModel(TINY).save(folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-9])
+    with pytest.raises(CheckpointError):
+        SpeechModel.load(folder)
+    weights.write_bytes(b"\xff" * 16 + whole[16:])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        SpeechModel.load(folder)
+    weights.write_bytes(whole)
+    values = json.loads((folder / "speech.json").read_text())
+    values["config"]["width"] = 20
+    text = json.dumps(values, indent=1) + "\n"
+    (folder / "speech.json").write_text(text)
+    with pytest.raises(CheckpointError, match="do not match"):
+        SpeechModel.load(folder)
+
+
+def test_presets_and_what_configs_refuse():
+    sizes = {name: sum(p.numel() for p in SpeechModel(config).parameters()) for name, config in SPEECH_PRESETS.items()}
+    assert sizes["speech-tiny"] < sizes["speech-tiny-av"] < 1_300_000
+    with pytest.raises(ConfigError, match="3 heads"):
+        SpeechConfig(heads=3)
+    with pytest.raises(ConfigError, match="twice"):
+        SpeechConfig(letters="aa")
+    with pytest.raises(ConfigError, match="at least 16"):
+        SpeechConfig(picture=4)
+    with pytest.raises(DataError, match="'Z'"):
+        SpeechConfig().labels("Zoo")
+    assert SpeechConfig().text(SpeechConfig().labels("it's so")) == "it's so"
+
+
+def test_recordings_that_cannot_be_read(tmp_path):
+    pytest.importorskip("soundfile")
+    pytest.importorskip("soxr")
+    pytest.importorskip("av")
+    from colonnade.speech.audio import load_audio
+    from colonnade.speech.pcm import resample, write_audio
+
+    write_audio(tmp_path / "good.wav", np.sin(np.arange(4000) / 20))
+    assert len(load_audio(tmp_path / "good.wav")) == 4000
+    write_audio(tmp_path / "empty.wav", np.zeros(0))
+    with pytest.raises(DataError, match="no samples"):
+        load_audio(tmp_path / "empty.wav")
+    (tmp_path / "noise.mp4").write_bytes(b"\x00\x01" * 500)
+    with pytest.raises(DataError, match=r"noise\.mp4"):
+        load_audio(tmp_path / "noise.mp4")
+    with pytest.raises(DataError, match="rate of 3 Hz"):
+        resample(np.zeros(5, np.float32), 3)
+    assert abs(len(resample(np.zeros(4410, np.float32), 44100)) - 1600) < 3
