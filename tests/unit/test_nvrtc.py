@@ -103,8 +103,7 @@ def test_decode_kernel_has_no_spills(width: int, cache: torch.dtype, group: int,
     for more in ({}, {"window": True, "cap": True, "slopes": True, "sinks": True, "single": False, "merge": False}):
         scaled = cache != torch.bfloat16
         macros = cuda_decode.compile_macros(q, k, group, rows, tiles, queries=queries, scaled=scaled, **more)
-        source = cuda_decode.SOURCE.read_text(encoding="utf-8")
-        binary = nvrtc.compile_cubin(source, cuda_decode.compiler_options(macros), "sm_90", tmp_path)
+        binary = nvrtc.compile_cubin(cuda_decode.source(), cuda_decode.compiler_options(macros), "sm_90", tmp_path)
         (tmp_path / "kernel.cubin").write_bytes(binary)
         assert resource_usage(tmp_path / "kernel.cubin", "STACK") <= (128 if more and rows > 8 else 0)
         assert resource_usage(tmp_path / "kernel.cubin", "REG") * tiles.warps * 32 <= 2**16

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from colonnade.kernels.attention.decode_plan import DevicePlan
 
 log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_suffix(".cu")
+SOURCES = [Path(__file__).with_name(f"cuda_decode{part}") for part in ("_common.cuh", "_tile.cuh", "_merge.cuh", ".cu")]
+"""Compiled as one file, in this order."""
 TOKENS = 16
 """Tokens of a tile; a tile belongs to one warp and lies within one page."""
 STAGES = 4
@@ -144,10 +145,14 @@ def _aligned(x: Tensor) -> bool:
 
 
 @functools.cache
+def source() -> str:
+    """The kernel's CUDA C++."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+
+
+@functools.cache
 def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> nvrtc.Kernel:
-    binary = nvrtc.compile_cubin(
-        SOURCE.read_text(encoding="utf-8"), compiler_options(dict(constants)), "sm_{}{}".format(*ARCH)
-    )
+    binary = nvrtc.compile_cubin(source(), compiler_options(dict(constants)), "sm_{}{}".format(*ARCH))
     with torch.cuda.device(device):
         return nvrtc.Kernel(binary, "attend", shared)
 
