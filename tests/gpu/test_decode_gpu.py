@@ -54,7 +54,7 @@ def test_every_page(page: int) -> None:
     same(Case(LENGTHS, [1] * 6, K=2, group=8, H=128, page=page, dtype=torch.bfloat16).made("cuda"), 4e-3)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64, 71])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 24, 32, 48, 64, 71])
 def test_every_group(group: int) -> None:
     same(Case(LENGTHS, [1] * 6, K=3, group=group, H=128, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
 
@@ -195,14 +195,18 @@ def test_cuda_graph_reads_updated_plan() -> None:
         assert torch.equal(lse.isfinite(), exact.lse.isfinite())
 
 
-def test_bad_pages_are_not_read() -> None:
-    made = Case([3000, 60], [1, 1], K=1, group=2, H=64, page=16, dtype=torch.bfloat16).made("cuda")
-    good = made.run().o[1]
+@pytest.mark.parametrize("chunk", [None, 512])
+@pytest.mark.parametrize("cache", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_bad_pages_are_not_read(queries: int, cache: torch.dtype | None, chunk: int | None) -> None:
+    how = {"K": 1, "group": 2, "H": 64, "page": 16, "dtype": torch.bfloat16}
+    made = Case([3000, 60], [queries, 1], cache=cache, chunk=chunk, **how).made("cuda")
+    good = made.run().o[-1]
     for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
         made.table.pages_RP[0, ::2] = wrong
         o = made.run().o
         assert o.isfinite().all()
-        assert torch.equal(o[1], good)
+        assert torch.equal(o[-1], good)
     torch.cuda.synchronize()
 
 
@@ -269,7 +273,7 @@ def test_shapes_the_cuda_kernel_supports(kernels: str) -> None:
     if kernels == "triton" or not here:
         pytest.skip("for the CUDA kernel only, or it cannot be compiled here")
     for width, group, cache in itertools.product(
-        (64, 80, 96, 112, 128, 192), (1, 5, 8), (torch.float16, torch.int8, torch.float8_e4m3fn)
+        (64, 80, 96, 112, 128, 192, 256), (1, 5, 8), (torch.float16, torch.int8, torch.float8_e4m3fn)
     ):
         q = torch.empty(1, group, width, dtype=torch.float16, device="cuda")
         k = torch.empty(1, 16, 1, width, dtype=cache, device="cuda")
@@ -277,6 +281,11 @@ def test_shapes_the_cuda_kernel_supports(kernels: str) -> None:
     q = torch.empty(1, 8, 128, dtype=torch.float16, device="cuda")
     k = torch.empty(1, 16, 1, 128, dtype=torch.float16, device="cuda")
     assert KernelLayout.of(q, k, 1, chunk=512, kernels="cuda").cuda
+    for group, queries in ((16, 1), (8, 2)):
+        k = torch.empty(1, 16, 4, 128, dtype=torch.float16, device="cuda")
+        for requests in (3, 4):
+            q = torch.empty(requests * queries, 4 * group, 128, dtype=torch.float16, device="cuda")
+            assert KernelLayout.of(q, k, queries).cuda == (requests == 4)
 
 
 @pytest.mark.parametrize("width", [64, 128, 192, 256])

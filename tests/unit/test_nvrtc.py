@@ -103,8 +103,7 @@ def test_decode_kernel_has_no_spills(width: int, cache: torch.dtype, group: int,
     for more in ({}, {"window": True, "cap": True, "slopes": True, "sinks": True, "single": False, "merge": False}):
         scaled = cache != torch.bfloat16
         macros = cuda_decode.compile_macros(q, k, group, rows, tiles, queries=queries, scaled=scaled, **more)
-        source = cuda_decode.SOURCE.read_text(encoding="utf-8")
-        binary = nvrtc.compile_cubin(source, cuda_decode.compiler_options(macros), "sm_90", tmp_path)
+        binary = nvrtc.compile_cubin(cuda_decode.source(), cuda_decode.compiler_options(macros), "sm_90", tmp_path)
         (tmp_path / "kernel.cubin").write_bytes(binary)
         assert resource_usage(tmp_path / "kernel.cubin", "STACK") <= (128 if more and rows > 8 else 0)
         assert resource_usage(tmp_path / "kernel.cubin", "REG") * tiles.warps * 32 <= 2**16
@@ -130,6 +129,7 @@ def test_thread_teams_divide_a_block_and_shared_memory_fits() -> None:
                 assert tiles.stages >= 3
                 sized = cuda_decode.BlockSizes(tiles.warps, tiles.stages)
                 assert cuda_decode.shared_memory_size(width, size, 8, sized) <= cuda_decode.HOPPER_BYTES
+                assert size == 2 or tiles.stages == 3
     assert cuda_decode.choose_block(8, 128, 2, 132, 132).workers == 1
     assert cuda_decode.choose_block(8, 128, 2, 133, 132).workers == 2
     assert cuda_decode.choose_block(8, 128, 2, 2000, 132).workers == 4
@@ -142,6 +142,34 @@ def test_cpu_tensors_do_not_use_the_cuda_kernel() -> None:
     with pytest.raises(LookupError, match="takes no 8 rows of 128"):
         KernelLayout.of(q, k, 1, kernels="cuda")
     assert FIELDS * 4 % 16 == 0, "items are read 16 bytes at a time"
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "reason"),
+    [((8, 0), True, "compute capability 9.0"), ((12, 0), True, "compute capability 9.0"), ((9, 0), False, "bindings")],
+)
+def test_unsupported_machines_fall_back_with_one_log_line(
+    capability: tuple[int, int], installed: bool, reason: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Other GPUs, and a Hopper GPU without NVRTC, use the Triton kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    missing = None if installed else "cuda-bindings is not installed"
+    monkeypatch.setattr(nvrtc, "unavailable_reason", lambda: missing)
+    cuda_decode._device_supported.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert not any(cuda_decode._device_supported(torch.device("cuda", 0)) for _ in range(3))
+    finally:
+        cuda_decode._device_supported.cache_clear()
+    assert len(caplog.records) == 1
+    assert "runs in Triton" in caplog.text and reason in caplog.text
+
+
+def test_kernel_choice_by_rows_and_lines() -> None:
+    assert cuda_decode.preferred(8, 256, 1) and cuda_decode.preferred(16, 128, 16)
+    assert not cuda_decode.preferred(16, 128, 15) and not cuda_decode.preferred(16, 192, 500)
+    assert not cuda_decode.preferred(24, 64, 500)
 
 
 def test_missing_compiler_is_reported() -> None:

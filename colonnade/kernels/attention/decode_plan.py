@@ -78,7 +78,9 @@ class KernelLayout:
         # Fixed splits also serve prompt chunks, whose keys would be read twice as often in blocks of 8 rows.
         rows = max(16 if chunk else 8, cuda_decode.padded_rows(N // K, queries))
         # Overridden tiles are meant for the Triton kernel.
-        use_cuda = kernels == "cuda" or (kernels == "auto" and not OVERRIDE and cuda_decode.preferred(rows, H))
+        lines = len(q_TNH) // queries * K
+        preferred = not OVERRIDE and chunk is None and cuda_decode.preferred(rows, H, lines)
+        use_cuda = kernels == "cuda" or (kernels == "auto" and preferred)
         cuda = use_cuda and cuda_decode.supports(q_TNH, k_PpKH, rows)
         if kernels == "cuda" and not cuda:
             raise LookupError(
@@ -86,8 +88,7 @@ class KernelLayout:
             )
         if cuda:
             # With fixed splits the layout must not depend on the number of requests.
-            lines = 1 if chunk else len(q_TNH) // queries * K
-            tiles = cuda_decode.choose_block(rows, H, size, lines, multiprocessors(q_TNH.device))
+            tiles = cuda_decode.choose_block(rows, H, size, 1 if chunk else lines, multiprocessors(q_TNH.device))
         else:
             rows = min(DECODE_ROWS, max(16, triton.next_power_of_2(N // K * queries)))
             tiles = choose_tiles(rows, H, q_TNH.element_size(), size)

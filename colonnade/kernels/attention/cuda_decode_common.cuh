@@ -1,0 +1,158 @@
+// Flash-Decoding in CUDA C++: arguments, sizes, and primitives (cuda_decode.cu).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// Macros from the host: H, GROUP, NT (8 query rows each), PAGE, WARPS, TEAM (warps of a team), STAGES, BF16,
+// CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
+// EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone).
+
+struct Args {
+  const char *q, *k, *v;
+  u16* o;
+  float *lse, *slot_o, *slot_lse;
+  const int *plan, *pages, *cu, *lengths;
+  const float *slopes, *sinks, *k_scale, *v_scale;
+  i64 q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k;  // strides in bytes
+  int pages_r, columns, cache_pages, items_at, firsts_at, merges_at, heads, window;
+  float scale, cap;
+};
+
+constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4;
+constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
+static_assert(WARPS % TEAM == 0 && (NT == 1 || TEAMS == 1), "teams are equal, and share queries of many rows");
+constexpr int PARTS = 4;  // states of a line that a lane holds at once
+constexpr int CHUNKS = H * (CACHE ? 1 : 2) / 16;  // 16-byte chunks of a token
+// Rows of 8 chunks are swizzled; others have an odd number, so that 8 rows lie in different banks.
+constexpr bool SWIZZLED = CHUNKS % 8 == 0;
+constexpr int ROW_BYTES = SWIZZLED ? CHUNKS * 16 : (CHUNKS | 1) * 16;
+constexpr int TILE_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
+// Rows of states that warps leave for each other lie in different banks, too.
+constexpr int O_ROW = H % 32 ? H + 4 : H;
+constexpr int Q_CHUNKS = H / 8, Q_ROW_BYTES = 16 * (Q_CHUNKS % 8 ? Q_CHUNKS | 1 : Q_CHUNKS);
+__device__ __forceinline__ int q_place(int row, int chunk) {
+  return row * Q_ROW_BYTES + (Q_CHUNKS % 8 ? chunk : chunk ^ row) * 16;
+}
+constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES, O_BYTES = WARPS * 8 * O_ROW * 4;
+__device__ __forceinline__ int o_place(int row, int d) { return row * O_ROW + (H % 32 ? d : d ^ (row & 6) << 2); }
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+#define INF __int_as_float(0x7f800000)
+// Weights are kept this many powers of 2 above the usual, so that small ones are normal numbers of float16.
+constexpr float LIFT = BF16 && !CACHE ? 0.f : 10.f;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy16(u32 to, const char* from, int bytes, u64 policy) {
+  // Fewer bytes than 16 are filled up with zeros: none is read of a token that is not there. Keys are read once, and
+  // evicted first; a hint to prefetch 256 bytes at a time costs 7% of a large cache's speed.
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               ::"r"(to), "l"(from), "r"(bytes), "l"(policy));
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
+
+__device__ __forceinline__ void load_matrices(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+__device__ __forceinline__ void load_transposed(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+
+#if BF16 && !CACHE
+#define TYPE "bf16"
+#else
+#define TYPE "f16"
+#endif
+__device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 r;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 pack_output(float low, float high) {
+  u32 r;
+  if (BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 transpose(u32 x) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
+}
+__device__ __forceinline__ float power2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float log_2(float x) {
+  float r;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float inverse(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float finite_or_0(float top) { return top == -INF ? 0.f : top; }
+
+// The two halves of four numbers of 8 bits as pairs of float16.
+__device__ __forceinline__ void widen(u32 x, u32& low, u32& high) {
+#if CACHE == 1
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+      : "=r"(low), "=r"(high) : "r"(x));
+#else
+  // As float16, 0x64 above a byte u is 1024 + u.
+  x ^= 0x80808080u;
+  asm("{.reg .b32 a, b; prmt.b32 a, %2, 0x64646464, 0x4140; prmt.b32 b, %2, 0x64646464, 0x4342;"
+      " sub.f16x2 %0, a, %3; sub.f16x2 %1, b, %3;}" : "=r"(low), "=r"(high) : "r"(x), "r"(0x64806480u));
+#endif
+}
+
+// A pair of queries' numbers as float32, and back as a pair for the tensor cores, times a power of 2.
+__device__ __forceinline__ float2 unpack(u32 x) {
+  float2 r;
+  if (BF16) {
+    r.x = __uint_as_float(x << 16);
+    r.y = __uint_as_float(x & 0xffff0000u);
+  } else {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+  }
+  return r;
+}
+
+struct Item {
+  int request, head, block, first, end, slot, share;
+};
+struct Queries {  // of a request: how many keys, its first query's row of the stream, how many queries
+  int length, start, count;
+};
+
+__device__ __forceinline__ Queries queries_of(const Args& a, int request) {
+  Queries r;
+  r.length = __ldg(a.lengths + request);
+  r.start = SINGLE ? request : __ldg(a.cu + request);
+  r.count = SINGLE ? 1 : __ldg(a.cu + request + 1) - r.start;
+  return r;
+}
+
+// The first tile from token ``first`` on that is this warp's: tiles are assigned by position, whatever the piece is.
+__device__ __forceinline__ int first_tile(int first, int member) {
+  const int tile = first / TOKENS;
+  return tile + (member + TEAM - tile % TEAM) % TEAM;
+}
+
+__device__ __forceinline__ void team_barrier(int team) {
+  if (TEAMS == 1) __syncthreads();
+  else if (TEAM == 1) __syncwarp();
+  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * 32) : "memory");
+}

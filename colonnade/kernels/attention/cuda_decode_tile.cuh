@@ -1,0 +1,214 @@
+// Flash-Decoding in CUDA C++: queries, and the products and softmax of one tile of 16 tokens (cuda_decode.cu).
+
+struct Places {  // where a lane's rows of matrices lie in a tile, for 4 steps of 16 numbers
+  u32 k[4], v[4];
+};
+struct View {  // of a piece: its rows, the keys that they see, and what scores are multiplied by
+  int row0, rows, high, before;  // first row, how many; keys end at ``high``; the position of the first query
+  float factor[NT][2];
+#if SLOPES
+  float slope[NT][2];
+#endif
+};
+struct State {  // of a warp: largest scores, sums of weights, unscaled outputs
+  float top[NT][2], total[NT][2], o[NT][KSTEPS][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      top[n][0] = top[n][1] = -INF;
+      total[n][0] = total[n][1] = 0;
+#pragma unroll
+      for (int d = 0; d < KSTEPS; d++) o[n][d][0] = o[n][d][1] = o[n][d][2] = o[n][d][3] = 0;
+    }
+  }
+};
+
+// Queries as the tensor cores take them: row g of 8, two pairs for each 16 numbers.
+__device__ __forceinline__ void raw_queries(const Args& a, u32 (*to)[2], int n, const Item& item, const Queries& who,
+                                            int g, int t) {
+  const int m = item.block * ROWS + n * 8 + g;
+  const bool there = m < who.count * GROUP;
+  const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (i64)(item.head * GROUP + m % GROUP) * a.q_n;
+#pragma unroll
+  for (int s = 0; s < KSTEPS; s++) {
+#if CACHE
+    const uint2 x = there ? __ldg((const uint2*)q + s * 4 + t) : make_uint2(0, 0);
+    to[s][0] = x.x; to[s][1] = x.y;
+#else
+    to[s][0] = there ? __ldg((const u32*)q + s * 8 + t) : 0;
+    to[s][1] = there ? __ldg((const u32*)q + s * 8 + 4 + t) : 0;
+#endif
+  }
+}
+
+// With a cache of 8 bits products are of float16: each row becomes a power of 2 times numbers up to 512.
+#if CACHE
+__device__ __forceinline__ float to_half(u32 (*q)[2]) {
+  float most = 0;
+#pragma unroll
+  for (int s = 0; s < KSTEPS; s++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float2 x = unpack(q[s][i]);
+      most = fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y)));
+    }
+  }
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  const u32 bits = min(max(__float_as_uint(most) & 0x7f800000u, 32u << 23), 253u << 23);
+  const float back = __uint_as_float(bits - (8u << 23)), times = __uint_as_float((262u << 23) - bits);
+#pragma unroll
+  for (int s = 0; s < KSTEPS; s++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float2 x = unpack(q[s][i]);
+      q[s][i] = pack(x.x * times, x.y * times);
+    }
+  }
+  return back;
+}
+#endif
+
+// S^T = K Q^T of a tile; ``q`` are the queries, of more than 8 rows this lane's in shared memory.
+#if NT == 1
+__device__ __forceinline__ void scores(float (&s)[NT][2][4], u32 at, const Places& places, const u32 (*q)[2]) {
+#else
+__device__ __forceinline__ void scores(float (&s)[NT][2][4], u32 at, const Places& places, const uint2* q) {
+#endif
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) s[n][0][e] = s[n][1][e] = 0;
+#if CACHE
+#pragma unroll
+  for (int j = 0; j < (KSTEPS + 1) / 2; j++) {  // two chunks of 16 numbers at once
+    u32 x[4];
+    load_matrices(x, at + places.k[j % 4] + j / 4 * 128);
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+      if (2 * j + c < KSTEPS) {
+        u32 f[4];
+        widen(x[2 * c], f[0], f[2]);
+        widen(x[2 * c + 1], f[1], f[3]);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#if NT == 1
+          mma(s[n][c], f, q[2 * j + c][0], q[2 * j + c][1]);
+#else
+          const uint2 b = q[(n * KSTEPS + 2 * j + c) * 32];
+          mma(s[n][c], f, b.x, b.y);
+#endif
+        }
+      }
+  }
+#else
+#pragma unroll
+  for (int j = 0; j < KSTEPS; j++) {
+    u32 f[4];
+    load_matrices(f, at + places.k[j % 4] + j / 4 * 128);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#if NT == 1
+      mma(s[n][j % 2], f, q[j][0], q[j][1]);
+#else
+      const uint2 b = q[(n * KSTEPS + j) * 32];
+      mma(s[n][j % 2], f, b.x, b.y);
+#endif
+    }
+  }
+#endif
+}
+
+// Clears values from token ``high`` on: weights there are 0, but 0 times what memory holds need not be.
+__device__ __forceinline__ void clear_values(u32 at, int token0, int high, int lane) {
+  for (int e = lane; e < TOKENS * CHUNKS; e += 32) {
+    const int token = e / CHUNKS, chunk = e % CHUNKS;
+    const u32 place = token * ROW_BYTES + ((SWIZZLED ? chunk ^ (token & 7) : chunk) << 4);
+    if (token0 + token >= high)
+      asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at + TILE_BYTES + place), "r"(0) : "memory");
+  }
+  __syncwarp();
+}
+
+// Scores to weights P^T as products take them; earlier sums are rescaled to the new largest score.
+__device__ __forceinline__ void weigh(const Args& a, const float (&s)[NT][2][4], u32 (&p)[NT][2], State& sums,
+                                      const View& view, int token0, bool there, bool plain, int g, int t) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    float x[4];  // tokens g and g + 8, rows 2t and 2t + 1
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      x[e] = (s[n][0][e] + s[n][1][e]) * view.factor[n][e % 2];
+#if CAPPED
+      x[e] = a.cap * (1.f - 2.f * inverse(power2(x[e] * (2.f * LOG2E / a.cap)) + 1.f));  // cap tanh(x / cap)
+#endif
+#if SLOPES
+      const int row = view.row0 + n * 8 + 2 * t + e % 2;
+      x[e] -= view.slope[n][e % 2] * (float)(view.before + row / GROUP - (token0 + g + e / 2 * 8));
+#endif
+      if (CAPPED || SLOPES) x[e] *= LOG2E;
+    }
+    if (!plain) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int token = token0 + g + e / 2 * 8, position = view.before + (view.row0 + n * 8 + 2 * t + e % 2) / GROUP;
+        const bool seen = there && token < view.high && token <= position && (!WINDOWED || token > position - a.window);
+        if (!seen) x[e] = -INF;
+      }
+    }
+    float high0 = fmaxf(x[0], x[2]), high1 = fmaxf(x[1], x[3]);
+#pragma unroll
+    for (int w = 4; w < 32; w <<= 1) {
+      high0 = fmaxf(high0, __shfl_xor_sync(~0u, high0, w));
+      high1 = fmaxf(high1, __shfl_xor_sync(~0u, high1, w));
+    }
+    high0 = fmaxf(high0 - LIFT, sums.top[n][0]);
+    high1 = fmaxf(high1 - LIFT, sums.top[n][1]);
+    const float base0 = finite_or_0(high0), base1 = finite_or_0(high1);
+    const float shrink0 = power2(sums.top[n][0] - base0), shrink1 = power2(sums.top[n][1] - base1);
+    sums.top[n][0] = high0;
+    sums.top[n][1] = high1;
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] = power2(x[e] - (e % 2 ? base1 : base0));
+    sums.total[n][0] = sums.total[n][0] * shrink0 + x[0] + x[2];
+    sums.total[n][1] = sums.total[n][1] * shrink1 + x[1] + x[3];
+    if (__any_sync(~0u, shrink0 != 1.f || shrink1 != 1.f)) {
+#pragma unroll
+      for (int d = 0; d < KSTEPS; d++) {
+        sums.o[n][d][0] *= shrink0; sums.o[n][d][1] *= shrink1; sums.o[n][d][2] *= shrink0; sums.o[n][d][3] *= shrink1;
+      }
+    }
+    p[n][0] = transpose(pack(x[0], x[1]));
+    p[n][1] = transpose(pack(x[2], x[3]));
+  }
+}
+
+// O^T += V^T P^T.
+__device__ __forceinline__ void weighted_values(State& sums, u32 at, const Places& places, const u32 (&p)[NT][2]) {
+#if CACHE
+#pragma unroll
+  for (int j = 0; j < (KSTEPS + 1) / 2; j++) {
+    u32 x[4];
+    load_transposed(x, at + places.v[j % 4] + j / 4 * 128);
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+      if (2 * j + c < KSTEPS) {
+        // Bytes are (token, number): the even number of a pair is in row g, the odd one in row g + 8.
+        u32 f[4];
+        widen(__byte_perm(x[c], 0, 0x3120), f[0], f[1]);
+        widen(__byte_perm(x[c + 2], 0, 0x3120), f[2], f[3]);
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma(sums.o[n][2 * j + c], f, p[n][0], p[n][1]);
+      }
+  }
+#else
+#pragma unroll
+  for (int j = 0; j < KSTEPS; j++) {
+    u32 f[4];
+    load_transposed(f, at + places.v[j % 4] + j / 4 * 128);
+#pragma unroll
+    for (int n = 0; n < NT; n++) mma(sums.o[n][j], f, p[n][0], p[n][1]);
+  }
+#endif
+}
