@@ -89,7 +89,7 @@ def _finetune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
 
 
 def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
-    """:func:`finetune` for tyro, with defaults that depend on the flags in ``argv``; an encoder's methods have others."""
+    """``finetune`` for tyro, with defaults that depend on the flags in ``argv``; methods of encoders have others."""
     if _method(argv) in ENCODER_METHODS:
         return finetune_encoder.finetune
     flags = flag_settings(argv)

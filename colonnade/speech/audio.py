@@ -17,7 +17,7 @@ def load_audio(path: str | Path) -> Tensor:
     """float32 samples of ``path`` at 16 kHz, the mean of its channels; raises DataError for what holds no sound."""
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path} is not a file; give a recording")
+        raise DataError(f"{path} does not exist; give an audio or video file")
     soundfile = require("soundfile")
     try:
         info = soundfile.info(str(path))
@@ -29,7 +29,7 @@ def load_audio(path: str | Path) -> Tensor:
         raise DataError(f"{path} has no samples; give a longer recording")
     mono = samples.mean(axis=1)
     if not np.isfinite(mono).all():
-        raise DataError(f"{path} has samples that are NaN or infinite; write it again")
+        raise DataError(f"{path} has samples that are not finite; convert it again")
     return torch.from_numpy(resample(mono, rate))
 
 
@@ -39,7 +39,7 @@ def _decode(path: Path) -> tuple[np.ndarray, int]:
     try:
         with av.open(str(path)) as container:
             if not container.streams.audio:
-                raise DataError(f"{path} has no audio track; give a file with sound")
+                raise DataError(f"{path} has no sound; give an audio file, or a video with sound")
             stream = container.streams.audio[0]
             rate = int(stream.rate)
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
@@ -51,7 +51,7 @@ def _decode(path: Path) -> tuple[np.ndarray, int]:
                     total += len(parts[-1])
                     _check_length(path, total / rate)
     except (av.FFmpegError, ValueError) as why:
-        raise DataError(f"{path} is not a recording that can be read: {why}") from None
+        raise DataError(f"{path} is no audio that can be read: {why}; convert it to WAV or FLAC") from None
     samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
     return samples[:, None], rate
 

@@ -127,7 +127,7 @@ class RewardFeed:
     """
 
     corpus, held_out, eval_every = None, None, 0
-    no_validation_reason = "rewards of the rollouts are logged instead"
+    no_validation_reason: str | None = "rewards of the rollouts are logged instead"
 
     def __init__(self, rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig, rank: int = 0, ranks: int = 1):
         check_reward_settings(run, tune)

@@ -5,7 +5,7 @@
 
 A table stands between two comments. The first says which: ``<!-- flags: eval -->`` all of a verb's, ``<!-- flags: chat
 beyond generate -->`` those that the other verb lacks or explains otherwise, ``<!-- flags: serve of plan device -->``
-those that are so called or so begin. ``finetune:span`` are the flags of a method. ``<!-- flags: end -->`` is the second.
+those that are so called or so begin; ``finetune:span`` means those of a method. ``<!-- flags: end -->`` is the second.
 """
 
 import io

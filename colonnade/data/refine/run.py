@@ -130,9 +130,8 @@ def run(
     options = ReadOptions(
         field,
         separator,
-        tasks.partition(":")[2] if tasks and tasks != "source" else None,
-        {},
-        recipe.title_field,
+        task_field=tasks.partition(":")[2] if tasks and tasks != "source" else None,
+        title_field=recipe.title_field,
     )
     job = make_job(work, recipe, [file for file in files if file is not None], options, decontaminate)
     stages = _stages(job, out, tokenizer)
