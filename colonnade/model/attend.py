@@ -26,10 +26,8 @@ from colonnade.model.dropout import Dropout
 class Attend(Protocol):
     """The view of one layer: called with this rank's heads of the new tokens, it returns the attention output."""
 
-    @property
-    def caches(self) -> bool:
-        """Whether keys and values are stored beyond the call, so that compressed ones pay off."""
-        ...
+    caches: ClassVar[bool]
+    """Whether keys and values are stored beyond the call, so that compressed ones pay off."""
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""

@@ -204,9 +204,10 @@ class Crossed:
     """Self-attention of the sources in this pass; None if the pass has none."""
     memory: Memory
 
-    def at(self, layer: int, window: int | None) -> "CrossedView":
-        """The view of one decoder layer."""
-        return CrossedView(self.own.at(layer, window), self.memory.at(layer))
+    def at(self, layer: int, window: int | None) -> Attend:
+        """The view of one decoder layer, a :class:`CrossedView`."""
+        view = CrossedView(self.own.at(layer, window), self.memory.at(layer))
+        return cast(Attend, view)  # its ``caches`` is a property
 
 
 @dataclass(frozen=True)
