@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> Any:
             model, loss = train(kind, corpus, folder / "runs", steps)
             rows.append(
                 {"corpus": kind, "documents": len(texts) if kind == "planted" else cleaned.documents, "steps": steps,
-                 "training_loss_nats": None if loss is None else round(loss, 3), "held_out_nats": round(nats(model, held_out), 3),
+                 "training_loss_nats": None if loss is None else round(loss, 3),
+                 "held_out_nats": round(nats(model, held_out), 3),
                  "repeated_passages_nats": round(nats(model, sources), 3)}
             )  # fmt: skip
     clean, dirty = rows
