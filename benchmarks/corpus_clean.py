@@ -67,7 +67,7 @@ def theirs(texts: list[str], folder: Path) -> set[int]:
     """datatrove's four stages with their defaults: numbers of the texts that stay."""
     documents = [Document(text, str(i)) for i, text in enumerate(texts)]
     config = MinhashConfig()
-    module = vars(minhash)
+    module: dict[str, Any] = minhash.__dict__
     load = module["load_word_tokenizer"]
     if importlib.util.find_spec("spacy") is None:
         module["load_word_tokenizer"] = lambda language: _Words()

@@ -44,8 +44,8 @@ def planted(passages: int, repeated: int, share: float) -> tuple[list[str], list
     return [*texts, *copies], sources
 
 
-def train(name: str, corpus: Path, folder: Path, steps: int) -> tuple[Any, list[float]]:
-    """(the trained model, validation losses at quarters of the run)."""
+def train(name: str, corpus: Path, folder: Path, steps: int) -> tuple[Any, float | None]:
+    """(the trained model, its last training loss)."""
     model = preset("tour").replace(vocab_size=Corpus(corpus).manifest.vocab_size)
     settings = RunConfig(
         name=name, runs=folder, device="cpu", model=model, data=DataConfig(path=corpus, sequence=128),
@@ -53,7 +53,7 @@ def train(name: str, corpus: Path, folder: Path, steps: int) -> tuple[Any, list[
                           eval_every=0, save_every=steps, log_every=max(1, steps // 10)),
     )  # fmt: skip
     summary = Trainer(settings).fit()
-    return colonnade.load(settings.folder, device="cpu"), [summary.loss]
+    return colonnade.load(settings.folder, device="cpu"), summary.loss
 
 
 def nats(model: Any, texts: list[str]) -> float:
@@ -84,10 +84,11 @@ def main(argv: list[str] | None = None) -> Any:
             more = {"vocab_size": 300 if args.tiny else 4096} if tokenizer is None else {"tokenizer": tokenizer}
             build([source], corpus, validation_share=0, **more)
             tokenizer = corpus / "tokenizer"
-            model, losses = train(kind, corpus, folder / "runs", steps)
+            model, loss = train(kind, corpus, folder / "runs", steps)
             rows.append(
                 {"corpus": kind, "documents": len(texts) if kind == "planted" else cleaned.documents, "steps": steps,
-                 "training_loss_nats": round(losses[-1], 3), "held_out_nats": round(nats(model, held_out), 3),
+                 "training_loss_nats": None if loss is None else round(loss, 3),
+                 "held_out_nats": round(nats(model, held_out), 3),
                  "repeated_passages_nats": round(nats(model, sources), 3)}
             )  # fmt: skip
     clean, dirty = rows

@@ -11,6 +11,7 @@ from tests.serve import tiny
 from tests.serve.serving import Running
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install --group clients")
+pytest.importorskip("tenacity", reason="needs lm-eval[api]: pip install --group clients")
 
 pytestmark = [
     pytest.mark.xdist_group("server"),

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from colonnade.errors import ConfigError
 
 _NEEDS_FTFY = re.compile(r"[^\t\n -%'-~]")
 """Characters that ftfy may change; ``&`` may begin an HTML entity."""
-_BROKEN_LINE = re.compile(r"(?<=[^\W_]|,|;)[ \t]*\n[ \t]*(?=[a-z])")
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
 _PREFIX = 4096
@@ -27,7 +27,16 @@ def mend(text: str) -> str:
         import ftfy
 
         text = ftfy.fix_text(text)
-    return _BROKEN_LINE.sub(" ", text)
+    first, *others = text.split("\n")
+    parts = [first]
+    for line in others:
+        before, after = parts[-1].rstrip(" \t"), line.lstrip(" \t")
+        if before and (before[-1].isalnum() or before[-1] in ",;") and "a" <= after[:1] <= "z":
+            parts[-1] = before
+            parts += [" ", after]
+        else:
+            parts += ["\n", line]
+    return "".join(parts)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class MinTokens:
 
     def _count(self, text: str) -> int:
         if self._tokenizer is None:
-            return sum(1 for _ in _TOKEN.finditer(text))
+            return sum(1 for _ in islice(_TOKEN.finditer(text), self.least))
         return len(self._tokenizer.encode_documents([text])[0])
 
 

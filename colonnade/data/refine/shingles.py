@@ -18,11 +18,24 @@ _WORD = re.compile(r"\w+")
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
+class _Hashes(dict[str, int]):
+    """Hashes of words, computed when they are first looked up."""
+
+    def __missing__(self, word: str) -> int:
+        self[word] = value = xxhash.xxh64_intdigest(word.lower().encode())
+        return value
+
+
+_KNOWN = _Hashes()
+_KNOWN_WORDS = 1 << 19
+
+
 def word_hashes(text: str) -> np.ndarray:
     """The 64-bit hash of each word of ``text``, in order."""
     words = _WORD.findall(text)
-    known: dict[str, int] = {word: xxhash.xxh64_intdigest(word.lower().encode()) for word in set(words)}
-    return np.fromiter((known[word] for word in words), np.uint64, len(words))
+    if len(_KNOWN) > _KNOWN_WORDS:
+        _KNOWN.clear()
+    return np.fromiter(map(_KNOWN.__getitem__, words), np.uint64, len(words))
 
 
 def word_spans(text: str) -> np.ndarray:
