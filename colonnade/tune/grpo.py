@@ -126,11 +126,10 @@ class RewardFeed:
     Raises :class:`ConfigError` for settings that do not apply.
     """
 
-    corpus, held_out, eval_every = None, None, 0
-    no_validation_reason: str | None = "rewards of the rollouts are logged instead"
-
     def __init__(self, rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig, rank: int = 0, ranks: int = 1):
         check_reward_settings(run, tune)
+        self.corpus, self.held_out, self.eval_every = None, None, 0
+        self.no_validation_reason: str | None = "the rewards of the answers are logged instead"
         self.name, self._rows, self._tune, self._run = "this data", rows, tune, run
         self.sample_tokens = float(sum(len(row.tokens) for row in rows) / max(1, len(rows)) + tune.max_tokens)
         self.samples = RolloutSamples(len(rows), run, tune)
