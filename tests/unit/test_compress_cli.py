@@ -48,7 +48,21 @@ def test_folder_in_folder_out(weights, model, corpus, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         run("compress", model, out, "--by", "nearest")
     assert "exists" in capsys.readouterr().err
-    run("compress", model, out, "--by", "nearest", "--overwrite", "--weights", "float8")
+    run(
+        "compress",
+        model,
+        out,
+        "--by",
+        "nearest",
+        "--overwrite",
+        "--weights",
+        "float8",
+        "--text",
+        corpus,
+        "--recover",
+        2,
+    )
+    assert "recovered:" in capsys.readouterr().err
     with api.load(out, device="cpu") as loaded:
         assert "weights in float8" in repr(loaded)
 
