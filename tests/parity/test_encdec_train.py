@@ -22,14 +22,14 @@ PLANS = [Plan(tp=2, sequence_parallel=True), Plan(dp=2)]
 MORE = [Plan(tp=2), Plan(dp=2, reshard=False), Plan(replicate=2)]
 
 
-@pytest.mark.parametrize("plans", [PLANS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize("plans", [PLANS, pytest.param(MORE, marks=pytest.mark.long)], ids=["few", "more"])
 def test_plans_of_two_equal_one_process(tmp_path: Path, plans: list[Plan]) -> None:
     for results in in_world(2, compared, MODEL, plans, tmp_path, None):
         for result in results:
             assert result.ok, (str(result.plan), result.errors, result.where)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plans_of_four_equal_one_process(tmp_path: Path) -> None:
     model = shrink(t5("1.1"), 2)
     plans = [Plan(tp=4, sequence_parallel=True), Plan(tp=2, dp=2, sequence_parallel=True)]

@@ -76,7 +76,7 @@ def test_other_languages_are_refused(model: colonnade.Model) -> None:
         Transcriber(model, "de")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_logits_of_transformers(model: colonnade.Model, recording: Path, tmp_path: Path) -> None:
     """The weights written in Hugging Face's format, and run by transformers on the same spectrogram."""
     import transformers
