@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RouterConfig,
         RunConfig,
         ServeConfig,
+        SpeechConfig,
         TrainConfig,
     )
     from colonnade.config.presets import preset
@@ -51,6 +52,7 @@ __all__ = [
     "RunConfig",
     "SamplingParams",
     "ServeConfig",
+    "SpeechConfig",
     "Tokenizer",
     "TrainConfig",
     "Trainer",

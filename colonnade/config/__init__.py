@@ -18,6 +18,7 @@ from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import CacheFormat, ServeConfig
+from colonnade.config.speech import SpeechConfig
 
 __all__ = [
     "AS_TRAINED",
@@ -34,6 +35,7 @@ __all__ = [
     "RouterConfig",
     "RunConfig",
     "ServeConfig",
+    "SpeechConfig",
     "TrainConfig",
     "WeightFormat",
     "WeightGroup",

@@ -17,6 +17,7 @@ from colonnade import (
     RopeScaling,
     RouterConfig,
     ServeConfig,
+    SpeechConfig,
     TrainConfig,
     preset,
 )
@@ -39,6 +40,7 @@ CONFIGS: tuple[Config, ...] = (
     DataConfig(),
     TrainConfig(),
     ServeConfig(),
+    SpeechConfig(),
 )
 ALLOWED = {("TrainConfig", "clip", math.inf)}
 SIGNED = {"capacity", "eval_capacity"}

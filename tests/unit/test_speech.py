@@ -285,6 +285,20 @@ def test_command_line(spoken, tmp_path, capsys):
         assert problem in " ".join(capsys.readouterr().err.split())
 
 
+def test_train_on_the_command_line(spoken, tmp_path, capsys, monkeypatch):
+    from colonnade.config import speech
+
+    monkeypatch.setitem(speech.SPEECH_PRESETS, "speech-tiny-av", SEEING)
+    words = ["speech", "train", "--data", str(spoken), "--run", str(tmp_path / "run"), "--batch", "2"]
+    main([*words, "--preset", "speech-tiny-av", "--steps", "2"])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "step 0: loss" in printed
+    assert "word errors, sound and drawn mouths: clean" in printed
+    assert printed.endswith("step-2")
+    main([*words, "--preset", "speech-tiny-av", "--steps", "2"])  # complete: nothing is trained again
+    assert "step 0" not in capsys.readouterr().err
+
+
 def test_damaged_checkpoints(tmp_path):
     folder = tmp_path / "step-1"
     SpeechModel(TINY).save(folder)
