@@ -129,6 +129,12 @@ def test_what_listeners_refuse():
         listeners.push(stream, sound(0.1), torch.zeros(1, 16, 16))
     with pytest.raises(DataError, match="not open"):
         listeners.push(5, sound(0.1))
+    seeing = Listeners(talkative(SEEING))
+    stream = seeing.open()
+    for samples, picture in ((torch.full((10,), torch.nan), 0.0), (sound(0.1), torch.nan)):
+        with pytest.raises(DataError, match="NaN"):
+            seeing.push(stream, samples, torch.full((1, 16, 16), picture))
+    assert seeing.counts[stream] == [0, 0]
     assert model.recognise(torch.zeros(0)) == ""
 
 
