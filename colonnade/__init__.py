@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RouterConfig,
         RunConfig,
         ServeConfig,
+        SpeechConfig,
         TrainConfig,
         TuneConfig,
     )
@@ -63,6 +64,7 @@ __all__ = [
     "RunConfig",
     "SamplingParams",
     "ServeConfig",
+    "SpeechConfig",
     "Tokenizer",
     "TrainConfig",
     "Trainer",

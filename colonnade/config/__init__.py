@@ -22,6 +22,7 @@ from colonnade.config.plan import Plan
 from colonnade.config.recipe import RECIPES, Recipe, read_recipe
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import CacheFormat, ServeConfig
+from colonnade.config.speech import SpeechConfig
 from colonnade.config.tune import TuneConfig
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "RouterConfig",
     "RunConfig",
     "ServeConfig",
+    "SpeechConfig",
     "TrainConfig",
     "TuneConfig",
     "WeightFormat",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import DataError
-from colonnade.speech.features import FrameStream
+from colonnade.speech.features import FrameStream, check_samples
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
@@ -44,11 +44,14 @@ class Listeners:
         """Add samples at 16 kHz, and pictures (t, height, width)."""
         if stream not in self.sound:
             raise DataError(f"stream {stream} is not open")
+        check_samples(samples)  # nothing is taken of a call that fails
         size = self.model.config.picture
         if pictures is not None:
             if not size or pictures.shape[1:] != (size, size):
                 need = f"(t, {size}, {size})" if size else "none: this recogniser has no pictures"
                 raise DataError(f"pictures of shape {tuple(pictures.shape)}; use {need}")
+            if not bool(torch.isfinite(pictures).all()):
+                raise DataError("pictures with NaN or infinity; check the camera")
             made, received = self.counts[stream]
             if received + len(pictures) - made > MOST_AHEAD:
                 raise DataError(f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send them in step")

@@ -63,7 +63,7 @@ def _library() -> tuple[ctypes.CDLL, int]:
     loader = require("espeakng_loader", "speech-data")
     library = ctypes.CDLL(loader.get_library_path())
     retrieval, phoneme_events, no_exit = 1, 1, 0x8000
-    rate = library.espeak_Initialize(retrieval, 0, str(loader.get_data_path()).encode(), phoneme_events | no_exit)
+    rate = library["espeak_Initialize"](retrieval, 0, str(loader.get_data_path()).encode(), phoneme_events | no_exit)
     if rate <= 0:
         raise ColonnadeError("espeak-ng does not start; install espeakng-loader again")
     return library, rate
@@ -89,15 +89,15 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
         return 0
 
     callback = _Callback(receive)
-    library.espeak_SetSynthCallback(callback)
-    if library.espeak_SetVoiceByName(voice.encode()):
+    library["espeak_SetSynthCallback"](callback)
+    if library["espeak_SetVoiceByName"](voice.encode()):
         raise DataError(f"espeak-ng has no voice {voice!r}; use one of {', '.join(VOICES[:3])} …")
-    library.espeak_SetParameter(1, speed, 0)
-    library.espeak_SetParameter(3, pitch, 0)
+    library["espeak_SetParameter"](1, speed, 0)
+    library["espeak_SetParameter"](3, pitch, 0)
     data, utf8 = text.encode(), 1
-    if library.espeak_Synth(data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, utf8, None, None):
+    if library["espeak_Synth"](data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, utf8, None, None):
         raise ColonnadeError(f"espeak-ng cannot speak {text[:40]!r}")
-    library.espeak_Synchronize()
+    library["espeak_Synchronize"]()
     samples = np.concatenate(parts).astype(np.float32) / 32768 if parts else np.zeros(0, np.float32)
     return Spoken(resample(samples, rate), phonemes)
 

@@ -22,6 +22,7 @@ from colonnade import (
     RopeScaling,
     RouterConfig,
     ServeConfig,
+    SpeechConfig,
     TrainConfig,
     TuneConfig,
     preset,
@@ -51,6 +52,7 @@ CONFIGS: tuple[Config, ...] = (
     LoraConfig(),
     ServeConfig(),
     Recipe(),
+    SpeechConfig(),
 )
 ALLOWED = {("TrainConfig", "clip", math.inf)}
 SIGNED = {"capacity", "eval_capacity"}

@@ -242,11 +242,25 @@ def test_refusals():
 def theirs(tmp_path_factory):
     """torchaudio's Emformer: its Python module alone, because its libraries need another torch."""
     folder = tmp_path_factory.mktemp("torchaudio")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), "torchaudio==2.11.0"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--retries",
+        "0",
+        "--timeout",
+        "30",
+        "-d",
+        str(folder),
+        "torchaudio==2.11.0",
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=150, check=False)
     except subprocess.TimeoutExpired:
-        pytest.skip("the torchaudio wheel did not arrive in 300 s")
+        pytest.skip("the torchaudio wheel did not arrive in 150 s")
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         pytest.skip("the torchaudio wheel cannot be had")

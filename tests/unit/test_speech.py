@@ -129,6 +129,12 @@ def test_what_listeners_refuse():
         listeners.push(stream, sound(0.1), torch.zeros(1, 16, 16))
     with pytest.raises(DataError, match="not open"):
         listeners.push(5, sound(0.1))
+    seeing = Listeners(talkative(SEEING))
+    stream = seeing.open()
+    for samples, picture in ((torch.full((10,), torch.nan), 0.0), (sound(0.1), torch.nan)):
+        with pytest.raises(DataError, match="NaN"):
+            seeing.push(stream, samples, torch.full((1, 16, 16), picture))
+    assert seeing.counts[stream] == [0, 0]
     assert model.recognise(torch.zeros(0)) == ""
 
 
@@ -283,6 +289,20 @@ def test_command_line(spoken, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["speech", *words])
         assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_train_on_the_command_line(spoken, tmp_path, capsys, monkeypatch):
+    from colonnade.config import speech
+
+    monkeypatch.setitem(speech.SPEECH_PRESETS, "speech-tiny-av", SEEING)
+    words = ["speech", "train", "--data", str(spoken), "--run", str(tmp_path / "run"), "--batch", "2"]
+    main([*words, "--preset", "speech-tiny-av", "--steps", "2"])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "step 0: loss" in printed
+    assert "word errors, sound and drawn mouths: clean" in printed
+    assert printed.endswith("step-2")
+    main([*words, "--preset", "speech-tiny-av", "--steps", "2"])  # complete: nothing is trained again
+    assert "step 0" not in capsys.readouterr().err
 
 
 def test_damaged_checkpoints(tmp_path):
