@@ -88,6 +88,7 @@ def test_hostile_requests(address: tuple[str, int]) -> None:
     assert ask(address, "GET", "/v1/look/model")[0] == 200
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path) -> None:
     model = Model(build(tiny.config(), dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(), "x")
     colonnade.save(model, tmp_path / "model")

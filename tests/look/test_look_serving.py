@@ -104,7 +104,7 @@ def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: R
     assert viewer.error == "" and "pages of 4 tokens" in viewer.page.text_content("#board")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_the_flag_there_is_nothing() -> None:
     with server(page_tokens=4, pages=96, admin_key="secret") as plain:
         assert httpx.get(f"{plain.url}/look/", timeout=120).status_code == 404

@@ -23,6 +23,7 @@ from colonnade.look.server import running
 from colonnade.look.tensors import Names
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
+from tests.look.pictures import check_references
 from tests.look.test_look_pages import MODELS, TEXT
 from tests.models import build
 from tests.serve import tiny
@@ -125,6 +126,19 @@ def test_every_page_is_reachable_and_described(open_viewer: Open) -> None:
               table => [...table.rows].slice(1).map(row => Number(row.cells[2].textContent)))"""
         )
         assert [sum(load) for load in cells] == [2 * len(made.recording.tokens)] * 2
+
+
+@pytest.mark.slow
+def test_model_pages_look_as_their_references(open_viewer: Open, references: Path) -> None:
+    shots = {}
+    with running(Recorded("experts").app) as url:
+        viewer = open_viewer(url)
+        for at, page in enumerate(("head", "heads", "layer", "experts", "decode", "lora", "routing")):
+            model = {"page": page, "text": TEXT, "layer": 1, "head": 1, "rank": 3}
+            viewer.go(encode_state({"model": model, "theme": ("light", "dark")[at % 2]}))
+            assert viewer.error == ""
+            shots[f"model_{page}"] = viewer.page.screenshot(clip={"x": 0, "y": 0, "width": 680, "height": 640})
+    check_references(shots, references)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import { KINDS } from "./animation";
 import { h } from "./boards";
 import { shown } from "./describe";
 import { EXAMPLES, TOUR } from "./examples";
-import { leaves, parse, products, type Tree } from "./expression";
+import { format, leaves, parse, products, type Tree } from "./expression";
 import { SCHEMES } from "./geometry";
 import type { App } from "./main";
 import { COLOURS, DEFAULT, encode, SENSITIVITIES, THEMES, type Page, type State } from "./state";
@@ -45,6 +45,7 @@ export function fitted(trees: readonly Tree[], known: Readonly<Record<string, Le
 
 export class Panel {
   private readonly slots = new Map<string, HTMLElement>();
+  private readonly shown = new Map<string, string>();
   private readonly playButton = h("button", { type: "button" });
   private readonly slider = h("input", { type: "range", min: "0", value: "0", "aria-label": "Step of the animation" });
   private readonly said = h("output", {});
@@ -109,6 +110,7 @@ export class Panel {
       event.preventDefault();
       void this.app.unlock(input.value);
     });
+    this.shown.delete("model");
     this.slots.get("model")!.replaceChildren(form);
   }
 
@@ -126,43 +128,49 @@ export class Panel {
     const own = state.model.page === "";
     for (const name of ["expression", "matrices", "products"]) this.slots.get(name)!.parentElement!.hidden = !own;
     if (own) {
-      this.fill("expression", this.expression(state));
-      this.fill("matrices", this.matrices(state));
-      this.fill("products", this.products(state));
+      const names = this.app.trees.map((tree) => format(tree));
+      this.fill("expression", state.expr, () => this.expression(state));
+      this.fill("matrices", [names, state.leaves], () => this.matrices(this.app.state));
+      this.fill("products", [names, state.nodes], () => this.products(this.app.state));
     }
     const board = this.app.trees.length === 0;
-    this.fill("animation", [
+    this.fill("animation", [state.anim, state.fuse, state.speed], () => [
       this.choice("anim", "Method", KINDS, state.anim), this.check("fuse", "Fuse chains", state.fuse),
       this.number("speed", "Steps a second", state.speed, 0.01, 10000, "any"),
     ]);
-    this.fill("looks", [
+    const looks = [state.theme, state.scheme, state.sensitivity, state.colour, state.size, state.gap, state.scatter, state.guides, state.legends];
+    this.fill("looks", looks, () => [
       this.choice("theme", "Theme", THEMES, state.theme), this.choice("scheme", "Layout", SCHEMES, state.scheme),
       this.choice("sensitivity", "Sensitivity", SENSITIVITIES, state.sensitivity), this.choice("colour", "Colour by", COLOURS, state.colour),
       this.number("size", "Point size", state.size, 0.1, 4, "0.1"), this.number("gap", "Gap", state.gap, 1, 64, "1"),
       this.number("scatter", "Scatter", state.scatter, 0, 256, "1"), this.check("guides", "Guides", state.guides),
       this.check("legends", "Legends", state.legends),
     ]);
-    this.fill("plan", [
+    this.fill("plan", [state.plan, Object.keys(state.letters).length], () => [
       h("p", { className: "quiet" }, Object.keys(state.letters).length ? "Ranks of each mesh axis; colour by rank shows who has what." : "This scene does not name its dimensions; open one of a model, or the Megatron example."),
       ...(["tp", "cp", "dp", "ep"] as const).map((axis) => {
         const input = h("input", { type: "number", id: `plan-${axis}`, min: "1", max: "64", value: String(state.plan[axis] ?? 1) });
-        input.addEventListener("change", () => this.change({ plan: { ...state.plan, [axis]: Number(input.value) }, colour: "rank" }));
+        input.addEventListener("change", () => this.change({ plan: { ...this.app.state.plan, [axis]: Number(input.value) }, colour: "rank" }));
         return h("label", {}, axis, input);
       }),
     ]);
-    this.fill("inspect", this.inspect());
+    this.fill("inspect", this.app.trees.map((tree) => format(tree)), () => this.inspect());
     this.slots.get("animation")!.parentElement!.hidden = board;
     this.slots.get("inspect")!.parentElement!.hidden = board;
     if (board) this.player.hidden = true;
     const group = this.slots.get("model")!;
     group.parentElement!.hidden = !this.app.info && !group.querySelector("form");
-    if (this.app.info) this.fill("model", this.model(state));
+    if (this.app.info) this.fill("model", [state.model, this.app.info], () => this.model(state));
     this.showTour(state.tour);
     if (focused) document.getElementById(focused)?.focus();
   }
 
-  private fill(name: string, children: (Node | string)[]): void {
-    this.slots.get(name)!.replaceChildren(...children);
+  /** Fills a group anew only if what it shows has changed: a field that someone types into must stay. */
+  private fill(name: string, shows: unknown, children: () => (Node | string)[]): void {
+    const key = JSON.stringify(shows);
+    if (this.shown.get(name) === key) return;
+    this.shown.set(name, key);
+    this.slots.get(name)!.replaceChildren(...children());
   }
 
   private change(part: Partial<State>): void {
@@ -194,7 +202,7 @@ export class Panel {
       event.preventDefault();
       try {
         this.app.state = { ...this.app.state, expr: area.value };
-        const sizes = fitted(parse(area.value), state.leaves);
+        const sizes = fitted(parse(area.value), this.app.state.leaves);
         this.change({ expr: area.value, leaves: sizes, places: {}, title: "", note: "", cursor: 0 });
       } catch (error) {
         this.app.fail(error);
@@ -205,15 +213,15 @@ export class Panel {
 
   private matrices(state: State): Node[] {
     return [...new Set(this.app.trees.flatMap(leaves).map((leaf) => leaf.name))].slice(0, 32).flatMap((name) => {
+      if (!state.leaves[name]) return [];
       const spec = state.leaves[name];
-      if (!spec) return [];
       const put = (part: Partial<LeafSpec>) => {
         // A side that others share changes with them.
-        const others = Object.fromEntries(Object.entries(state.leaves).filter(([each]) => each !== name));
-        const own = { ...spec, ...part };
+        const others = Object.fromEntries(Object.entries(this.app.state.leaves).filter(([each]) => each !== name));
+        const own = { ...this.app.state.leaves[name]!, ...part };
         const trees = this.app.trees;
-        const sizes = "rows" in part || "cols" in part ? fitted(trees, { ...others, [name]: own }) : { ...state.leaves, [name]: own };
-        this.change({ leaves: { ...state.leaves, ...sizes }, title: "", cursor: 0 });
+        const sizes = "rows" in part || "cols" in part ? fitted(trees, { ...others, [name]: own }) : { ...this.app.state.leaves, [name]: own };
+        this.change({ leaves: { ...this.app.state.leaves, ...sizes }, title: "", cursor: 0 });
       };
       const size = (field: "rows" | "cols") => {
         const input = h("input", { type: "number", id: `leaf-${name}-${field}`, min: "1", max: "1024", value: String(spec[field]), "aria-label": `${field} of ${name}` });
@@ -230,7 +238,7 @@ export class Panel {
     return this.app.trees.flatMap(products).slice(0, 32).flatMap((node) => {
       const spec = Object.hasOwn(state.nodes, node.key) ? state.nodes[node.key]! : {};
       const name = shown(node);
-      const put = (part: Partial<NodeSpec>) => this.change({ nodes: { ...state.nodes, [node.key]: { ...spec, ...part } } });
+      const put = (part: Partial<NodeSpec>) => this.change({ nodes: { ...this.app.state.nodes, [node.key]: { ...spec, ...part } } });
       const epilogue = h("select", { id: `node-${node.key}-epilogue`, "aria-label": `epilogue of ${name}` }, ...EPILOGUES.map((each) => h("option", { value: each, selected: each === (spec.epilogue ?? "none") }, each)));
       epilogue.addEventListener("change", () => put({ epilogue: epilogue.value as NodeSpec["epilogue"] }));
       const count = (axis: "i" | "j" | "k") => {
@@ -273,7 +281,7 @@ export class Panel {
       h("label", {}, "Page", page), text, layerLabel, headLabel, rankLabel, h("button", { className: "main" }, "Show"));
     const show = () => {
       const model = { page: page.value as Page, text: text.value, layer: Number(layer.value), head: Number(head.value), rank: Number(rank.value) };
-      this.change({ ...DEFAULT, theme: state.theme, model, ...(model.page === "" ? TOUR[0]!.state : {}) });
+      this.change({ ...DEFAULT, theme: this.app.state.theme, model, ...(model.page === "" ? TOUR[0]!.state : {}) });
     };
     page.addEventListener("change", show);
     form.addEventListener("submit", (event) => {
