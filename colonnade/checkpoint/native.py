@@ -137,7 +137,7 @@ def prepare_save(
 
     from colonnade.checkpoint.dcp_storage import Writer
 
-    if quantised := quantised_parameters(model):
+    if meta.model.lora is None and (quantised := quantised_parameters(model)):  # of adapters, nothing else is stored
         meta = meta.replace(quantised={name: StoredFormat.of(weight) for name, weight in quantised.items()})
     if optimizer is not None:
         meta = meta.replace(updates=optimizer.steps)

@@ -52,8 +52,8 @@ VERBS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "shadow": shadow,
     "convert": convert,
-    "compress": compress,
     "look": look,
+    "compress": compress,
     "verify": verify,
     "bench": bench,
 }

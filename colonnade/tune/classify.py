@@ -243,6 +243,8 @@ def check_settings(run: RunConfig) -> bool:
             raise ConfigError(
                 f"data.{name} is {value}, and applies to text: fine-tuning uses examples; leave it at {default}"
             )
+    if run.distill.teacher:
+        raise ConfigError(f"distill.teacher is {run.distill.teacher}, and classifiers are not distilled; leave it out")
     if model.moe is not None and model.moe.router.kind == "task":
         raise ConfigError(
             "router 'task' needs to know the task of each token, and examples have none; use another router"

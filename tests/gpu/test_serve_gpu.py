@@ -55,7 +55,7 @@ def test_cuda_graphs_and_dispatch_are_the_default(monkeypatch: pytest.MonkeyPatc
         outputs.append(tokens)
         assert engine.config.run_ahead is (device == "cuda")
         assert engine.config.fixed_steps or device == "cpu"
-        assert (engine._runner.graphs is not None) is (device == "cuda")
+        assert engine._runner.graphs is not None or device == "cpu"
     assert outputs[0] == outputs[1]
     assert all(size._graphs for size in engine._runner.graphs._batches.values())
     assert sorted(engine._runner.graphs._batches) == [1, 2, 3, 4]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import colonnade
-from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.config import DataConfig, DistillConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import CapacityError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
@@ -131,8 +131,14 @@ def test_every_setting_is_listed() -> None:
     }
     listed = [*CHANGES_WEIGHTS, *CHANGES_VALIDATION, *CHANGES_NOTHING, *REFUSED, *TESTED_BELOW]
     assert sorted(listed) == sorted(fields), "fine-tuning must honour or refuse a new setting; list it here"
-    known = {"name", "runs", "device", "model", "plan", "data", "train"}
+    known = {"name", "runs", "device", "model", "plan", "data", "train", "distill"}
     assert set(RunConfig.model_fields) == known, "fine-tuning must honour or refuse a new section of a run"
+
+
+def test_a_teacher_is_refused(tmp_path: Path) -> None:
+    run = config(tmp_path, {}, {}, {}).replace(distill=DistillConfig(teacher="smollm2"))
+    with pytest.raises(ConfigError, match=r"distill\.teacher is smollm2, and classifiers are not distilled"):
+        fit(run, examples(), examples(7))
 
 
 Tuned = tuple[dict[str, Tensor], list[float]]

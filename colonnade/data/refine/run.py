@@ -131,6 +131,7 @@ def run(
         field,
         separator,
         task_field=tasks.partition(":")[2] if tasks and tasks != "source" else None,
+        tasks={},  # datatrove copies its pipelines, and a mapping proxy cannot be copied
         title_field=recipe.title_field,
     )
     job = make_job(work, recipe, [file for file in files if file is not None], options, decontaminate)

@@ -113,7 +113,7 @@ def rope_and_kv_write(
     qkv_Tz = qkv_Tz if qkv_Tz.stride(1) == 1 else qkv_Tz.contiguous()
     none = q_TnH  # stands in for tensors that are not read
     rotation = Rotation(none, none) if turn is None else Rotation(*(x.contiguous() for x in turn))
-    q_norm, k_norm = (_Norm(*norm) for norm in norms or ((none, 0.0), (none, 0.0)))
+    q_norm, k_norm = (_Norm(norm.weight_D, norm.eps) for norm in norms or (NormWeights(none, 0.0),) * 2)
     block_g, block_h = triton.next_power_of_2(group + 2), triton.next_power_of_2(H)
     config = _Config(K, group, H, turn is not None, norms is not None, block_g, block_h)
     keys, values = (Cache(x, *x.stride()[:3]) for x in (k_PpKH, v_PpKH))
