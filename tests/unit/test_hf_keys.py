@@ -124,6 +124,23 @@ WITHOUT_EFFECT = {
     "qwen2_moe": ("sliding_window", "max_window_layers"),  # a window is refused
     "deepseek_v2": ("seq_aux",),
     "deepseek_v3": ("num_nextn_predict_layers",),
+    "t5": ("dropout_rate", "initializer_factor"),
+    "whisper": (
+        "encoder_layerdrop",
+        "decoder_layerdrop",
+        "dropout",
+        "activation_dropout",
+        "use_weighted_layer_sum",
+        "classifier_proj_size",
+        "apply_spec_augment",
+        "mask_time_prob",
+        "mask_time_length",
+        "mask_time_min_masks",
+        "mask_feature_prob",
+        "mask_feature_length",
+        "mask_feature_min_masks",
+        "median_filter_width",
+    ),
 }
 """Keys of one family that change no logits."""
 OTHER_VALUES: dict[str, Any] = {

@@ -83,13 +83,15 @@ _TABLE: MappingTable = {
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
     keys.must_be("is_encoder_decoder", True, "only the encoder–decoder is implemented")
     keys.must_be("is_decoder", False, "only the encoder–decoder is implemented")
-    for derived in ("dense_act_fn", "is_gated_act", "dropout_rate", "initializer_factor"):
-        keys.take(derived)
+    for training in ("dropout_rate", "initializer_factor"):
+        keys.take(training)
     act = keys.take("feed_forward_proj", "relu")
     gated, name = act.startswith("gated-") if isinstance(act, str) else False, str(act).removeprefix("gated-")
     if name not in ACTIVATIONS:
         raise keys.refuse("feed_forward_proj", f"known activations are {', '.join(ACTIVATIONS)}, and gated- ones")
     activation = "gelu_tanh" if act == "gated-gelu" else ACTIVATIONS[name]
+    keys.must_agree("is_gated_act", "feed_forward_proj", gated)
+    keys.must_agree("dense_act_fn", "feed_forward_proj", "gelu_new" if act == "gated-gelu" else name)
     tied = keys.flag("tie_word_embeddings", True)
     layers, context = keys.size("num_layers", 6), keys.size("n_positions", 512)
     return ModelConfig(
