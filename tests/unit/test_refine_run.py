@@ -1,6 +1,7 @@
 """Whole cleanings: what stays, what leaves and why; the same bytes however the work is divided or interrupted."""
 
 import gzip
+import importlib
 import importlib.util
 import json
 import os
@@ -455,7 +456,7 @@ def test_slurm_gives_the_same_bytes(cleaned, tmp_path, monkeypatch):
 def test_two_ray_workers_give_the_same_bytes(cleaned, tmp_path):
     """A real local cluster of two nodes of two cores: with one core each, Ray's placement groups wait for ever."""
     ray = pytest.importorskip("ray", reason="needs ray")
-    from ray.cluster_utils import Cluster
+    Cluster = importlib.import_module("ray.cluster_utils").Cluster
 
     folder, _, _ = cleaned
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 1 << 27})
