@@ -142,8 +142,10 @@ def _linear(
     in_place: bool = False,
 ) -> Tensor:
     run = choose("fused_linear", x_TD.device.type, x_TD.dtype, block.kernels)
-    parts = {"norm": norm, "gate": gate, "residual_TF": residual_TF, "inplace": in_place}
-    return run(x_TD, layer.matrix, layer.bias, activation=activation, **parts)
+    return run(
+        x_TD, layer.matrix, layer.bias,
+        norm=norm, gate=gate, activation=activation, residual_TF=residual_TF, inplace=in_place,
+    )  # fmt: skip
 
 
 def _linear_residual(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, in_place: bool = False) -> Tensor:

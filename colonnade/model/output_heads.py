@@ -213,14 +213,8 @@ class ClassLoss:
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of labels) on all tp ranks; in float32, or float64 for a float64 model."""
-        pooled_RD = Pooled(self.first_R)(x_tD, T, output)
-        if self.dropout is not None:
-            pooled_RD = self.dropout.drop(pooled_RD, POOLED, self.dropout.rates.residual)
-        logits_RC = _class_logits(pooled_RD, output)
-        logits_RC = logits_RC.to(torch.promote_types(logits_RC.dtype, torch.float32))
-        options = {"ignore_index": IGNORE, "label_smoothing": self.smoothing}
-        total = F.cross_entropy(logits_RC, self.labels_R, reduction="sum", **options)
-        return total, (self.labels_R != IGNORE).sum()
+        logits_RC = _dropped_class_logits(Pooled(self.first_R)(x_tD, T, output), self.dropout, output)
+        return _summed_cross_entropy(logits_RC, self.labels_R, self.smoothing)
 
 
 @dataclass(frozen=True)
@@ -250,13 +244,8 @@ class ChoiceLoss:
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of labels) on all tp ranks."""
-        pooled_RD = Pooled(self.first_R)(x_tD, T, output)
-        if self.dropout is not None:
-            pooled_RD = self.dropout.drop(pooled_RD, POOLED, self.dropout.rates.residual)
-        logits_QC = _class_logits(pooled_RD, output).reshape(-1, self.choices)
-        logits_QC = logits_QC.to(torch.promote_types(logits_QC.dtype, torch.float32))
-        options = {"ignore_index": IGNORE, "label_smoothing": self.smoothing}
-        return F.cross_entropy(logits_QC, self.labels_Q, reduction="sum", **options), (self.labels_Q != IGNORE).sum()
+        logits_R1 = _dropped_class_logits(Pooled(self.first_R)(x_tD, T, output), self.dropout, output)
+        return _summed_cross_entropy(logits_R1.reshape(-1, self.choices), self.labels_Q, self.smoothing)
 
 
 @dataclass(frozen=True)
@@ -319,6 +308,20 @@ class Pretraining:
         order = F.cross_entropy(logits_R2, self.orders_R, ignore_index=IGNORE, reduction="sum")
         weight = self.weight.to(masked.dtype) if isinstance(self.weight, Tensor) else self.weight
         return masked + weight * order, count
+
+
+def _dropped_class_logits(pooled_RD: Tensor, dropout: BlockDropout | None, output: OutputProjection) -> Tensor:
+    """logits_RC of the pooled vectors after dropout."""
+    if dropout is not None:
+        pooled_RD = dropout.drop(pooled_RD, POOLED, dropout.rates.residual)
+    return _class_logits(pooled_RD, output)
+
+
+def _summed_cross_entropy(logits_RC: Tensor, labels_R: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """(sum of the losses in at least float32, number of labels)."""
+    logits_RC = logits_RC.to(torch.promote_types(logits_RC.dtype, torch.float32))
+    total = F.cross_entropy(logits_RC, labels_R, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing)
+    return total, (labels_R != IGNORE).sum()
 
 
 def _class_logits(pooled_RD: Tensor, output: OutputProjection) -> Tensor:
