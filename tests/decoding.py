@@ -80,8 +80,11 @@ def by_itself(made: Made, t: int, ahead: int = 0) -> State:
     table = replace(
         made.table, cu_queries=number(0, 1), lengths_R=number(length), longest_query=1, longest_context=length
     )
-    ready = made.layout.prepare(made.layout.plan([length], [1], ahead=ahead), made.q.device)
-    return replace(made, q=made.q[t : t + 1], table=table, ready=ready).run()
+    q, layout = made.q[t : t + 1], made.layout
+    if layout.aligned:
+        layout = KernelLayout.of(q, made.k, 1, window=layout.shape.window, chunk=layout.chunk, kernels=KERNELS[0])
+    ready = layout.prepare(layout.plan([length], [1], ahead=ahead), made.q.device)
+    return replace(made, q=q, table=table, layout=layout, ready=ready).run()
 
 
 def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> Made:
@@ -207,7 +210,7 @@ class Case:
         else:
             plan = split_planner.plan(
                 self.lengths, self.queries, layout.shape, layout.workers, cheap,
-                chunk=layout.chunk, runs=layout.runs, ahead=ahead,
+                chunk=layout.chunk, runs=layout.runs, aligned=layout.aligned, ahead=ahead,
             )  # fmt: skip
         size, shared_size = None, None
         if capacity:

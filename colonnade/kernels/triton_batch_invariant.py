@@ -8,9 +8,10 @@ small for many rows and too large for one.
 number of rows, so that a row's last bit may change with the batch.
 
 **Paged attention**: a request's result does not depend on the batch or on prompt chunking. Flash-Decoding with splits
-at fixed positions (:mod:`~colonnade.kernels.attention.triton_decode`), also for prompts, in blocks of 16 rows, or as
-many as one query has. The price is that a prompt's keys are read once for every few queries. Which queries share a
-block does not matter: keys that a row does not see are states of weight 0, which do not change a sum.
+at fixed positions (:mod:`~colonnade.kernels.attention.triton_decode`), also for prompts. In Triton all blocks have 16
+rows, or as many as one query has; in CUDA C++ only those of prompts. The price is that a prompt's keys are read once
+for every few queries. Which queries share a block does not matter: keys that a row does not see are states
+of weight 0, which do not change a sum.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colonnade.kernels.attention.decode_plan import KernelLayout
+from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.triton_decode import attend
 
@@ -106,10 +107,25 @@ def paged(
     values: int | None = None,
 ) -> Tensor:
     """o_TNH (see :func:`reference.paged`), for head widths up to 256."""
+    key = "fixed splits", q_TNH.shape[1], k_PpKH.shape[2], q_TNH.shape[2], q_TNH.dtype, k_PpKH.dtype, window
+    if key not in table.plan_cache:
+        table.plan_cache[key] = _make_plans(q_TNH, k_PpKH, table, window)
+    first, *rest = table.plan_cache[key]
+    state = attend(q_TNH, k_PpKH, v_PpKH, table, first)
+    for ready in rest:
+        state = attend(q_TNH, k_PpKH, v_PpKH, table, ready, into=state)
+    return state.o[..., :values]
+
+
+def _make_plans(q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None) -> tuple[DevicePlan, ...]:
+    """A plan for requests of one query, and one for prompts in blocks of more rows, where a kernel has such."""
+    new, lengths = table.host_lengths
     layout = KernelLayout.of(q_TNH, k_PpKH, 1, window=window, chunk=CHUNK)
-    if layout not in table.plan_cache:
-        new, lengths = table.host_lengths
-        plan = layout.plan(lengths, new, max_keys=table.max_keys)
-        table.plan_cache[layout] = (layout.prepare(plan, q_TNH.device),)
-    (ready,) = table.plan_cache[layout]
-    return attend(q_TNH, k_PpKH, v_PpKH, table, ready).o[..., :values]
+    prompts = KernelLayout.of(q_TNH, k_PpKH, max(new, default=1), window=window, chunk=CHUNK)
+    parts = [(layout, new)]
+    if prompts.shape.rows > layout.shape.rows:
+        parts = [(layout, [n if n == 1 else 0 for n in new]), (prompts, [n if n != 1 else 0 for n in new])]
+    used = [(layout, queries) for layout, queries in parts if any(queries)] or parts[:1]
+    return tuple(
+        layout.prepare(layout.plan(lengths, queries, max_keys=table.max_keys), q_TNH.device) for layout, queries in used
+    )

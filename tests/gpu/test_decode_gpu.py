@@ -151,6 +151,24 @@ def test_fixed_splits_are_batch_invariant() -> None:
             assert torch.equal(among.lse[row], alone.lse[0])
 
 
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn], ids=str)
+def test_fixed_splits_do_not_depend_on_teams(cache: torch.dtype | None, kernels: str) -> None:
+    """Blocks of one, two or four teams, pieces of one chunk or of many, blocks of 8 or 16 rows."""
+    if kernels == "triton":
+        pytest.skip("the Triton kernel has no teams")
+    how = {"K": 2, "group": 4, "H": 128, "page": 16, "dtype": torch.bfloat16, "chunk": 512, "cache": cache}
+    alone = Case([3000], [1], **how).made("cuda").run()
+    for others in (7, 255):
+        for teams in (1, 2, 4):
+            cuda_decode.TEAMS_OVERRIDE[:] = [teams]
+            try:
+                lengths = [*((37 * i) % 2000 for i in range(others)), 70_000, 3000]
+                among = Case(lengths, [1] * len(lengths), **how).made("cuda").run()
+            finally:
+                cuda_decode.TEAMS_OVERRIDE.clear()
+            assert torch.equal(among.o[-1], alone.o[0]) and torch.equal(among.lse[-1], alone.lse[0]), (others, teams)
+
+
 @pytest.mark.parametrize("window", [None, 3000])
 def test_fixed_splits_give_a_query_the_same_bits_alone_and_in_a_chunk(window: int | None) -> None:
     """With a window, queries of one block have their first key in different chunks."""

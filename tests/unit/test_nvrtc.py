@@ -109,6 +109,22 @@ def test_decode_kernel_has_no_spills(width: int, cache: torch.dtype, group: int,
         assert resource_usage(tmp_path / "kernel.cubin", "REG") * tiles.warps * 32 <= 2**16
 
 
+@compiles
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("rows", "lines"), [(8, 1), (8, 200), (8, 700), (16, 1)])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_kernel_with_fixed_splits_has_no_spills(cache: torch.dtype, rows: int, lines: int, tmp_path: Path) -> None:
+    """Its stack holds the sums of 24 levels of chunks, 32 bytes for each 4 numbers that a thread adds."""
+    q, k = torch.empty(1, 8, 128, dtype=torch.bfloat16), torch.empty(1, 64, 1, 128).to(cache)
+    tiles = cuda_decode.choose_block(rows, 128, k.element_size(), lines, 132, fixed=True)
+    macros = cuda_decode.compile_macros(q, k, 8, rows, tiles, single=rows == 8, chunk=512)
+    binary = nvrtc.compile_cubin(cuda_decode.source(), cuda_decode.compiler_options(macros), "sm_90", tmp_path)
+    (tmp_path / "kernel.cubin").write_bytes(binary)
+    sums = rows // 8 * 8 // (tiles.warps // tiles.workers)
+    assert resource_usage(tmp_path / "kernel.cubin", "STACK") <= sums * 24 * 32
+    assert resource_usage(tmp_path / "kernel.cubin", "REG") * tiles.warps * 32 <= 2**16
+
+
 def resource_usage(image: Path, what: str) -> int:
     """Registers, or stack bytes per thread."""
     from triton.backends import nvidia

@@ -80,6 +80,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 
   // -- loading: which tile is next, and its page, looked up a tile ahead
   int next = 0, head = f0.y, end = f1.x, tile = count ? first_tile(f0.w, member) : 0, last = (end + TOKENS - 1) / TOKENS;
+#if FIXED && TEAM < 8
+  int low = f0.w / TOKENS, base = f0.w / FIXED * CHUNK_TILES, turn = 0;  // the first tile; the chunk's; of its streams
+  auto to_stream = [&]() {  // to the next stream that has a tile, if this one has no more
+    while (tile >= min(last, base + CHUNK_TILES) && base < last) {
+      if (++turn == TURNS) { turn = 0; base += CHUNK_TILES; }
+      tile = stream_tile(base, turn, member, low);
+    }
+  };
+  if (count) { tile = stream_tile(base, 0, member, low); to_stream(); }
+#endif
   const int* table = a.pages + (i64)f0.x * a.pages_r;
   int page = 0, stage = 0;
   u32 pages_there = 0;  // a bit for each stage
@@ -95,8 +105,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       table = a.pages + (i64)__shfl_sync(~0u, n0.x, from) * a.pages_r;
       head = __shfl_sync(~0u, n0.y, from);
       end = __shfl_sync(~0u, n1.x, from);
-      tile = first_tile(__shfl_sync(~0u, n0.w, from), member);
       last = (end + TOKENS - 1) / TOKENS;
+#if FIXED && TEAM < 8
+      const int first = __shfl_sync(~0u, n0.w, from);
+      low = first / TOKENS; base = first / FIXED * CHUNK_TILES; turn = 0;
+      tile = stream_tile(base, 0, member, low);
+      to_stream();
+#else
+      tile = first_tile(__shfl_sync(~0u, n0.w, from), member);
+#endif
     }
     if (tile < last) {
       const int column = tile * TOKENS / PAGE;
@@ -126,7 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         const u32 place = token * ROW_BYTES + ((SWIZZLED ? chunk ^ (token & 7) : chunk) << 4);
         copy16(to + TILE_BYTES + place, v + token * a.v_p + chunk * 16, token < left ? 16 : 0, policy);
       }
-      tile += TEAM;
+      tile += STREAMS;
+#if FIXED && TEAM < 8
+      to_stream();
+#endif
       seek();
     }
     commit();
@@ -178,6 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         write_output(a, none, who.start, unit / QUADS, unit % QUADS * 4, -INF, 0, make_float4(0, 0, 0, 0));
     }
   }
+#endif
+#if FIXED
+  Sum kept[NT * UNITS][LEVELS];  // in local memory
+  int cut_pieces = 0;
+#elif MERGE
   Item cut_first, cut_last;  // a worker's first and last piece may be parts of lines
   Queries who_first, who_last;
   cut_first.slot = cut_last.slot = -1;
@@ -275,15 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     sums.clear();
 
     bool ahead = i + 1 < count;
-    for (int mine = first_tile(item.first, member); mine < end_tile || ahead; mine += TEAM) {
-      // The next piece, and its queries, are looked up beside this one's first tile.
-      if (ahead && i % 32 == 31) look_up(i + 1);
-      if (ahead && i == 0) look_up(0);
-      const bool look = ahead;
-      ahead = false;
-      if (mine < end_tile) {
+    auto attend_tile = [&](int mine) {
       wait<STAGES - 2>();
       __syncwarp();
+#if LOAD_FIRST
+      load();
+#endif
 #if COMPUTE
       const u32 at = ring + used * STAGE_BYTES;
       const int token0 = mine * TOKENS;
@@ -293,24 +315,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       u32 p[NT][2];
       scores(s, at, places, q);
       if (!plain && token0 + TOKENS > view.high) clear_values(at, token0, view.high, lane);
+      u32 values[VALUES_FIRST ? KSTEPS : 1][4];
+      if (VALUES_FIRST) load_values(values, at, places);
       weigh(a, s, p, sums, view, token0, there, plain, g, t);
-      weighted_values(sums, at, places, p);
+      if (VALUES_FIRST) add_values(sums, values, p);
+      else weighted_values(sums, at, places, p);
 #endif
       __syncwarp();
+#if !LOAD_FIRST
       load();
+#endif
       used = used + 1 == STAGES ? 0 : used + 1;
-      }
+    };
+    // The next piece, and its queries, are looked up beside this one's first tile.
+    auto around = [&](bool any, int mine) {
+      if (ahead && i % 32 == 31) look_up(i + 1);
+      if (ahead && i == 0) look_up(0);
+      const bool look = ahead;
+      ahead = false;
+      if (any) attend_tile(mine);
       if (look) {
         item_next = item_at(i + 1, who_next);
 #if NT == 1
         ask_queries(item_next, who_next);
 #endif
       }
+    };
+    const float v_scale = SCALED && COMPUTE ? __ldg(a.v_scale + item.head) : 1.f;
+#if FIXED
+    const int first_chunk = item.first / FIXED, last_chunk = (item.end - 1) / FIXED;
+#pragma unroll 1
+    for (int chunk = first_chunk; chunk <= last_chunk; chunk++) {
+      Streams streams;
+      const int stop = min(end_tile, (chunk + 1) * CHUNK_TILES);
+#pragma unroll 1
+      for (int turn = 0; turn < TURNS; turn++) {
+        sums.clear();
+        int mine = stream_tile(chunk * CHUNK_TILES, turn, member, item.first / TOKENS);
+        for (; mine < stop; mine += STREAMS) around(true, mine);
+        add_lanes(sums);
+        streams.add(sums, turn, (float4*)(shared_o + member * 8 * O_ROW), lane);
+      }
+      const bool last = chunk == last_chunk;
+      if (last && ahead) around(false, 0);  // this warp had no tile
+      if (TURNS > 1) __syncwarp();
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        leave_state(sums, n, shared_o + member * 8 * O_ROW, shared_ml + member * 8, g, t);
+        team_barrier(team);
+        Sum s[UNITS];
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+          const int unit = (u * TEAM + member) * 32 + lane;
+          s[u] = unit < 8 * QUADS ? team_sum(shared_o, shared_ml, unit / QUADS, unit % QUADS * 4) : identity();
+        }
+#if SHARED_Q
+        if (last && i + 1 < count) put_queries();
+#endif
+        if (n + 1 < NT || !last || i + 1 < count) team_barrier(team);
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+          const int unit = (u * TEAM + member) * 32 + lane, row = n * 8 + unit / QUADS;
+          const Sum sum = add_chunk(s[u], kept[n * UNITS + u], chunk, first_chunk, last);
+          if (last && unit < 8 * QUADS && row < view.rows)
+            write_sum(a, item, who.start, row, unit % QUADS * 4, v_scale, sum);
+        }
+      }
     }
+    cut_pieces += item.slot >= 0;
+#else
+    for (int mine = first_tile(item.first, member); mine < end_tile || ahead; mine += TEAM) around(mine < end_tile, mine);
 
 #if COMPUTE
     // -- the warps' states together, 8 rows at once
-    const float v_scale = SCALED ? __ldg(a.v_scale + item.head) : 1.f;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       leave_state(sums, n, shared_o + member * 8 * O_ROW, shared_ml + member * 8, g, t);
@@ -326,8 +403,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     if (item.slot >= 0 && i > 0) { cut_last = item; who_last = who; }
 #endif
 #endif
+#endif
   }
-#if MERGE && COMPUTE
+#if FIXED
+  // Each piece of a cut line merges a share of it.
+#pragma unroll 1
+  for (int i = 0; cut_pieces; i++) {
+    const int4 i0 = __ldg(items + 2 * i), i1 = __ldg(items + 2 * i + 1);
+    if (i1.y < 0) continue;
+    Item cut;
+    cut.request = i0.x; cut.head = i0.y; cut.block = i0.z; cut.slot = i1.y; cut.share = i1.w;
+    const Queries who = queries_of(a, cut.request);
+    merge_fixed(a, cut, i1.z, who.start, who.count, SCALED ? __ldg(a.v_scale + cut.head) : 1.f, member, lane);
+    cut_pieces--;
+  }
+#elif MERGE && COMPUTE
 #pragma unroll 1
   for (int c = 0; c < 2; c++) {
     if (cut_first.slot >= 0) {

@@ -5,8 +5,9 @@ everything else: float32, more query rows per request than fit its registers, pa
 and machines without NVRTC. The kernel is persistent, with one block per SM. Its speed depends on the bytes in flight,
 not on arithmetic, so warps and stages of each warp's ring fill the shared memory.
 
-Split lines are merged in the same launch (``MERGE``), unless splits are fixed or a prefix is shared: then states go to
-slots and :mod:`~colonnade.kernels.attention.triton_merge` adds them in an order that does not depend on the batch.
+Split lines are merged in the same launch (``MERGE``), unless a prefix is shared: then states go to slots and
+:mod:`~colonnade.kernels.attention.triton_merge` adds them. With fixed splits (``FIXED``) all sums follow one tree over
+the positions of the keys, so that their bits depend neither on the batch nor on rows, teams or pieces.
 """
 
 import functools
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from colonnade.kernels.attention.decode_plan import DevicePlan
 
 log = logging.getLogger(__name__)
-SOURCES = [Path(__file__).with_name(f"cuda_decode{part}") for part in ("_common.cuh", "_tile.cuh", "_merge.cuh", ".cu")]
+SOURCES = [
+    Path(__file__).with_name(f"cuda_decode{part}")
+    for part in ("_common.cuh", "_tile.cuh", "_merge.cuh", "_fixed.cuh", ".cu")
+]
 """Compiled as one file, in this order."""
 TOKENS = 16
 """Tokens of a tile; a tile belongs to one warp and lies within one page."""
@@ -43,6 +47,10 @@ ARGUMENTS = struct.Struct("15Q8q8i2f")
 HOPPER_BYTES = 227 * 1024
 SIZES_OVERRIDE: list["BlockSizes"] = []
 """Replaces the computed sizes if not empty; for tuning and tests."""
+FIXED_CHUNK = 128
+"""Chunks of fixed splits are multiples of so many keys: a tile for each of 8 streams."""
+FIXED_ROWS = 16
+"""Rows of a block of several queries, with fixed splits; 32 take 1.6 times as long."""
 TEAMS_OVERRIDE: list[int] = []
 """Replaces the computed number of teams if not empty; for tuning and tests."""
 
@@ -65,13 +73,20 @@ def shared_memory_size(width: int, cache_bytes: int, rows: int, sizes: BlockSize
 
 
 @functools.cache
-def choose_sizes(width: int, cache_bytes: int, rows: int, max_bytes: int = HOPPER_BYTES) -> BlockSizes | None:
-    """The most warps that have three stages each; None if not even three warps have."""
+def choose_sizes(
+    width: int, cache_bytes: int, rows: int, max_bytes: int = HOPPER_BYTES, *, fixed: bool = False
+) -> BlockSizes | None:
+    """The most warps that have three stages each; None if not even three warps have.
+
+    With ``fixed`` splits 8 or 4, so that they divide the streams of a chunk, and 8 with blocks of many rows, whose time
+    is that of their products: two stages then do.
+    """
+    many = fixed and rows > 8
     small = rows == 8 and width * cache_bytes == 128 and cache_bytes == 2
-    for warps in (12, 8, 6, 4, 3) if small else (8, 6, 4, 3):
+    for warps in (8,) if many else (8, 4) if fixed else (12, 8, 6, 4, 3) if small else (8, 6, 4, 3):
         stages = [
             s
-            for s in range(3, (STAGES if cache_bytes > 1 else 3) + 1)
+            for s in range(2 if many else 3, (STAGES if cache_bytes > 1 else 3) + 1)
             if shared_memory_size(width, cache_bytes, rows, BlockSizes(warps, s)) <= max_bytes
         ]
         if stages:
@@ -79,13 +94,13 @@ def choose_sizes(width: int, cache_bytes: int, rows: int, max_bytes: int = HOPPE
     return None
 
 
-def choose_block(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> Tiles:
+def choose_block(rows: int, width: int, cache_bytes: int, lines: int, blocks: int, *, fixed: bool = False) -> Tiles:
     """Sizes for plans and the slot merge, given the number of lines and of multiprocessors (``blocks``).
 
     If there are many lines, a block is divided into teams that read one line each: a team without a second line need
     not stop between two, which takes as long as reading 20 KB.
     """
-    capability = SIZES_OVERRIDE[0] if SIZES_OVERRIDE else choose_sizes(width, cache_bytes, rows)
+    capability = SIZES_OVERRIDE[0] if SIZES_OVERRIDE else choose_sizes(width, cache_bytes, rows, fixed=fixed)
     assert capability is not None, "asked only for what is taken"
     teams = 1
     while rows == 8 and teams * blocks < lines and teams < 4 and capability.warps % (4 * teams) == 0:
@@ -123,13 +138,28 @@ def preferred(rows: int, width: int, lines: int) -> bool:
     return rows == 8 or (rows == 16 and width <= 128 and lines >= 16)
 
 
-def supports(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:
-    """Whether the kernel supports these queries and this cache, in blocks of ``rows`` rows."""
+def fixed_rows(group: int, queries: int) -> int:
+    """Rows of a block with fixed splits: those of one query, or more if there are several."""
+    return max(padded_rows(group, 1), min(padded_rows(group, queries), FIXED_ROWS))
+
+
+def supports_fixed(q_TNH: Tensor, k_PpKH: Tensor) -> bool:
+    """Whether the kernel supports fixed splits of this cache for decodes and for prompts, which must use one kernel."""
+    group = q_TNH.shape[1] // k_PpKH.shape[2]
+    return all(supports(q_TNH, k_PpKH, fixed_rows(group, queries), fixed=True) for queries in (1, FIXED_ROWS))
+
+
+def supports(q_TNH: Tensor, k_PpKH: Tensor, rows: int, *, fixed: bool = False) -> bool:
+    """Whether the kernel supports these queries and this cache, in blocks of ``rows`` rows, or ``fixed`` splits."""
     H, page_tokens, size = q_TNH.shape[2], k_PpKH.shape[1], k_PpKH.element_size()
     dtype_ok = k_PpKH.dtype == q_TNH.dtype or k_PpKH.dtype in CACHES
     # The accumulators of more than rows · H = 4096 elements do not fit the registers.
     size_ok = (
-        H % 16 == 0 and 64 <= H <= 256 and rows * H <= 4096 and rows <= 48 and choose_sizes(H, size, rows) is not None
+        H % 16 == 0
+        and 64 <= H <= 256
+        and rows * H <= 4096
+        and rows <= 48
+        and choose_sizes(H, size, rows, fixed=fixed) is not None
     )
     return (
         q_TNH.is_cuda and q_TNH.dtype in (torch.float16, torch.bfloat16) and dtype_ok and size_ok
@@ -158,14 +188,15 @@ def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.d
 
 
 def compiler_options(constants: dict[str, int]) -> list[str]:
-    """Options for NVRTC."""
-    return ["--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
+    """Options for NVRTC: with fixed splits all variants must round alike, so none fuses additions at will."""
+    fixed = ["--fmad=false"] if constants["FIXED"] else []
+    return ["--std=c++17", *fixed, *(f"-D{name}={value}" for name, value in constants.items())]
 
 
 def compile_macros(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
-    early: bool = False, queries: bool = False, compute: bool = True,
+    early: bool = False, queries: bool = False, compute: bool = True, chunk: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Macros of a kernel variant."""
     return {
@@ -173,7 +204,7 @@ def compile_macros(
         "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
         "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window), "CAPPED": int(cap), "SLOPES": int(slopes),
         "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single), "MERGE": int(merge), "EARLY": int(early),
-        "SHARED_Q": int(queries), "COMPUTE": int(compute),
+        "SHARED_Q": int(queries), "COMPUTE": int(compute), "FIXED": chunk or 0,
     }  # fmt: skip
 
 
@@ -218,7 +249,7 @@ def attend(
         q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
         slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
         single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
-        early=slots is not None and ready.overlaps_merge, queries=queries, compute=compute,
+        early=slots is not None and ready.overlaps_merge, queries=queries, compute=compute, chunk=layout.chunk,
     )  # fmt: skip
     mailboxes = (ready.mailboxes_for_launch(), None) if slots is None else slots
     _, items_at, merges_at, firsts_at, _ = flat_offsets(ready.capacity)

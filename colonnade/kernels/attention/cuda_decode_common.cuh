@@ -7,7 +7,8 @@ typedef long long i64;
 
 // Macros from the host: H, GROUP, NT (8 query rows each), PAGE, WARPS, TEAM (warps of a team), STAGES, BF16,
 // CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
-// EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone).
+// EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone),
+// FIXED (0, or tokens of a chunk: sums do not depend on the batch).
 
 struct Args {
   const char *q, *k, *v;
@@ -23,6 +24,16 @@ struct Args {
 constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4;
 constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
 static_assert(WARPS % TEAM == 0 && (NT == 1 || TEAMS == 1), "teams are equal, and share queries of many rows");
+constexpr int STREAMS = FIXED ? 8 : TEAM, TURNS = STREAMS / TEAM;  // tiles of a warp follow at this distance
+constexpr int CHUNK_TILES = FIXED / TOKENS, LEVELS = 24;  // 2^23 chunks of at least 128 tokens
+static_assert(!FIXED || (TEAM <= 8 && 8 % TEAM == 0 && CHUNK_TILES % 8 == 0 && (TURNS == 1 || NT == 1)), "whole streams");
+constexpr int UNITS = (8 * QUADS + TEAM * 32 - 1) / (TEAM * 32);  // of 4 numbers of 8 rows, that a lane combines
+#ifndef LOAD_FIRST
+#define LOAD_FIRST (STAGES == 2)  // the ring's free stage is filled before the products, not after
+#endif
+#ifndef VALUES_FIRST
+#define VALUES_FIRST (CACHE && NT == 1 && H <= 128 && TURNS < 4)
+#endif
 constexpr int PARTS = 4;  // states of a line that a lane holds at once
 constexpr int CHUNKS = H * (CACHE ? 1 : 2) / 16;  // 16-byte chunks of a token
 // Rows of 8 chunks are swizzled; others have an odd number, so that 8 rows lie in different banks.
@@ -108,12 +119,12 @@ __device__ __forceinline__ float finite_or_0(float top) { return top == -INF ? 0
 // The two halves of four numbers of 8 bits as pairs of float16.
 __device__ __forceinline__ void widen(u32 x, u32& low, u32& high) {
 #if CACHE == 1
-  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+  asm volatile("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
       : "=r"(low), "=r"(high) : "r"(x));
 #else
   // As float16, 0x64 above a byte u is 1024 + u.
   x ^= 0x80808080u;
-  asm("{.reg .b32 a, b; prmt.b32 a, %2, 0x64646464, 0x4140; prmt.b32 b, %2, 0x64646464, 0x4342;"
+  asm volatile("{.reg .b32 a, b; prmt.b32 a, %2, 0x64646464, 0x4140; prmt.b32 b, %2, 0x64646464, 0x4342;"
       " sub.f16x2 %0, a, %3; sub.f16x2 %1, b, %3;}" : "=r"(low), "=r"(high) : "r"(x), "r"(0x64806480u));
 #endif
 }

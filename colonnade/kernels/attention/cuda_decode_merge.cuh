@@ -107,13 +107,15 @@ __device__ __forceinline__ void merge(const Args& a, const Item& item, int start
   }
 }
 
-// A warp's state of 8 rows, left in shared memory for its team.
+// A warp's state of 8 rows, left in shared memory for its team. With fixed splits lanes' weights are added already.
 __device__ __forceinline__ void leave_state(State& sums, int n, float* mine, float2* ml, int g, int t) {
+#if !FIXED
 #pragma unroll
   for (int w = 4; w < 32; w <<= 1) {
     sums.total[n][0] += __shfl_xor_sync(~0u, sums.total[n][0], w);
     sums.total[n][1] += __shfl_xor_sync(~0u, sums.total[n][1], w);
   }
+#endif
 #pragma unroll
   for (int d = 0; d < KSTEPS; d++) {
     // Products of 8 bits have numbers 2g and 2g + 1 in rows g and g + 8.
@@ -132,9 +134,10 @@ __device__ __forceinline__ void leave_state(State& sums, int n, float* mine, flo
 // The team's states of 8 rows together: to the output, or to a slot if the piece is a part of a line.
 __device__ __forceinline__ void write_states(const Args& a, const Item& item, int start, int n, int rows, float v_scale,
                                              const float* shared_o, const float2* shared_ml, int member, int lane) {
-  for (int unit = member * 32 + lane; unit < 8 * QUADS; unit += 32 * TEAM) {
-    const int row8 = unit / QUADS, d = unit % QUADS * 4, row = n * 8 + row8;
-    if (row >= rows) continue;
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    const int unit = (u * TEAM + member) * 32 + lane, row8 = unit / QUADS, d = unit % QUADS * 4, row = n * 8 + row8;
+    if (row8 >= 8 || row >= rows) continue;
     float highest = -INF, weights = 0;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll

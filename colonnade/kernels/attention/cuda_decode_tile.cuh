@@ -184,31 +184,54 @@ __device__ __forceinline__ void weigh(const Args& a, const float (&s)[NT][2][4],
   }
 }
 
-// O^T += V^T P^T.
-__device__ __forceinline__ void weighted_values(State& sums, u32 at, const Places& places, const u32 (&p)[NT][2]) {
-#if CACHE
+// The matrices of values V^T of step d, from what ``load_transposed`` read.
+__device__ __forceinline__ void load_value_pair(u32 (&f)[2][4], u32 at, const Places& places, int j) {
+#if CACHE  // two steps at once
+  u32 x[4];
+  load_transposed(x, at + places.v[j % 4] + j / 4 * 128);
 #pragma unroll
-  for (int j = 0; j < (KSTEPS + 1) / 2; j++) {
-    u32 x[4];
-    load_transposed(x, at + places.v[j % 4] + j / 4 * 128);
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-      if (2 * j + c < KSTEPS) {
-        // Bytes are (token, number): the even number of a pair is in row g, the odd one in row g + 8.
-        u32 f[4];
-        widen(__byte_perm(x[c], 0, 0x3120), f[0], f[1]);
-        widen(__byte_perm(x[c + 2], 0, 0x3120), f[2], f[3]);
-#pragma unroll
-        for (int n = 0; n < NT; n++) mma(sums.o[n][2 * j + c], f, p[n][0], p[n][1]);
-      }
+  for (int c = 0; c < 2; c++) {
+    // Bytes are (token, number): the even number of a pair is in row g, the odd one in row g + 8.
+    widen(__byte_perm(x[c], 0, 0x3120), f[c][0], f[c][1]);
+    widen(__byte_perm(x[c + 2], 0, 0x3120), f[c][2], f[c][3]);
   }
 #else
 #pragma unroll
-  for (int j = 0; j < KSTEPS; j++) {
-    u32 f[4];
-    load_transposed(f, at + places.v[j % 4] + j / 4 * 128);
-#pragma unroll
-    for (int n = 0; n < NT; n++) mma(sums.o[n][j], f, p[n][0], p[n][1]);
-  }
+  for (int c = 0; c < 2; c++)
+    if (2 * j + c < KSTEPS) load_transposed(f[c], at + places.v[(2 * j + c) % 4] + (2 * j + c) / 4 * 128);
 #endif
+}
+
+// O^T += V^T P^T.
+__device__ __forceinline__ void weighted_values(State& sums, u32 at, const Places& places, const u32 (&p)[NT][2]) {
+#pragma unroll
+  for (int j = 0; j < (KSTEPS + 1) / 2; j++) {
+    u32 f[2][4];
+    load_value_pair(f, at, places, j);
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+      if (2 * j + c < KSTEPS)
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma(sums.o[n][2 * j + c], f[c], p[n][0], p[n][1]);
+  }
+}
+
+// The same in two steps: with few rows, values are loaded and widened while the softmax waits for other lanes.
+template <int N> __device__ __forceinline__ void load_values(u32 (&values)[N][4], u32 at, const Places& places) {
+#pragma unroll
+  for (int j = 0; j < (N + 1) / 2; j++) {
+    u32 f[2][4];
+    load_value_pair(f, at, places, j);
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+      if (2 * j + c < N)
+#pragma unroll
+        for (int i = 0; i < 4; i++) values[2 * j + c][i] = f[c][i];
+  }
+}
+template <int N> __device__ __forceinline__ void add_values(State& sums, const u32 (&values)[N][4], const u32 (&p)[NT][2]) {
+#pragma unroll
+  for (int d = 0; d < N; d++)
+#pragma unroll
+    for (int n = 0; n < NT; n++) mma(sums.o[n][d], values[d], p[n][0], p[n][1]);
 }

@@ -74,32 +74,37 @@ class KernelLayout:
         independent of the batch, and ``shares`` is ignored.
         """
         (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
-        queries = 1 if chunk else max(1, longest_query)
-        # Fixed splits also serve prompt chunks, whose keys would be read twice as often in blocks of 8 rows.
-        rows = max(16 if chunk else 8, cuda_decode.padded_rows(N // K, queries))
-        # Overridden tiles are meant for the Triton kernel.
+        queries = max(1, longest_query)
         lines = len(q_TNH) // queries * K
-        preferred = not OVERRIDE and chunk is None and cuda_decode.preferred(rows, H, lines)
-        use_cuda = kernels == "cuda" or (kernels == "auto" and preferred)
-        cuda = use_cuda and cuda_decode.supports(q_TNH, k_PpKH, rows)
+        if chunk is not None:
+            # Which kernel runs must not depend on the step; rows and teams may.
+            rows, preferred = cuda_decode.fixed_rows(N // K, queries), True
+            supported = cuda_decode.supports_fixed(q_TNH, k_PpKH)
+            queries = 1
+        else:
+            rows = cuda_decode.padded_rows(N // K, queries)
+            preferred, supported = cuda_decode.preferred(rows, H, lines), cuda_decode.supports(q_TNH, k_PpKH, rows)
+        # Overridden tiles are meant for the Triton kernel.
+        cuda = supported and (kernels == "cuda" or (kernels == "auto" and preferred and not OVERRIDE))
         if kernels == "cuda" and not cuda:
             raise LookupError(
                 f"the kernel in CUDA C++ takes no {rows} rows of {H} numbers of {q_TNH.dtype} and {k_PpKH.dtype} here"
             )
         if cuda:
-            # With fixed splits the layout must not depend on the number of requests.
-            tiles = cuda_decode.choose_block(rows, H, size, 1 if chunk else lines, multiprocessors(q_TNH.device))
+            processors = multiprocessors(q_TNH.device)
+            tiles = cuda_decode.choose_block(rows, H, size, lines, processors, fixed=chunk is not None)
         else:
             rows = min(DECODE_ROWS, max(16, triton.next_power_of_2(N // K * queries)))
             tiles = choose_tiles(rows, H, q_TNH.element_size(), size)
         workers = tiles.workers * multiprocessors(q_TNH.device)
         shared = None
         if chunk is not None:
-            chunk = -(-chunk // tiles.tile) * tiles.tile
+            least = cuda_decode.FIXED_CHUNK if cuda else tiles.tile
+            chunk = -(-chunk // least) * least
         elif shares:
             shared = KernelLayout.for_prefill(q_TNH, k_PpKH)
             shared = replace(shared, shape=shared.shape._replace(causal=False))
-        # With fixed splits the layout must not depend on this step's longest query.
+        # With fixed splits in Triton the layout must not depend on this step's longest query.
         shape = Shape(K, N // K, rows, tiles.tile, window)
         max_rows = 0 if chunk is not None else shape.used_rows(max(1, longest_query))
         runs = chunk is not None and rows == 16 and not cuda
@@ -133,6 +138,11 @@ class KernelLayout:
         return KernelLayout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, kv_copies=1)
 
     @property
+    def aligned(self) -> bool:
+        """Whether fixed splits are at multiples of a chunk times a power of 2, as the CUDA C++ kernel needs."""
+        return self.cuda and self.chunk is not None
+
+    @property
     def used_rows(self) -> int:
         """Rows of a block that may be used."""
         return self.max_rows or self.shape.rows
@@ -148,6 +158,8 @@ class KernelLayout:
     def capacity(self, requests: int, queries: int, context: int) -> Capacity:
         """Capacity of plans for ``requests`` requests with at most so many queries and keys each."""
         shape, joined = self.shape, self.shared is not None
+        if self.aligned:
+            return Capacity.of_aligned(requests, queries, shape, self.workers)
         return Capacity.of(requests, queries, shape, self.workers, chunk=self.chunk, context=context, joined=joined)
 
     def shared_capacity(self, requests: int, queries: int) -> tuple[Capacity, CascadeCapacity]:
@@ -172,8 +184,9 @@ class KernelLayout:
         few = self.kernel_costs
         if self.shared is None or tables is None:
             return split_planner.plan(
-                lengths, queries, *few, chunk=self.chunk, runs=self.runs, max_keys=max_keys, ahead=ahead
-            )
+                lengths, queries, *few, chunk=self.chunk, runs=self.runs, aligned=self.aligned, max_keys=max_keys,
+                ahead=ahead,
+            )  # fmt: skip
         many = self.shared.kernel_costs
         return cascade.plan(tables, lengths, queries, page_tokens, few, many, max_keys=max_keys, ahead=ahead)
 

@@ -92,8 +92,11 @@ class Item(NamedTuple):
     whole line and writes the output itself."""
 
 
-SHARE = 7
-"""Field of an item in the flat array: index of the piece in its line times 2^16, plus the line's pieces."""
+SHIFT, SHARE = 6, 7
+"""Fields of an item in the flat array: with ``aligned`` pieces the number of a line's first piece, modulo
+:data:`ALIGNED_PARTS`; index of the piece in its line times 2^16, plus the line's pieces."""
+ALIGNED_PARTS, ALIGNED_PIECES = 128, 4
+"""Pieces of a line at most, and per worker those of all cut lines, if pieces are ``aligned``."""
 
 
 class Merge(NamedTuple):
@@ -138,6 +141,13 @@ class Capacity(NamedTuple):
             return cls(workers, lines + workers - 1, lines, slots)
         pieces = lines * -(-context // chunk)
         return cls(workers, pieces, lines, pieces)
+
+    @classmethod
+    def of_aligned(cls, requests: int, queries: int, shape: Shape, workers: int) -> "Capacity":
+        """Capacity of plans with ``aligned`` pieces (:mod:`split_planner`)."""
+        lines = requests * shape.kv_heads * shape.blocks(queries)
+        cut = ALIGNED_PIECES * workers
+        return cls(workers, lines + cut, lines, cut)
 
 
 @dataclass(frozen=True)

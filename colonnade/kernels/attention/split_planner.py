@@ -24,7 +24,9 @@ reads a chunk does not change its state, and chunks merge in order. A request's 
 and in any batch. Chunks are assigned longest first, and the plan ends at most the longest chunk after the ideal. With
 ``runs``, consecutive chunks of a line may be one piece, a run, in which a further chunk costs a quarter of a start:
 lines are then also filled end to end as above, with chunks as tiles, and assigned whole, and the plan that ends
-earliest is chosen.
+earliest is chosen. With ``aligned`` pieces a piece is a power of 2 of chunks, starting at a multiple of their number,
+and has one state: the subtree of a binary tree over chunks, which the kernel completes. All cut lines have pieces of
+one size; the size whose plan ends earliest is chosen.
 
 If the number of workers is a multiple of the key/value heads, a plan for one head is replicated: planning is faster,
 and the heads of a token, which are neighbours in memory, are read at about the same time.
@@ -42,7 +44,16 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from colonnade.errors import ConfigError
-from colonnade.kernels.attention.split_plan import FIELDS, Costs, Plan, Shape, check_lengths, pack_rows
+from colonnade.kernels.attention.split_plan import (
+    ALIGNED_PARTS,
+    ALIGNED_PIECES,
+    FIELDS,
+    Costs,
+    Plan,
+    Shape,
+    check_lengths,
+    pack_rows,
+)
 
 MANY_LINES = 4096
 """Lines from which on up to a thirty-second of the workers may idle to plan in time."""
@@ -57,13 +68,15 @@ def plan(
     *,
     chunk: int | None = None,
     runs: bool = False,
+    aligned: bool = False,
     max_keys: int | None = None,
     ahead: int = 0,
     skip: Sequence[int | None] | None = None,
 ) -> Plan:
     """A plan for requests of ``lengths`` keys, the last ``queries`` of which are new, on ``workers`` workers.
 
-    With ``chunk``, a multiple of the tile, splits are fixed, and with ``runs`` an item may be several chunks.
+    With ``chunk``, a multiple of the tile, splits are fixed, and with ``runs`` or ``aligned`` an item may be several
+    chunks.
     ``max_keys`` is the size of a page table's row in keys; a longer request raises CapacityError, and invalid sizes
     raise ConfigError. The plan stays valid while all lengths grow by up to ``ahead`` keys. ``skip`` says how many of
     each request's first keys another plan reads, whose states will be merged with this one's (None: no other plan); all
@@ -84,6 +97,7 @@ def plan(
             per_worker,
             chunk=chunk,
             runs=runs,
+            aligned=aligned,
             max_keys=max_keys,
             ahead=ahead,
             skip=skip,
@@ -91,7 +105,9 @@ def plan(
         return _replicate_over_heads(one, heads, workers)
     lines, empty = _list_lines(lengths, queries, shape, max_keys, ahead, skip)
     prices = [costs.start + n * costs.tile for n in lines.tiles]
-    if chunk is not None:
+    if chunk is not None and aligned:
+        assignment = _assign_aligned(lines, prices, shape.tile, workers, costs, chunk)
+    elif chunk is not None:
         assignment = _assign_chunks(lines, shape.tile, workers, costs, chunk, runs)
     else:
         assignment = [_assign_longest_first(_whole_lines(lines), prices, [1] * len(prices), workers)]
@@ -103,13 +119,15 @@ def plan(
             assignment.append(_stream_k(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
     used = shape.used_rows(max(queries, default=0))
-    if costs.lone and chunk is None:
+    if costs.lone and (chunk is None or aligned):
         assignment = [
             per_worker._replace(read=_read_time(per_worker, shape.tile, workers, costs)) for per_worker in assignment
         ]
     finish = [per_worker.read + _merge_cost(per_worker, lines, costs, used) for per_worker in assignment]
     best = min(range(len(assignment)), key=finish.__getitem__)
-    return _build_plan(lines, assignment[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
+    return _build_plan(
+        lines, assignment[best], finish[best], workers, empty, -(-sum(prices) // workers), None if aligned else chunk
+    )
 
 
 _Name = tuple[int, int, int]
@@ -130,11 +148,12 @@ class _Lines(NamedTuple):
 
 
 class _Assignment(NamedTuple):
-    """Each worker's pieces, the number of states of each line, and when all reads end."""
+    """Each worker's pieces, the number of states of each line, when all reads end, and the keys of aligned pieces."""
 
     pieces: list[list[_Piece]]
     parts: list[int]
     read: int
+    aligned: int = 0
 
 
 def _list_lines(
@@ -203,6 +222,28 @@ def _assign_chunks(lines: _Lines, tile: int, workers: int, costs: Costs, chunk: 
         filled = _stream_k(lines._replace(tiles=parts), prices, chunk, workers, per_worker, costs.tile // 8)
         # On a tie the one with the fewest pieces comes first.
         assignment = [_assign_longest_first(whole, prices, parts, workers), filled._replace(parts=parts), *assignment]
+    return assignment
+
+
+def _assign_aligned(
+    lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs, chunk: int
+) -> list[_Assignment]:
+    """Assigns aligned pieces of each size, longest first; the last size is that of the longest line."""
+    whole, longest = _whole_lines(lines), max(lines.ends, default=0)
+    most = ALIGNED_PIECES * workers
+    assignment = [_assign_longest_first(whole, prices, [1] * len(whole), workers)]
+    size = chunk
+    while size < longest:
+        parts = [-(-end // size) - first // size for _, first, end in whole]
+        if max(parts) <= ALIGNED_PARTS and sum(n for n in parts if n > 1) <= most:
+            cut = [
+                (i, max(at, first), min(at + size, end))
+                for i, first, end in whole
+                for at in range(first // size * size, end, size)
+            ]
+            each = [costs.start + (-(-end // tile) - first // tile) * costs.tile for _, first, end in cut]
+            assignment.append(_assign_longest_first(cut, each, parts, workers)._replace(aligned=size))
+        size *= 2
     return assignment
 
 
@@ -297,9 +338,9 @@ def _merge_cost(assignment: _Assignment, lines: _Lines, costs: Costs, used: int)
     merged = len(parts) - parts.count(1)
     if joins:
         merged = sum(n > 1 or joined for n, joined in zip(parts, lines.joined, strict=True))
-    # Only a worker's first and last pieces can be parts of lines.
-    ends = [(taken[0][0], taken[-1][0]) for taken in assignment.pieces if len(taken) > 1] if costs.twice else []
-    twice = costs.twice if any(parts[i] > 1 and parts[j] > 1 for i, j in ends) else 0
+    several = (taken for taken in assignment.pieces if len(taken) > 1) if costs.twice else ()
+    merges = max((sum(parts[i] > 1 for i, _, _ in taken) for taken in several), default=0)
+    twice = costs.twice * max(0, merges - 1)
     return costs.merge + costs.part * most + costs.row * merged * used + twice
 
 
@@ -323,8 +364,9 @@ def _build_plan(
         if chunk is None:
             share[piece] = (at[i] - begun[i]) * 2**16 + assignment.parts[i]
         at[i] += 1 if chunk is None else -(-end // chunk) - first // chunk
+    shift = [first // assignment.aligned % ALIGNED_PARTS if assignment.aligned else 0 for first in lines.firsts]
     items = [
-        (*lines.names[i], first, end, slot_of.get((i, first, end), -1), 0, share.get((i, first, end), 0))
+        (*lines.names[i], first, end, slot_of.get((i, first, end), -1), shift[i], share.get((i, first, end), 0))
         for taken in assignment.pieces
         for i, first, end in taken
     ]

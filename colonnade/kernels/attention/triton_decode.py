@@ -75,7 +75,7 @@ def attend(
     if not T:
         return state
     score_mods = (cap, slopes_N, sinks_N, scales_K, layout.shape.window)
-    if layout.cuda and shared is None and layout.chunk is None:
+    if layout.cuda and shared is None:
         cuda_decode.attend(q_TNH, k_PpKH, v_PpKH, state, None, table, ready, score_mods)
         return state
     slots, shared_slots = allocate_slots(state.o, ready), None

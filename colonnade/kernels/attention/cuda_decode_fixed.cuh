@@ -1,0 +1,214 @@
+// Flash-Decoding in CUDA C++: fixed splits, whose sums do not depend on the batch (cuda_decode.cu).
+//
+// The sum over a row's keys follows one binary tree over their positions:
+//
+//   stream   the tiles of a chunk that are 8 apart, added in order by one warp
+//   chunk    its 8 streams: pairs that are 4 apart, then 2, then 1
+//   line     its chunks: pairs that start at multiples of 2, of 4, of 8, ...
+//
+// Warps, teams and the merge of slots compute whole subtrees each, so the bits are the same whatever is read by whom.
+// Keys that a row does not see are identities, with which joining is exact. FIXED kernels are compiled without fused
+// multiply-adds, so that all variants round alike.
+
+#if FIXED
+
+struct Sum {  // of 4 numbers of a row
+  float top, total;
+  float4 o;
+};
+
+__device__ __forceinline__ Sum identity() { return {-INF, 0.f, make_float4(0, 0, 0, 0)}; }
+
+__device__ __forceinline__ Sum joined(const Sum& a, const Sum& b) {
+  Sum r;
+  r.top = fmaxf(a.top, b.top);
+  const float base = finite_or_0(r.top), x = power2(a.top - base), y = power2(b.top - base);
+  r.total = a.total * x + b.total * y;
+  r.o = make_float4(a.o.x * x + b.o.x * y, a.o.y * x + b.o.y * y, a.o.z * x + b.o.z * y, a.o.w * x + b.o.w * y);
+  return r;
+}
+
+// The streams of a warp in the order in which it reads them: those that are joined first follow each other.
+__device__ __forceinline__ int stream_of(int turn, int member) {
+  return member + TEAM * (TURNS == 4 ? turn % 2 * 2 + turn / 2 : turn);
+}
+
+// The first tile of a stream of the chunk at tile ``base`` that is not before ``low``.
+__device__ __forceinline__ int stream_tile(int base, int turn, int member, int low) {
+  const int tile = base + stream_of(turn, member);
+  return tile < low ? tile + (low - tile + STREAMS - 1) / STREAMS * STREAMS : tile;
+}
+
+// Sums of weights of all lanes, the same in each.
+__device__ __forceinline__ void add_lanes(State& sums) {
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int w = 4; w < 32; w <<= 1) {
+      sums.total[n][0] += __shfl_xor_sync(~0u, sums.total[n][0], w);
+      sums.total[n][1] += __shfl_xor_sync(~0u, sums.total[n][1], w);
+    }
+}
+
+// Adds an earlier stream's state, whose outputs of row tile n and step d are ``at(n, d)``.
+template <typename At>
+__device__ __forceinline__ void join(State& sums, const float (&top)[NT][2], const float (&total)[NT][2], At at) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    float x[2], y[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float higher = fmaxf(top[n][e], sums.top[n][e]), base = finite_or_0(higher);
+      x[e] = power2(top[n][e] - base);
+      y[e] = power2(sums.top[n][e] - base);
+      sums.top[n][e] = higher;
+      sums.total[n][e] = total[n][e] * x[e] + sums.total[n][e] * y[e];
+    }
+#pragma unroll
+    for (int d = 0; d < KSTEPS; d++) {
+      const float4 o = at(n, d);
+      float(&to)[4] = sums.o[n][d];
+      to[0] = o.x * x[0] + to[0] * y[0];
+      to[1] = o.y * x[1] + to[1] * y[1];
+      to[2] = o.z * x[0] + to[2] * y[0];
+      to[3] = o.w * x[1] + to[3] * y[1];
+    }
+  }
+}
+
+// A warp's streams: those that wait for their partner. The first lies in the warp's part of shared memory.
+struct Streams {
+  State held;
+  float top[NT][2], total[NT][2];  // of what is in shared memory
+
+  // ``sums`` of a turn become those of all turns so far; the last turn's are those of the chunk.
+  __device__ __forceinline__ void add(State& sums, int turn, float4* mine, int lane) {
+    if (TURNS == 1) return;
+    if (TURNS == 4 && turn == 2) held = sums;
+    if (TURNS == 4 && turn == 3)
+      join(sums, held.top, held.total, [&](int n, int d) {
+        return make_float4(held.o[n][d][0], held.o[n][d][1], held.o[n][d][2], held.o[n][d][3]);
+      });
+    if (turn % 2) join(sums, top, total, [&](int n, int d) { return mine[(n * KSTEPS + d) * 32 + lane]; });
+    if (turn < TURNS / 2) {
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) { top[n][e] = sums.top[n][e]; total[n][e] = sums.total[n][e]; }
+#pragma unroll
+        for (int d = 0; d < KSTEPS; d++) {
+          const float(&o)[4] = sums.o[n][d];
+          mine[(n * KSTEPS + d) * 32 + lane] = make_float4(o[0], o[1], o[2], o[3]);
+        }
+      }
+    }
+  }
+};
+
+// The sum of a team's warps.
+__device__ __forceinline__ Sum team_sum(const float* shared_o, const float2* shared_ml, int row8, int d) {
+  Sum s[TEAM];
+#pragma unroll
+  for (int w = 0; w < TEAM; w++) {
+    const float2 ml = shared_ml[w * 8 + row8];
+    s[w] = {ml.x, ml.y, *(const float4*)(shared_o + w * 8 * O_ROW + o_place(row8, d))};
+  }
+#pragma unroll
+  for (int half = TEAM / 2; half; half /= 2)
+#pragma unroll
+    for (int w = 0; w < half; w++) s[w] = joined(s[w], s[w + half]);
+  return s[0];
+}
+
+// Adds the sum of ``chunk`` to those of earlier chunks of a piece that starts with chunk ``first``; ``kept`` are sums
+// of 2^l chunks that wait for as many later ones. The last chunk's result is that of the piece.
+__device__ __forceinline__ Sum add_chunk(Sum s, Sum* kept, int chunk, int first, bool last) {
+  int l = 0;
+#pragma unroll 1
+  for (; last ? chunk >> l > first >> l : chunk >> l & 1; l++)
+    if (chunk >> l & 1 && chunk >> l > first >> l) s = joined(kept[l], s);
+  if (!last) kept[l] = s;
+  return s;
+}
+
+// This team's share of a cut line: as ``merge``, in the order of the tree. The line's first part is number ``shift``
+// among its neighbours in the tree.
+__device__ __forceinline__ void merge_fixed(const Args& a, const Item& item, int shift, int start, int queries,
+                                            float v_scale, int member, int lane) {
+  const int parts = item.share & 0xffff, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
+  int sharing = 1, each_lane = 1;  // lanes that share the parts of one unit, and parts of each
+  while (sharing < shift + parts && sharing < 32) sharing <<= 1;
+  while (sharing * each_lane < shift + parts) each_lane <<= 1;
+  const int per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
+  const int each = (u32)(units + parts - 1) / (u32)parts, from = part * each;
+  const int to = min(units, from + each);
+  float* const slots = a.slot_o + (i64)(item.slot - part) * ROWS * QUADS * 8;
+#pragma unroll 1
+  for (int unit0 = from + member * per_warp; unit0 < to; unit0 += TEAM * per_warp) {
+    const int unit = unit0 + mine;
+    const bool in = unit < to;
+    float* const at = slots + (i64)unit * 8;
+    Sum sum = identity();
+#pragma unroll 1
+    for (int k = 0; k < each_lane; k += PARTS) {
+      Sum s[PARTS];
+      const int p0 = sub * each_lane + k - shift;
+      auto has = [&](int i) { return in && k + i < each_lane && p0 + i >= 0 && p0 + i < parts; };
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) s[i] = identity();
+      bool missing;
+      do {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < PARTS; i++)
+          if (has(i)) {
+            float* x = at + (i64)(p0 + i) * ROWS * QUADS * 8;
+            asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(s[i].o.x), "=f"(s[i].o.y), "=f"(s[i].o.z), "=f"(s[i].o.w) : "l"(x) : "memory");
+            asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
+                         : "=f"(s[i].top), "=f"(s[i].total) : "l"(x + 4) : "memory");
+          }
+#pragma unroll
+        for (int i = 0; i < PARTS; i++)
+          missing |= empty(s[i].o.x) || empty(s[i].o.y) || empty(s[i].o.z) || empty(s[i].o.w) || empty(s[i].top) ||
+                     empty(s[i].total);
+      } while (missing);
+#pragma unroll
+      for (int i = 0; i < PARTS; i++)
+        if (has(i)) {
+          float* x = at + (i64)(p0 + i) * ROWS * QUADS * 8;
+          const float nan = __uint_as_float(~0u);
+          __stcg((float4*)x, make_float4(nan, nan, nan, nan));
+          __stcg((float2*)(x + 4), make_float2(nan, nan));
+        }
+      static_assert(PARTS == 4, "two levels of the tree");
+      sum = joined(sum, joined(joined(s[0], s[1]), joined(s[2], s[3])));
+    }
+#pragma unroll 1
+    for (int w = 1; w < sharing; w <<= 1) {
+      Sum other;
+      other.top = __shfl_xor_sync(~0u, sum.top, w);
+      other.total = __shfl_xor_sync(~0u, sum.total, w);
+      other.o.x = __shfl_xor_sync(~0u, sum.o.x, w); other.o.y = __shfl_xor_sync(~0u, sum.o.y, w);
+      other.o.z = __shfl_xor_sync(~0u, sum.o.z, w); other.o.w = __shfl_xor_sync(~0u, sum.o.w, w);
+      sum = joined(sum, other);
+    }
+    sum.o.x *= v_scale; sum.o.y *= v_scale; sum.o.z *= v_scale; sum.o.w *= v_scale;
+    if (in && sub == 0) write_output(a, item, start, unit / QUADS, unit % QUADS * 4, sum.top, sum.total, sum.o);
+  }
+}
+
+// The result of a piece: the output, or a state in a slot.
+__device__ __forceinline__ void write_sum(const Args& a, const Item& item, int start, int row, int d, float v_scale,
+                                          Sum s) {
+  if (item.slot >= 0) {
+    float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
+    __stcg((float4*)slot, make_float4(posted(s.o.x), posted(s.o.y), posted(s.o.z), posted(s.o.w)));
+    __stcg((float2*)(slot + 4), make_float2(posted(s.top), posted(s.total)));
+    return;
+  }
+  s.o.x *= v_scale; s.o.y *= v_scale; s.o.z *= v_scale; s.o.w *= v_scale;
+  write_output(a, item, start, row, d, s.top, s.total, s.o);
+}
+
+#endif
