@@ -91,7 +91,7 @@ def test_plan_set_is_deterministic_and_starts_with_the_useful() -> None:
 
 
 MODEL_CHANGES = {
-    "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "top",
+    "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "task_head",
     "classes", "moe", "latent",
 }  # fmt: skip
 MOE_CHANGES = {"experts", "active", "ffn_width", "shared_width", "first_k_dense_replace", "router"}
