@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -241,14 +242,14 @@ def error(run: Run, right: Tensor) -> float:
     return float((run(0).float() - right).norm() / right.norm())
 
 
-def seconds(run: Run, tensors: Tensors, *, rounds: int = 15) -> float:
+def seconds(run: Run, tensors: Tensors, *, rounds: int = 15, at_most: float = math.inf) -> float:
     """Seconds per call on the cell's copies."""
-    return replayed(run, tensors.copies, tensors.device, rounds=rounds)
+    return replayed(run, tensors.copies, tensors.device, rounds=rounds, at_most=at_most)
 
 
-def replayed(run: Run, copies: int, device: str, *, rounds: int = 15) -> float:
+def replayed(run: Run, copies: int, device: str, *, rounds: int = 15, at_most: float = math.inf) -> float:
     """Seconds of one call, the median of ``rounds`` replays of a graph of calls, on so many copies in turn; on a CPU of
-    calls.
+    calls. If the first replay takes longer than ``at_most`` it is the only one.
     """
     if device == "cpu":
 
@@ -282,6 +283,8 @@ def replayed(run: Run, copies: int, device: str, *, rounds: int = 15) -> float:
         last.record()
         last.synchronize()
         taken.append(first.elapsed_time(last) / 1e3 / calls)
+        if taken[0] > at_most:
+            break
     return statistics.median(taken)
 
 

@@ -3,9 +3,9 @@
 1 to 256 requests of up to 131,072 tokens, each order of magnitude as likely as another, of even, ragged or Zipf's
 lengths; 1 to 128 query heads in groups of 1 to 16 for a key/value head, heads of 64, 128 or 256; pages of 16 to 256
 tokens. ``ahead`` is the best peer's time over ours. Peers read contiguous keys, padded to the longest request; ours
-reads scattered pages, as does FlashInfer if installed, on CUDA cores and on tensor cores. Plans are made before the
-timing, ours and FlashInfer's. ``pinned_us``, with --pinned, is our best time over a dozen fixed tiles instead of the
-table's.
+reads scattered pages, as does FlashInfer if installed, on CUDA cores and on tensor cores. Peers that take over 2.5
+times as long as ours are replayed once. Plans are made before the timing, ours and FlashInfer's. ``pinned_us``, with
+--pinned, is our best time over a dozen fixed tiles instead of the table's.
 """
 
 import concurrent.futures
@@ -28,6 +28,8 @@ from decoding.tune import CANDIDATES, too_much
 from harness.rows import Rows, figures, line
 
 PINNED = 12
+FAR = 2.5
+"""Peers that take so many times as long as ours are replayed once."""
 COMPILERS = max(1, min(48, (os.cpu_count() or 1) - 2))
 """Processes that compile a sweep's kernels in advance, which would otherwise take most of its time."""
 
@@ -95,7 +97,7 @@ def against(task: tuple[Cell, bool], device: str, read: float, until: float) -> 
     cell, pinned = task
     if time.time() > until:
         return None
-    here = measured(cell, device, read, flex=False)
+    here = measured(cell, device, read, flex=False, far=FAR)
     peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
     extra: dict[str, Any] = {}
     if pinned:
