@@ -45,34 +45,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #if SHARED_Q
   // A block that is one team has them from shared memory, 16 bytes a thread: fewer loads wait in line behind the keys.
   char* const shared_q = smem + RING_BYTES + O_BYTES + WARPS * 64;
-  constexpr int Q_EACH = (8 * Q_CHUNKS + THREADS - 1) / THREADS;
   uint4 q_next[Q_EACH];
-  auto ask_queries = [&](const Item& item, const Queries& who) {
-#pragma unroll
-    for (int i = 0; i < Q_EACH; i++) {
-      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, m = item.block * 8 + row;
-      q_next[i] = make_uint4(0, 0, 0, 0);
-      if (row < 8 && m < who.count * GROUP) {
-        const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (item.head * GROUP + m % GROUP) * a.q_n;
-        q_next[i] = __ldg((const uint4*)q + e % Q_CHUNKS);
-      }
-    }
-  };
-  auto put_queries = [&]() {
-#pragma unroll
-    for (int i = 0; i < Q_EACH; i++) {
-      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, chunk = e % Q_CHUNKS;
-      if (row >= 8) break;
-      const uint4 x = q_next[i];
-#if CACHE
-      // In the order in which a product has the keys' numbers: those of a lane, 4t to 4t + 3, as two pairs.
-      *(uint2*)(shared_q + q_place(row, chunk & ~1) + chunk % 2 * 8) = make_uint2(x.x, x.z);
-      *(uint2*)(shared_q + q_place(row, chunk | 1) + chunk % 2 * 8) = make_uint2(x.y, x.w);
-#else
-      *(uint4*)(shared_q + q_place(row, chunk)) = x;
-#endif
-    }
-  };
+  auto ask_queries = [&](const Item& item, const Queries& who) { block_queries(a, q_next, item, who); };
+  auto put_queries = [&]() { put_block_queries(q_next, shared_q); };
 #elif NT == 1
   u32 q_next[KSTEPS][2];
   auto ask_queries = [&](const Item& item, const Queries& who) { raw_queries(a, q_next, 0, item, who, g, t); };
@@ -129,20 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       const char* const v = a.v + at * a.v_page + (token0 % PAGE) * a.v_p + head * a.v_k;
       const u32 to = ring + stage * STAGE_BYTES;
       pages_there = (pages_there & ~(1u << stage)) | ((u32)there << stage);
-#pragma unroll
-      for (int i = 0; i < (TOKENS * CHUNKS + 31) / 32; i++) {
-        const int e = lane + 32 * i, token = e / CHUNKS, chunk = e % CHUNKS;
-        if (TOKENS * CHUNKS % 32 && e >= TOKENS * CHUNKS) break;
-        const u32 place = token * ROW_BYTES + ((SWIZZLED ? chunk ^ (token & 7) : chunk) << 4);
-        copy16(to + place, k + token * a.k_p + chunk * 16, token < left ? 16 : 0, policy);
-      }
-#pragma unroll
-      for (int i = 0; i < (TOKENS * CHUNKS + 31) / 32; i++) {
-        const int e = lane + 32 * i, token = e / CHUNKS, chunk = e % CHUNKS;
-        if (TOKENS * CHUNKS % 32 && e >= TOKENS * CHUNKS) break;
-        const u32 place = token * ROW_BYTES + ((SWIZZLED ? chunk ^ (token & 7) : chunk) << 4);
-        copy16(to + TILE_BYTES + place, v + token * a.v_p + chunk * 16, token < left ? 16 : 0, policy);
-      }
+      copy_tokens(to, k, a.k_p, left, lane, policy);
+      copy_tokens(to + TILE_BYTES, v, a.v_p, left, lane, policy);
       tile += STREAMS;
 #if FIXED && TEAM < 8
       to_stream();
@@ -186,18 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   };
 
 #if MERGE
-  // Lines of no keys, where there are any, while the first keys are on their way.
-  const int merges = nothing ? __ldg(a.plan) : 0;
-  for (int i = blockIdx.x; i < merges; i += gridDim.x) {
-    const int* const line = a.plan + a.merges_at + i * FIELDS;
-    if (__ldg(line + 3) == __ldg(line + 4)) {
-      Item none;
-      none.request = __ldg(line); none.head = __ldg(line + 1); none.block = __ldg(line + 2);
-      const Queries who = queries_of(a, none.request);
-      for (int unit = threadIdx.x; unit < rows_of(none, who.count) * QUADS; unit += THREADS)
-        write_output(a, none, who.start, unit / QUADS, unit % QUADS * 4, -INF, 0, make_float4(0, 0, 0, 0));
-    }
-  }
+  // While the first keys are on their way.
+  write_empty_lines(a, nothing ? __ldg(a.plan) : 0);
 #endif
 #if FIXED
   Sum kept[NT * UNITS][LEVELS];  // in local memory
@@ -208,16 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   cut_first.slot = cut_last.slot = -1;
 #endif
 
-  // -- where this lane's rows of matrices lie in a tile
-  const int k_token = lane % 8 + lane / 8 % 2 * 8, k_chunk = lane / 16;
-  const int v_token = lane % 8 + lane / 16 * 8, v_chunk = lane / 8 % 2;
-  Places places;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    places.k[i] = k_token * ROW_BYTES + ((SWIZZLED ? (2 * i + k_chunk) ^ (k_token & 7) : 2 * i + k_chunk) << 4);
-    places.v[i] = TILE_BYTES + v_token * ROW_BYTES +
-              ((SWIZZLED ? (2 * i + v_chunk) ^ (v_token & 7) : 2 * i + v_chunk) << 4);
-  }
+  const Places places = places_of(lane);
 
   auto item_at = [&](int i, Queries& who) -> Item {
     const int from = i % 32;
@@ -303,9 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     auto attend_tile = [&](int mine) {
       wait<STAGES - 2>();
       __syncwarp();
-#if LOAD_FIRST
-      load();
-#endif
+      if (LOAD_FIRST) load();
 #if COMPUTE
       const u32 at = ring + used * STAGE_BYTES;
       const int token0 = mine * TOKENS;
@@ -322,9 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       else weighted_values(sums, at, places, p);
 #endif
       __syncwarp();
-#if !LOAD_FIRST
-      load();
-#endif
+      if (!LOAD_FIRST) load();
       used = used + 1 == STAGES ? 0 : used + 1;
     };
     // The next piece, and its queries, are looked up beside this one's first tile.
@@ -364,27 +304,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         leave_state(sums, n, shared_o + member * 8 * O_ROW, shared_ml + member * 8, g, t);
         team_barrier(team);
         Sum s[UNITS];
-#pragma unroll
-        for (int u = 0; u < UNITS; u++) {
-          const int unit = (u * TEAM + member) * 32 + lane;
-          s[u] = unit < 8 * QUADS ? team_sum(shared_o, shared_ml, unit / QUADS, unit % QUADS * 4) : identity();
-        }
+        team_sums(s, shared_o, shared_ml, member, lane);
 #if SHARED_Q
         if (last && i + 1 < count) put_queries();
 #endif
         if (n + 1 < NT || !last || i + 1 < count) team_barrier(team);
-#pragma unroll
-        for (int u = 0; u < UNITS; u++) {
-          const int unit = (u * TEAM + member) * 32 + lane, row = n * 8 + unit / QUADS;
-          const Sum sum = add_chunk(s[u], kept[n * UNITS + u], chunk, first_chunk, last);
-          if (last && unit < 8 * QUADS && row < view.rows)
-            write_sum(a, item, who.start, row, unit % QUADS * 4, v_scale, sum);
-        }
+        end_chunk(a, item, who.start, n, view.rows, v_scale, s, kept + n * UNITS, chunk, first_chunk, last, member,
+                  lane);
       }
     }
     cut_pieces += item.slot >= 0;
 #else
-    for (int mine = first_tile(item.first, member); mine < end_tile || ahead; mine += TEAM) around(mine < end_tile, mine);
+    for (int mine = first_tile(item.first, member); mine < end_tile || ahead; mine += TEAM)
+      around(mine < end_tile, mine);
 
 #if COMPUTE
     // -- the warps' states together, 8 rows at once
@@ -406,17 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #endif
   }
 #if FIXED
-  // Each piece of a cut line merges a share of it.
-#pragma unroll 1
-  for (int i = 0; cut_pieces; i++) {
-    const int4 i0 = __ldg(items + 2 * i), i1 = __ldg(items + 2 * i + 1);
-    if (i1.y < 0) continue;
-    Item cut;
-    cut.request = i0.x; cut.head = i0.y; cut.block = i0.z; cut.slot = i1.y; cut.share = i1.w;
-    const Queries who = queries_of(a, cut.request);
-    merge_fixed(a, cut, i1.z, who.start, who.count, SCALED ? __ldg(a.v_scale + cut.head) : 1.f, member, lane);
-    cut_pieces--;
-  }
+  merge_cut_pieces(a, items, cut_pieces, member, lane);
 #elif MERGE && COMPUTE
 #pragma unroll 1
   for (int c = 0; c < 2; c++) {

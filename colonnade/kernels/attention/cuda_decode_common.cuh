@@ -26,14 +26,13 @@ constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
 static_assert(WARPS % TEAM == 0 && (NT == 1 || TEAMS == 1), "teams are equal, and share queries of many rows");
 constexpr int STREAMS = FIXED ? 8 : TEAM, TURNS = STREAMS / TEAM;  // tiles of a warp follow at this distance
 constexpr int CHUNK_TILES = FIXED / TOKENS, LEVELS = 24;  // 2^23 chunks of at least 128 tokens
-static_assert(!FIXED || (TEAM <= 8 && 8 % TEAM == 0 && CHUNK_TILES % 8 == 0 && (TURNS == 1 || NT == 1)), "whole streams");
+static_assert(!FIXED || (TEAM <= 8 && 8 % TEAM == 0 && CHUNK_TILES % 8 == 0), "whole streams");
+static_assert(TURNS == 1 || NT == 1, "a warp's streams of 8 rows wait in shared memory");
 constexpr int UNITS = (8 * QUADS + TEAM * 32 - 1) / (TEAM * 32);  // of 4 numbers of 8 rows, that a lane combines
-#ifndef LOAD_FIRST
-#define LOAD_FIRST (STAGES == 2)  // the ring's free stage is filled before the products, not after
-#endif
-#ifndef VALUES_FIRST
-#define VALUES_FIRST (CACHE && NT == 1 && H <= 128 && TURNS < 4)
-#endif
+// The ring's free stage is filled before a tile's products instead of after them: with two stages none is in flight then.
+constexpr bool LOAD_FIRST = STAGES == 2;
+// Values of 8 bits are loaded before the softmax, and widened beside it.
+constexpr bool VALUES_FIRST = CACHE && NT == 1 && H <= 128 && TURNS < 4;
 constexpr int PARTS = 4;  // states of a line that a lane holds at once
 constexpr int CHUNKS = H * (CACHE ? 1 : 2) / 16;  // 16-byte chunks of a token
 // Rows of 8 chunks are swizzled; others have an odd number, so that 8 rows lie in different banks.

@@ -105,19 +105,28 @@ struct Streams {
   }
 };
 
-// The sum of a team's warps.
-__device__ __forceinline__ Sum team_sum(const float* shared_o, const float2* shared_ml, int row8, int d) {
-  Sum s[TEAM];
+// The sums of a team's warps, of this lane's units of 8 rows.
+__device__ __forceinline__ void team_sums(Sum (&to)[UNITS], const float* shared_o, const float2* shared_ml, int member,
+                                          int lane) {
 #pragma unroll
-  for (int w = 0; w < TEAM; w++) {
-    const float2 ml = shared_ml[w * 8 + row8];
-    s[w] = {ml.x, ml.y, *(const float4*)(shared_o + w * 8 * O_ROW + o_place(row8, d))};
+  for (int u = 0; u < UNITS; u++) {
+    const int unit = (u * TEAM + member) * 32 + lane, row8 = unit / QUADS, d = unit % QUADS * 4;
+    if (unit >= 8 * QUADS) {
+      to[u] = identity();
+      continue;
+    }
+    Sum s[TEAM];
+#pragma unroll
+    for (int w = 0; w < TEAM; w++) {
+      const float2 ml = shared_ml[w * 8 + row8];
+      s[w] = {ml.x, ml.y, *(const float4*)(shared_o + w * 8 * O_ROW + o_place(row8, d))};
+    }
+#pragma unroll
+    for (int half = TEAM / 2; half; half /= 2)
+#pragma unroll
+      for (int w = 0; w < half; w++) s[w] = joined(s[w], s[w + half]);
+    to[u] = s[0];
   }
-#pragma unroll
-  for (int half = TEAM / 2; half; half /= 2)
-#pragma unroll
-    for (int w = 0; w < half; w++) s[w] = joined(s[w], s[w + half]);
-  return s[0];
 }
 
 // Adds the sum of ``chunk`` to those of earlier chunks of a piece that starts with chunk ``first``; ``kept`` are sums
@@ -129,6 +138,31 @@ __device__ __forceinline__ Sum add_chunk(Sum s, Sum* kept, int chunk, int first,
     if (chunk >> l & 1 && chunk >> l > first >> l) s = joined(kept[l], s);
   if (!last) kept[l] = s;
   return s;
+}
+
+// The result of a piece: the output, or a state in a slot.
+__device__ __forceinline__ void write_sum(const Args& a, const Item& item, int start, int row, int d, float v_scale,
+                                          Sum s) {
+  if (item.slot >= 0) {
+    float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
+    __stcg((float4*)slot, make_float4(posted(s.o.x), posted(s.o.y), posted(s.o.z), posted(s.o.w)));
+    __stcg((float2*)(slot + 4), make_float2(posted(s.top), posted(s.total)));
+    return;
+  }
+  s.o.x *= v_scale; s.o.y *= v_scale; s.o.z *= v_scale; s.o.w *= v_scale;
+  write_output(a, item, start, row, d, s.top, s.total, s.o);
+}
+
+// Adds a chunk's sums of 8 rows to the piece's, and writes them after the last chunk.
+__device__ __forceinline__ void end_chunk(const Args& a, const Item& item, int start, int n, int rows, float v_scale,
+                                          const Sum (&s)[UNITS], Sum (*kept)[LEVELS], int chunk, int first, bool last,
+                                          int member, int lane) {
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    const int unit = (u * TEAM + member) * 32 + lane, row = n * 8 + unit / QUADS;
+    const Sum sum = add_chunk(s[u], kept[u], chunk, first, last);
+    if (last && unit < 8 * QUADS && row < rows) write_sum(a, item, start, row, unit % QUADS * 4, v_scale, sum);
+  }
 }
 
 // This team's share of a cut line: as ``merge``, in the order of the tree. The line's first part is number ``shift``
@@ -198,17 +232,19 @@ __device__ __forceinline__ void merge_fixed(const Args& a, const Item& item, int
   }
 }
 
-// The result of a piece: the output, or a state in a slot.
-__device__ __forceinline__ void write_sum(const Args& a, const Item& item, int start, int row, int d, float v_scale,
-                                          Sum s) {
-  if (item.slot >= 0) {
-    float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
-    __stcg((float4*)slot, make_float4(posted(s.o.x), posted(s.o.y), posted(s.o.z), posted(s.o.w)));
-    __stcg((float2*)(slot + 4), make_float2(posted(s.top), posted(s.total)));
-    return;
+// Each piece of a cut line merges a share of it; a worker may have several.
+__device__ __forceinline__ void merge_cut_pieces(const Args& a, const int4* items, int pieces, int member, int lane) {
+#pragma unroll 1
+  for (int i = 0; pieces; i++) {
+    const int4 i0 = __ldg(items + 2 * i), i1 = __ldg(items + 2 * i + 1);
+    if (i1.y < 0) continue;
+    Item cut;
+    cut.request = i0.x; cut.head = i0.y; cut.block = i0.z; cut.slot = i1.y; cut.share = i1.w;
+    const Queries who = queries_of(a, cut.request);
+    const float v_scale = SCALED ? __ldg(a.v_scale + cut.head) : 1.f;
+    merge_fixed(a, cut, i1.z, who.start, who.count, v_scale, member, lane);
+    pieces--;
   }
-  s.o.x *= v_scale; s.o.y *= v_scale; s.o.z *= v_scale; s.o.w *= v_scale;
-  write_output(a, item, start, row, d, s.top, s.total, s.o);
 }
 
 #endif

@@ -16,15 +16,29 @@ __device__ __forceinline__ void write_output(const Args& a, const Item& item, in
   if (d == 0) a.lse[line] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
 }
 
+__device__ __forceinline__ int rows_of(const Item& item, int queries) {
+  return min(ROWS, queries * GROUP - item.block * ROWS);
+}
+
+// Lines of no keys.
+__device__ __forceinline__ void write_empty_lines(const Args& a, int merges) {
+  for (int i = blockIdx.x; i < merges; i += gridDim.x) {
+    const int* const line = a.plan + a.merges_at + i * FIELDS;
+    if (__ldg(line + 3) == __ldg(line + 4)) {
+      Item none;
+      none.request = __ldg(line); none.head = __ldg(line + 1); none.block = __ldg(line + 2);
+      const Queries who = queries_of(a, none.request);
+      for (int unit = threadIdx.x; unit < rows_of(none, who.count) * QUADS; unit += THREADS)
+        write_output(a, none, who.start, unit / QUADS, unit % QUADS * 4, -INF, 0, make_float4(0, 0, 0, 0));
+    }
+  }
+}
+
 // A word that is never the pattern of an empty slot.
 __device__ __forceinline__ float posted(float x) {
   return __float_as_uint(x) == ~0u ? __uint_as_float(0x7fffffffu) : x;
 }
 __device__ __forceinline__ bool empty(float x) { return __float_as_uint(x) == ~0u; }
-
-__device__ __forceinline__ int rows_of(const Item& item, int queries) {
-  return min(ROWS, queries * GROUP - item.block * ROWS);
-}
 
 // This team's share of a cut line: groups of 4 numbers, each with the largest score and the sum of weights.
 __device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale,
@@ -134,10 +148,9 @@ __device__ __forceinline__ void leave_state(State& sums, int n, float* mine, flo
 // The team's states of 8 rows together: to the output, or to a slot if the piece is a part of a line.
 __device__ __forceinline__ void write_states(const Args& a, const Item& item, int start, int n, int rows, float v_scale,
                                              const float* shared_o, const float2* shared_ml, int member, int lane) {
-#pragma unroll
-  for (int u = 0; u < UNITS; u++) {
-    const int unit = (u * TEAM + member) * 32 + lane, row8 = unit / QUADS, d = unit % QUADS * 4, row = n * 8 + row8;
-    if (row8 >= 8 || row >= rows) continue;
+  for (int unit = member * 32 + lane; unit < 8 * QUADS; unit += 32 * TEAM) {
+    const int row8 = unit / QUADS, d = unit % QUADS * 4, row = n * 8 + row8;
+    if (row >= rows) continue;
     float highest = -INF, weights = 0;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll

@@ -3,6 +3,30 @@
 struct Places {  // where a lane's rows of matrices lie in a tile, for 4 steps of 16 numbers
   u32 k[4], v[4];
 };
+__device__ __forceinline__ Places places_of(int lane) {
+  const int k_token = lane % 8 + lane / 8 % 2 * 8, k_chunk = lane / 16;
+  const int v_token = lane % 8 + lane / 16 * 8, v_chunk = lane / 8 % 2;
+  Places r;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    r.k[i] = k_token * ROW_BYTES + ((SWIZZLED ? (2 * i + k_chunk) ^ (k_token & 7) : 2 * i + k_chunk) << 4);
+    r.v[i] = TILE_BYTES + v_token * ROW_BYTES +
+             ((SWIZZLED ? (2 * i + v_chunk) ^ (v_token & 7) : 2 * i + v_chunk) << 4);
+  }
+  return r;
+}
+
+// Copies a tile of keys, or of values: ``left`` of its tokens, zeros for the others.
+__device__ __forceinline__ void copy_tokens(u32 to, const char* from, i64 stride, int left, int lane, u64 policy) {
+#pragma unroll
+  for (int i = 0; i < (TOKENS * CHUNKS + 31) / 32; i++) {
+    const int e = lane + 32 * i, token = e / CHUNKS, chunk = e % CHUNKS;
+    if (TOKENS * CHUNKS % 32 && e >= TOKENS * CHUNKS) break;
+    const u32 place = token * ROW_BYTES + ((SWIZZLED ? chunk ^ (token & 7) : chunk) << 4);
+    copy16(to + place, from + token * stride + chunk * 16, token < left ? 16 : 0, policy);
+  }
+}
+
 struct View {  // of a piece: its rows, the keys that they see, and what scores are multiplied by
   int row0, rows, high, before;  // first row, how many; keys end at ``high``; the position of the first query
   float factor[NT][2];
@@ -23,6 +47,35 @@ struct State {  // of a warp: largest scores, sums of weights, unscaled outputs
     }
   }
 };
+
+// A block's 8 rows of queries, 16 bytes a thread, and their place in shared memory.
+constexpr int Q_EACH = (8 * Q_CHUNKS + THREADS - 1) / THREADS;
+__device__ __forceinline__ void block_queries(const Args& a, uint4 (&to)[Q_EACH], const Item& item, const Queries& who) {
+#pragma unroll
+  for (int i = 0; i < Q_EACH; i++) {
+    const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, m = item.block * 8 + row;
+    to[i] = make_uint4(0, 0, 0, 0);
+    if (row < 8 && m < who.count * GROUP) {
+      const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (item.head * GROUP + m % GROUP) * a.q_n;
+      to[i] = __ldg((const uint4*)q + e % Q_CHUNKS);
+    }
+  }
+}
+__device__ __forceinline__ void put_block_queries(const uint4 (&from)[Q_EACH], char* shared_q) {
+#pragma unroll
+  for (int i = 0; i < Q_EACH; i++) {
+    const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, chunk = e % Q_CHUNKS;
+    if (row >= 8) break;
+    const uint4 x = from[i];
+#if CACHE
+    // In the order in which a product has the keys' numbers: those of a lane, 4t to 4t + 3, as two pairs.
+    *(uint2*)(shared_q + q_place(row, chunk & ~1) + chunk % 2 * 8) = make_uint2(x.x, x.z);
+    *(uint2*)(shared_q + q_place(row, chunk | 1) + chunk % 2 * 8) = make_uint2(x.y, x.w);
+#else
+    *(uint4*)(shared_q + q_place(row, chunk)) = x;
+#endif
+  }
+}
 
 // Queries as the tensor cores take them: row g of 8, two pairs for each 16 numbers.
 __device__ __forceinline__ void raw_queries(const Args& a, u32 (*to)[2], int n, const Item& item, const Queries& who,
