@@ -120,7 +120,8 @@ def paged(
 def _make_plans(q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None) -> tuple[DevicePlan, ...]:
     """A plan for requests of one query, and one for prompts in blocks of more rows, where a kernel has such."""
     new, lengths = table.host_lengths
-    layout = KernelLayout.of(q_TNH, k_PpKH, 1, window=window, chunk=CHUNK)
+    decodes = max(1, sum(n == 1 for n in new))
+    layout = KernelLayout.of(q_TNH[:decodes], k_PpKH, 1, window=window, chunk=CHUNK)
     prompts = KernelLayout.of(q_TNH, k_PpKH, max(new, default=1), window=window, chunk=CHUNK)
     parts = [(layout, new)]
     if prompts.shape.rows > layout.shape.rows:
