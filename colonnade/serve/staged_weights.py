@@ -171,9 +171,9 @@ class StagedWeights:
             if isinstance(new, Quantised):
                 current = self._requantise.current(name)
                 assert current is not None
-                new = to_blocks(new) if current.blocked else new
-                current.values.copy_(new.values)
-                current.scales.copy_(new.scales)
+                stored = to_blocks(new) if current.blocked else new
+                current.values.copy_(stored.values)
+                current.scales.copy_(stored.scales)
             else:
                 assert isinstance(new, Tensor), "finish() comes before"
                 targets[name].copy_(new)
