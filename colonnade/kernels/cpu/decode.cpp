@@ -74,6 +74,22 @@ inline Ints dot(Bytes w, Bytes x) {
 inline Ints dot_nibbles(Bytes low, Bytes high, Bytes x_low, Bytes x_high) {
     return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), low, x_low), high, x_high);
 }
+// The sum of each vector. Adjacent vectors are interleaved and added, until each lane has the sum of one.
+inline Floats sums_of(const Floats* x) {
+    Floats fours[4];
+    for (int i = 0; i < 4; i++) {
+        const Floats ab = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i], x[4 * i + 1]), _mm512_unpackhi_ps(x[4 * i], x[4 * i + 1]));
+        const Floats cd =
+            _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]), _mm512_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
+        const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    }
+    const auto halves = [](Floats a, Floats b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    return halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]));
+}
 inline Floats select(Floats x, const int32_t* lanes) { return _mm512_permutexvar_ps(_mm512_loadu_si512(lanes), x); }
 // Pairs (s, m) of bfloat16: s is the low half of each word.
 inline Floats low_halves(Bytes x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
@@ -115,6 +131,15 @@ inline Ints dot(Bytes w, Bytes x) {
 inline Ints dot_nibbles(Bytes low, Bytes high, Bytes x_low, Bytes x_high) {
     const Ints pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, x_low), _mm256_maddubs_epi16(high, x_high));
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+inline Floats sums_of(const Floats* x) {  // as with AVX-512
+    Floats fours[2];
+    for (int i = 0; i < 2; i++) {
+        const Floats ab = _mm256_hadd_ps(x[4 * i], x[4 * i + 1]), cd = _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]);
+        fours[i] = _mm256_hadd_ps(ab, cd);
+    }
+    return _mm256_add_ps(
+        _mm256_permute2f128_ps(fours[0], fours[1], 0x20), _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
 }
 inline Floats select(Floats x, const int32_t* lanes) { return _mm256_permutevar8x32_ps(x, load_bytes(lanes)); }
 inline Floats low_halves(Bytes x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
@@ -161,6 +186,7 @@ inline Ints dot(Bytes w, Bytes x) {
            ((a << 24) >> 24) * ((b << 24) >> 24);
 }
 inline Ints dot_nibbles(Bytes low, Bytes high, Bytes x_low, Bytes x_high) { return dot(low, x_low) + dot(high, x_high); }
+inline Floats sums_of(const Floats* x) { return Floats{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])}; }
 inline Floats select(Floats x, const int32_t* lanes) {
     return Floats{x[lanes[0]], x[lanes[1]], x[lanes[2]], x[lanes[3]]};
 }
@@ -1183,12 +1209,16 @@ struct Attention {
             for (int64_t i = width; i < padded; i++) row_q[i] = 0.0f;
         }
         const int64_t vector_bytes = width * int64_t(sizeof(T));
-        for (int64_t i = 0; i < count; i++) {
-            const T* key = static_cast<const T*>(keys) + at[i];
-            if (i + KEYS_AHEAD < count) prefetch(static_cast<const T*>(keys) + at[i + KEYS_AHEAD], vector_bytes);
-            // Values are read next; the last of them are requested while the first are read.
-            if (i < KEYS_AHEAD) prefetch(static_cast<const T*>(values) + at[i], vector_bytes);
-            for (int64_t g = 0; g < group; g++) scores[g * SPLIT + i] = score(query + g * padded, key);
+        for (int64_t i = 0; i < count; i += LANES) {
+            const T* near[LANES];  // behind the last key, it is repeated
+            for (int64_t n = 0; n < LANES; n++) {
+                near[n] = static_cast<const T*>(keys) + at[i + n < count ? i + n : count - 1];
+                const int64_t next = i + n + KEYS_AHEAD;
+                if (next < count) prefetch(static_cast<const T*>(keys) + at[next], vector_bytes);
+                // Values are read next; the first of them are requested while the last keys are read.
+                else if (next < count + KEYS_AHEAD) prefetch(static_cast<const T*>(values) + at[next - count], vector_bytes);
+            }
+            for (int64_t g = 0; g < group; g++) store(scores + g * SPLIT + i, score(query + g * padded, near));
         }
         std::memset(sums, 0, size_t(group * padded) * 4);
         const bool alone = row.splits() == 1;
@@ -1210,12 +1240,20 @@ struct Attention {
         }
     }
 
-    template <typename T> float score(const float* query, const T* key) const {
-        Floats sums = zero();
+    // The products of one query with LANES keys.
+    template <typename T> Floats score(const float* query, const T* const* near) const {
+        Floats sums[LANES];
+        for (int n = 0; n < LANES; n++) sums[n] = zero();
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) sums = fma(load(query + i), load(key + i), sums);
-        if (i < width) sums = fma(load(query + i), load_part(key + i, width - i), sums);
-        return sum(sums);
+        for (; i + LANES <= width; i += LANES) {
+            const Floats q = load(query + i);
+            for (int n = 0; n < LANES; n++) sums[n] = fma(q, load(near[n] + i), sums[n]);
+        }
+        if (i < width) {
+            const Floats q = load(query + i);
+            for (int n = 0; n < LANES; n++) sums[n] = fma(q, load_part(near[n] + i, width - i), sums[n]);
+        }
+        return sums_of(sums);
     }
 
     // sums += Σ weights[i] values[i], four keys at a time, so that sums are loaded and stored once for four.

@@ -5,6 +5,7 @@ pages of 2 MiB at 14 to 15. The kernel gives huge pages only to memory that asks
 2 MiB are contiguous: tensors that are allocated one by one get none.
 """
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -28,10 +29,8 @@ class Arena:
     def __init__(self, size_bytes: int):
         pages = mmap.mmap(-1, size_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without them: reading is slower
                 pages.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without them: reading is slower
-                pass
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGE
         self._free = memory[start : start + size_bytes]
