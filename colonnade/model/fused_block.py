@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.kernels.cpu import kernels as cpu_kernels
+from colonnade.kernels.cpu.huge_pages import Arena, arena_bytes
+from colonnade.kernels.linear.quantise import can_block, to_blocks
 from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
@@ -25,7 +27,7 @@ from colonnade.model.attention import Attention
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.norm import Norm
-from colonnade.model.tensor_parallel_linear import Linear
+from colonnade.model.tensor_parallel_linear import Linear, QuantisableMatrix
 
 if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
@@ -40,11 +42,23 @@ def enable(model: "Transformer") -> str:
         return "auto"
     if weight.device.type == "cpu" and model.axes.cp.size == 1 and cpu_kernels.available(weight.dtype):
         _select(model, "native", "native")
+        _store_in_blocks(model)
         for module in (model.embed, model.norm):
             if isinstance(module, Embedding | Norm) and module.kernels == "auto":
                 module.kernels = "native"
         return "native"
     return "auto"
+
+
+def _store_in_blocks(model: "Transformer") -> None:
+    """Store quantised weights as the C++ kernels read them fastest: in blocks, in huge pages."""
+    modules = [module for module in model.modules() if isinstance(module, QuantisableMatrix)]
+    rows = [m for m in modules if m.quantised is not None and not m.quantised.blocked and can_block(m.quantised)]
+    arena = Arena(arena_bytes([x for m in rows if m.quantised for x in (m.quantised.values, m.quantised.scales)]))
+    for module in rows:
+        assert module.quantised is not None
+        blocks = to_blocks(module.quantised)
+        module.quantised = blocks._replace(values=arena.copy(blocks.values), scales=arena.copy(blocks.scales))
 
 
 def _linears(model: "Transformer") -> list[Linear]:

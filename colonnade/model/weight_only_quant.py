@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from colonnade.config import Config, ModelConfig, WeightFormat
-from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, stored_bytes
+from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, stored_bytes, to_rows
 from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
 from colonnade.model.tensor_parallel_linear import Linear, QuantisableMatrix, quantise_finite
@@ -132,13 +132,13 @@ def assign_quantised(
 
 
 def quantised_parameters(model: nn.Module) -> dict[str, Quantised]:
-    """The quantised weights of ``model``, by the name of the parameter that each replaces."""
+    """The quantised weights of ``model``, in rows, by the name of the parameter that each replaces."""
     found: dict[str, Quantised] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantisableMatrix) and module.quantised is not None:
-            found[_joined(name, "weight")] = module.quantised
+            found[_joined(name, "weight")] = to_rows(module.quantised)
         elif isinstance(module, Experts):
-            found |= {_joined(name, part): weight for part, weight in module.quantised.items()}
+            found |= {_joined(name, part): to_rows(weight) for part, weight in module.quantised.items()}
     return found
 
 

@@ -19,7 +19,7 @@ from colonnade.checkpoint.load_model import OpenedModel, open_model
 from colonnade.config import ModelConfig, differences, format_bytes
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CapacityError, CheckpointError, ConfigError
-from colonnade.kernels.linear.quantise import Quantised
+from colonnade.kernels.linear.quantise import Quantised, to_blocks
 from colonnade.model import Transformer
 from colonnade.model.moe import expert_modules
 from colonnade.model.weight_only_quant import Requantise, StoredFormat, dense, quantisable_shapes, weight_tensors
@@ -171,8 +171,9 @@ class StagedWeights:
             if isinstance(new, Quantised):
                 current = self._requantise.current(name)
                 assert current is not None
-                current.values.copy_(new.values)
-                current.scales.copy_(new.scales)
+                stored = to_blocks(new) if current.blocked else new
+                current.values.copy_(stored.values)
+                current.scales.copy_(stored.scales)
             else:
                 assert isinstance(new, Tensor), "finish() comes before"
                 targets[name].copy_(new)

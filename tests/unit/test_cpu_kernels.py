@@ -19,7 +19,7 @@ from colonnade.kernels.attention import reference as attention_reference
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.cpu import calls, kernels, library
 from colonnade.kernels.linear import reference
-from colonnade.kernels.linear.quantise import Quantised, quantise
+from colonnade.kernels.linear.quantise import Quantised, can_block, dequantise, quantise, to_blocks, to_rows
 from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.serve import Engine, SamplingParams
@@ -63,6 +63,8 @@ def weight_of(format: str, group: int, outputs: int, inputs: int, dtype: torch.d
     if format == "stored":
         return guarded(w.to(dtype))
     q = quantise(w, format, group or 64)
+    if can_block(q):  # sizes below are such that some can and some cannot
+        q = to_blocks(q)
     return q._replace(values=guarded(q.values), scales=guarded(q.scales))
 
 
@@ -82,7 +84,7 @@ def assert_close(got: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 def test_products_match_the_oracle(native: str, format: str, group: int, dtype: torch.dtype) -> None:
-    for seed, (T, D, F) in enumerate(((1, 64, 8), (2, 70, 37), (5, 3, 1), (16, 200, 130), (70, 90, 9))):
+    for seed, (T, D, F) in enumerate(((1, 64, 16), (2, 70, 37), (5, 3, 1), (16, 200, 144), (70, 92, 32), (9, 70, 9))):
         x, bias = guarded(rows(T, D, seed=seed).to(dtype)), guarded(rows(F, seed=1).to(dtype))
         w = weight_of(format, group, F, D, dtype, seed)
         run = kernels.quantised_linear if isinstance(w, Quantised) else kernels.linear
@@ -93,7 +95,7 @@ def test_products_match_the_oracle(native: str, format: str, group: int, dtype: 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
 def test_fused_products_match_the_oracle(native: str, format: str, group: int, activation: str | None) -> None:
-    for seed, (T, D, F) in enumerate(((1, 64, 40), (6, 70, 131))):
+    for seed, (T, D, F) in enumerate(((1, 64, 48), (6, 70, 131))):
         x, gain, residual = rows(T, D, seed=seed), 1 + 0.1 * rows(D, seed=3), rows(T, F, seed=4)
         w, bias = weight_of(format, group, F, D, x.dtype, seed), rows(F, seed=6)
         gate = None
@@ -115,7 +117,7 @@ def test_fused_products_match_the_oracle(native: str, format: str, group: int, a
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 def test_a_row_does_not_depend_on_other_rows_or_threads(native: str, format: str, group: int, threads: None) -> None:
-    T, D, F = 16 if format == "stored" else 150, 200, 150
+    T, D, F = 16 if format == "stored" else 150, 200, 144
     x, gain = rows(T, D), NormWeights(rows(D, seed=3), 1e-5)
     w, gate = (weight_of(format, group, F, D, x.dtype, seed) for seed in (1, 2))
     torch.set_num_threads(1)
@@ -127,19 +129,33 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(native: str, format: str
             assert torch.equal(part, together[t : t + size])
 
 
+@pytest.mark.parametrize(("format", "group"), FORMATS[1:])
+def test_blocks_are_the_same_weights_and_rows_come_back(format: str, group: int) -> None:
+    for D in (64, 76, 300):
+        q = quantise(rows(48, D), format, group or 64)
+        blocks = to_blocks(q)
+        assert torch.equal(to_rows(blocks).values, q.values) and torch.equal(to_rows(blocks).scales, q.scales)
+        assert not torch.equal(blocks.values, q.values) and torch.equal(
+            dequantise(blocks, torch.float32), dequantise(q, torch.float32)
+        )
+        x = rows(3, D)
+        assert torch.equal(reference.quantised_linear(x, blocks), reference.quantised_linear(x, q))
+    assert not can_block(quantise(rows(9, 64), format, group or 64))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 def test_values_that_are_not_finite_stay_visible(native: str, format: str, group: int, bad: float) -> None:
-    x = rows(3, 70)
+    x = rows(3, 72)
     x[1, 66] = bad
-    y = kernels.fused_linear(x, weight_of(format, group, 9, 70, x.dtype, 0))
+    y = kernels.fused_linear(x, weight_of(format, group, 16, 72, x.dtype, 0))
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
 def test_rows_of_zeros_give_zeros(native: str) -> None:
     for format, group in FORMATS:
-        assert torch.equal(kernels.fused_linear(torch.zeros(2, 70), weight_of(format, group, 9, 70, torch.float32, 0)),
-                           torch.zeros(2, 9))  # fmt: skip
+        assert torch.equal(kernels.fused_linear(torch.zeros(2, 72), weight_of(format, group, 16, 72, torch.float32, 0)),
+                           torch.zeros(2, 16))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,8 +169,9 @@ def test_norms_embeddings_and_rotary_factors(native: str, dtype: torch.dtype) ->
     assert torch.equal(kernels.embedding(tokens, guarded(table), dtype), table[tokens])
     residual = rows(4, 37, seed=2).to(dtype)
     assert torch.equal(kernels.embedding(tokens, table, dtype, residual_TD=residual), residual + table[tokens])
-    q = quantise(rows(50, 37), "int8")
-    assert_close(kernels.embedding(tokens, q, dtype), reference.embedding(tokens, q, torch.float64))
+    q = quantise(rows(64, 36), "int8")
+    for each in (q, to_blocks(q)):
+        assert_close(kernels.embedding(tokens, each, dtype), reference.embedding(tokens, q, torch.float64))
     positions, theta = torch.tensor([0, 1, 4000]), 1 / 10000 ** (torch.arange(8) / 8)
     for got, exact in zip(kernels.rotation(positions, theta, 1.5, dtype),
                           rotary.rotation(positions, theta, 1.5, torch.float32), strict=True):  # fmt: skip
@@ -288,7 +305,7 @@ def test_values_that_change_between_steps_are_checked_by_the_library(native: str
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_products_without_a_gate_match_the_oracle(native: str, format: str, group: int, activation: str) -> None:
     """act(W LayerNorm(x) + b) + r, as in GPT-2."""
-    for seed, (T, D, F) in enumerate(((1, 64, 40), (6, 70, 131))):
+    for seed, (T, D, F) in enumerate(((1, 64, 48), (6, 70, 131))):
         x, gain, shift, residual = rows(T, D, seed=seed), 1 + 0.1 * rows(D, seed=3), rows(D, seed=5), rows(T, F, seed=4)
         w, bias = weight_of(format, group, F, D, x.dtype, seed), rows(F, seed=6)
         exact = exact_linear(norm_reference.norm(x, gain, shift, 1e-5), w, bias)

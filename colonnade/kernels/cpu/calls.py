@@ -19,6 +19,8 @@ from colonnade.kernels.cpu import library
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Dtypes of activations, unquantised weights and caches, by the library's number."""
 KINDS = {"int8": 1, "int4": 2, "int8_dynamic": 1}
+BLOCKS = 2
+"""Added to the number of a kind that is stored in blocks."""
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 SPLIT = 256
 """Keys of one task of attention."""

@@ -10,7 +10,7 @@
 //
 // Numbers. Sums are in float32 and in an order that depends on the shape of one row only: neither on the number of
 // rows, nor on how they are cut into tiles, nor on the number of threads. So a row's bits do not depend on the others.
-// Weights are read as they are stored (kernels/linear/quantise.py): nothing is packed, nothing is kept twice. With
+// Weights are read as they are stored (kernels/linear/quantise.py), or in blocks of 16 outputs (blocks.h). With
 // quantised weights a row of x is quantised to int8 with a scale per group (32 inputs; for int4 the weights' group),
 // and products are exact sums of integers per group:
 //
@@ -74,6 +74,22 @@ inline Ints dot(Bytes w, Bytes x) {
 inline Ints dot_nibbles(Bytes low, Bytes high, Bytes x_low, Bytes x_high) {
     return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), low, x_low), high, x_high);
 }
+// The sum of each vector. Adjacent vectors are interleaved and added, until each lane has the sum of one.
+inline Floats sums_of(const Floats* x) {
+    Floats fours[4];
+    for (int i = 0; i < 4; i++) {
+        const Floats ab = _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i], x[4 * i + 1]), _mm512_unpackhi_ps(x[4 * i], x[4 * i + 1]));
+        const Floats cd =
+            _mm512_add_ps(_mm512_unpacklo_ps(x[4 * i + 2], x[4 * i + 3]), _mm512_unpackhi_ps(x[4 * i + 2], x[4 * i + 3]));
+        const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    }
+    const auto halves = [](Floats a, Floats b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    return halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]));
+}
 inline Floats select(Floats x, const int32_t* lanes) { return _mm512_permutexvar_ps(_mm512_loadu_si512(lanes), x); }
 // Pairs (s, m) of bfloat16: s is the low half of each word.
 inline Floats low_halves(Bytes x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
@@ -115,6 +131,15 @@ inline Ints dot(Bytes w, Bytes x) {
 inline Ints dot_nibbles(Bytes low, Bytes high, Bytes x_low, Bytes x_high) {
     const Ints pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, x_low), _mm256_maddubs_epi16(high, x_high));
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+inline Floats sums_of(const Floats* x) {  // as with AVX-512
+    Floats fours[2];
+    for (int i = 0; i < 2; i++) {
+        const Floats ab = _mm256_hadd_ps(x[4 * i], x[4 * i + 1]), cd = _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]);
+        fours[i] = _mm256_hadd_ps(ab, cd);
+    }
+    return _mm256_add_ps(
+        _mm256_permute2f128_ps(fours[0], fours[1], 0x20), _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
 }
 inline Floats select(Floats x, const int32_t* lanes) { return _mm256_permutevar8x32_ps(x, load_bytes(lanes)); }
 inline Floats low_halves(Bytes x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
@@ -161,6 +186,7 @@ inline Ints dot(Bytes w, Bytes x) {
            ((a << 24) >> 24) * ((b << 24) >> 24);
 }
 inline Ints dot_nibbles(Bytes low, Bytes high, Bytes x_low, Bytes x_high) { return dot(low, x_low) + dot(high, x_high); }
+inline Floats sums_of(const Floats* x) { return Floats{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])}; }
 inline Floats select(Floats x, const int32_t* lanes) {
     return Floats{x[lanes[0]], x[lanes[1]], x[lanes[2]], x[lanes[3]]};
 }
@@ -185,7 +211,7 @@ constexpr int64_t SPLIT = 256;       // keys of one task of attention
 constexpr auto SPIN = std::chrono::microseconds(50);  // how long a thread spins before it sleeps
 
 enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
-enum Kind : int64_t { PLAIN = 0, INT8 = 1, INT4 = 2 };
+enum Kind : int64_t { PLAIN = 0, INT8 = 1, INT4 = 2, INT8_BLOCKS = 3, INT4_BLOCKS = 4 };
 enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU = 4 };
 enum Error : int64_t { OK = 0, BAD_TOKEN = 1, BAD_SLOT = 2, BAD_LENGTH = 3, BAD_PAGE = 4, NO_MEMORY = 5 };
 
@@ -773,8 +799,8 @@ inline void product_tile(const Matrix& w, const Rows& x, int64_t at, int64_t fir
 
 // Bytes of a row of W.
 inline int64_t row_bytes(const Matrix& w, Dtype dtype) {
-    if (w.kind == INT8) return w.inputs;
-    if (w.kind == INT4) return ceil_div(w.inputs, w.group) * w.group / 2;
+    if (w.kind == INT8 || w.kind == INT8_BLOCKS) return w.inputs;
+    if (w.kind == INT4 || w.kind == INT4_BLOCKS) return ceil_div(w.inputs, w.group) * w.group / 2;
     return w.inputs * (dtype == FLOAT32 ? 4 : 2);
 }
 
@@ -810,6 +836,8 @@ void any_product(const Matrix& w, Dtype dtype, const Rows& x, Share part, float*
     return product<PlainProduct<uint16_t>>(w, x, bytes, part, y);
 }
 
+#include "blocks.h"
+
 // y = W x̂ + b (+ residual), or y = act(G x̂ + c) ⊙ (W x̂ + b), or y = act(W x̂ + b); x̂ is x or norm(x).
 struct Linear {
     const void* x;
@@ -823,11 +851,50 @@ struct Linear {
     // another thread. Many rows are cut by rows.
     void run(int, int thread, int threads, std::atomic<int64_t>&) const {
         const bool by_rows = rows >= 32 * threads;
-        const Share outputs = by_rows ? Share{0, weight.outputs} : share(weight.outputs, 8, thread, threads);
+        const Share outputs = by_rows ? Share{0, weight.outputs} : share(weight.outputs, BLOCK, thread, threads);
         const Share mine = by_rows ? share(rows, 4, thread, threads) : Share{0, rows};
         if (outputs.begin == outputs.end) return;
         for (int64_t t = mine.begin; t < mine.end; t += PANEL) {
-            panel({t, t + PANEL < mine.end ? t + PANEL : mine.end}, outputs);
+            const Share part{t, t + PANEL < mine.end ? t + PANEL : mine.end};
+            if (weight.kind >= INT8_BLOCKS) block_panel(part, outputs);
+            else panel(part, outputs);
+        }
+    }
+
+    // Row t of x after the norm, in float32, with zeros up to `padded`.
+    void prepare(int64_t t, int64_t padded, float* row) const {
+        read_row(x, Dtype(dtype), t * x_stride, weight.inputs, row);
+        std::memset(row + weight.inputs, 0, size_t(padded - weight.inputs) * 4);
+        if (norm.weight != nullptr) normalise(row, weight.inputs, norm, Dtype(dtype));
+    }
+
+    void block_panel(Share part, Share outputs) const {
+        const bool int8 = weight.kind == INT8_BLOCKS;
+        const int64_t group = int8 ? X_GROUP : weight.group, count = part.end - part.begin;
+        const int64_t groups = ceil_div(weight.inputs, group), stride = groups * group;
+        scratch.start(
+            Scratch::bytes<float>(stride) + Scratch::bytes<int8_t>(count * stride) +
+            3 * Scratch::bytes<float>(count * groups) + 2 * Scratch::bytes<float>(count * BAND));
+        float* const row = scratch.take<float>(stride);
+        int8_t* const bytes = scratch.take<int8_t>(count * stride);
+        float* const scales = scratch.take<float>(count * groups);
+        float* const sums = scratch.take<float>(count * groups);
+        int32_t* const totals = scratch.take<int32_t>(count * groups);
+        float* const ys = scratch.take<float>(count * BAND);
+        float* const gs = scratch.take<float>(count * BAND);
+        for (int64_t t = 0; t < count; t++) {
+            prepare(part.begin + t, stride, row);
+            const int64_t i = t * groups;
+            if (group == 32) quantise_block_row<32>(row, groups, bytes + t * stride, scales + i, sums + i, totals + i);
+            else if (group == 64) quantise_block_row<64>(row, groups, bytes + t * stride, scales + i, sums + i, totals + i);
+            else quantise_block_row<128>(row, groups, bytes + t * stride, scales + i, sums + i, totals + i);
+        }
+        const BlockRows x_rows{count, stride, groups, bytes, scales, sums, totals};
+        for (int64_t o = outputs.begin; o < outputs.end; o += BAND) {
+            const Share some{o, o + BAND < outputs.end ? o + BAND : outputs.end};
+            any_block_product(weight, x_rows, some, ys);
+            if (gate.values != nullptr) any_block_product(gate, x_rows, some, gs);
+            for (int64_t t = 0; t < count; t++) finish(some, part.begin + t, ys + t * BAND, gs + t * BAND);
         }
     }
 
@@ -860,9 +927,7 @@ struct Linear {
         x_rows.sums = group_sums;
         for (int64_t t = 0; t < count; t++) {
             float* const row = float_rows + (plain ? t * x_rows.float_stride : 0);
-            read_row(x, type, (part.begin + t) * x_stride, weight.inputs, row);
-            for (int64_t i = weight.inputs; i < x_rows.float_stride; i++) row[i] = 0.0f;
-            if (norm.weight != nullptr) normalise(row, weight.inputs, norm, type);
+            prepare(part.begin + t, x_rows.float_stride, row);
             int8_t* const p = byte_rows + t * x_bytes;
             float* const z = lane_scales + t * x_rows.units * LANES;
             float* const s = group_sums + t * x_rows.sum_stride;
@@ -881,7 +946,7 @@ struct Linear {
 
     // Requests the first weights that this thread will read.
     void announce(int thread, int threads) const {
-        const Share mine = rows >= 32 * threads ? Share{0, weight.outputs} : share(weight.outputs, 8, thread, threads);
+        const Share mine = rows >= 32 * threads ? Share{0, weight.outputs} : share(weight.outputs, BLOCK, thread, threads);
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
         prefetch(static_cast<const char*>(weight.values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
     }
@@ -915,7 +980,7 @@ struct Linear {
 
 // -- the other kernels of a step ------------------------------------------------------------------------------------
 
-// y = table[tokens] (+ residual), plain rows or int8 rows with their scales.
+// y = table[tokens] (+ residual), plain rows, or int8 with their scales.
 struct Embedding {
     const int64_t* tokens;
     Matrix table;
@@ -937,6 +1002,11 @@ struct Embedding {
                 const int8_t* q = static_cast<const int8_t*>(table.values) + tokens[t] * width;
                 const float scale = static_cast<const float*>(table.scales)[tokens[t]];
                 for (int64_t i = 0; i < width; i++) row[i] = float(q[i]) * scale;
+            } else if (table.kind == INT8_BLOCKS) {
+                const int8_t* block = static_cast<const int8_t*>(table.values) + tokens[t] / BLOCK * BLOCK * width;
+                const int8_t* q = block + tokens[t] % BLOCK * 4;
+                const float scale = static_cast<const float*>(table.scales)[tokens[t]];
+                for (int64_t i = 0; i < width; i++) row[i] = float(q[i / 4 * 4 * BLOCK + i % 4]) * scale;
             } else {
                 read_row(table.values, Dtype(dtype), tokens[t] * width, width, row);
             }
@@ -1139,12 +1209,16 @@ struct Attention {
             for (int64_t i = width; i < padded; i++) row_q[i] = 0.0f;
         }
         const int64_t vector_bytes = width * int64_t(sizeof(T));
-        for (int64_t i = 0; i < count; i++) {
-            const T* key = static_cast<const T*>(keys) + at[i];
-            if (i + KEYS_AHEAD < count) prefetch(static_cast<const T*>(keys) + at[i + KEYS_AHEAD], vector_bytes);
-            // Values are read next; the last of them are requested while the first are read.
-            if (i < KEYS_AHEAD) prefetch(static_cast<const T*>(values) + at[i], vector_bytes);
-            for (int64_t g = 0; g < group; g++) scores[g * SPLIT + i] = score(query + g * padded, key);
+        for (int64_t i = 0; i < count; i += LANES) {
+            const T* near[LANES];  // behind the last key, it is repeated
+            for (int64_t n = 0; n < LANES; n++) {
+                near[n] = static_cast<const T*>(keys) + at[i + n < count ? i + n : count - 1];
+                const int64_t next = i + n + KEYS_AHEAD;
+                if (next < count) prefetch(static_cast<const T*>(keys) + at[next], vector_bytes);
+                // Values are read next; the first of them are requested while the last keys are read.
+                else if (next < count + KEYS_AHEAD) prefetch(static_cast<const T*>(values) + at[next - count], vector_bytes);
+            }
+            for (int64_t g = 0; g < group; g++) store(scores + g * SPLIT + i, score(query + g * padded, near));
         }
         std::memset(sums, 0, size_t(group * padded) * 4);
         const bool alone = row.splits() == 1;
@@ -1166,12 +1240,20 @@ struct Attention {
         }
     }
 
-    template <typename T> float score(const float* query, const T* key) const {
-        Floats sums = zero();
+    // The products of one query with LANES keys.
+    template <typename T> Floats score(const float* query, const T* const* near) const {
+        Floats sums[LANES];
+        for (int n = 0; n < LANES; n++) sums[n] = zero();
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) sums = fma(load(query + i), load(key + i), sums);
-        if (i < width) sums = fma(load(query + i), load_part(key + i, width - i), sums);
-        return sum(sums);
+        for (; i + LANES <= width; i += LANES) {
+            const Floats q = load(query + i);
+            for (int n = 0; n < LANES; n++) sums[n] = fma(q, load(near[n] + i), sums[n]);
+        }
+        if (i < width) {
+            const Floats q = load(query + i);
+            for (int n = 0; n < LANES; n++) sums[n] = fma(q, load_part(near[n] + i, width - i), sums[n]);
+        }
+        return sums_of(sums);
     }
 
     // sums += Σ weights[i] values[i], four keys at a time, so that sums are loaded and stored once for four.

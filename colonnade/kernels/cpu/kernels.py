@@ -22,7 +22,7 @@ from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.cpu import calls, library
 from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.kernels.linear import reference, skinny_gemm_cpu
-from colonnade.kernels.linear.quantise import X_GROUP, Quantised
+from colonnade.kernels.linear.quantise import X_GROUP, Quantised, can_block
 from colonnade.kernels.linear.quantise import round_inputs as round_to_int8
 from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.rotary import Rotation
@@ -116,7 +116,7 @@ def _no_gradient(x: Tensor) -> bool:
 
 def _same_format(weight: Matrix, gate: Matrix) -> bool:
     if isinstance(weight, Quantised) and isinstance(gate, Quantised):
-        return (weight.kind, weight.group) == (gate.kind, gate.group)
+        return (weight.kind, weight.group, weight.blocked) == (gate.kind, gate.group, gate.blocked)
     return not isinstance(weight, Quantised) and not isinstance(gate, Quantised)
 
 
@@ -179,7 +179,9 @@ def _matrix(
                 tuple(x.shape) == shape and x.dtype == of and x.is_contiguous(),
                 f"{weight.kind} weights {tuple(x.shape)} {x.dtype} where {shape} {of} belong",
             )
-        kind, group, scales = calls.KINDS[weight.kind], weight.group, weight.scales.data_ptr()
+        _require(not weight.blocked or can_block(weight), f"blocks of {F_} × {D}")
+        kind = calls.KINDS[weight.kind] + (calls.BLOCKS if weight.blocked else 0)
+        group, scales = weight.group, weight.scales.data_ptr()
     else:
         (F_, D), tensors, kind, group, scales = weight.shape, [weight], 0, 0, 0
     _require(inputs == D, f"rows of {inputs} inputs for a weight of {D}")

@@ -27,6 +27,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode.cpp")
+HEADERS = (SOURCE.with_name("blocks.h"),)
 CACHE_FOLDER = Path("~/.cache/colonnade/kernels")
 """Where libraries are cached; if it is not usable, every process compiles its own."""
 COMPILERS = ("c++", "g++", "clang++")
@@ -111,7 +112,12 @@ def _compiled(instruction_set: str, folder: Path) -> Path:
     if compiler is None:
         raise BuildError(f"no compiler: install one of {', '.join(COMPILERS)}")
     options = [*OPTIONS, *INSTRUCTION_SETS[instruction_set]]
-    key = [SOURCE.read_text(), *options, compiler, _run([compiler, "--version"]).splitlines()[0]]
+    key = [
+        *(path.read_text() for path in (SOURCE, *HEADERS)),
+        *options,
+        compiler,
+        _run([compiler, "--version"]).splitlines()[0],
+    ]
     name = hashlib.sha256("\0".join(key).encode()).hexdigest() + ".so"
     path = folder / name
     try:

@@ -33,6 +33,8 @@ KINDS = get_args(Kind)
 FLOAT8 = torch.float8_e4m3fn
 INT4_PER_WORD = 8
 """int4 values in an int32 word."""
+BLOCK = 16
+"""Outputs of a block (:func:`to_blocks`)."""
 SMALLEST = 2.0**-100
 """Lower bound of a maximum: keeps the scale of a row of zeros finite, and products of two scales within float32."""
 EXPONENT = 0x7F800000
@@ -51,6 +53,8 @@ class Quantised(NamedTuple):
     """D."""
     group: int
     """G; D without groups."""
+    blocked: bool = False
+    """Whether outputs are stored in blocks (:func:`to_blocks`), not in rows."""
 
     @property
     def outputs(self) -> int:
@@ -131,6 +135,7 @@ def pack_int4(q_FD: Tensor, group: int) -> Tensor:
 
 def unpack_int4(weight: Quantised) -> Tensor:
     """The int4 values 0 … 15 of ``weight``, int32 (…, D)."""
+    weight = to_rows(weight)
     words = weight.values.unflatten(-1, (-1, weight.group // INT4_PER_WORD))
     q = torch.stack([words >> 4 * i & 15 for i in range(INT4_PER_WORD)], -2)
     return q.flatten(-3)[..., : weight.inputs]
@@ -145,6 +150,7 @@ def int4_scales(scale: Tensor, low: Tensor) -> Tensor:
 
 def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
     """Dequantises some rows of ``weight``, rounded to ``dtype``; computed in float32 or float64."""
+    weight = to_rows(weight)
     values, scales = weight.values[rows], weight.scales[rows]
     wide = torch.promote_types(dtype, torch.float32)
     if weight.kind != "int4":
@@ -157,6 +163,65 @@ def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None))
     w = q.flatten(2).mul_(scales[..., :1].to(wide)).add_(scales[..., 1:].to(wide))
     return w.flatten(1)[:, : weight.inputs].to(dtype)
 
+
+# -- blocks of outputs -------------------------------------------------------------------------------------------------
+
+
+def can_block(weight: Quantised) -> bool:
+    """Whether :func:`to_blocks` can store ``weight``."""
+    if weight.kind == "int4":
+        fits = weight.group in (32, 64, 128) and not weight.has_wide_scales
+    else:
+        fits = weight.kind in ("int8", "int8_dynamic") and weight.inputs % 4 == 0
+    return fits and weight.outputs % BLOCK == 0
+
+
+def to_blocks(weight: Quantised) -> Quantised:
+    """``weight``, or a stack, with the same inputs of 16 outputs beside each other, in new tensors of the same shapes.
+
+        int8   values [F/16][D/4][16][4]          scales as before
+        int4   bytes [F/16][D/8][16][4]: input 8 k + c in the low nibble, 8 k + 4 + c in the high one
+               scales [F/16][groups][16][2]
+
+    Each vector lane of ``kernels/cpu/blocks.h`` is one output: its sums need no sum across lanes.
+    """
+    assert not weight.blocked
+    values, scales = weight.values, weight.scales
+    if weight.kind != "int4":
+        quads = values.unflatten(-1, (-1, 4)).unflatten(-3, (-1, BLOCK))  # (…, F/16, 16, D/4, 4)
+        return weight._replace(values=quads.transpose(-2, -3).reshape(values.shape), blocked=True)
+    # Byte b of word c of a group of G inputs has input 2 b G/8 + c in its low nibble, (2 b + 1) G/8 + c in the high.
+    words = weight.group // INT4_PER_WORD
+    rows = values.view(torch.uint8).unflatten(-1, (-1, words, 4))
+    inputs = torch.stack((rows & 15, rows >> 4), -1).movedim(-3, -1).flatten(-4)  # (…, F, D)
+    pairs = inputs.unflatten(-1, (-1, 2, 4))
+    packed = (pairs[..., 0, :] | pairs[..., 1, :] << 4).unflatten(-3, (-1, BLOCK)).transpose(-2, -3).contiguous()
+    blocks = scales.unflatten(-3, (-1, BLOCK)).transpose(-2, -3).reshape(scales.shape)
+    return weight._replace(values=packed.flatten().view(torch.int32).view(values.shape), scales=blocks, blocked=True)
+
+
+def to_rows(weight: Quantised) -> Quantised:
+    """The inverse of :func:`to_blocks`; ``weight`` itself if it is stored in rows."""
+    if not weight.blocked:
+        return weight
+    values, scales = weight.values, weight.scales
+    if weight.kind != "int4":
+        quads = values.reshape(*values.shape[:-2], weight.outputs // BLOCK, -1, BLOCK, 4)
+        return weight._replace(values=quads.transpose(-2, -3).reshape(values.shape), blocked=False)
+    words = weight.group // INT4_PER_WORD
+    packed = values.view(torch.uint8).reshape(*values.shape[:-2], weight.outputs // BLOCK, -1, BLOCK, 4)
+    rows = packed.transpose(-2, -3).flatten(-4, -3)  # (…, F, D/8, 4)
+    inputs = torch.stack((rows & 15, rows >> 4), -2).flatten(-3).unflatten(-1, (-1, 4, 2, words))
+    stored = (inputs[..., 0, :] | inputs[..., 1, :] << 4).transpose(-1, -2).contiguous()
+    pairs = scales.reshape(*scales.shape[:-3], weight.outputs // BLOCK, -1, BLOCK, 2)
+    return weight._replace(
+        values=stored.flatten().view(torch.int32).view(values.shape),
+        scales=pairs.transpose(-2, -3).reshape(scales.shape),
+        blocked=False,
+    )
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
 
 X_GROUP = 32
 """Inputs that share a scale when a row of x is rounded for int8 weights."""

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from colonnade.kernels import norm as norm_reference
 from colonnade.kernels.experts.reference import ACTIVATIONS
-from colonnade.kernels.linear.quantise import Quantised, dequantise, round_inputs
+from colonnade.kernels.linear.quantise import Quantised, dequantise, round_inputs, to_rows
 
 BAND_ELEMENTS = 1 << 20
 """Weights dequantised at once."""
@@ -67,6 +67,7 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
 def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype, *, residual_TD: Tensor | None = None) -> Tensor:
     """x_TD: the rows of ``table`` (V, D) of ``tokens_T``, plus a residual; quantised rows become ``dtype``."""
     if isinstance(table, Quantised):
+        table = to_rows(table)
         values = table.values.view(torch.uint8)[tokens_T].view(table.values.dtype)  # not every torch can index float8
         x_TD = dequantise(table._replace(values=values, scales=table.scales[tokens_T]), dtype)
     else:

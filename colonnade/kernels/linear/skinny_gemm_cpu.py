@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.linear import reference
-from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, round_inputs, to_float
+from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, round_inputs, to_float, to_rows
 
 MAX_ROWS = 32
 """More rows use torch's x Wᵀ."""
@@ -64,7 +64,7 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
     rows = x_TD.shape[:-1].numel()
     if not 0 < rows <= MAX_QUANTISED_ROWS or sys.byteorder != "little":
         return reference.quantised_linear(x_TD, weight, bias_F)
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    wide, weight = torch.promote_types(x_TD.dtype, torch.float32), to_rows(weight)
     if weight.kind == "int8_dynamic":
         x_TD = round_inputs(x_TD)
     multiply = _multiply_int4 if weight.kind == "int4" else _multiply_8_bit

@@ -1,0 +1,181 @@
+// Products with quantised weights that are stored in blocks of 16 outputs (kernels/cpu/blocks.py).
+//
+//     int8   byte 4 o + c of quad k of a block: input 4 k + c of output o
+//     int4   byte 4 o + c of pair k of a block: input 8 k + c of output o in the low nibble, input 8 k + 4 + c in the high
+//
+// Each vector lane is one output, so that a group's sum needs no sum across lanes, and its scales are applied once. A
+// row of x is broadcast four inputs at a time. Included by decode.cpp, in its namespace.
+
+constexpr int64_t BLOCK = 16;
+constexpr int VECTORS = int(BLOCK / LANES);
+constexpr int BLOCK_ROWS = LANES == 16 ? 8 : 4;  // rows of x that share the loads of a block
+
+// Rows of x, quantised, in their own order.
+struct BlockRows {
+    int64_t count, stride, groups;
+    const int8_t* bytes;    // (count, stride): padded with zeros to whole groups
+    const float* scales;    // (count, groups): z
+    const float* sums;      // (count, groups): z Σ p, for int4
+    const int32_t* totals;  // (count, groups): Σ p, for int8
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr bool LIFTED = true;  // signed weights get 128 added, which the start of each sum subtracts
+inline Ints broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline Bytes spread(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+inline Bytes lift(Bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
+inline Ints add_dot(Ints sums, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sums, w, x); }
+inline Ints add_signed_dot(Ints sums, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sums, w, x); }
+inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr bool LIFTED = false;
+inline Ints broadcast_int(int32_t x) { return _mm256_set1_epi32(x); }
+inline Bytes spread(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+}
+inline Bytes lift(Bytes w) { return w; }
+inline Ints add_dot(Ints sums, Bytes w, Bytes x) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+inline Ints add_signed_dot(Ints sums, Bytes w, Bytes x) { return _mm256_add_epi32(sums, dot(w, x)); }
+inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+#else
+constexpr bool LIFTED = false;
+inline Ints broadcast_int(int32_t x) { return Ints{x, x, x, x}; }
+inline Bytes spread(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    const Ints all = broadcast_int(four);
+    return load_vector<Bytes>(&all);
+}
+inline Bytes lift(Bytes w) { return w; }
+inline Ints add_dot(Ints sums, Bytes w, Bytes x) { return sums + dot(w, x); }
+inline Ints add_signed_dot(Ints sums, Bytes w, Bytes x) { return sums + dot(w, x); }
+inline Ints add_ints(Ints a, Ints b) { return a + b; }
+#endif
+
+// A tile of R rows of x times one block: y[r * BAND + o]. `at` is the first row of x.
+struct Int8Blocks {
+    static constexpr int64_t GROUP = X_GROUP;
+    template <int R> static void tile(const Matrix& w, const BlockRows& x, int64_t at, int64_t block, float* y) {
+        const int8_t* p = static_cast<const int8_t*>(w.values) + block * BLOCK * w.inputs;
+        const int8_t* rows = x.bytes + at * x.stride;
+        Floats sums[R][VECTORS];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = zero();
+        const auto group = [&](int64_t g, int64_t quads) {
+            Ints dots[R][VECTORS];
+            for (int r = 0; r < R; r++) {
+                const Ints start = broadcast_int(LIFTED ? -128 * x.totals[(at + r) * x.groups + g] : 0);
+                for (int v = 0; v < VECTORS; v++) dots[r][v] = start;
+            }
+            prefetch(p + AHEAD, at == 0 ? quads * VECTORS * UNIT : 0);
+            for (int64_t k = 0; k < quads; k++) {
+                for (int v = 0; v < VECTORS; v++) {
+                    const Bytes bytes = lift(load_bytes(p + (k * VECTORS + v) * UNIT));
+                    for (int r = 0; r < R; r++) {
+                        const Bytes xs = spread(rows + r * x.stride + g * GROUP + 4 * k);
+                        dots[r][v] = add_signed_dot(dots[r][v], bytes, xs);
+                    }
+                }
+            }
+            p += quads * VECTORS * UNIT;
+            for (int r = 0; r < R; r++) {
+                const Floats z = broadcast(x.scales[(at + r) * x.groups + g]);
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = fma(to_floats(dots[r][v]), z, sums[r][v]);
+            }
+        };
+        const int64_t whole = w.inputs / GROUP;
+        for (int64_t g = 0; g < whole; g++) group(g, GROUP / 4);
+        if (whole < x.groups) group(whole, (w.inputs - whole * GROUP) / 4);
+        const float* scales = static_cast<const float*>(w.scales) + block * BLOCK;
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECTORS; v++) store(y + r * BAND + v * LANES, multiply(sums[r][v], load(scales + v * LANES)));
+    }
+};
+
+template <int G> struct Int4Blocks {
+    static constexpr int64_t GROUP = G;
+    template <int R> static void tile(const Matrix& w, const BlockRows& x, int64_t at, int64_t block, float* y) {
+        const uint8_t* p = static_cast<const uint8_t*>(w.values) + block * x.groups * (G / 2) * BLOCK;
+        const uint32_t* pairs = static_cast<const uint32_t*>(w.scales) + block * x.groups * BLOCK;
+        const int8_t* rows = x.bytes + at * x.stride;
+        Floats sums[R][VECTORS];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = zero();
+        for (int64_t g = 0; g < x.groups; g++, p += G / 2 * BLOCK, pairs += BLOCK) {
+            Ints dots[R][VECTORS], others[R][VECTORS];  // two sums for one row, which is bound by latency
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < VECTORS; v++) dots[r][v] = others[r][v] = broadcast_int(0);
+            prefetch(p + AHEAD, at == 0 ? G / 2 * BLOCK : 0);
+            if (at == 0) prefetch(pairs + AHEAD / 8, BLOCK * 4);
+            for (int k = 0; k < G / 8; k++) {
+                for (int v = 0; v < VECTORS; v++) {
+                    const Bytes bytes = load_bytes(p + (k * VECTORS + v) * UNIT);
+                    const Bytes low = low_nibbles(bytes), high = high_nibbles(bytes);
+                    for (int r = 0; r < R; r++) {
+                        const int8_t* xs = rows + r * x.stride + g * G + 8 * k;
+                        dots[r][v] = add_dot(dots[r][v], low, spread(xs));
+                        Ints& to = R == 1 ? others[r][v] : dots[r][v];
+                        to = add_dot(to, high, spread(xs + 4));
+                    }
+                }
+            }
+            for (int v = 0; v < VECTORS; v++) {
+                const Bytes both = load_bytes(pairs + v * LANES);
+                const Floats s = low_halves(both), m = high_halves(both);
+                for (int r = 0; r < R; r++) {
+                    const int64_t i = (at + r) * x.groups + g;
+                    const Ints exact = R == 1 ? add_ints(dots[r][v], others[r][v]) : dots[r][v];
+                    sums[r][v] = fma(multiply(to_floats(exact), s), broadcast(x.scales[i]), sums[r][v]);
+                    sums[r][v] = fma(m, broadcast(x.sums[i]), sums[r][v]);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECTORS; v++) store(y + r * BAND + v * LANES, sums[r][v]);
+    }
+};
+
+// y (rows, BAND) of outputs [part.begin, part.end): whole blocks, at most BAND outputs.
+template <typename P> void block_product(const Matrix& w, const BlockRows& x, Share part, float* y) {
+    for (int64_t o = part.begin; o < part.end; o += BLOCK) {
+        const int64_t block = o / BLOCK;
+        float* const to = y + (o - part.begin);
+        int64_t t = 0;
+        for (; t + BLOCK_ROWS <= x.count; t += BLOCK_ROWS) P::template tile<BLOCK_ROWS>(w, x, t, block, to + t * BAND);
+        if (BLOCK_ROWS > 4 && t + 4 <= x.count) {
+            P::template tile<4>(w, x, t, block, to + t * BAND);
+            t += 4;
+        }
+        if (t + 2 <= x.count) {
+            P::template tile<2>(w, x, t, block, to + t * BAND);
+            t += 2;
+        }
+        if (t < x.count) P::template tile<1>(w, x, t, block, to + t * BAND);
+    }
+}
+
+void any_block_product(const Matrix& w, const BlockRows& x, Share part, float* y) {
+    if (w.kind == INT8_BLOCKS) return block_product<Int8Blocks>(w, x, part, y);
+    if (w.group == 32) return block_product<Int4Blocks<32>>(w, x, part, y);
+    if (w.group == 64) return block_product<Int4Blocks<64>>(w, x, part, y);
+    return block_product<Int4Blocks<128>>(w, x, part, y);
+}
+
+// One row of x, padded with zeros to whole groups of G.
+template <int G> void quantise_block_row(const float* x, int64_t groups, int8_t* p, float* z, float* sums, int32_t* totals) {
+    for (int64_t g = 0; g < groups; g++) {
+        z[g] = quantise_group(x + g * G, G, p + g * G);
+        int32_t total = 0;
+        for (int i = 0; i < G; i++) total += p[g * G + i];
+        totals[g] = total;
+        sums[g] = z[g] * float(total);
+    }
+}
