@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from datatrove.pipeline import filters
 from colonnade.cli import main
 from colonnade.config import Recipe
 from colonnade.data import Corpus
-from colonnade.data.refine import inputs, steps
+from colonnade.data.readers import ReadOptions
+from colonnade.data.refine import inputs, parts, signatures, steps, storage
 from colonnade.data.refine.run import Executor, run
 from colonnade.errors import ConfigError, DataError
 from tests.passages import edited, grams, passages, similarity
@@ -133,18 +135,37 @@ def test_same_bytes_for_any_order_of_files(cleaned, tmp_path):
 
 
 def test_same_bytes_in_small_units(cleaned, tmp_path, monkeypatch):
-    """Striped files and many parts; copies and pairs fall into different tasks."""
+    """Striped files and more parts than files may be open; copies and pairs fall into different tasks."""
     folder, _, _ = cleaned
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 20_000)
-    monkeypatch.setattr(inputs, "MIN_PARTS", 7)
-    run([folder / "in"], tmp_path / "out", SHORT)
+    for module, name, value in (
+        (inputs, "UNIT_BYTES", 20_000), (inputs, "MIN_PARTS", 30), (steps, "CHUNK_BYTES", 9_000),
+        (signatures, "_CHUNK_ROWS", 30), (parts, "OPEN_FILES", 5), (storage, "OPEN_FILES", 5),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 20, hard))
+    try:
+        run([folder / "in"], tmp_path / "out", SHORT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     own, other = read(tmp_path / "out"), read(folder / "out")
-    assert len(list((tmp_path / "out" / "documents").iterdir())) == 7
+    assert len(list((tmp_path / "out" / "documents").iterdir())) == 30
     join = lambda results: b"".join(v for k, v in results.items() if k.startswith("documents"))  # noqa: E731
     assert join(own) == join(other)
     assert {k: v for k, v in own.items() if "documents" not in k} == {
         k: v for k, v in other.items() if "documents" not in k
     }
+
+
+def test_work_is_divided_by_uncompressed_size(tmp_path):
+    table = pyarrow.table({"text": [f"text {i} " * 5000 for i in range(200)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    assert inputs._text_bytes(tmp_path / "a.parquet") > 8_000_000 > 50 * (tmp_path / "a.parquet").stat().st_size
+    with (tmp_path / "large.jsonl").open("wb") as file:
+        file.truncate(1 << 40)  # without blocks on the disk
+    files = [file for _, file in inputs.source_files([tmp_path / "large.jsonl"], SHORT, None)]
+    job = inputs.make_job(tmp_path / "work", SHORT, files, ReadOptions(), ())
+    assert len(job.units) == 16 and job.parts == 1 << 15  # reading a file takes 16 passes at most
 
 
 def test_which_copy_stays_does_not_depend_on_the_names_of_files(tmp_path):
@@ -201,6 +222,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from colonnade.config import Recipe
+from colonnade.data.readers import ReadOptions
 from colonnade.data.refine.run import Executor, run
 run([sys.argv[1]], sys.argv[2], Recipe(min_tokens=20), Executor(workers=2))
 """

@@ -20,7 +20,9 @@ from colonnade.data.refine.storage import line, write_lines
 from colonnade.errors import ConfigError, DataError
 
 UNIT_BYTES = 32 << 20
-"""Text that one task reads, about."""
+"""Text that one task of the first stage takes, about."""
+MAX_STRIPES = 16
+"""Tasks that share a file: each reads all of it and takes every sixteenth document."""
 PART_BYTES = 32 << 20
 """Text of a part, about."""
 MIN_PARTS = 4
@@ -90,11 +92,11 @@ def on_disk(pair: tuple[Source, File], work: Path, number: int, field: str) -> F
 
 def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions, tests: Sequence[Source]) -> Job:
     """The job of cleaning ``files``; writes the grams of the evaluation sets ``tests``."""
-    sizes = [file.path.stat().st_size * (4 if file.path.suffix == ".gz" else 1) for file in files]
+    sizes = [_text_bytes(file.path) for file in files]
     units, group, group_bytes = list[Unit](), list[File](), 0
     for file, size in zip(files, sizes, strict=True):
         if size > UNIT_BYTES:
-            parts = math.ceil(size / UNIT_BYTES)
+            parts = min(MAX_STRIPES, math.ceil(size / UNIT_BYTES))
             units += [Unit((file,), part, parts) for part in range(parts)]
             continue
         if group and group_bytes + size > UNIT_BYTES // 8:
@@ -113,6 +115,22 @@ def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions
             save_grams(job, str(number), overlap_grams(texts))
         save_grams(job, "cut", evaluation_grams([text for texts in sets for text in texts], recipe.ngram))
     return job
+
+
+def _text_bytes(path: Path) -> int:
+    """About how much text a file has, uncompressed."""
+    if path.suffix == ".gz":
+        return 4 * path.stat().st_size
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+            return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+        except pyarrow.ArrowException:
+            pass  # the stage that reads it says so
+    return path.stat().st_size
 
 
 def _texts(source: Source, options: ReadOptions) -> list[str]:

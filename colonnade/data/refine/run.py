@@ -25,8 +25,6 @@ from typing import Any, Literal
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
-from datatrove.utils.hashing import HashConfig
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
 from multiprocess.context import ForkServerContext
@@ -35,7 +33,7 @@ from colonnade.config.recipe import RECIPES, Recipe
 from colonnade.data.readers import ReadOptions, Source
 from colonnade.data.refine.inputs import identity_of, make_job, on_disk, source_files
 from colonnade.data.refine.mend import MinTokens
-from colonnade.data.refine.parts import Count, Exact, Group, Near, Write
+from colonnade.data.refine.parts import Buckets, Count, Exact, Group, Near, Rare, Write
 from colonnade.data.refine.report import Report, finish
 from colonnade.data.refine.steps import Documents, Job, Stage, read_pipeline
 from colonnade.data.refine.storage import write_json
@@ -199,20 +197,14 @@ def _stages(job: Job, out: Path, tokenizer: Tokenizer | None) -> list[tuple[str,
         ("2-exact", [Exact(job)], job.parts),
     ]
     if job.finds_near:
-        config = MinhashConfig(
-            n_grams=5, num_buckets=recipe.bands, hashes_per_bucket=recipe.rows, hash_config=HashConfig(precision=32)
-        )
-        buckets = MinhashDedupBuckets(
-            str(job.work / "bands"), str(job.work / "buckets"), config=config, lines_to_buffer=1000
-        )
         stages += [
-            ("3-buckets", [buckets], recipe.bands),
+            ("3-buckets", [Buckets(job)], recipe.bands),
             ("4-group", [Group(job)], 1),
             ("5-near", [Near(job)], job.parts),
         ]
     if job.tests:
-        stages.append(("6-count", [Count(job)], job.parts))
-    return [*stages, ("7-write", [Write(job)], job.parts), ("8-finish", [Finish(job, out)], 1)]
+        stages += [("6-count", [Count(job)], job.parts), ("7-rare", [Rare(job)], 1)]
+    return [*stages, ("8-write", [Write(job)], job.parts), ("9-finish", [Finish(job, out)], 1)]
 
 
 def _titles(recipe: Recipe) -> tuple[str, ...]:
