@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def test_work_is_divided_by_uncompressed_size(tmp_path):
         file.truncate(1 << 40)  # without blocks on the disk
     files = [file for _, file in inputs.source_files([tmp_path / "large.jsonl"], SHORT, None)]
     job = inputs.make_job(tmp_path / "work", SHORT, files, ReadOptions(), ())
-    assert len(job.units) == 16 and job.parts == 1 << 15  # reading a file takes 16 passes at most
+    assert job.units == 16 and job.parts == 1 << 15  # reading a file takes 16 passes at most
 
 
 def test_which_copy_stays_does_not_depend_on_the_names_of_files(tmp_path):
@@ -222,25 +223,67 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from colonnade.config import Recipe
-from colonnade.data.readers import ReadOptions
 from colonnade.data.refine.run import Executor, run
 run([sys.argv[1]], sys.argv[2], Recipe(min_tokens=20), Executor(workers=2))
 """
 
 
+def children(process: int) -> list[int]:
+    """The processes that ``process`` and its children started."""
+    own = [int(each) for file in Path(f"/proc/{process}/task").glob("*/children") for each in file.read_text().split()]
+    return [*own, *(each for child in own for each in children(child))]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.long
-def test_a_killed_program_is_resumed(cleaned, tmp_path):
+@pytest.mark.timeout(1500)
+def test_a_program_killed_in_each_stage_is_resumed(cleaned, tmp_path):
+    """SIGKILL for the program alone: its processes end too. Killed again in each later stage, it is resumed."""
     folder, _, _ = cleaned
     command = [sys.executable, "-", str(folder / "in"), str(tmp_path / "out")]  # its main module cannot be imported
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True) as process:
-        process.stdin.write(SCRIPT)
-        process.stdin.close()
-        deadline = time.monotonic() + 150
-        while not (tmp_path / "out" / "logs" / "2-exact").exists() and time.monotonic() < deadline:
+    kills = 0
+    for stage in ("1-read", "2-exact", "3-buckets", "4-group", "5-near", "8-write", "9-finish"):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+            process.stdin.write(SCRIPT)
+            process.stdin.close()
+            deadline = time.monotonic() + 200
+            while not (tmp_path / "out" / "logs" / stage / "logs").exists() and process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            started = children(process.pid)
+            process.kill()
+        kills += process.returncode == -signal.SIGKILL
+        while any(map(is_running, started)):
+            assert time.monotonic() < deadline + 200
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert not (tmp_path / "out" / "report.json").exists()
-    subprocess.run(command, input=SCRIPT, text=True, check=True, timeout=170)
+    assert kills >= 6  # the last stage may have ended
+    subprocess.run(command, input=SCRIPT, text=True, check=True, timeout=200)
+    assert read(tmp_path / "out") == read(folder / "out")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_reported_and_the_rest_resumed(cleaned, tmp_path, monkeypatch):
+    folder, _, _ = cleaned
+
+    def kill_one():
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "out" / "logs" / "2-exact").exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        forkserver = next(each for each in children(os.getpid()) if children(each))
+        os.kill(children(forkserver)[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    with pytest.raises(DataError, match="a process of the cleaning was killed, perhaps for want of memory; give the"):
+        run([folder / "in"], tmp_path / "out", SHORT, Executor(workers=2))
+    thread.join()
+    run([folder / "in"], tmp_path / "out", SHORT)
     assert read(tmp_path / "out") == read(folder / "out")
 
 

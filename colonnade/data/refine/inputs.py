@@ -15,7 +15,7 @@ from colonnade.data.readers import ReadOptions, Source, find_files, read_documen
 from colonnade.data.refine.mend import named_filter
 from colonnade.data.refine.overlap import evaluation_grams, overlap_grams
 from colonnade.data.refine.parts import save_grams
-from colonnade.data.refine.steps import File, Job, Unit
+from colonnade.data.refine.steps import File, Job, Unit, save_unit
 from colonnade.data.refine.storage import line, write_lines
 from colonnade.errors import ConfigError, DataError
 
@@ -91,7 +91,7 @@ def on_disk(pair: tuple[Source, File], work: Path, number: int, field: str) -> F
 
 
 def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions, tests: Sequence[Source]) -> Job:
-    """The job of cleaning ``files``; writes the grams of the evaluation sets ``tests``."""
+    """The job of cleaning ``files``; writes its units and the grams of the evaluation sets ``tests``."""
     sizes = [_text_bytes(file.path) for file in files]
     units, group, group_bytes = list[Unit](), list[File](), 0
     for file, size in zip(files, sizes, strict=True):
@@ -108,7 +108,9 @@ def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions
         units.append(Unit(tuple(group), 0, 1))
     parts = max(MIN_PARTS, math.ceil(sum(sizes) / PART_BYTES))
     names = [each[0] if isinstance(each, tuple) else Path(each).name for each in find_files(tests)] if tests else []
-    job = Job(work.absolute(), recipe, parts, tuple(units), options, tuple(names))
+    for rank, unit in enumerate(units):
+        save_unit(work, rank, unit)
+    job = Job(work.absolute(), recipe, parts, len(units), options, tuple(names))
     if tests:
         sets = [_texts(each, options) for each in find_files(tests)]
         for number, texts in enumerate(sets):

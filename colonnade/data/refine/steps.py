@@ -15,6 +15,7 @@ Each task reads and writes its own files. The stages:
 stage wrote about documents, so that time grows with the corpus and not with its square.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -75,7 +76,8 @@ class Job(NamedTuple):
     work: Path
     recipe: Recipe
     parts: int
-    units: tuple[Unit, ...]
+    units: int
+    """Tasks of the first stage. What each reads is in the folder ``units``: a job is sent to every task."""
     options: ReadOptions
     tests: tuple[str, ...] = ()
     """Names of the evaluation sets, whose grams are in the folder ``tests``."""
@@ -92,6 +94,18 @@ class Job(NamedTuple):
     def stats(self, stage: str, task: int) -> Path:
         """The file of numbers of a task."""
         return self.work / "stats" / f"{stage}-{task:06d}.json"
+
+
+def save_unit(work: Path, rank: int, unit: Unit) -> None:
+    """Write what task ``rank`` of the first stage reads."""
+    files = [[str(file.path), *file[1:]] for file in unit.files]
+    write_json(work / "units" / f"{rank:06d}.json", {"files": files, "stripe": [unit.part, unit.parts]})
+
+
+def load_unit(work: Path, rank: int) -> Unit:
+    """Read what :func:`save_unit` wrote."""
+    stored = json.loads((work / "units" / f"{rank:06d}.json").read_text("utf-8"))
+    return Unit(tuple(File(Path(path), *rest) for path, *rest in stored["files"]), *stored["stripe"])
 
 
 class Stage(PipelineStep):
@@ -153,7 +167,7 @@ class ReadDocuments(Stage):
     name = "read"
 
     def _task(self, data: Documents, rank: int) -> Iterator[Document]:
-        unit = self.job.units[rank]
+        unit = load_unit(self.job.work, rank)
         options = self.job.options._replace(stripe=(unit.part, unit.parts))
         for file in unit.files:
             yield from self._documents(file, options)
