@@ -518,6 +518,7 @@ def test_slurm_gives_the_same_bytes(cleaned, tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("default")  # datatrove uses names that Ray deprecates
 def test_two_ray_workers_give_the_same_bytes(cleaned, tmp_path):
     """A real local cluster of two nodes of two cores: with one core each, Ray's placement groups wait for ever."""
     ray = pytest.importorskip("ray", reason="needs ray")
@@ -529,7 +530,11 @@ def test_two_ray_workers_give_the_same_bytes(cleaned, tmp_path):
     try:
         ray.init(address=cluster.address)
         assert len([node for node in ray.nodes() if node["Alive"]]) == 2
-        report = run([folder / "in"], tmp_path / "out", SHORT, Executor("ray", 2, {"mem_per_cpu_gb": 0.5}))
+        executor = Executor("ray", 2, {"mem_per_cpu_gb": 0.5})
+        report = run([folder / "in"], tmp_path / "out", SHORT, executor)
+        (tmp_path / "bad.jsonl").write_text('{"texts": "y"}\n')
+        with pytest.raises(DataError, match="1 task of the stage 1-read failed; see"):
+            run([tmp_path / "bad.jsonl"], tmp_path / "failed", SHORT, executor)
     finally:
         ray.shutdown()
         cluster.shutdown()

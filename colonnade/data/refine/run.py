@@ -35,6 +35,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
+from colonnade.config import plural
 from colonnade.config.recipe import RECIPES, Recipe
 from colonnade.data.readers import ReadOptions, Source
 from colonnade.data.refine.inputs import identity_of, make_job, on_disk, source_files
@@ -237,6 +238,11 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
             **executor.options,
         )  # type: ignore[call-arg] - of the two classes  # fmt: skip
         last.run()
+        if executor.kind == "ray" and (failed := last.get_incomplete_ranks()):
+            raise DataError(
+                f"{plural(len(failed), 'task')} of the stage {name} failed; see {out / 'logs' / name}, and give the same "
+                "command again to continue"
+            )
     return executor.kind == "slurm"
 
 
