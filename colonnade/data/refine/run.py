@@ -240,8 +240,8 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
         last.run()
         if executor.kind == "ray" and (failed := last.get_incomplete_ranks()):
             raise DataError(
-                f"{plural(len(failed), 'task')} of the stage {name} failed; see {out / 'logs' / name}, and give the same "
-                "command again to continue"
+                f"{plural(len(failed), 'task')} of the stage {name} failed; see {out / 'logs' / name}, and give the "
+                "same command again to continue"
             )
     return executor.kind == "slurm"
 
