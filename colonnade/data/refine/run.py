@@ -130,14 +130,8 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
 
 def _end_with_parent() -> None:
     """End this process when the one that started it is killed: it would wait for tasks for ever."""
-    parent = parent_process()
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    if parent is not None:
-        threading.Thread(target=wait, daemon=True).start()
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 class Finish(Stage):
