@@ -1,6 +1,6 @@
 """What near copies in a corpus do: the same model trained on a corpus with planted copies, and on it cleaned.
 
-    python benchmarks/duplicates_study.py
+    python benchmarks/duplicates_study.py [--device cuda] [--steps 500]
 
 Passages of speeches, of which some are repeated with a few edited words until they make 80% of the text. Both runs take
 the same number of steps from the same weights. Reported: the held-out loss, and the loss on the repeated passages,
@@ -16,7 +16,7 @@ from typing import Any
 
 import colonnade
 from colonnade import Trainer
-from colonnade.config import DataConfig, Recipe, RunConfig, TrainConfig
+from colonnade.config import DataConfig, Device, Recipe, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
 from colonnade.data.readers import sotu_documents
@@ -44,16 +44,16 @@ def planted(passages: int, repeated: int, share: float) -> tuple[list[str], list
     return [*texts, *copies], sources
 
 
-def train(name: str, corpus: Path, folder: Path, steps: int) -> tuple[Any, float | None]:
+def train(name: str, corpus: Path, folder: Path, steps: int, device: Device) -> tuple[Any, float | None]:
     """(the trained model, its last training loss)."""
     model = preset("tour").replace(vocab_size=Corpus(corpus).manifest.vocab_size)
     settings = RunConfig(
-        name=name, runs=folder, device="cpu", model=model, data=DataConfig(path=corpus, sequence=128),
+        name=name, runs=folder, device=device, model=model, data=DataConfig(path=corpus, sequence=128),
         train=TrainConfig(steps=steps, batch=8, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup=max(1, steps // 20),
-                          eval_every=0, save_every=steps, log_every=max(1, steps // 10)),
+                          eval_every=0, save_every=steps, log_every=max(1, steps // 10), compile=False),
     )  # fmt: skip
     summary = Trainer(settings).fit()
-    return colonnade.load(settings.folder, device="cpu"), summary.loss
+    return colonnade.load(settings.folder, device=device, dtype="float32"), summary.loss
 
 
 def nats(model: Any, texts: list[str]) -> float:
@@ -65,9 +65,11 @@ def nats(model: Any, texts: list[str]) -> float:
 def main(argv: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    passages, repeated, steps = (30, 3, 3) if args.tiny else (1000, 20, 500)
+    passages, repeated, steps = (30, 3, 3) if args.tiny else (1000, 20, args.steps)
     texts, sources = planted(passages, repeated, 0.8)
     held_out = [text[:20_000] for _, text in sotu_documents()[-20:]][: 1 if args.tiny else 20]
     rows: list[dict[str, Cell]] = []
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> Any:
             more = {"vocab_size": 300 if args.tiny else 4096} if tokenizer is None else {"tokenizer": tokenizer}
             build([source], corpus, validation_share=0, **more)
             tokenizer = corpus / "tokenizer"
-            model, loss = train(kind, corpus, folder / "runs", steps)
+            model, loss = train(kind, corpus, folder / "runs", steps, args.device)
             rows.append(
                 {"corpus": kind, "documents": len(texts) if kind == "planted" else cleaned.documents, "steps": steps,
                  "training_loss_nats": None if loss is None else round(loss, 3),

@@ -1,8 +1,9 @@
 """Scoring lm-eval requests: our packed forward pass against lm-eval's own ``hf`` model.
 
-    python benchmarks/evaluate.py [--device cuda]
+    python benchmarks/evaluate.py [--device cuda] [--model FOLDER]
 
-SmolLM2-135M, the requests of ``sotu_next`` and ``sotu_century``: real questions of unequal lengths with four answers.
+SmolLM2-135M, or a folder with random weights of its shape, which are scored as fast; the requests of ``sotu_next`` and
+``sotu_century``: real questions of unequal lengths with four answers.
 Both score the same requests in turns; on a CPU the times are CPU seconds of one thread, in float32.
 """
 
@@ -55,7 +56,7 @@ def measure(model: Any, each: int, turns: int, device: str, dtype: str, batch: i
         for task, asked in requests(each).items():
             times: dict[str, list[float]] = {"ours": [], "hf": []}
             scores: dict[str, list[Any]] = {}
-            for _ in range(turns):
+            for _ in range(turns):  # the first turn of each on a GPU also warms up
                 for name, lm in (("ours", ours), ("hf", theirs)):
                     started_s = clock()
                     scores[name] = lm.loglikelihood(asked, disable_tqdm=True)
@@ -74,11 +75,12 @@ def main(argv: list[str] | None = None, model: Any = None) -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     dtype, batch = ("float32", 8) if args.device == "cpu" else ("bfloat16", 64)
-    model = model or colonnade.load("smollm2", device=args.device, dtype=dtype)
+    model = model or colonnade.load(args.model, device=args.device, dtype=dtype)
     rows = measure(
         model, 2 if args.tiny else 12 if args.device == "cpu" else 200, 1 if args.tiny else 3, args.device, dtype, batch
     )
@@ -91,8 +93,10 @@ def main(argv: list[str] | None = None, model: Any = None) -> Any:
     notes = (
         "CPU seconds of one thread, median of turns; the machine was busy"
         if args.device == "cpu"
-        else "seconds, median"
+        else "seconds, median of turns"
     )
+    if args.model != "smollm2":
+        notes += "; random weights of SmolLM2-135M's shape, with its tokenizer"
     return report(name, rows, notes, headlines=heads, folder=folder_of(args.out, toy=args.tiny))
 
 

@@ -66,6 +66,10 @@ class HarnessModel(TemplateLM):
             add_special_tokens = not (prefix and string.startswith(prefix))
         return self._tokens.encode(string, special=add_special_tokens)
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """The log-likelihood of each text after its context, and whether each token is the argmax."""
+        return super().loglikelihood(requests, disable_tqdm=True)  # its bar is that of encoding, which takes no time
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:

@@ -121,8 +121,8 @@ def finetune_encoder(settings: EncoderSettings, report: Callable[[str], None] = 
     if test is not None:
         tested = {each.folder: predict_with(each.folder, task, test, settings.device) for each in runs}
         result = EncoderResult(
-            grid, runs, median, result.ensemble, task.score(tested[median.folder], test),
-            task.score(task.average(list(tested.values())), test),
+            grid, runs, median, result.ensemble, task.score(tested[median.folder], test, median.metrics),
+            task.score(task.average(list(tested.values())), test, result.ensemble),
         )  # fmt: skip
     _write(settings, result)
     return result

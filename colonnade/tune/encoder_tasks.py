@@ -8,7 +8,7 @@ A task turns rows into examples, a trained model into an array of predictions, a
 predictions of several models are averaged for an ensemble.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,8 +51,10 @@ class EncoderTask(Protocol):
         """The prediction of an ensemble."""
         ...
 
-    def score(self, prediction: Any, rows: Sequence[Any]) -> dict[str, float]:
-        """Metrics; the first one chooses between runs."""
+    def score(
+        self, prediction: Any, rows: Sequence[Any], chosen: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Metrics; the first one chooses between runs. ``chosen``: those on the development set, for a test set."""
         ...
 
 
@@ -115,7 +117,9 @@ class ClassifyTask:
         """Mean probabilities."""
         return np.mean(np.stack(predictions), 0)
 
-    def score(self, prediction: np.ndarray, rows: Sequence[Text]) -> dict[str, float]:
+    def score(
+        self, prediction: np.ndarray, rows: Sequence[Text], chosen: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """The share of right classes."""
         truth = np.array([self.labels.index(row.label) for row in rows])
         return {"accuracy": float((prediction.argmax(1) == truth).mean())}
@@ -153,7 +157,9 @@ class ChoiceTask:
         """Mean probabilities."""
         return np.mean(np.stack(predictions), 0)
 
-    def score(self, prediction: np.ndarray, rows: Sequence[Question]) -> dict[str, float]:
+    def score(
+        self, prediction: np.ndarray, rows: Sequence[Question], chosen: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """The share of right answers."""
         return {"accuracy": float((prediction.argmax(1) == np.array([row.label for row in rows])).mean())}
 

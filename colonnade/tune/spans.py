@@ -9,10 +9,11 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from colonnade.config import ModelConfig
@@ -27,6 +28,8 @@ QUESTION_TOKENS = 64
 ANSWER_TOKENS = 30
 """Longest answer."""
 _BEST = 20
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class Window(NamedTuple):
@@ -47,6 +50,12 @@ class SpanPrediction(NamedTuple):
     """Probability of the characters start to stop of the passage."""
     none: float
     """Probability of no answer."""
+
+    @property
+    def none_ratio(self) -> float:
+        """How many times as probable no answer is as the best one."""
+        best = max(self.spans.values(), default=0.0)
+        return self.none / best if best > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -117,23 +126,37 @@ class SpanTask:
     def answers(self, prediction: list[SpanPrediction], rows: Sequence[SpanQuestion], threshold: float) -> list[str]:
         """The answer texts; empty where no answer is over ``threshold`` times as probable as the best one."""
         texts: list[str] = []
-        for (spans, none), row in zip(prediction, rows, strict=True):
-            best = max(spans, key=lambda place: (spans[place], -place[0]), default=None)
-            unanswered = best is None or (self.impossible and none > threshold * spans[best])
+        for each, row in zip(prediction, rows, strict=True):
+            best = max(each.spans, key=lambda place: (each.spans[place], -place[0]), default=None)
+            unanswered = best is None or (self.impossible and each.none_ratio > threshold)
             texts.append("" if unanswered or best is None else row.passage[best[0] : best[1]])
         return texts
 
-    def score(self, prediction: list[SpanPrediction], rows: Sequence[SpanQuestion]) -> dict[str, float]:
-        """F1 and exact match; with unanswerable questions at the best threshold, which is returned too."""
+    def score(
+        self,
+        prediction: list[SpanPrediction],
+        rows: Sequence[SpanQuestion],
+        chosen: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """F1 and exact match; with unanswerable questions at the threshold of ``chosen``, the scores on the development
+        set, or without it at the best threshold, which is returned too.
+        """
         if not self.impossible:
             return squad_scores(self.answers(prediction, rows, 1.0), rows)
-        best: dict[str, float] = {}
-        ratios = [none / max(spans.values()) for spans, none in prediction if spans and max(spans.values()) > 0]
-        for threshold in sorted({0.0, *ratios, math.inf}):
-            found = squad_scores(self.answers(prediction, rows, threshold), rows)
-            if not best or found["f1"] > best["f1"]:
-                best = found | {"threshold": threshold}
-        return best
+        if chosen is not None:
+            threshold = chosen["threshold"]
+            return squad_scores(self.answers(prediction, rows, threshold), rows) | {"threshold": threshold}
+        # In the order of their ratios, questions are answered one after the other.
+        ratios = np.array([each.none_ratio for each in prediction])
+        order = np.argsort(ratios, kind="stable")
+        empty = _question_scores([""] * len(rows), rows)
+        gained = (_question_scores(self.answers(prediction, rows, math.inf), rows) - empty)[order]
+        sums = empty.sum(0) + np.concatenate([np.zeros((1, 2)), np.cumsum(gained, 0)])
+        thresholds = np.concatenate([[0.0], ratios[order]])
+        sums[np.flatnonzero(thresholds[1:] == thresholds[:-1])] = -1  # equal ratios are answered together
+        best = int(sums[:, 0].argmax())
+        f1, exact = 100 * sums[best] / len(rows)
+        return {"f1": float(f1), "exact_match": float(exact), "threshold": float(thresholds[best])}
 
 
 def _tokens_of(characters: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
@@ -163,22 +186,29 @@ def _best_spans(window: Window, start_S: torch.Tensor, end_S: torch.Tensor) -> l
 
 def normalise_answer(text: str) -> str:
     """Lower case without punctuation, articles and repeated white space (SQuAD's official script)."""
-    kept = "".join(character for character in text.lower() if character not in set(string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+    kept = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", kept).split())
 
 
 def squad_scores(answers: Sequence[str], rows: Sequence[SpanQuestion]) -> dict[str, float]:
     """F1 and exact match [%]: of each question the best over its answers; "" is right where there is none."""
-    f1 = exact = 0.0
-    for answer, row in zip(answers, rows, strict=True):
-        truths = [each for each in row.answers if normalise_answer(each)] or [""]
-        f1 += max(_f1(answer, truth) for truth in truths)
-        exact += max(float(normalise_answer(answer) == normalise_answer(truth)) for truth in truths)
-    return {"f1": 100 * f1 / len(rows), "exact_match": 100 * exact / len(rows)}
+    f1, exact = 100 * _question_scores(answers, rows).mean(0)
+    return {"f1": float(f1), "exact_match": float(exact)}
+
+
+def _question_scores(answers: Sequence[str], rows: Sequence[SpanQuestion]) -> np.ndarray:
+    """(questions, 2): F1 and exact match of each."""
+    scores = np.zeros((len(rows), 2))
+    for number, (answer, row) in enumerate(zip(answers, rows, strict=True)):
+        given = normalise_answer(answer)
+        truths = [each for each in map(normalise_answer, row.answers) if each] or [""]
+        scores[number] = max(_f1(given, truth) for truth in truths), given in truths
+    return scores
 
 
 def _f1(answer: str, truth: str) -> float:
-    given, wanted = normalise_answer(answer).split(), normalise_answer(truth).split()
+    """F1 of the words of two normalised texts."""
+    given, wanted = answer.split(), truth.split()
     if not given or not wanted:
         return float(given == wanted)
     common = sum((Counter(given) & Counter(wanted)).values())

@@ -1,6 +1,7 @@
 """Fine-tuning a classifier equals transformers, is the same under any plan, and refuses bad input."""
 
 import importlib.util
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -317,7 +318,7 @@ def test_example_classifies_speeches_by_century(capsys: pytest.CaptureFixture[st
         pytest.skip(str(why))
     median = _example().main(["--per-class", "60", "--held-out", "40", "--runs", str(tmp_path)])
     output = capsys.readouterr().out
-    accuracies = [float(line.split()[-1].rstrip("%")) / 100 for line in output.splitlines() if line.startswith("seed")]
+    accuracies = [float(each) / 100 for each in re.findall(r"^seed \d+: accuracy ([\d.]+)%$", output, re.MULTILINE)]
     assert len(accuracies) == 5
     assert median == pytest.approx(statistics.median(accuracies), abs=1e-3)
     assert median >= 0.65, f"chance is 0.33; measured {accuracies}"

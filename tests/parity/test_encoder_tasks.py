@@ -2,8 +2,10 @@
 
 import json
 import math
+import random
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -262,6 +264,32 @@ def test_threshold_is_the_best_on_the_development_set(start: Path) -> None:
     predictions = [SpanPrediction({(0, 4): 0.5}, 0.4), SpanPrediction({(0, 4): 0.5}, 0.6)]
     assert task.score(predictions, rows) == {"f1": 100.0, "exact_match": 100.0, "threshold": 0.8}
     assert SpanTask(task.pair, impossible=False).score(predictions, rows)["f1"] == 50
+    # A test set is scored at the threshold of the development set, not at its own best one.
+    tested = [SpanPrediction({(0, 4): 0.5}, 0.55), SpanPrediction({(0, 4): 0.5}, 0.6)]
+    assert task.score(tested, rows)["f1"] == 100 and task.score(tested, rows, {"threshold": 0.8})["f1"] == 50
+
+
+def test_threshold_is_that_of_a_search(start: Path) -> None:
+    """Of every threshold, also with equal ratios and questions without any span; in time that is not quadratic."""
+    task, choose = SpanTask(Pair(Tokenizer.from_file(start), 24), impossible=True), random.Random(0)
+    for _ in range(30):
+        rows = [SpanQuestion(str(i), "king city", "", ("king",) * choose.randrange(2), 0) for i in range(12)]
+        rows = [row if row.answers else row._replace(start=-1) for row in rows]
+        predictions = [
+            SpanPrediction(choose.choice([{}, {(0, 4): 0.5, (5, 9): 0.2}, {(5, 9): 0.25}]), choose.randrange(5) / 8)
+            for _ in rows
+        ]
+        ratios = {0.0, math.inf, *(each.none_ratio for each in predictions)}
+        best = max(squad_scores(task.answers(predictions, rows, ratio), rows)["f1"] for ratio in ratios)
+        found = task.score(predictions, rows)
+        assert found["f1"] == pytest.approx(best)
+        again = squad_scores(task.answers(predictions, rows, found["threshold"]), rows)
+        assert again == {name: pytest.approx(found[name]) for name in again}
+
+
+def test_averages_of_predictions() -> None:
+    task = SpanTask(cast(Any, None), impossible=True)
+    predictions = [SpanPrediction({(0, 4): 0.5}, 0.4), SpanPrediction({(0, 4): 0.5}, 0.6)]
     mean = task.average([predictions, [SpanPrediction({(0, 4): 0.1}, 0.0), SpanPrediction({(1, 2): 0.2}, 0.0)]])
     assert mean[0].spans == {(0, 4): pytest.approx(0.3)} and mean[1].spans == {(0, 4): 0.25, (1, 2): 0.1}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig, Plan
-from colonnade.model import IGNORE, Rows, TokenLogprobs, loss
+from colonnade.model import IGNORE, Ring, Rows, Stream, TokenLogprobs, loss
 from colonnade.model.token_logprobs import TokenScores, score_logits
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
@@ -33,6 +33,25 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> 
 @pytest.mark.xdist_group("worlds")
 def test_logprobs_equal_a_full_log_softmax(name: str, world: int, sequence_parallel: bool) -> None:
     run(world, _check, CONFIGS[name], world, sequence_parallel)
+
+
+def _check_context_parallel(plan: Plan) -> None:
+    config = CONFIGS["llama"]
+    with DistributedContext.build(plan) as context, torch.no_grad():
+        whole, mine = build(config), build(config, context.axes)
+        stream, attend, targets = ragged(config)
+        expected, flags = whole(stream, attend, TokenLogprobs(targets))
+        ring = Ring.of(attend, len(targets), context.axes.cp)
+        own = ring.index_t
+        logp, greedy = mine(Stream(stream.tokens_T[own], stream.positions_T[own]), ring, TokenLogprobs(targets[own]))
+        assert_same(logp, expected[own], what="log-probabilities")
+        assert torch.equal(greedy, flags[own])
+
+
+@pytest.mark.parametrize("plan", [Plan(cp=2), Plan(cp=2, tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.xdist_group("worlds")
+def test_logprobs_under_context_parallelism(plan: Plan) -> None:
+    run(plan.world, _check_context_parallel, plan)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from colonnade.config import Recipe, read_recipe
 from colonnade.data import html_report
+from colonnade.data.refine import signatures
 from colonnade.data.refine.mend import MinTokens, mend
-from colonnade.data.refine.near import components, near_copies
+from colonnade.data.refine.near import label_components, near_copies, split_buckets
 from colonnade.data.refine.overlap import count_grams, cut, evaluation_grams, overlap_grams
 from colonnade.data.refine.shingles import jaccard, ngram_hashes, shingles, word_hashes, word_spans
-from colonnade.data.refine.signatures import Signer, read_buckets, write_bands
+from colonnade.data.refine.signatures import Signer, band_buckets, write_bands
 from colonnade.data.refine.storage import document_id, merge_lines, part_of, read_part, write_unit
 from colonnade.errors import ConfigError
 from tests.passages import edited, grams, passages, similarity
@@ -55,7 +56,8 @@ def test_ngrams_of_different_lengths_differ():
 
 def test_hashes_are_the_same_in_each_process():
     code = "from colonnade.data.refine import shingles, signatures as s; x = shingles.shingles('a b c d e f g'); "
-    code += "print(x.tolist(), s.Signer(3, 2).sign(x).tolist())"
+    code += "print(x.tolist(), s.Signer(3, 2).sign(x).tolist()); "
+    code += "import sys, colonnade.data.refine.parts; assert 'torch' not in sys.modules"  # a worker needs no torch
     run = lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)  # noqa: E731
     own = shingles("a b c d e f g")
     assert run().stdout == f"{own.tolist()} {Signer(3, 2).sign(own).tolist()}\n"
@@ -77,26 +79,44 @@ def test_signature_in_blocks_is_the_minimum():
     assert (signer.sign(numbers) == whole).all()
 
 
-def test_datatroves_buckets_of_our_bands_are_the_equal_signatures(tmp_path):
+@pytest.mark.parametrize("rows_at_once", [1 << 20, 7])
+def test_buckets_are_those_of_datatrove(tmp_path, monkeypatch, rows_at_once):
     from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
     from datatrove.utils.hashing import HashConfig
 
-    signatures = np.random.default_rng(3).integers(0, 3, (40, 2, 2)).astype(np.uint32)
+    monkeypatch.setattr(signatures, "_CHUNK_ROWS", rows_at_once)
+    signed = np.random.default_rng(3).integers(0, 3, (40, 2, 2)).astype(np.uint32)
     for part in range(2):
-        write_bands(tmp_path / "bands", part, signatures[20 * part : 20 * part + 20], np.arange(20))
+        write_bands(tmp_path / "bands", part, signed[20 * part : 20 * part + 20], np.arange(20))
+    write_bands(tmp_path / "bands", 2, signed[:0], np.arange(0))
     config = MinhashConfig(n_grams=5, num_buckets=2, hashes_per_bucket=2, hash_config=HashConfig(precision=32))
     for band in range(2):
         MinhashDedupBuckets(str(tmp_path / "bands"), str(tmp_path / "dups"), config=config).run(None, band, 2)
-    found = {
-        tuple(20 * part + number for part, number in bucket) for bucket in read_buckets((tmp_path / "dups").glob("*"))
-    }
-    expected = set()
-    for band in range(2):
-        groups: dict[bytes, list[int]] = {}
-        for document in range(40):
-            groups.setdefault(signatures[document, band].tobytes(), []).append(document)
-        expected |= {frozenset(group) for group in groups.values() if len(group) > 1}
-    assert {frozenset(bucket) for bucket in found} == expected
+        pairs = np.fromfile(tmp_path / "dups" / f"{band:05d}_00.dups", "<u4").reshape(-1, 2, 2).astype(np.int64)
+        theirs = {frozenset((each[:, 0] << 32 | each[:, 1]).tolist()) for each in pairs}
+        chunks = list(band_buckets(tmp_path / "bands" / f"bucket_{band:03d}", 2))
+        ours = [each.tolist() for chunk in chunks for each in split_buckets(*chunk)]
+        assert {frozenset(pair) for each in ours for pair in itertools.pairwise(each)} == theirs and theirs
+        assert all(each == sorted(each) for each in ours) and (len(chunks) > 1) == (rows_at_once == 7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=4, unique=True), max_size=25), st.integers(1, 9))
+def test_labels_are_the_lowest_documents_of_components(buckets, at_once):
+    def chunks():
+        for start in range(0, len(buckets), at_once):
+            own = buckets[start : start + at_once]
+            yield np.array([len(each) for each in own]), np.array([document for each in own for document in each])
+
+    labels = np.arange(31)
+    label_components(labels, chunks)
+    expected = [{document} for document in range(31)]
+    for _ in range(31):
+        for bucket in buckets:
+            union = set().union(*(expected[document] for document in bucket))
+            for document in bucket:
+                expected[document] = union
+    assert labels.tolist() == [min(each) for each in expected]
 
 
 def _sets(texts):
@@ -112,9 +132,6 @@ def test_of_a_chain_the_far_end_stays():
     (copy,) = near_copies([[0, 1, 2]], sets.__getitem__, 0.7)
     assert (copy.document, copy.twin) == (1, 0)
     assert [each.document for each in near_copies([[0, 1, 2]], sets.__getitem__, 0.7, lambda d: -d)] == [1]
-    # Buckets that share a document are one component; a bucket alone is another.
-    buckets = [np.array([4, 5]), np.array([0, 1]), np.array([1, 2])]
-    assert components(buckets) == [[1, 2], [0]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,9 +221,9 @@ def test_tokens_are_counted_only_as_far_as_needed():
 
 def test_parts_are_ranges_of_ids(tmp_path):
     records = [{"id": document_id(str(i)), "text": "ü" * i} for i in range(50)]
-    write_unit(tmp_path / "000000", records[:30], 3)
-    write_unit(tmp_path / "000001", records[30:], 3)
-    found = [[record["id"] for record in read_part(tmp_path, 2, part)] for part in range(3)]
+    write_unit(tmp_path / "000000-0000", records[:30], 3)
+    write_unit(tmp_path / "000001-0000", records[30:], 3)
+    found = [[record["id"] for record in read_part(tmp_path, part)] for part in range(3)]
     assert all(part_of(document, 3) == part for part, each in enumerate(found) for document in each)
     assert sorted(itertools.chain(*found)) == sorted(record["id"] for record in records)
     assert max(found[0]) < min(found[1])

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from datatrove.pipeline import filters
 from colonnade.cli import main
 from colonnade.config import Recipe
 from colonnade.data import Corpus
-from colonnade.data.refine import inputs, steps
+from colonnade.data.readers import ReadOptions
+from colonnade.data.refine import inputs, parts, signatures, steps, storage
 from colonnade.data.refine.run import Executor, run
 from colonnade.errors import ConfigError, DataError
 from tests.passages import edited, grams, passages, similarity
@@ -133,18 +136,37 @@ def test_same_bytes_for_any_order_of_files(cleaned, tmp_path):
 
 
 def test_same_bytes_in_small_units(cleaned, tmp_path, monkeypatch):
-    """Striped files and many parts; copies and pairs fall into different tasks."""
+    """Striped files and more parts than files may be open; copies and pairs fall into different tasks."""
     folder, _, _ = cleaned
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 20_000)
-    monkeypatch.setattr(inputs, "MIN_PARTS", 7)
-    run([folder / "in"], tmp_path / "out", SHORT)
+    for module, name, value in (
+        (inputs, "UNIT_BYTES", 20_000), (inputs, "MIN_PARTS", 30), (steps, "CHUNK_BYTES", 9_000),
+        (signatures, "_CHUNK_ROWS", 30), (parts, "OPEN_FILES", 5), (storage, "OPEN_FILES", 5),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 20, hard))
+    try:
+        run([folder / "in"], tmp_path / "out", SHORT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     own, other = read(tmp_path / "out"), read(folder / "out")
-    assert len(list((tmp_path / "out" / "documents").iterdir())) == 7
+    assert len(list((tmp_path / "out" / "documents").iterdir())) == 30
     join = lambda results: b"".join(v for k, v in results.items() if k.startswith("documents"))  # noqa: E731
     assert join(own) == join(other)
     assert {k: v for k, v in own.items() if "documents" not in k} == {
         k: v for k, v in other.items() if "documents" not in k
     }
+
+
+def test_work_is_divided_by_uncompressed_size(tmp_path):
+    table = pyarrow.table({"text": [f"text {i} " * 5000 for i in range(200)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    assert inputs._text_bytes(tmp_path / "a.parquet") > 8_000_000 > 50 * (tmp_path / "a.parquet").stat().st_size
+    with (tmp_path / "large.jsonl").open("wb") as file:
+        file.truncate(1 << 40)  # without blocks on the disk
+    files = [file for _, file in inputs.source_files([tmp_path / "large.jsonl"], SHORT, None)]
+    job = inputs.make_job(tmp_path / "work", SHORT, files, ReadOptions(), ())
+    assert job.units == 16 and job.parts == 1 << 15  # reading a file takes 16 passes at most
 
 
 def test_which_copy_stays_does_not_depend_on_the_names_of_files(tmp_path):
@@ -206,19 +228,62 @@ run([sys.argv[1]], sys.argv[2], Recipe(min_tokens=20), Executor(workers=2))
 """
 
 
+def children(process: int) -> list[int]:
+    """The processes that ``process`` and its children started."""
+    own = [int(each) for file in Path(f"/proc/{process}/task").glob("*/children") for each in file.read_text().split()]
+    return [*own, *(each for child in own for each in children(child))]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.long
-def test_a_killed_program_is_resumed(cleaned, tmp_path):
+@pytest.mark.timeout(1500)
+def test_a_program_killed_in_each_stage_is_resumed(cleaned, tmp_path):
+    """SIGKILL for the program alone: its processes end too. Killed again in each later stage, it is resumed."""
     folder, _, _ = cleaned
     command = [sys.executable, "-", str(folder / "in"), str(tmp_path / "out")]  # its main module cannot be imported
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True) as process:
-        process.stdin.write(SCRIPT)
-        process.stdin.close()
-        deadline = time.monotonic() + 150
-        while not (tmp_path / "out" / "logs" / "2-exact").exists() and time.monotonic() < deadline:
+    kills = 0
+    for stage in ("1-read", "2-exact", "3-buckets", "4-group", "5-near", "8-write", "9-finish"):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+            process.stdin.write(SCRIPT)
+            process.stdin.close()
+            deadline = time.monotonic() + 200
+            while not (tmp_path / "out" / "logs" / stage / "logs").exists() and process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            started = children(process.pid)
+            process.kill()
+        kills += process.returncode == -signal.SIGKILL
+        while any(map(is_running, started)):
+            assert time.monotonic() < deadline + 200
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert not (tmp_path / "out" / "report.json").exists()
-    subprocess.run(command, input=SCRIPT, text=True, check=True, timeout=170)
+    assert kills >= 6  # the last stage may have ended
+    subprocess.run(command, input=SCRIPT, text=True, check=True, timeout=200)
+    assert read(tmp_path / "out") == read(folder / "out")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_reported_and_the_rest_resumed(cleaned, tmp_path, monkeypatch):
+    folder, _, _ = cleaned
+
+    def kill_one():
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "out" / "logs" / "2-exact").exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        forkserver = next(each for each in children(os.getpid()) if children(each))
+        os.kill(children(forkserver)[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    with pytest.raises(DataError, match="a process of the cleaning was killed, perhaps for want of memory; give the"):
+        run([folder / "in"], tmp_path / "out", SHORT, Executor(workers=2))
+    thread.join()
+    run([folder / "in"], tmp_path / "out", SHORT)
     assert read(tmp_path / "out") == read(folder / "out")
 
 
@@ -453,6 +518,7 @@ def test_slurm_gives_the_same_bytes(cleaned, tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("default")  # datatrove uses names that Ray deprecates
 def test_two_ray_workers_give_the_same_bytes(cleaned, tmp_path):
     """A real local cluster of two nodes of two cores: with one core each, Ray's placement groups wait for ever."""
     ray = pytest.importorskip("ray", reason="needs ray")
@@ -464,7 +530,11 @@ def test_two_ray_workers_give_the_same_bytes(cleaned, tmp_path):
     try:
         ray.init(address=cluster.address)
         assert len([node for node in ray.nodes() if node["Alive"]]) == 2
-        report = run([folder / "in"], tmp_path / "out", SHORT, Executor("ray", 2, {"mem_per_cpu_gb": 0.5}))
+        executor = Executor("ray", 2, {"mem_per_cpu_gb": 0.5})
+        report = run([folder / "in"], tmp_path / "out", SHORT, executor)
+        (tmp_path / "bad.jsonl").write_text('{"texts": "y"}\n')
+        with pytest.raises(DataError, match="1 task of the stage 1-read failed; see"):
+            run([tmp_path / "bad.jsonl"], tmp_path / "failed", SHORT, executor)
     finally:
         ray.shutdown()
         cluster.shutdown()

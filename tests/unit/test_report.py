@@ -105,8 +105,8 @@ def test_readme_shows_at_most_25_existing_rows():
 
 def test_committed_tables_match_the_results():
     expected = table.rendered()
-    pages = {table.ROOT / "docs/howto" / name for name in ("cpu.md", "serve.md")}
-    assert {table.README, table.PAGE} | pages == set(expected)
+    pages = {table.ROOT / "docs/howto" / name for name in ("clean.md", "cpu.md", "evaluate.md", "serve.md")}
+    assert {table.README, table.PAGE} | pages <= set(expected)
     for path, text in expected.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python benchmarks/table.py"
 

@@ -15,12 +15,14 @@ from colonnade.data.readers import ReadOptions, Source, find_files, read_documen
 from colonnade.data.refine.mend import named_filter
 from colonnade.data.refine.overlap import evaluation_grams, overlap_grams
 from colonnade.data.refine.parts import save_grams
-from colonnade.data.refine.steps import File, Job, Unit
+from colonnade.data.refine.steps import File, Job, Unit, save_unit
 from colonnade.data.refine.storage import line, write_lines
 from colonnade.errors import ConfigError, DataError
 
 UNIT_BYTES = 32 << 20
-"""Text that one task reads, about."""
+"""Text that one task of the first stage takes, about."""
+MAX_STRIPES = 16
+"""Tasks that share a file: each reads all of it and takes every sixteenth document."""
 PART_BYTES = 32 << 20
 """Text of a part, about."""
 MIN_PARTS = 4
@@ -89,12 +91,12 @@ def on_disk(pair: tuple[Source, File], work: Path, number: int, field: str) -> F
 
 
 def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions, tests: Sequence[Source]) -> Job:
-    """The job of cleaning ``files``; writes the grams of the evaluation sets ``tests``."""
-    sizes = [file.path.stat().st_size * (4 if file.path.suffix == ".gz" else 1) for file in files]
+    """The job of cleaning ``files``; writes its units and the grams of the evaluation sets ``tests``."""
+    sizes = [_text_bytes(file.path) for file in files]
     units, group, group_bytes = list[Unit](), list[File](), 0
     for file, size in zip(files, sizes, strict=True):
         if size > UNIT_BYTES:
-            parts = math.ceil(size / UNIT_BYTES)
+            parts = min(MAX_STRIPES, math.ceil(size / UNIT_BYTES))
             units += [Unit((file,), part, parts) for part in range(parts)]
             continue
         if group and group_bytes + size > UNIT_BYTES // 8:
@@ -106,13 +108,31 @@ def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions
         units.append(Unit(tuple(group), 0, 1))
     parts = max(MIN_PARTS, math.ceil(sum(sizes) / PART_BYTES))
     names = [each[0] if isinstance(each, tuple) else Path(each).name for each in find_files(tests)] if tests else []
-    job = Job(work.absolute(), recipe, parts, tuple(units), options, tuple(names))
+    for rank, unit in enumerate(units):
+        save_unit(work, rank, unit)
+    job = Job(work.absolute(), recipe, parts, len(units), options, tuple(names))
     if tests:
         sets = [_texts(each, options) for each in find_files(tests)]
         for number, texts in enumerate(sets):
             save_grams(job, str(number), overlap_grams(texts))
         save_grams(job, "cut", evaluation_grams([text for texts in sets for text in texts], recipe.ngram))
     return job
+
+
+def _text_bytes(path: Path) -> int:
+    """About how much text a file has, uncompressed."""
+    if path.suffix == ".gz":
+        return 4 * path.stat().st_size
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+            return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+        except pyarrow.ArrowException:
+            pass  # the stage that reads it says so
+    return path.stat().st_size
 
 
 def _texts(source: Source, options: ReadOptions) -> list[str]:

