@@ -199,7 +199,7 @@ def test_two_ranks_gather_heads_and_hidden_units(two_ranks: list[Recording]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt2", "latent", "qwen3_window_tied"])
+@pytest.mark.parametrize("name", ["gpt2", "latent", "qwen3_window_tied", "capacity"])
 def test_two_ranks_of_other_models(tmp_path: Path, name: str) -> None:
     check_gathered(name, on_two_ranks(name, tmp_path))
 
