@@ -331,15 +331,15 @@ export class App {
     compact: () => compact(this.linked()),
     camera: () => this.view.getCamera(),
     project: (key: string, i: number, j: number) => this.view.project(key, i, j),
-    frames: (count: number): number[] => {
-      const times: number[] = [];
-      for (let at = 0; at < count; at++) {
-        this.view.move(0.01, 0, 1);
+    /** Milliseconds of frames: turned, on this thread; or at rest with all points, until the last pixel is drawn. */
+    frames: (count: number, rest = false): number[] =>
+      Array.from({ length: count }, () => {
+        const start = performance.now();
+        if (!rest) this.view.move(0.01, 0, 1);
         this.view.draw(true);
-        times.push(this.view.frameTimes.at(-1)!);
-      }
-      return times;
-    },
+        if (rest) this.view.finish();
+        return performance.now() - start;
+      }),
     total: () => this.total,
     cursor: () => this.cursor,
     /** Opens a link without a new page; resolves when it is drawn. */

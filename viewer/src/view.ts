@@ -30,6 +30,10 @@ export interface Picked {
   readonly value: number;
 }
 
+/** Points of a scene in motion, where software draws it, and how long after a motion it is at rest. */
+const MOVING_POINTS = 30_000;
+const REST_MS = 500;
+
 const keyOf = (tree: Tree): string => (tree.kind === "leaf" ? tree.name : tree.key);
 THREE.ColorManagement.enabled = false; // colours are given as they are shown
 const raw = (hex: number): THREE.Color => new THREE.Color(hex);
@@ -46,11 +50,10 @@ function software(): boolean {
 
 export class View {
   readonly renderer: THREE.WebGLRenderer;
+  private readonly soft: boolean;
   readonly controls: OrbitControls;
   plan: Schedule = { phases: [], total: 0 };
   faces = new Map<string, Matrix>();
-  /** Milliseconds of the main thread in the last frames. */
-  readonly frameTimes: number[] = [];
   onCamera: () => void = () => undefined;
   private readonly camera = new THREE.PerspectiveCamera(42, 1, 0.1, 10000);
   private readonly scene = new THREE.Scene();
@@ -70,14 +73,16 @@ export class View {
   private dirty = true;
 
   constructor(private readonly canvas: HTMLCanvasElement) {
-    const soft = software();
-    this.renderer = new THREE.WebGLRenderer({ canvas, antialias: !soft, powerPreference: "high-performance" });
-    this.renderer.setPixelRatio(soft ? 1 : Math.min(2, window.devicePixelRatio));
+    this.soft = software();
+    this.renderer = new THREE.WebGLRenderer({ canvas, antialias: !this.soft, powerPreference: "high-performance" });
+    this.renderer.setPixelRatio(this.soft ? 1 : Math.min(2, window.devicePixelRatio));
     this.renderer.outputColorSpace = THREE.LinearSRGBColorSpace;
     this.controls = new OrbitControls(this.camera, canvas);
     this.controls.addEventListener("change", () => {
       this.dirty = true;
-      if (!this.placing) this.onCamera();
+      if (this.placing) return;
+      this.movedAt = performance.now();
+      this.onCamera();
     });
     new ResizeObserver(() => this.resize()).observe(canvas.parentElement!);
     this.resize();
@@ -325,6 +330,7 @@ export class View {
     const side = new THREE.Vector3(right, up, 0).applyQuaternion(this.camera.quaternion);
     const limited = Math.max(-1.5, Math.min(1.5, height + lift));
     this.setCamera([azimuth + turn, limited, Math.max(1e-3, distance * zoom), x + side.x, y + side.y, z + side.z]);
+    this.movedAt = performance.now();
     this.onCamera();
   }
 
@@ -382,19 +388,36 @@ export class View {
 
   /** Draws if something has changed; returns whether it did. */
   draw(force = false): boolean {
-    if (!this.dirty && !force) return false;
-    const start = performance.now();
+    const moving = this.soft && performance.now() - this.movedAt < REST_MS;
+    if (!this.dirty && !force && moving === this.moving) return false;
+    if (moving !== this.moving) this.thin(moving);
     this.dirty = false;
     const pixels = (this.renderer.domElement.height / 2) * (this.state?.size ?? 1);
     for (const cloud of [...[...this.clouds.values()].flat(), ...this.sweeps]) cloud.set("pointSize", pixels);
     this.labels.place(this.camera, this.canvas.clientWidth, this.canvas.clientHeight);
     this.renderer.render(this.scene, this.camera);
-    this.frameTimes.push(performance.now() - start);
-    if (this.frameTimes.length > 240) this.frameTimes.shift();
     return true;
   }
 
+  /** Without a GPU, a scene of many points is drawn with fewer and larger ones while the camera moves. */
+  private thin(moving: boolean): void {
+    this.moving = moving;
+    const points = [...this.layout.frames.values()].flat().reduce((all, { shape: [rows, cols] }) => all + rows * cols, 0);
+    const least = moving ? Math.max(1, Math.ceil(Math.sqrt(points / MOVING_POINTS))) : 1;
+    for (const cloud of [...this.clouds.values()].flat()) cloud.thin(least);
+  }
+  private moving = false;
+  private movedAt = -Infinity;
+
+  /** Waits until what was drawn is complete. */
+  finish(): void {
+    const gl = this.renderer.getContext();
+    gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4));
+  }
+
   private clear(): void {
+    this.moving = false;
+    this.movedAt = -Infinity;
     this.scene.remove(this.root);
     disposeAll(this.root);
     for (const texture of this.textures.values()) texture.dispose();
