@@ -28,9 +28,9 @@ export function fit(
   const up = new THREE.Vector3().crossVectors(back, right);
   const vertical = Math.tan((camera.fov * Math.PI) / 360);
   const across = vertical * camera.aspect * MARGIN;
-  // At least a third of the window is used, however small it is.
-  const share = (covered: number) => vertical * Math.max(0.33, MARGIN - (2 * covered) / Math.max(1, pixels));
-  const [above, below] = [share(insets.top), share(insets.bottom)];
+  const share = (covered: number) => vertical * (MARGIN - (2 * covered) / Math.max(1, pixels));
+  let [above, below] = [share(insets.top), share(insets.bottom)];
+  if (above + below < 0.4 * vertical) above = below = vertical * MARGIN; // too little is free in a small window
   // A point (x, y, z) is inside if x - cx <= across * (cz - z), and likewise at the other three sides.
   let [atRight, atLeft, atTop, atBottom] = [-Infinity, -Infinity, -Infinity, -Infinity];
   for (const point of points) {

@@ -52,13 +52,20 @@ export class App {
     listen(this, this.view, $("canvas"));
     const resized = new ResizeObserver(() => this.refit());
     for (const id of ["stage", "note", "tour", "player"]) resized.observe($(id));
-    const loop = (now: number) => {
+    this.view.onChange = () => this.wake();
+  }
+
+  /** Draws at the next frame, and goes on while something moves; a still page does nothing. */
+  private wake(): void {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame((now) => {
+      this.frame = 0;
       this.tick(now);
       this.view.draw();
-      requestAnimationFrame(loop);
-    };
-    requestAnimationFrame(loop);
+      if ((this.state.playing && this.total > 0) || this.view.settling) this.wake();
+    });
   }
+  private frame = 0;
 
   get dark(): boolean {
     return this.state.theme === "auto" ? prefersDark.matches : this.state.theme === "dark";
@@ -87,8 +94,8 @@ export class App {
   /** Opens a link; a bad one shows its error and the page as it was. */
   async open(hash: string): Promise<void> {
     try {
-      const state = hash ? await decode(hash) : TOUR[0]!.state;
       this.written = hash;
+      const state = hash ? await decode(hash) : TOUR[0]!.state;
       await this.set(calm.matches ? { ...state, playing: false } : state, false);
     } catch (error) {
       this.fail(error);
@@ -251,6 +258,7 @@ export class App {
     if (playing && this.cursor >= this.total) this.cursor = 0;
     this.state = { ...this.state, playing };
     this.lastStep = performance.now();
+    this.wake();
     this.setCursor(this.cursor);
     if (!playing) void this.write();
   }
@@ -325,8 +333,14 @@ export class App {
 
   /** What tests and notebooks may ask. */
   readonly inspector = {
-    faces: (): Record<string, { rows: number; cols: number; data: number[] }> =>
-      Object.fromEntries([...this.view.faces].map(([key, { rows, cols, data }]) => [key, { rows, cols, data: [...data] }])),
+    /** Faces by key: base64 of their float32 values. */
+    faces: (): Record<string, { rows: number; cols: number; data: string }> =>
+      Object.fromEntries([...this.view.faces].map(([key, { rows, cols, data }]) => {
+        let binary = "";
+        for (const byte of new Uint8Array(data.buffer, data.byteOffset, data.byteLength)) binary += String.fromCharCode(byte);
+        return [key, { rows, cols, data: btoa(binary) }];
+      })),
+    value: (key: string, i: number, j: number) => this.valueAt(key, i, j)?.value,
     state: (): State => this.current(),
     compact: () => compact(this.linked()),
     camera: () => this.view.getCamera(),
@@ -341,6 +355,7 @@ export class App {
         return performance.now() - start;
       }),
     total: () => this.total,
+    labels: () => this.view.labels.taken,
     cursor: () => this.cursor,
     /** Opens a link without a new page; resolves when it is drawn. */
     open: (link: string): Promise<void> => {

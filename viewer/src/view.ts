@@ -70,7 +70,7 @@ export class View {
   readonly labels = new Labels();
   /** What covers the window above and below the drawing. */
   insets: Insets = { top: 0, bottom: 0 };
-  private dirty = true;
+  private stale = true;
 
   constructor(private readonly canvas: HTMLCanvasElement) {
     this.soft = software();
@@ -95,6 +95,20 @@ export class View {
   private get centre(): THREE.Vector3 {
     const { low, high } = this.layout;
     return new THREE.Vector3((low[0] + high[0]) / 2, (low[1] + high[1]) / 2, (low[2] + high[2]) / 2);
+  }
+
+  /** Called when there is something to draw. */
+  onChange: () => void = () => undefined;
+  private get dirty(): boolean {
+    return this.stale;
+  }
+  private set dirty(stale: boolean) {
+    this.stale = stale;
+    if (stale) this.onChange();
+  }
+  /** Whether a motion has thinned the scene, which will be drawn again at rest. */
+  get settling(): boolean {
+    return this.moving;
   }
 
   private resize(): void {
