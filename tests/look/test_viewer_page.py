@@ -31,36 +31,61 @@ def url() -> Iterator[str]:
         yield address
 
 
-def test_the_first_page_explains_a_product_and_leads_through_eight_steps(open_viewer: Open, url: str) -> None:
+def check_labels(viewer: Any) -> None:
+    """No label covers another."""
+    labels = viewer.run("colonnade.labels()")
+    for i, a in enumerate(labels):
+        for b in labels[i + 1 :]:
+            apart = any(a[x] + a[w] <= b[x] or b[x] + b[w] <= a[x] for x, w in (("x", "width"), ("y", "height")))
+            assert apart, (viewer.state["title"], a, b)
+
+
+def test_the_tour_leads_from_a_product_to_a_sharded_head(open_viewer: Open, url: str, references: Path) -> None:
+    """By a click a step; each looks as its reference."""
     viewer = open_viewer(url)
     assert viewer.page.text_content("#title") == "A product is a box"
-    titles = []
+    titles, shots = [], {}
     for step in range(8):
         assert f"{step + 1} of 8" in viewer.page.text_content("#tour")
         titles.append(viewer.page.text_content("#title"))
         assert viewer.error == ""
+        shots[f"tour{step}"] = viewer.shot()
+        check_labels(viewer)
         if step < 7:
             viewer.page.click("#tour a[rel=next]")
             viewer.wait(f"colonnade.state().tour === {step + 2} && Boolean(document.documentElement.dataset.ready)")
     assert len(set(titles)) == 8 and "experts" in titles[-1]
     viewer.page.click("#tour button")
     viewer.wait("document.getElementById('tour').hidden")
+    check_references(shots, references)
 
 
-def test_examples_are_links_and_equal_numpy(shared_viewer: Open, url: str) -> None:
+SHOTS = (0, 4, 7, 8, 11, 12, 13, 15, 16, 17, 18, 19)
+"""Examples with a reference, light and dark in turns."""
+
+
+def test_examples_equal_numpy_and_look_as_their_references(shared_viewer: Open, url: str, references: Path) -> None:
     viewer = shared_viewer(url)
     links = viewer.run(
         "[...document.querySelectorAll('#group-examples li a')].map(a => a.getAttribute('href').slice(1))"
     )
     assert len(links) > 15
-    for link in links:
-        viewer.go(link)
+    shots = {}
+    for at, link in enumerate(links):
+        theme = ("light", "dark")[at in SHOTS and SHOTS.index(at) % 2]
+        looks = {"theme": theme, "cursor": 10**6}
+        script = "async ([at, looks]) => await colonnade.encode({...colonnade.examples[at].state, ...looks})"
+        viewer.go(viewer.run(script, [at, looks]) if at in SHOTS else link)
         assert viewer.error == ""
+        if at in SHOTS:
+            shots[f"example{at}_{theme}"] = viewer.shot()
+            check_labels(viewer)
         state, faces = viewer.state, viewer.faces()
         for key, mine in evaluate(parse(state["expr"]), state["leaves"], state["nodes"]).items():
             assert np.abs(mine - faces[key]).max() <= 1e-3 * max(1, np.abs(mine).max()), (state["title"], key)
         words = viewer.page.text_content("#description")
         assert all(name in words for name in state["leaves"] if name != "context" or name in state["expr"])
+    check_references(shots, references)
 
 
 def test_typing_an_expression(shared_viewer: Open, url: str) -> None:
@@ -303,30 +328,6 @@ def test_controls_are_labelled(shared_viewer: Open, url: str) -> None:
     )
     assert unnamed == []
     assert viewer.run("document.getElementById('canvas').getAttribute('aria-describedby')") == "description"
-
-
-SHOTS = [("tour", at) for at in range(8)] + [("examples", at) for at in (0, 4, 8, 11, 12, 15, 18, 19)]
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_pages_look_as_their_references(shared_viewer: Open, url: str, references: Path, theme: str) -> None:
-    viewer = shared_viewer(url)
-    shots = {}
-    for kind, at in SHOTS if theme == "light" else SHOTS[::2]:
-        link = viewer.run(
-            "async ([kind, at, theme]) => await colonnade.encode(colonnade.checked({"
-            "...colonnade[kind][at].state, theme, playing: false, cursor: 1e6, tour: 0}))",
-            [kind, at, theme],
-        )
-        viewer.go(link)
-        shots[f"{kind}{at}_{theme}"] = viewer.shot()
-        # No label covers another.
-        labels = viewer.run("colonnade.labels()")
-        for i, a in enumerate(labels):
-            for b in labels[i + 1 :]:
-                apart = any(a[x] + a[w] <= b[x] or b[x] + b[w] <= a[x] for x, w in (("x", "width"), ("y", "height")))
-                assert apart, (kind, at)
-    check_references(shots, references)
 
 
 def test_a_scene_fills_the_free_part_of_the_window(shared_viewer: Open, url: str) -> None:

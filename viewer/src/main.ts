@@ -289,6 +289,7 @@ export class App {
   showAll(): void {
     window.clearTimeout(this.cameraTimer);
     this.state = { ...this.state, camera: DEFAULT.camera };
+    this.fitted = "";
     this.refit();
     void this.write();
   }
@@ -306,9 +307,14 @@ export class App {
   private refit(): void {
     const shown = (id: string) => !$(id).hidden && $(id).offsetHeight > 0;
     const bottoms = ["tour", "player"].filter(shown).map((id) => $("stage").clientHeight - $(id).offsetTop);
-    this.view.insets = { top: $("note").offsetTop + $("note").offsetHeight + 16, bottom: Math.max(0, ...bottoms) };
+    const insets = { top: $("note").offsetTop + $("note").offsetHeight + 16, bottom: Math.max(0, ...bottoms) };
+    const place = JSON.stringify([insets, $("stage").clientWidth, $("stage").clientHeight, this.state.camera, this.loads]);
+    if (place === this.fitted) return;
+    this.fitted = place;
+    this.view.insets = insets;
     if (this.state.camera[2] === 0) this.view.setCamera(this.state.camera);
   }
+  private fitted = "";
 
   inspect(picked: Picked | null, pin = false): void {
     if (pin) this.pinned = picked;
