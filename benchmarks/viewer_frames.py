@@ -12,9 +12,9 @@ while the camera turns, and all of them at rest.
     script_ms        the part of such a frame on the page's main thread, median
     rest_ms          a frame at rest, until its last pixel is drawn, median
 
-CPU times come from the kernel (schedstat), so that other processes on the machine do not count; milliseconds that are
-not CPU time and frames per second are those of the machine with its load. Interactive: from a fresh browser's
-navigation until the page has drawn its first scene and turned it at a key.
+CPU times come from the kernel (schedstat), so that other processes on the machine hardly count; seconds that are not
+CPU time, and frames per second, depend on its other load (load_average). Interactive: from a fresh browser's
+navigation until the page has drawn its first scene and turned it at a key; the fastest of three browsers.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import os
 import shutil
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from harness.report import RESULTS, Cell, report
 SIZES = [(96, 96), (256, 768)]
 FRAMES = 100
 PRESENTED = 60
+BROWSERS = 3
+PAGE: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"}
 LIMIT_MS = 8.0
 """Of the page's CPU time at the first size."""
 SOFTWARE = ["--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
@@ -71,7 +74,7 @@ def chromium_cpu_s() -> tuple[float, float]:
     return pages, others
 
 
-def first_page(page: Any, url: str) -> dict[str, Cell]:
+def first_page(page: Any, url: str) -> dict[str, float]:
     """Seconds from the navigation to an interactive page."""
     before, start_s = sum(chromium_cpu_s()), time.monotonic()
     page.goto(url)
@@ -114,14 +117,21 @@ def measure(gpu: bool) -> list[dict[str, Cell]]:
     common: dict[str, Cell] = {
         "bundle_bytes_gzipped": sum(len(gzip.compress(path.read_bytes())) for path in STATIC.iterdir()),
         "rendering": "graphics driver" if gpu else "software (SwiftShader)",
+        "load_average": round(os.getloadavg()[0], 1),
     }
     with running(None) as url, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", *([] if gpu else SOFTWARE)])
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
-        common |= first_page(page, url)
-        rows = [frames(page, *size) | common for size in SIZES]
-        browser.close()
-    return rows
+        launch = partial(
+            driver.chromium.launch, executable_path=chromium, args=["--no-sandbox", *([] if gpu else SOFTWARE)]
+        )
+        first: list[dict[str, float]] = []
+        for _ in range(BROWSERS):
+            with launch() as browser:
+                first.append(first_page(browser.new_page(**PAGE), url))
+        common |= min(first, key=lambda each: each["interactive_s"])
+        with launch() as browser:
+            page = browser.new_page(**PAGE)
+            first_page(page, url)
+            return [frames(page, *size) | common for size in SIZES]
 
 
 if __name__ == "__main__":
@@ -132,4 +142,5 @@ if __name__ == "__main__":
     found = measure(options.gpu)
     report("viewer_frames_gpu" if options.gpu else "viewer_frames", found, __doc__ or "", folder=options.out)
     cpu_ms = found[0]["page_cpu_ms"]
-    assert isinstance(cpu_ms, float) and cpu_ms <= LIMIT_MS, f"{cpu_ms} ms of the page's CPU time a frame"
+    assert isinstance(cpu_ms, float)
+    assert cpu_ms <= LIMIT_MS, f"{cpu_ms} ms of the page's CPU time a frame"
