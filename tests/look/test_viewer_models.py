@@ -23,13 +23,13 @@ from colonnade.look.recorder import Recording, record
 from colonnade.look.server import running
 from colonnade.look.tensors import Names
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.launch import launch
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.look import cache_board
 from tests.look.pictures import check_references
 from tests.look.test_look_pages import MODELS, TEXT, adapted
 from tests.models import build
 from tests.serve import tiny
+from tests.worlds import run as in_world
 
 Open = Callable[..., Any]
 
@@ -211,7 +211,7 @@ def test_bad_texts_show_an_error(shared_viewer: Open) -> None:
 
 def _lead(path: str, texts: list[str]) -> list[Recording] | None:
     plan = Plan(tp=2)
-    with colonnade.load(path, plan=plan) as loaded:
+    with DistributedContext.build(plan) as context, colonnade.load(path, context=context) as loaded:
         if loaded.context.rank:
             follow(loaded.transformer, plan)
             return None
@@ -229,9 +229,7 @@ TEXTS = [TEXT, "My fellow citizens, " * 3]
 def on_two_ranks(name: str, folder: Path) -> list[Recording]:
     model = build(MODELS[name], dtype=torch.float32)
     colonnade.save(Model(model, tiny.tokenizer(), DistributedContext.solo(), name), folder / "model")
-    found = launch(_lead, (str(folder / "model"), TEXTS), Plan(tp=2))
-    assert found is not None
-    return found
+    return in_world(2, _lead, str(folder / "model"), TEXTS)[0]
 
 
 @pytest.fixture(scope="module")
