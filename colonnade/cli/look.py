@@ -21,7 +21,7 @@ def look(
     port: int = 8770,
     placement: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
 ) -> None:
-    """Show a model's matrix products in space, in a browser: heads, layers, experts, decoding.
+    """Show a model's matrix products in space, in a browser: heads, layers, experts, decoding, adapters.
 
     The page records one forward pass over a text that you type, and computes every product from the model's tensors.
     It is served on this machine only (127.0.0.1), until Ctrl-C.
@@ -42,8 +42,10 @@ def look(
 
 
 def _look(spec: "ModelSpec", port: int) -> None:
+    from colonnade.checkpoint.adapters import read_adapter
     from colonnade.look.app import LookApp
     from colonnade.look.group import HEARTBEAT_S, Leader, follow
+    from colonnade.look.history import read_history
     from colonnade.look.server import running
 
     with spec.load() as loaded:
@@ -53,7 +55,12 @@ def _look(spec: "ModelSpec", port: int) -> None:
             return
         leader, never = Leader(model, plan), threading.Event()
         sharded = f"tp={plan.tp}" if plan.tp > 1 else ""
-        app = LookApp(Path(spec.model).name, loaded.config, loaded.tokenizer, leader.record, plan=sharded)
+        opened = spec.open()
+        app = LookApp(
+            Path(spec.model).name, loaded.config, loaded.tokenizer, leader.record, plan=sharded,
+            adapter=read_adapter(opened.path, loaded.config) if opened.adapters else None,
+            history=read_history(opened.path, loaded.config),
+        )  # fmt: skip
         try:
             with running(app, port) as url:
                 console.print(f"{spec.model}: {url} (Ctrl-C ends)", soft_wrap=True, markup=False)

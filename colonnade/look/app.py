@@ -10,14 +10,17 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from importlib import resources
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
+from colonnade.checkpoint.peft import Adapter
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.look.pages import make_page, pages_of
 from colonnade.look.recorder import MAX_TOKENS, Recording, check_tokens, run_name
+from colonnade.look.routing_board import History
 from colonnade.look.tensors import Names
 from colonnade.look.tiles import MAX_TILE, encode_tile, reduce_tile, span
 
@@ -70,10 +73,16 @@ class LookApp:
         *,
         plan: str = "",
         cache: Callable[[], dict[str, Any]] | None = None,
+        adapter: Adapter | None = None,
+        history: History = MappingProxyType({}),
     ):
-        """``cache`` describes the pages of a running engine's cache."""
+        """``cache`` describes the pages of a running engine's cache.
+
+        ``adapter`` is merged into the model; ``history`` is the routing of the run that trained it.
+        """
         self._name, self._config, self._tokenizer = name, config, tokenizer
         self._record, self._plan, self._cache = record, plan, cache
+        self._adapter, self._history = adapter, history
         self._kept: OrderedDict[str, Recording] = OrderedDict()
         limit = max(2, min(MAX_TOKENS, config.context) - 8)
         self._text = tokenizer.decode(list(tokenizer.encode(DEFAULT_TEXT))[:limit])
@@ -100,7 +109,7 @@ class LookApp:
         return {
             "model": self._name, "family": config.family, "layers": config.layers, "heads": config.heads,
             "experts": config.moe.experts if config.moe else 0, "text": self._text, "plan": self._plan,
-            "pages": pages_of(config) + (["cache"] if self._cache else []),
+            "pages": pages_of(config) + (["cache"] if self._cache else []), "adapter": self._adapter is not None,
         }  # fmt: skip
 
     def _recorded(self, text: str) -> dict[str, Any]:
@@ -110,6 +119,7 @@ class LookApp:
         if run not in self._kept:
             pieces = [self._tokenizer.decode([token]) for token in tokens]
             self._kept[run] = self._record(list(tokens), pieces)
+            self._kept[run].adapter = self._adapter
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(run)
@@ -132,7 +142,7 @@ class LookApp:
                 )
             return self._cache()
         layer, head, rank = query.number("layer", 0), query.number("head", 0), query.number("rank", 8)
-        return make_page(self._run(query), page, layer, head, rank)
+        return make_page(self._run(query), page, layer, head, rank, self._history)
 
     def _tensor(self, query: "Query") -> bytes:
         recording, name = self._run(query), query.text("name")

@@ -14,13 +14,17 @@ import threading
 import zlib
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, Self
 
+from colonnade.checkpoint.adapters import read_adapter
+from colonnade.checkpoint.load_model import open_model
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.look.app import LookApp
 from colonnade.look.expression import leaves, parse
+from colonnade.look.history import read_history
 from colonnade.look.recorder import record
 from colonnade.look.server import HOST, make_server
 from colonnade.look.values import shapes
@@ -130,10 +134,21 @@ class NotebookServer:
         self.close()
 
 
-def serve(model: LoadedModel | None = None, port: int = 0) -> NotebookServer:
-    """Start a server for ``model`` (of :func:`colonnade.load`), or for matrices without one."""
-    if model is None:
-        return NotebookServer(None, port)
-    return NotebookServer(
-        LookApp(model.source, model.config, model.tokenizer, partial(record, model.transformer)), port
-    )
+def serve(model: LoadedModel | None = None, port: int = 0, *, adapter: str | Path | None = None) -> NotebookServer:
+    """Start a server for ``model`` (of :func:`colonnade.load`), or for matrices without one.
+
+    ``adapter`` is what the model was loaded with; that of a model that was loaded by its adapter's name is found.
+    """
+    return NotebookServer(None if model is None else make_app(model, adapter), port)
+
+
+def make_app(model: LoadedModel, adapter: str | Path | None = None) -> LookApp:
+    """The viewer's interface to ``model``, with its adapter and the routing of its training run."""
+    opened = open_model(model.source) if Path(model.source).exists() else None
+    if adapter is None and opened is not None and opened.adapters:
+        adapter = opened.path
+    return LookApp(
+        model.source, model.config, model.tokenizer, partial(record, model.transformer),
+        adapter=None if adapter is None else read_adapter(adapter, model.config),
+        history={} if opened is None else read_history(opened.path, model.config),
+    )  # fmt: skip

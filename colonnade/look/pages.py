@@ -6,12 +6,15 @@ epilogues, and the letters by which a Plan cuts them. The viewer computes every 
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from colonnade.config import ModelConfig
 from colonnade.errors import RequestError
 from colonnade.look.expression import leaves, parse
+from colonnade.look.lora import ATTENTION, FEED_FORWARD
 from colonnade.look.recorder import Recording
+from colonnade.look.routing_board import History, routing_board
 from colonnade.look.tensors import Names
 from colonnade.model.rotary import score_factor
 
@@ -132,6 +135,15 @@ def decode_page(recording: Recording, layer: int, head: int, rank: int) -> Scene
     return build.scene(expr, f"Layer {layer}, head {head}: decoding one token", note)
 
 
+def _ffn_nodes(build: _Builder) -> None:
+    config = build.recording.config
+    hidden: dict[str, Any] = {"times": build.leaf("gate")} if config.gated else {"epilogue": config.activation}
+    if config.ffn_bias:
+        hidden["plus"] = build.leaf("bup")
+        build.nodes["ffn"] = {"plus": build.leaf("bdown")}
+    build.nodes["hidden"] = hidden
+
+
 def layer_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
     """The projections and the feed-forward part of a whole layer, to scale."""
     config, build = recording.config, _Builder(recording, layer, head)
@@ -152,11 +164,7 @@ def layer_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
             build.leaf("down", letters="FD"),
         )
         statements.append(f"ffn = (hidden = {ffn_in} @ {up}) @ {down}")
-        hidden: dict[str, Any] = {"times": build.leaf("gate")} if config.gated else {"epilogue": config.activation}
-        if config.ffn_bias:
-            hidden["plus"] = build.leaf("bup")
-            build.nodes["ffn"] = {"plus": build.leaf("bdown")}
-        build.nodes["hidden"] = hidden
+        _ffn_nodes(build)
     note = (
         "Projections of all heads, and the feed-forward part; before norms of queries and keys, and rotary positions."
     )
@@ -184,18 +192,57 @@ def experts_page(recording: Recording, layer: int, head: int, rank: int) -> Scen
         h["plus"], build.nodes["y"] = build.leaf("bup", "expert_bup"), {"plus": build.leaf("bdown", "expert_bdown")}
     build.nodes["h"] = h
     count = build.leaves["x"]["rows"]
-    note = f"{count} of {len(recording.tokens)} tokens chose this expert; the router's weights come after."
+    note = f"{count} of {len(recording.tokens)} tokens go to this expert; the router's weights come after."
     return build.scene(expr, f"Layer {layer}, expert {head}", note)
 
 
 def lora_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
-    """A head whose weights are replaced by their best factors of a rank."""
-    config = recording.config
-    _check_head(config, head)
+    """The adapter's factors in a head and the feed-forward part; without an adapter, the weights' best factors."""
+    _check_head(recording.config, head)
     build = _Builder(recording, layer, head)
+    adapted = [*build.names.adapted]
+    if recording.adapter is None:
+        return _low_rank_page(build, rank)
+    lora = recording.adapter.model.lora
+    assert lora is not None
+    statements: list[str] = []
+
+    def factors(name: str, before: str, after: str) -> str:
+        pair = f"{build.leaf(f'{name}_A', letters=f'{before}R')} @ {build.leaf(f'{name}_B', letters=f'R{after}')}"
+        build.nodes[name] = {"plus": build.leaf(f"{name}_base")}
+        build.leaves.pop(name, None)
+        return f"({name} = {pair})"
+
+    if attention := [name for name in adapted if name in ATTENTION]:
+        names = _head_leaves(build)
+        for weight in attention:
+            names[weight] = factors(weight, *build.letters.pop(weight))
+        statements.append(HEAD.format(**names))
+        _attention_nodes(build)
+    if ffn := [name for name in adapted if name in FEED_FORWARD]:
+        build.leaf("ffn_in", letters="TD")
+        up = factors("up", "D", "F") if "up" in ffn else build.leaf("up", letters="DF")
+        down = factors("down", "F", "D") if "down" in ffn else build.leaf("down", letters="FD")
+        statements.append(f"ffn = (hidden = ffn_in @ {up}) @ {down}")
+        _ffn_nodes(build)
+    if not statements:
+        raise RequestError(
+            f"the adapter changes neither attention nor a dense feed-forward part of layer {layer}; choose another",
+            param="layer",
+        )
+    title = f"Layer {layer}, head {head} with an adapter of rank {lora.rank}"
+    note = (
+        f"Targets {', '.join(lora.targets)}. Each adapted matrix is base + A @ B, with B times alpha / rank = "
+        f"{lora.scale:g}; without the base, A @ B is what fine-tuning changed."
+    )
+    return build.scene("; ".join(statements), title, note)
+
+
+def _low_rank_page(build: _Builder, rank: int) -> Scene:
+    config, layer, head = build.recording.config, build.layer, build.names.head
     names = _head_leaves(build)
-    rank = min(rank, config.head_width, *(min(build.names.get(w).shape) for w in ("wQ", "wK_t", "wV", "wO")))
-    for weight in ("wQ", "wK_t", "wV", "wO"):
+    rank = min(rank, config.head_width, *(min(build.names.get(w).shape) for w in ATTENTION))
+    for weight in ATTENTION:
         before, after = build.letters[weight]
         a = build.leaf(f"{weight}_A", f"{weight}/A{rank}", f"{before}R")
         b = build.leaf(f"{weight}_B", f"{weight}/B{rank}", f"R{after}")
@@ -208,7 +255,10 @@ def lora_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
     used = {leaf.name for tree in parse(HEAD.format(**names)) for leaf in leaves(tree)}
     extra = {node[field] for node in build.nodes.values() for field in ("plus", "cos", "sin") if field in node}
     build.leaves = {name: leaf for name, leaf in build.leaves.items() if name in used | extra}
-    note = f"Each weight is replaced by its best approximation of rank {rank}: the size that LoRA trains."
+    note = (
+        f"This model has no adapter: each weight is replaced by its best approximation of rank {rank}. To see an "
+        "adapter's own factors: colonnade look ADAPTER."
+    )
     return build.scene(HEAD.format(**names), f"Layer {layer}, head {head} with factors of rank {rank}", note)
 
 
@@ -221,46 +271,30 @@ def heads_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
     }  # fmt: skip
 
 
-def routing_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
-    """Which tokens go to which experts, in all layers with experts."""
-    config = recording.config
-    if config.moe is None:
-        raise RequestError("this model has no experts; the routing page is for a mixture of experts", param="page")
-    found, ep = [], recording.plan.ep
-    for i in range(config.layers):
-        if config.experts_of(i) is None:
-            continue
-        ids = recording.layers[i]["choice_ids"]
-        load = ids[ids < config.moe.experts].bincount(minlength=config.moe.experts).tolist()
-        total = max(1, sum(load))
-        entropy = -sum(n / total * math.log(n / total) for n in load if n)
-        ranks = [e * ep // config.moe.experts for e in range(config.moe.experts)]
-        found.append(
-            {"layer": i, "load": load, "choices": ids.numel(), "dropped": ids.numel() - sum(load), "entropy": entropy,
-             "ranks": ranks}
-        )  # fmt: skip
-    return {
-        "run": recording.run, "experts": config.moe.experts, "layers": found, "title": "Routing",
-        "note": f"{len(recording.tokens)} tokens, {config.moe.active} of {config.moe.experts} experts each.",
-    }  # fmt: skip
-
-
 PAGES: Mapping[str, Callable[[Recording, int, int, int], Scene]] = {
     "head": head_page, "heads": heads_page, "layer": layer_page, "experts": experts_page, "decode": decode_page,
-    "lora": lora_page, "routing": routing_page,
+    "lora": lora_page,
 }  # fmt: skip
 
 
 def pages_of(config: ModelConfig) -> list[str]:
     """The pages that a model of ``config`` has."""
-    moe = {"experts", "routing"}
-    return [page for page in PAGES if config.moe is not None or page not in moe]
+    return [page for page in PAGES if config.moe is not None or page != "experts"] + ["routing"] * (
+        config.moe is not None
+    )
 
 
-def make_page(recording: Recording, page: str, layer: int, head: int, rank: int) -> Scene:
-    """The scene or board ``page``; raises :class:`RequestError` for what the model does not have."""
+def make_page(
+    recording: Recording, page: str, layer: int, head: int, rank: int, history: History = MappingProxyType({})
+) -> Scene:
+    """The scene or board ``page``; ``history`` is the routing of a training run.
+
+    Raises :class:`RequestError` for what the model does not have.
+    """
+    if page == "routing":
+        return routing_board(recording, history)
     if page not in PAGES:
-        raise RequestError(f"there is no page '{page[:40]}'; use one of {', '.join(PAGES)}", param="page")
+        raise RequestError(f"there is no page '{page[:40]}'; use one of {', '.join(PAGES)}, routing", param="page")
     if not 0 <= layer < recording.config.layers:
         raise RequestError(
             f"there is no layer {layer}; this model has 0 to {recording.config.layers - 1}", param="layer"

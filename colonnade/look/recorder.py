@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint.peft import Adapter
 from colonnade.config import ModelConfig, Plan
 from colonnade.errors import RequestError
 from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.attend import Attend
 from colonnade.model.moe import MixtureOfExperts
+from colonnade.model.moe.capacity import apply_capacity
 
 MAX_TOKENS = 512
 """Tokens of a recording, at most: the scores of a head are a square of them."""
@@ -49,6 +51,8 @@ class Recording:
     """By block: full matrices by parameter name."""
     rotation: tuple[Tensor, Tensor] | None
     """(cos, sin) of each token, (T, half a head), if positions are rotary."""
+    adapter: Adapter | None = None
+    """The adapter that is merged into the weights, if there is one."""
 
 
 class _RecordingView:
@@ -77,8 +81,8 @@ class _RecordingAttend:
 
 
 @contextmanager
-def _hooks(model: Transformer, records: list[LayerRecord]) -> Iterator[None]:
-    hooks = []
+def _hooks(model: Transformer, records: list[LayerRecord], T: int) -> Iterator[None]:
+    hooks, own = [], slice(*model.axes.token_replicas.part(T))
 
     def watch(module: torch.nn.Module, into: dict[str, Tensor], before: str | None, after: str | None) -> None:
         def keep(_module: torch.nn.Module, inputs: tuple, out: Any) -> None:
@@ -91,7 +95,11 @@ def _hooks(model: Transformer, records: list[LayerRecord]) -> Iterator[None]:
 
     def watch_router(module: MixtureOfExperts, into: dict[str, Tensor]) -> None:
         def keep(_module: torch.nn.Module, _inputs: tuple, out: tuple) -> None:
-            into["choice_ids"], into["choice_weights"] = out[0].ids_TA.detach(), out[0].weights_TA.detach()
+            choice = out[0]
+            index_t = torch.arange(own.start, own.stop, device=choice.ids_TA.device)
+            kept = apply_capacity(choice, index_t, module.moe, module.axes.experts.tokens)
+            into["choice_ids"], into["choice_weights"] = choice.ids_TA.detach(), choice.weights_TA.detach()
+            into["kept_ids"] = kept.ids_TA.detach()
 
         hooks.append(module.router.register_forward_hook(keep))
 
@@ -140,7 +148,7 @@ def record(model: Transformer, tokens: Sequence[int], pieces: Sequence[str], pla
     positions_T = torch.arange(T, device=device)
     attend = _RecordingAttend(Packed.of([T], device, causal=config.causal), records)
     was_fused = [block.fused for block in model.blocks]  # type: ignore[union-attr]
-    with _hooks(model, records):
+    with _hooks(model, records, T):
         for block in model.blocks:
             block.fused = False  # type: ignore[assignment] - fused steps skip the modules that hooks watch
         try:
@@ -166,9 +174,9 @@ def _gather(values: dict[str, Tensor], model: Transformer, T: int) -> None:
             whole = axes.tp.gather(x.contiguous(), 1, config.heads)
         elif name in ("k", "v"):
             whole = axes.tp.gather(x.contiguous(), 1, config.heads if config.latent else config.kv_heads)
-        elif axes.sequence_parallel and len(x) != T:
-            whole = axes.tp.gather(x.contiguous(), 0, T)
-        values[name] = whole.cpu() if name == "choice_ids" else whole.float().cpu()
+        elif name.startswith(("choice_", "kept_")) or (axes.sequence_parallel and len(x) != T):
+            whole = axes.tp.gather(x.contiguous(), 0, T)  # each rank routes its own tokens
+        values[name] = whole.cpu() if name.endswith("_ids") else whole.float().cpu()
 
 
 def _whole_weights(model: Transformer, layer: int) -> Mapping[str, Tensor]:

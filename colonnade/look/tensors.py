@@ -20,6 +20,7 @@ from torch import Tensor
 
 from colonnade.errors import RequestError
 from colonnade.kernels.experts.reference import ACTIVATIONS
+from colonnade.look.lora import adapter_factors, low_rank
 from colonnade.look.recorder import Recording
 
 
@@ -49,11 +50,24 @@ class Names:
 
     @functools.cached_property
     def _makers(self) -> dict[str, Callable[[], Tensor]]:
-        heads = self._heads()
-        return self._layer() | (self._of_head() if 0 <= self.head < heads else {}) | self._of_expert()
+        found = self._layer() | (self._of_head() if 0 <= self.head < self.config.heads else {}) | self._of_expert()
+        return found | self._of_adapter(found)
 
-    def _heads(self) -> int:
-        return self.config.heads
+    @functools.cached_property
+    def adapted(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The factors that the adapter adds, by matrix."""
+        adapter = self.recording.adapter
+        return {} if adapter is None else adapter_factors(adapter, self.config, self.layer, self.head)
+
+    def _of_adapter(self, whole: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
+        found: dict[str, Callable[[], Tensor]] = {}
+        for name, (left, right) in self.adapted.items():
+            found |= {
+                f"{name}_A": lambda left=left: left,
+                f"{name}_B": lambda right=right: right,
+                f"{name}_base": lambda name=name, left=left, right=right: whole[name]().float().cpu() - left @ right,
+            }
+        return found
 
     def weight(self, name: str) -> Tensor:
         """A parameter of the block."""
@@ -162,8 +176,8 @@ class Names:
         return ACTIVATIONS[self.config.activation](self.record["ffn_in"] @ w.T + bias.float().cpu())
 
     def rows_of_expert(self) -> Tensor:
-        """The tokens that chose the expert ``head``."""
-        return (self.record["choice_ids"] == self.head).any(1).nonzero().flatten()
+        """The tokens that the expert ``head`` takes."""
+        return (self.record["kept_ids"] == self.head).any(1).nonzero().flatten()
 
     def _of_expert(self) -> dict[str, Callable[[], Tensor]]:
         if self.moe is None or not 0 <= self.head < self.moe.experts:
@@ -190,10 +204,11 @@ class Names:
         return found
 
     def _routing(self) -> Tensor:
-        """The router's weight of each token and expert."""
+        """The router's weight of each token and expert; negative where the capacity drops the choice."""
         assert self.moe is not None
-        ids, weights = self.record["choice_ids"], self.record["choice_weights"]
-        whole = torch.zeros(len(ids), self.moe.experts + 1).scatter_(1, ids, weights)
+        ids, kept = self.record["choice_ids"], self.record["kept_ids"]
+        signed = self.record["choice_weights"] * torch.where(ids == kept, 1.0, -1.0)
+        whole = torch.zeros(len(ids), self.moe.experts + 1).scatter_(1, ids, signed)
         return whole[:, : self.moe.experts]
 
     def attention(self, n: int) -> Tensor:
@@ -211,15 +226,3 @@ class Names:
         by = -(-len(self.record["q"]) // 32)
         maps = torch.stack([self.attention(n) for n in range(self.config.heads)])
         return torch.nn.functional.max_pool2d(maps[:, None], by, ceil_mode=True)[:, 0].flatten(0, 1)
-
-
-def low_rank(x: Tensor, change: str) -> Tensor:
-    """A factor of the best approximation of ``x`` of a rank, by its singular values: "A8" (rows × 8), or "B8"."""
-    side, rank = change[:1], change[1:]
-    if side not in ("A", "B") or not rank.isdigit() or not 1 <= int(rank) <= min(x.shape):
-        raise RequestError(
-            f"'{change[:20]}' is no factor; use A or B and a rank from 1 to {min(x.shape)}", param="name"
-        )
-    u, s, v = torch.linalg.svd(x.detach().double(), full_matrices=False)
-    root, r = s[: int(rank)].sqrt(), int(rank)
-    return u[:, :r] * root if side == "A" else root[:, None] * v[:r]

@@ -9,14 +9,18 @@ from PIL import Image
 
 TOLERANCE = 6.0
 """Largest mean difference of a colour channel, of 255."""
-SIZE = (170, 160)
+SIZE = (160, 160)
 
 
-def difference(a: bytes | Path, b: bytes | Path) -> float:
-    """Mean difference of two pictures, 0 to 255, averaged over blocks so that points may move by a pixel."""
-    pictures = [Image.open(io.BytesIO(each) if isinstance(each, bytes) else each) for each in (a, b)]
-    x, y = (np.asarray(each.convert("RGB").resize(SIZE, Image.Resampling.BOX), float) for each in pictures)
-    return float(np.abs(x - y).mean())
+def reduced(picture: bytes | Path) -> np.ndarray:
+    """A picture averaged over blocks, so that points may move by a pixel."""
+    opened = Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture)
+    return np.asarray(opened.convert("RGB").resize(SIZE, Image.Resampling.BOX), float)
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean difference of two reduced pictures, 0 to 255."""
+    return float(np.abs(a - b).mean())
 
 
 def check_references(shots: dict[str, bytes], folder: Path) -> None:
@@ -24,15 +28,15 @@ def check_references(shots: dict[str, bytes], folder: Path) -> None:
 
     COLONNADE_WRITE_REFERENCES=1 writes them anew: look at each.
     """
-    worst = {}
-    for name, shot in shots.items():
-        file = folder / f"{name}.png"
-        if os.environ.get("COLONNADE_WRITE_REFERENCES"):
-            folder.mkdir(exist_ok=True)
-            small = Image.open(io.BytesIO(shot)).convert("RGB").resize(SIZE, Image.Resampling.BOX)
-            small.quantize(48).save(file, optimize=True)
-        worst[name] = difference(shot, file)
+    seen = {name: reduced(shot) for name, shot in shots.items()}
+    if os.environ.get("COLONNADE_WRITE_REFERENCES"):
+        folder.mkdir(exist_ok=True)
+        for name, pixels in seen.items():
+            small = Image.fromarray(pixels.round().astype(np.uint8))
+            small.quantize(48).save(folder / f"{name}.png", optimize=True)
+    references = {name: reduced(folder / f"{name}.png") for name in shots}
+    worst = {name: difference(pixels, references[name]) for name, pixels in seen.items()}
     assert max(worst.values()) < TOLERANCE, worst
-    for name, shot in shots.items():
-        others = min(difference(shot, folder / f"{other}.png") for other in shots if other != name)
+    for name, pixels in seen.items():
+        others = min(difference(pixels, references[other]) for other in shots if other != name)
         assert worst[name] < others, name

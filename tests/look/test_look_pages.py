@@ -1,21 +1,31 @@
 """The scenes of a recording, computed from its tensors, equal what torch computed in the forward pass."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from colonnade.config import LatentConfig, ModelConfig, MoeConfig, Plan
+import colonnade
+from colonnade.api import Model
+from colonnade.checkpoint.peft import Adapter, write_peft
+from colonnade.config import LORA_TARGETS, LatentConfig, LoraConfig, LoraTarget, ModelConfig, MoeConfig, Plan
 from colonnade.errors import RequestError
 from colonnade.look.app import LookApp
 from colonnade.look.expression import parse
+from colonnade.look.history import read_history
+from colonnade.look.notebook import make_app
 from colonnade.look.pages import make_page, pages_of
 from colonnade.look.recorder import Recording, record
 from colonnade.look.tensors import Names
 from colonnade.look.tiles import decode_tile, encode_tile, reduce_tile
 from colonnade.look.values import evaluate
+from colonnade.model import Transformer
+from colonnade.model.lora import is_adapter
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.trackers import ROUTING
 from tests.models import CONFIGS, build
 from tests.serve import tiny
 
@@ -28,6 +38,7 @@ MODELS: dict[str, ModelConfig] = {
     "experts": tiny.config(moe=MOE),
     "experts_gpt2": CONFIGS["gpt2"].replace(vocab_size=301, moe=MOE),
     "latent_experts": CONFIGS["latent"].replace(vocab_size=301, moe=MOE, latent=NO_Q_RANK),
+    "capacity": tiny.config(moe=MOE.replace(capacity=1.0)),
 }
 
 
@@ -101,10 +112,71 @@ def test_experts_sum_to_the_layers_output(recording: Recording) -> None:
     for e in range(moe.experts):
         rows = Names(recording, 1, e).rows_of_expert().numpy()
         if len(rows):
+            assert (weights[rows, e] > 0).all()
             total[rows] += weights[rows, e : e + 1] * faces(recording, "experts", 1, e)["y"]
     close(total, names.get("ffn_out"))
-    board = make_page(recording, "routing", 0, 0, 8)
-    assert [sum(layer["load"]) for layer in board["layers"]] == [2 * len(recording.tokens)] * recording.config.layers
+    board, T = make_page(recording, "routing", 0, 0, 8), len(recording.tokens)
+    assert [sum(layer["load"]) for layer in board["layers"]] == [2 * T] * recording.config.layers
+    for layer in board["layers"]:
+        weights = Names(recording, layer["layer"]).get("routing")
+        assert layer["kept"] == (weights > 0).sum(0).tolist() and layer["dropped"] == (weights < 0).sum()
+        assert (layer["dropped"] > 0) == (moe.capacity is not None)
+        assert max(layer["kept"]) <= (2 * -(-T // 4) if moe.capacity else T)
+        for column in ("load", "kept"):
+            assert np.sum([window[column] for window in layer["windows"]], 0).tolist() == layer[column]
+        assert 0 < layer["entropy"] <= np.log(4) and len(layer["windows"]) <= 32
+
+
+def test_history_of_a_run(tmp_path: Path) -> None:
+    """The routing page reads what training logs."""
+    rows = [{"step": step, "1": {"load": [step, 2, 0, 0], "dropped": 1}} for step in range(1, 451)]
+    (tmp_path / ROUTING).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4')
+    history = read_history(tmp_path / "step-450", tiny.config(moe=MOE))
+    assert len(history["1"]["step"]) == 150 and history["1"]["load"][1] == [4, 2, 0, 0]
+    assert history["1"]["entropy"][0] == pytest.approx(np.log(3) - 2 / 3 * np.log(2))
+    assert read_history(tmp_path / "step-450", tiny.config(moe=MOE.replace(experts=5))) == {}
+    assert read_history(tmp_path / "none" / "step-450", tiny.config(moe=MOE)) == {}
+    board = make_page(recording_of(MODELS["experts"]), "routing", 0, 0, 8, history)
+    assert board["layers"][0]["history"] is None and board["layers"][1]["history"]["dropped"] == [1] * 150
+
+
+def adapted(folder: Path, name: str, targets: tuple[LoraTarget, ...]) -> colonnade.Model:
+    """A model loaded by the name of its adapter, in PEFT's files."""
+    base = Model(build(MODELS[name], dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(), name)
+    colonnade.save(base, folder / "base")
+    config = MODELS[name].replace(lora=LoraConfig(rank=3, alpha=9.0, targets=targets))
+    shapes, generator = Transformer(config, device="meta").global_shapes(), torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(s, generator=generator) * 0.2 for n, s in shapes.items() if is_adapter(n)}
+    write_peft(folder / "adapter", Adapter(config, tensors, str(folder / "base")))
+    return colonnade.load(folder / "adapter", device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama_grouped_biased", LORA_TARGETS), ("qwen3_window_tied", ("k", "out")), ("llama", ("down",))],
+)
+def test_an_adapters_factors_and_base_are_the_adapted_model(
+    tmp_path: Path, name: str, targets: tuple[LoraTarget, ...]
+) -> None:
+    with adapted(tmp_path, name, targets) as model:
+        app = make_app(model)
+        run = ask(app, "record", {"text": TEXT})[1]["run"]
+        assert ask(app, "model")[1]["adapter"]
+        recording = app._kept[run]
+        found, names = faces(recording, "lora", head=7), Names(recording, 1, 7)
+    if "out" in targets:
+        close(found["out"], names.get("out"))
+        close(found["wO"], names.get("wO"))
+    assert ("wQ_A" in found) == ("q" in targets) and ("out" in found) == ("out" in targets)
+    assert ("ffn" in found) == ("down" in targets)
+    if "down" in targets:
+        close(found["ffn"], names.get("ffn_out"))
+    for weight in ("wQ", "wK_t", "wV", "wO", "up", "down"):
+        if f"{weight}_A" in found:
+            close(found[weight], names.get(weight))
+            base = Names(recording_of(MODELS[name]), 1, 7).get(weight)
+            close(found[f"{weight}_base"], base)
+            assert np.abs(found[weight] - base).max() > 0.1
 
 
 def test_full_rank_factors_are_the_weights(recording: Recording) -> None:

@@ -1,13 +1,15 @@
 """The viewer's server: its own address only, a strict policy, hostile requests."""
 
+import contextlib
 import http.client
 import json
 import signal
 import socket
-import subprocess
-import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -88,32 +90,34 @@ def test_hostile_requests(address: tuple[str, int]) -> None:
     assert ask(address, "GET", "/v1/look/model")[0] == 200
 
 
-@pytest.mark.slow
-def test_command_line(tmp_path: Path) -> None:
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The verb serves until Ctrl-C."""
     model = Model(build(tiny.config(), dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(), "x")
     colonnade.save(model, tmp_path / "model")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "colonnade", "look", str(tmp_path / "model"), "--port", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        url = urlsplit(next(word for word in line.split() if word.startswith("http://127.0.0.1:")))
-        here = (str(url.hostname), int(url.port or 0))
-        status, _, body = ask(
-            here, "POST", "/v1/look/record", json.dumps({"text": TEXT}).encode(), Content_Type="application/json"
-        )
-        assert status == 200 and json.loads(body)["pieces"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == 0
-        assert "closed" in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr:
-            process.stderr.close()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    answers: list[tuple[int, dict, bytes]] = []
+
+    def visit() -> None:
+        try:
+            for _ in range(1200):
+                with contextlib.suppress(ConnectionRefusedError):
+                    body = json.dumps({"text": TEXT}).encode()
+                    answers.append(
+                        ask(("127.0.0.1", port), "POST", "/v1/look/record", body, Content_Type="application/json")
+                    )
+                    break
+                time.sleep(0.1)
+        finally:
+            signal.pthread_kill(cast("int", threading.main_thread().ident), signal.SIGINT)
+
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    main(["look", str(tmp_path / "model"), "--port", str(port)])
+    visitor.join()
+    said = capsys.readouterr().err
+    assert f"http://127.0.0.1:{port}/ (Ctrl-C ends)" in " ".join(said.split()) and "closed" in said
+    assert answers[0][0] == 200 and json.loads(answers[0][2])["pieces"]
 
 
 def test_mistakes_on_the_command_line(

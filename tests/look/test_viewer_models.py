@@ -1,6 +1,7 @@
 """The viewer's pages of a model in Chromium: each result equals torch's."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,19 +15,21 @@ import torch
 
 import colonnade
 from colonnade.api import Model
-from colonnade.config import Plan
+from colonnade.config import LORA_TARGETS, Plan, ServeConfig
 from colonnade.look.app import LookApp
 from colonnade.look.group import Leader, follow
-from colonnade.look.notebook import encode_state, serve
+from colonnade.look.notebook import encode_state, make_app, serve
 from colonnade.look.recorder import Recording, record
 from colonnade.look.server import running
 from colonnade.look.tensors import Names
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.launch import launch
+from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.look import cache_board
 from tests.look.pictures import check_references
-from tests.look.test_look_pages import MODELS, TEXT
+from tests.look.test_look_pages import MODELS, TEXT, adapted
 from tests.models import build
 from tests.serve import tiny
+from tests.worlds import run as in_world
 
 Open = Callable[..., Any]
 
@@ -34,18 +37,13 @@ Open = Callable[..., Any]
 class Recorded:
     """An app that keeps its recording for the test."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, **options: Any):
         self.model = build(MODELS[name], dtype=torch.float32)
-        self.app = LookApp(name, self.model.config, tiny.tokenizer(), self._record)
+        self.app = LookApp(name, self.model.config, tiny.tokenizer(), self._record, **options)
 
     def _record(self, tokens: list[int], pieces: list[str]) -> Recording:
         self.recording = record(self.model, tokens, pieces)
         return self.recording
-
-
-def face(faces: dict[str, Any], key: str) -> np.ndarray:
-    it = faces[key]
-    return np.array(it["data"]).reshape(it["rows"], it["cols"])
 
 
 def close(mine: np.ndarray, theirs: np.ndarray) -> None:
@@ -57,40 +55,40 @@ def link(page: str, layer: int = 1, head: int = 1) -> str:
     return encode_state({"model": {"page": page, "text": TEXT, "layer": layer, "head": head, "rank": 3}})
 
 
-CASES = ["gpt2", "llama_grouped_biased", "experts", "latent", "qwen3_window_tied"]
+CASES = ["gpt2", "llama_grouped_biased", "capacity", "latent", "qwen3_window_tied"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_result_faces_equal_torch(open_viewer: Open, name: str) -> None:
+def test_result_faces_equal_torch(shared_viewer: Open, name: str) -> None:
     made = Recorded(name)
     with running(made.app) as url:
-        viewer = open_viewer(url, link("head"))
+        viewer = shared_viewer(url, link("head"))
         assert viewer.error == ""
-        names, found = Names(made.recording, 1, 1), viewer.run("colonnade.faces()")
-        close(face(found, "out"), names.get("out"))
-        close(face(found, "attn"), names.attention(1).numpy())
-        close(face(found, "Q"), names.get("Q_recorded"))
-        close(face(found, "K_t"), names.get("K_t_recorded"))
+        names, found = Names(made.recording, 1, 1), viewer.faces()
+        close(found["out"], names.get("out"))
+        close(found["attn"], names.attention(1).numpy())
+        close(found["Q"], names.get("Q_recorded"))
+        close(found["K_t"], names.get("K_t_recorded"))
         for page, key, reference in (
             ("decode", "out", names.get("out")[-1:]),
             ("layer", "mha", names.get("attention_out")),
         ):
             viewer.go(link(page))
             assert viewer.error == ""
-            close(face(viewer.run("colonnade.faces()"), key), reference)
+            close(viewer.faces()[key], reference)
         if made.model.config.moe is None:
-            close(face(viewer.run("colonnade.faces()"), "ffn"), names.get("ffn_out"))
+            close(viewer.faces()["ffn"], names.get("ffn_out"))
         else:
-            e = int(made.recording.layers[1]["choice_ids"][0, 0])
+            e = int(made.recording.layers[1]["kept_ids"][0, 0])
             viewer.go(link("experts", 1, e))
             x = Names(made.recording, 1, e)
             h = x.get("expert_gate") * (x.get("expert_in") @ x.get("expert_up"))
-            close(face(viewer.run("colonnade.faces()"), "y"), h @ x.get("expert_down"))
+            close(viewer.faces()["y"], h @ x.get("expert_down"))
         viewer.go(link("lora"))
-        found = viewer.run("colonnade.faces()")
+        found = viewer.faces()
         u, s, v = np.linalg.svd(names.get("wQ").astype(float), full_matrices=False)
-        close(face(found, "wQ"), (u[:, :3] * s[:3]) @ v[:3])
+        close(found["wQ"], (u[:, :3] * s[:3]) @ v[:3])
 
 
 @pytest.mark.slow
@@ -116,44 +114,104 @@ def test_every_page_is_reachable_and_described(open_viewer: Open) -> None:
         # Hovering names the token.
         x, y = viewer.run("colonnade.project('input', 2, 3)")
         viewer.page.mouse.move(x, y)
-        assert "input [2, 3] = " in viewer.page.text_content("#value") or viewer.page.is_visible("#value")
+        assert re.search(r"^\w+ \[\d+, \d+\] = ", viewer.page.text_content("#value"))
         # The link is short, and restores the page.
-        restored = open_viewer(url, viewer.run("location.hash.slice(1)"))
-        assert restored.state["title"] == "Layer 1, head 4"
-        viewer.go(link("routing"))
-        cells = viewer.run(
-            """[...document.querySelectorAll('#board table')].map(
-              table => [...table.rows].slice(1).map(row => Number(row.cells[2].textContent)))"""
-        )
-        assert [sum(load) for load in cells] == [2 * len(made.recording.tokens)] * 2
+        link_of_head = viewer.run("location.hash.slice(1)")
+        assert len(link_of_head) < 500
+        viewer.open(link_of_head)
+        assert viewer.state["title"] == "Layer 1, head 4"
 
 
 @pytest.mark.slow
-def test_model_pages_look_as_their_references(open_viewer: Open, references: Path) -> None:
-    shots = {}
-    with running(Recorded("experts").app) as url:
-        viewer = open_viewer(url)
-        for at, page in enumerate(("head", "heads", "layer", "experts", "decode", "lora", "routing")):
-            model = {"page": page, "text": TEXT, "layer": 1, "head": 1, "rank": 3}
-            viewer.go(encode_state({"model": model, "theme": ("light", "dark")[at % 2]}))
-            assert viewer.error == ""
-            shots[f"model_{page}"] = viewer.page.screenshot(clip={"x": 0, "y": 0, "width": 680, "height": 640})
+def test_routing_page(shared_viewer: Open) -> None:
+    """Loads, drops by capacity, ranks of a plan, and the steps of a run."""
+    history = {
+        "1": {"step": [10, 20], "load": [[4, 4, 0, 0], [2, 2, 2, 2]], "dropped": [2, 0], "entropy": [0.69, 1.39]}
+    }
+    made = Recorded("capacity", history=history)
+    with running(made.app) as url:
+        viewer = shared_viewer(url, encode_state({"model": {"page": "routing", "text": TEXT}, "plan": {"ep": 2}}))
+        tables = viewer.run(
+            """[...document.querySelectorAll('#board table')].map(table =>
+              [...table.rows].slice(1).map(row => [...row.cells].map(cell => Number.parseFloat(cell.textContent))))"""
+        )
+        words = viewer.page.text_content("#description")
+        for layer, rows in enumerate(tables):
+            ids, kept = (made.recording.layers[layer][name] for name in ("choice_ids", "kept_ids"))
+            load = ids.flatten().bincount(minlength=4).tolist()
+            assert [row[:3] for row in rows] == [[e, e // 2, load[e]] for e in range(4)]
+            assert [row[4] for row in rows] == kept[kept < 4].bincount(minlength=4).tolist()
+            dropped = int((ids != kept).sum())
+            assert dropped > 0 and f"{dropped} of {ids.numel()} choices dropped" in words
+            assert f"load by rank: 0: {100 * sum(load[:2]) / sum(load):.1f}%" in words
+        titles = viewer.run("[...document.querySelectorAll('#board h3')].map(it => it.textContent)")
+        assert [title.startswith("Over training, steps 10 to 20") for title in titles] == [False] * 4 + [True]
+        captions = viewer.page.text_content("#board")
+        assert "dropped, at most 25.0% of the choices" in captions and "entropy 0.69 to 1.39 of 1.39 nats" in captions
+
+
+@pytest.mark.slow
+def test_an_adapter_in_the_page(shared_viewer: Open, tmp_path: Path) -> None:
+    with adapted(tmp_path, "llama_grouped_biased", LORA_TARGETS) as model, running(make_app(model)) as url:
+        viewer = shared_viewer(url, link("lora", 1, 7))
+        found = viewer.faces()
+        names = Names(record(model.transformer, tiny.tokenizer().encode(TEXT), []), 1, 7)
+        close(found["out"], names.get("out"))
+        close(found["ffn"], names.get("ffn_out"))
+        close(found["wQ"], names.get("wQ"))
+        assert found["wQ_A"].shape == (24, 3) and "adapter of rank 3" in viewer.page.text_content("#title")
+        assert viewer.run("document.getElementById('model-rank').labels[0].hidden")  # the adapter has its own
+
+
+def busy_engine() -> Engine:
+    """An engine with three requests, two of which share pages, and cached pages of a request that has ended."""
+    engine = Engine(tiny.model(), tiny.tokenizer(), ServeConfig(page_tokens=4, pages=64, token_budget=64))
+    engine.generate(["Now is the time for all good men."], SamplingParams(max_tokens=4, ignore_eos=True))
+    for text in (TEXT, TEXT[:20], "We the people of the United States"):
+        engine.add(tiny.tokenizer().encode(text), SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(12):
+        engine.step()
+    return engine
+
+
+@pytest.mark.slow
+def test_model_pages_look_as_their_references(shared_viewer: Open, references: Path, tmp_path: Path) -> None:
+    """Each page in both themes."""
+    engine = busy_engine()
+    made = Recorded("capacity", cache=lambda: cache_board(engine))
+    shots: dict[str, bytes] = {}
+    with running(made.app) as url:
+        viewer = shared_viewer(url)
+        for page in ("head", "heads", "layer", "experts", "decode", "lora", "routing", "cache"):
+            for theme in ("light", "dark"):
+                model = {"page": page, "text": TEXT, "layer": 1, "head": 1, "rank": 3}
+                viewer.go(encode_state({"model": model, "theme": theme}))
+                assert viewer.error == ""
+                shots[f"model_{page}_{theme}"] = viewer.shot()
+        assert f"{engine.scheduler.pool.used} of 64 pages of 4 tokens are in use" in viewer.page.text_content(
+            "#description"
+        )
+        rows = viewer.run("[...document.querySelectorAll('#board tbody tr')].map(row => row.cells[2].textContent)")
+        assert [int(row) for row in rows] == [len(each.pages) for each in engine.scheduler.running] and len(rows) == 3
+    with adapted(tmp_path, "llama_grouped_biased", ("q", "v")) as model, running(make_app(model)) as url:
+        viewer = shared_viewer(url, link("lora", 1, 1))
+        shots["model_adapter_light"] = viewer.shot()
     check_references(shots, references)
 
 
 @pytest.mark.slow
-def test_bad_texts_show_an_error(open_viewer: Open) -> None:
+def test_bad_texts_show_an_error(shared_viewer: Open) -> None:
     with running(Recorded("llama").app) as url:
         for model, message in (
             ({"page": "head", "text": "fox " * 4000}, "give 2 to"), ({"page": "head", "layer": 99}, "no layer 99"),
             ({"page": "routing"}, "no experts"), ({"page": "cache"}, "running server"),
         ):  # fmt: skip
-            assert message in open_viewer(url, encode_state({"model": model})).error
+            assert message in shared_viewer(url, encode_state({"model": model})).error
 
 
 def _lead(path: str, texts: list[str]) -> list[Recording] | None:
     plan = Plan(tp=2)
-    with colonnade.load(path, plan=plan) as loaded:
+    with DistributedContext.build(plan) as context, colonnade.load(path, context=context) as loaded:
         if loaded.context.rank:
             follow(loaded.transformer, plan)
             return None
@@ -171,9 +229,7 @@ TEXTS = [TEXT, "My fellow citizens, " * 3]
 def on_two_ranks(name: str, folder: Path) -> list[Recording]:
     model = build(MODELS[name], dtype=torch.float32)
     colonnade.save(Model(model, tiny.tokenizer(), DistributedContext.solo(), name), folder / "model")
-    found = launch(_lead, (str(folder / "model"), TEXTS), Plan(tp=2))
-    assert found is not None
-    return found
+    return in_world(2, _lead, str(folder / "model"), TEXTS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -199,23 +255,23 @@ def test_two_ranks_gather_heads_and_hidden_units(two_ranks: list[Recording]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt2", "latent", "qwen3_window_tied"])
+@pytest.mark.parametrize("name", ["gpt2", "latent", "qwen3_window_tied", "capacity"])
 def test_two_ranks_of_other_models(tmp_path: Path, name: str) -> None:
     check_gathered(name, on_two_ranks(name, tmp_path))
 
 
 @pytest.mark.slow
-def test_two_ranks_in_the_page(open_viewer: Open, two_ranks: list[Recording]) -> None:
+def test_two_ranks_in_the_page(shared_viewer: Open, two_ranks: list[Recording]) -> None:
     model = build(MODELS["llama_grouped_biased"], dtype=torch.float32)
     app = LookApp("two ranks", model.config, tiny.tokenizer(), lambda tokens, pieces: two_ranks[0], plan="tp=2")
     alone = Names(record(model, tiny.tokenizer().encode(TEXT), []), 1, 23)
     with running(app) as url:
-        viewer = open_viewer(url, link("head", 1, 23))
-        close(face(viewer.run("colonnade.faces()"), "out"), alone.get("out"))
+        viewer = shared_viewer(url, link("head", 1, 23))
+        close(viewer.faces()["out"], alone.get("out"))
         assert "tensor-parallel rank 1" in viewer.page.text_content("#note")
         assert viewer.state["plan"] == {"tp": 2}
         viewer.go(link("layer", 1, 0))
-        close(face(viewer.run("colonnade.faces()"), "ffn"), alone.get("ffn_out"))
+        close(viewer.faces()["ffn"], alone.get("ffn_out"))
         assert "summed over 2 ranks" in viewer.page.text_content("#description")
 
 
@@ -253,7 +309,7 @@ def test_look_notebook(open_viewer: Open) -> None:
             "C = A @ B", A=(3, 4), B={"rows": 4, "cols": 5, "init": "identity"}, state={"anim": "rows"}
         )
         viewer.go(plain.url.partition("#")[2])
-        assert viewer.error == "" and viewer.run("colonnade.faces().C.rows") == 3
+        assert viewer.error == "" and viewer.faces()["C"].shape == (3, 5)
         whole = f"<!doctype html><p>notebook</p>{frame._repr_html_()}"
         viewer.page.route("**/*", lambda route: route.continue_())
         with notebook_page(whole) as notebook:

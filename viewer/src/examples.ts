@@ -188,6 +188,6 @@ export const TOUR: readonly TourStep[] = [
       letters: {
         ...HEAD_LETTERS, x1: ["T", "D"], up1: ["D", "F"], down1: ["F", "D"], x2: ["T", "D"], up2: ["D", "F"], down2: ["F", "D"],
       },
-      plan: { tp: 2, cp: 2 }, colour: "rank", camera: [0.3, 0.42, 2.05, 0, -0.12, 0],
+      plan: { tp: 2, cp: 2 }, colour: "rank", camera: [0.3, 0.42, 0, 0, 0, 0],
     }), 8),
 ];

@@ -1,6 +1,7 @@
-/** Lines and signs around the points: outlines, row guides, block borders, the arrow with its vanes, and legends. */
+/** Lines and signs around the points: outlines, row guides, block borders, and the arrow with its vanes. */
 
 import * as THREE from "three";
+import { corners } from "./camera";
 import { add, elementAt, scale, type Box, type Frame, type Vec } from "./geometry";
 
 export interface GuideColours {
@@ -13,17 +14,11 @@ export interface GuideColours {
   readonly halo: string;
 }
 
-const half = (frame: Frame): [Vec, Vec, Vec, Vec] => {
-  const [i, j] = frame.shape;
-  const corner = (a: number, b: number) => elementAt(frame, a, b);
-  return [corner(-0.8, -0.8), corner(-0.8, j - 0.2), corner(i - 0.2, j - 0.2), corner(i - 0.2, -0.8)];
-};
-
 export function outlines(frames: readonly Frame[], colours: GuideColours): THREE.LineSegments {
   const points: number[] = [];
   for (const frame of frames) {
-    const corners = half(frame);
-    corners.forEach((corner, at) => points.push(...corner, ...corners[(at + 1) % 4]!));
+    const four = corners(frame);
+    four.forEach((corner, at) => points.push(...corner, ...four[(at + 1) % 4]!));
   }
   return lines(points, colours.line, 0.5);
 }
@@ -98,30 +93,6 @@ export function arrow(box: Box, colours: GuideColours): THREE.Group {
     ),
   );
   return group;
-}
-
-/** A legend on a face. */
-export function legend(frame: Frame, text: string, height: number, colours: GuideColours): THREE.Sprite {
-  const canvas = document.createElement("canvas");
-  const context = canvas.getContext("2d")!;
-  const font = "600 40px system-ui, sans-serif";
-  context.font = font;
-  canvas.width = Math.ceil(context.measureText(text).width) + 24;
-  canvas.height = 56;
-  context.font = font;
-  context.textBaseline = "middle";
-  context.lineJoin = "round";
-  context.lineWidth = 8;
-  context.strokeStyle = colours.halo;
-  context.strokeText(text, 12, 29);
-  context.fillStyle = colours.text;
-  context.fillText(text, 12, 29);
-  const map = new THREE.CanvasTexture(canvas);
-  const sprite = new THREE.Sprite(new THREE.SpriteMaterial({ map, depthTest: false, transparent: true }));
-  sprite.scale.set((height * canvas.width) / canvas.height, height, 1);
-  sprite.position.set(...elementAt(frame, (frame.shape[0] - 1) / 2, (frame.shape[1] - 1) / 2));
-  sprite.renderOrder = 10;
-  return sprite;
 }
 
 export function disposeAll(root: THREE.Object3D): void {

@@ -1,13 +1,15 @@
 /** The page: state in, drawing out, and the controls around it. */
 
 import { narrate } from "./animation";
-import { cacheBoard, headsBoard, routingBoard } from "./boards";
+import { cacheBoard, headsBoard, type Shown } from "./boards";
 import { describeScene, shown } from "./describe";
 import { EXAMPLES, TOUR } from "./examples";
 import { ExpressionError, parse, products, type Tree } from "./expression";
 import { Panel } from "./panel";
 import * as remote from "./remote";
+import { routingBoard } from "./routing";
 import { checked, compact, decode, DEFAULT, encode, type State } from "./state";
+import { listen } from "./input";
 import { evaluate, shapes, type LeafSpec, type Matrix, type TensorRef } from "./values";
 import { View, type Picked } from "./view";
 
@@ -24,7 +26,7 @@ export class App {
   private readonly view: View;
   private readonly panel: Panel;
   private cursor = 0;
-  private pinned: Picked | null = null;
+  pinned: Picked | null = null;
   private lastStep = 0;
   private cameraTimer = 0;
   private loads = 0;
@@ -47,14 +49,23 @@ export class App {
       event.preventDefault();
       $("canvas").focus();
     });
-    this.listen($("canvas"));
-    const loop = (now: number) => {
+    listen(this, this.view, $("canvas"));
+    const resized = new ResizeObserver(() => this.refit());
+    for (const id of ["stage", "note", "tour", "player"]) resized.observe($(id));
+    this.view.onChange = () => this.wake();
+  }
+
+  /** Draws at the next frame, and goes on while something moves; a still page does nothing. */
+  private wake(): void {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame((now) => {
+      this.frame = 0;
       this.tick(now);
       this.view.draw();
-      requestAnimationFrame(loop);
-    };
-    requestAnimationFrame(loop);
+      if ((this.state.playing && this.total > 0) || this.view.settling) this.wake();
+    });
   }
+  private frame = 0;
 
   get dark(): boolean {
     return this.state.theme === "auto" ? prefersDark.matches : this.state.theme === "dark";
@@ -83,8 +94,8 @@ export class App {
   /** Opens a link; a bad one shows its error and the page as it was. */
   async open(hash: string): Promise<void> {
     try {
-      const state = hash ? await decode(hash) : TOUR[0]!.state;
       this.written = hash;
+      const state = hash ? await decode(hash) : TOUR[0]!.state;
       await this.set(calm.matches ? { ...state, playing: false } : state, false);
     } catch (error) {
       this.fail(error);
@@ -97,6 +108,7 @@ export class App {
   }
 
   async set(state: State, write = true): Promise<void> {
+    window.clearTimeout(this.cameraTimer);
     this.state = state;
     this.cursor = state.cursor;
     this.pinned = null;
@@ -143,12 +155,18 @@ export class App {
     this.ready();
   }
 
+  private busyTimer = 0;
   private ready(): void {
+    window.clearTimeout(this.busyTimer);
+    $("busy").hidden = true;
     document.documentElement.dataset["ready"] = String(this.loads);
   }
 
   private async show(): Promise<void> {
     const load = ++this.loads;
+    // A pass through a large model takes a while: say so, but not for what is quick.
+    window.clearTimeout(this.busyTimer);
+    this.busyTimer = window.setTimeout(() => ($("busy").hidden = false), 300);
     delete document.documentElement.dataset["ready"];
     document.documentElement.dataset["theme"] = this.dark ? "dark" : "light";
     $("error").hidden = true;
@@ -156,6 +174,7 @@ export class App {
     try {
       const { model } = this.state;
       let board: any = null;
+      let found: Shown | null = null;
       if (model.page !== "") {
         let run = "";
         if (model.page !== "cache") {
@@ -163,23 +182,22 @@ export class App {
           run = recording.run;
           this.pieces = recording.pieces;
         }
-        const found = await remote.scene(model.page, run, model.layer, model.head, model.rank);
+        const scene = await remote.scene(model.page, run, model.layer, model.head, model.rank);
         if (load !== this.loads) return;
         if (BOARDS.includes(model.page)) {
-          board = found;
-          this.state = { ...this.state, title: found.title, note: found.note };
-        } else this.state = checked({ ...this.state, ...found });
+          board = scene;
+          this.state = { ...this.state, title: scene.title, note: scene.note };
+        } else this.state = checked({ ...this.state, ...scene });
       } else this.pieces = [];
       $("board").hidden = !board;
       $("canvas").hidden = Boolean(board);
       if (board) {
-        const shownBoard =
-          model.page === "heads"
-            ? await headsBoard(board, this.dark, (layer, head) => encode({ ...this.linked(), model: { ...model, page: "head", layer, head } }))
-            : model.page === "routing" ? await routingBoard(board, this.dark) : cacheBoard(board, this.dark);
+        const headLink = (layer: number, head: number) => encode({ ...this.linked(), model: { ...model, page: "head", layer, head } });
+        found = model.page === "heads" ? await headsBoard(board, this.dark, headLink)
+          : model.page === "routing" ? await routingBoard(board, this.dark, this.state.plan.ep ?? 1) : cacheBoard(board, this.dark);
         if (load !== this.loads) return;
         this.trees = [];
-        $("board").replaceChildren(shownBoard);
+        $("board").replaceChildren(found.element);
       } else {
         const trees = parse(this.state.expr);
         shapes(trees, this.state.leaves);
@@ -188,14 +206,17 @@ export class App {
         this.trees = trees;
         this.view.show(trees, this.state, faces, this.dark);
         this.setCursor(this.state.cursor);
-        this.view.draw(true);
       }
-      const words = board ? `${this.state.title}. ${this.state.note}` : describeScene(this.trees, shapes(this.trees, this.state.leaves), this.state);
+      const words = found ? `${this.state.title}. ${this.state.note} ${found.words}` : describeScene(this.trees, shapes(this.trees, this.state.leaves), this.state);
       $("title").textContent = this.state.title || "Inside the matrix";
       $("note").textContent = this.state.note;
       this.panel.update();
       $("description").textContent = words;
       $("canvas").setAttribute("aria-label", this.state.title || "Product of matrices");
+      if (!board) {
+        this.refit();
+        this.view.draw(true);
+      }
       this.ready();
     } catch (error) {
       if (load === this.loads) this.fail(error);
@@ -237,6 +258,7 @@ export class App {
     if (playing && this.cursor >= this.total) this.cursor = 0;
     this.state = { ...this.state, playing };
     this.lastStep = performance.now();
+    this.wake();
     this.setCursor(this.cursor);
     if (!playing) void this.write();
   }
@@ -261,7 +283,38 @@ export class App {
   }
   private resting = 0;
 
-  // -- pointer and keyboard --------------------------------------------------------------------------------------
+  // -- looking closer --------------------------------------------------------------------------------------------
+
+  /** Shows the whole scene again. */
+  showAll(): void {
+    window.clearTimeout(this.cameraTimer);
+    this.state = { ...this.state, camera: DEFAULT.camera };
+    this.fitted = "";
+    this.refit();
+    void this.write();
+  }
+
+  /** Brings the matrix of the kept number near, or else the next one of the scene. */
+  focusNext(): void {
+    const keys = [...this.view.faces.keys()].filter((key) => this.view.shows(key));
+    if (!keys.length) return;
+    this.focused = this.pinned?.key ?? keys[(keys.indexOf(this.focused) + 1) % keys.length]!;
+    this.view.focus(this.focused);
+  }
+  private focused = "";
+
+  /** Fits the scene between the title and what lies at the bottom. */
+  private refit(): void {
+    const shown = (id: string) => !$(id).hidden && $(id).offsetHeight > 0;
+    const bottoms = ["tour", "player"].filter(shown).map((id) => $("stage").clientHeight - $(id).offsetTop);
+    const insets = { top: $("note").offsetTop + $("note").offsetHeight + 16, bottom: Math.max(0, ...bottoms) };
+    const place = JSON.stringify([insets, $("stage").clientWidth, $("stage").clientHeight, this.state.camera, this.loads]);
+    if (place === this.fitted) return;
+    this.fitted = place;
+    this.view.insets = insets;
+    if (this.state.camera[2] === 0) this.view.setCamera(this.state.camera);
+  }
+  private fitted = "";
 
   inspect(picked: Picked | null, pin = false): void {
     if (pin) this.pinned = picked;
@@ -284,74 +337,31 @@ export class App {
     return { key, i, j, value: face.data[i * face.cols + j]! };
   }
 
-  private listen(canvas: HTMLCanvasElement): void {
-    let down: { x: number; y: number; timer: number } | null = null;
-    const at = (event: PointerEvent): [number, number] => {
-      const box = canvas.getBoundingClientRect();
-      return [event.clientX - box.left, event.clientY - box.top];
-    };
-    const release = () => {
-      if (down) window.clearTimeout(down.timer);
-      down = null;
-    };
-    canvas.addEventListener("pointerdown", (event) => {
-      const [x, y] = at(event);
-      release();
-      if (event.ctrlKey) this.inspect(this.view.pick(x, y), true);
-      else down = { x, y, timer: window.setTimeout(() => this.inspect(this.view.pick(x, y), true), 450) };
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      const [x, y] = at(event);
-      if (down && Math.hypot(x - down.x, y - down.y) > 6) release();
-      if (event.pointerType === "mouse" && event.buttons === 0 && !this.pinned) this.inspect(this.view.pick(x, y));
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      const [x, y] = at(event);
-      if (down && this.pinned) this.inspect(null, true);
-      else if (down && event.pointerType !== "mouse") this.inspect(this.view.pick(x, y), true);
-      release();
-    });
-    canvas.addEventListener("pointercancel", release);
-    canvas.addEventListener("pointerleave", () => {
-      release();
-      if (!this.pinned) this.inspect(null);
-    });
-    const keys: Record<string, () => void> = {
-      ArrowLeft: () => this.view.move(-0.1, 0, 1), ArrowRight: () => this.view.move(0.1, 0, 1),
-      ArrowUp: () => this.view.move(0, 0.1, 1), ArrowDown: () => this.view.move(0, -0.1, 1),
-      "+": () => this.view.move(0, 0, 1 / 1.15), "=": () => this.view.move(0, 0, 1 / 1.15), "-": () => this.view.move(0, 0, 1.15),
-      a: () => this.view.move(0, 0, 1, -0.1), d: () => this.view.move(0, 0, 1, 0.1), w: () => this.view.move(0, 0, 1, 0, 0.1),
-      s: () => this.view.move(0, 0, 1, 0, -0.1),
-      " ": () => this.play(), ",": () => this.step(-1), ".": () => this.step(1),
-      "0": () => { this.view.setCamera(DEFAULT.camera); this.keepCamera(); },
-      g: () => void this.change({ guides: !this.state.guides }), l: () => void this.change({ legends: !this.state.legends }),
-      Escape: () => this.inspect(null, true),
-    };
-    canvas.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(keys, event.key)) return;
-      event.preventDefault();
-      keys[event.key]!();
-    });
-  }
-
   /** What tests and notebooks may ask. */
   readonly inspector = {
-    faces: (): Record<string, { rows: number; cols: number; data: number[] }> =>
-      Object.fromEntries([...this.view.faces].map(([key, { rows, cols, data }]) => [key, { rows, cols, data: [...data] }])),
+    /** Faces by key: base64 of their float32 values. */
+    faces: (): Record<string, { rows: number; cols: number; data: string }> =>
+      Object.fromEntries([...this.view.faces].map(([key, { rows, cols, data }]) => {
+        let binary = "";
+        for (const byte of new Uint8Array(data.buffer, data.byteOffset, data.byteLength)) binary += String.fromCharCode(byte);
+        return [key, { rows, cols, data: btoa(binary) }];
+      })),
+    value: (key: string, i: number, j: number) => this.valueAt(key, i, j)?.value,
     state: (): State => this.current(),
     compact: () => compact(this.linked()),
     camera: () => this.view.getCamera(),
     project: (key: string, i: number, j: number) => this.view.project(key, i, j),
-    frames: (count: number): number[] => {
-      const times: number[] = [];
-      for (let at = 0; at < count; at++) {
-        this.view.move(0.01, 0, 1);
+    /** Milliseconds of frames: turned, on this thread; or at rest with all points, until the last pixel is drawn. */
+    frames: (count: number, rest = false): number[] =>
+      Array.from({ length: count }, () => {
+        const start = performance.now();
+        if (!rest) this.view.move(0.01, 0, 1);
         this.view.draw(true);
-        times.push(this.view.frameTimes.at(-1)!);
-      }
-      return times;
-    },
+        if (rest) this.view.finish();
+        return performance.now() - start;
+      }),
     total: () => this.total,
+    labels: () => this.view.labels.taken,
     cursor: () => this.cursor,
     /** Opens a link without a new page; resolves when it is drawn. */
     open: (link: string): Promise<void> => {

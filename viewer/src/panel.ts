@@ -14,6 +14,12 @@ const PAGE_NAMES: Record<Page, string> = {
   "": "No model", head: "An attention head", heads: "All heads", layer: "A whole layer", experts: "Experts",
   decode: "One-row decode", lora: "LoRA factors", routing: "Routing", cache: "Cache pages",
 };
+/** What a page asks for. */
+const FIELDS: Record<Page, readonly string[]> = {
+  "": [], head: ["text", "layer", "head"], heads: ["text"], layer: ["text", "layer"], experts: ["text", "layer", "head"],
+  decode: ["text", "layer", "head"], lora: ["text", "layer", "head", "rank"], routing: ["text"], cache: ["refresh"],
+};
+const AXES = { tp: "tensor", cp: "context", dp: "data", ep: "expert" } as const;
 const NEW_SIDE = 24;
 
 /** Sizes for a program's leaves: those known, and for new ones whatever fits. */
@@ -72,7 +78,7 @@ export class Panel {
     slot("inspect", "Inspect a number");
     slot("words", "In words", true);
     this.slots.get("words")!.append(h("p", { id: "description" }), h("p", { className: "quiet" },
-      "Keys in the drawing: arrows turn, + and - zoom, W A S D move, Space plays, comma and full stop step, 0 resets, G guides, L legends. Hold or Control-click a number to keep it."));
+      "Keys in the drawing: arrows turn, + and - zoom, W A S D move, 0 shows all, F brings the next matrix near, Space plays, comma and full stop step, G guides, L legends. Double-click a matrix to bring it near; hold or Control-click a number to keep it."));
     this.playButton.addEventListener("click", () => app.play());
     this.slider.addEventListener("input", () => {
       app.play(false);
@@ -139,23 +145,26 @@ export class Panel {
       this.number("speed", "Steps a second", state.speed, 0.01, 10000, "any"),
     ]);
     const looks = [state.theme, state.scheme, state.sensitivity, state.colour, state.size, state.gap, state.scatter, state.guides, state.legends];
-    this.fill("looks", looks, () => [
-      this.choice("theme", "Theme", THEMES, state.theme), this.choice("scheme", "Layout", SCHEMES, state.scheme),
+    this.fill("looks", [looks, board], () => board ? [this.choice("theme", "Theme", THEMES, state.theme)] : [
+      this.showAll(), this.choice("theme", "Theme", THEMES, state.theme), this.choice("scheme", "Layout", SCHEMES, state.scheme),
       this.choice("sensitivity", "Sensitivity", SENSITIVITIES, state.sensitivity), this.choice("colour", "Colour by", COLOURS, state.colour),
       this.number("size", "Point size", state.size, 0.1, 4, "0.1"), this.number("gap", "Gap", state.gap, 1, 64, "1"),
       this.number("scatter", "Scatter", state.scatter, 0, 256, "1"), this.check("guides", "Guides", state.guides),
       this.check("legends", "Legends", state.legends),
     ]);
-    this.fill("plan", [state.plan, Object.keys(state.letters).length], () => [
-      h("p", { className: "quiet" }, Object.keys(state.letters).length ? "Ranks of each mesh axis; colour by rank shows who has what." : "This scene does not name its dimensions; open one of a model, or the Megatron example."),
-      ...(["tp", "cp", "dp", "ep"] as const).map((axis) => {
+    const routing = state.model.page === "routing";
+    const named = Object.keys(state.letters).length > 0;
+    this.fill("plan", [state.plan, named, routing], () => [
+      h("p", { className: "quiet" }, routing ? "Experts are distributed over ep ranks: the page adds up the load of each." : named ? "Ranks of each mesh axis; colours show which rank has which block." : "This scene does not name its dimensions; open one of a model, or the Megatron example."),
+      ...(["tp", "cp", "dp", "ep"] as const).filter((axis) => !routing || axis === "ep").map((axis) => {
         const input = h("input", { type: "number", id: `plan-${axis}`, min: "1", max: "64", value: String(state.plan[axis] ?? 1) });
         input.addEventListener("change", () => this.change({ plan: { ...this.app.state.plan, [axis]: Number(input.value) }, colour: "rank" }));
-        return h("label", {}, axis, input);
+        return h("label", {}, `${axis} (${AXES[axis]} parallel)`, input);
       }),
     ]);
     this.fill("inspect", this.app.trees.map((tree) => format(tree)), () => this.inspect());
     this.slots.get("animation")!.parentElement!.hidden = board;
+    this.slots.get("plan")!.parentElement!.hidden = board && !routing;
     this.slots.get("inspect")!.parentElement!.hidden = board;
     if (board) this.player.hidden = true;
     const group = this.slots.get("model")!;
@@ -175,6 +184,12 @@ export class Panel {
 
   private change(part: Partial<State>): void {
     this.app.change({ tour: 0, ...part }).catch((error: unknown) => this.app.fail(error));
+  }
+
+  private showAll(): HTMLElement {
+    const button = h("button", { type: "button" }, "Show the whole scene");
+    button.addEventListener("click", () => this.app.showAll());
+    return button;
   }
 
   private choice<K extends keyof State>(field: K, label: string, choices: readonly string[], value: string): HTMLElement {
@@ -269,19 +284,26 @@ export class Panel {
   private model(state: State): Node[] {
     const info = this.app.info!;
     const page = h("select", { id: "model-page" }, ...["" as Page, ...info.pages].map((each) => h("option", { value: each, selected: each === state.model.page }, PAGE_NAMES[each])));
-    const text = h("textarea", { id: "model-text", value: state.model.text || info.text, "aria-label": "Text" });
-    const number = (id: string, label: string, value: number, max: number) => {
-      const input = h("input", { type: "number", id, min: "0", max: String(max), value: String(value) });
-      return [input, h("label", {}, label, input)] as const;
+    const text = h("textarea", { id: "model-text", value: state.model.text || info.text });
+    const used = FIELDS[state.model.page];
+    const number = (id: "layer" | "head" | "rank", label: string, low: number, high: number) => {
+      const input = h("input", { type: "number", id: `model-${id}`, min: String(low), max: String(high), value: String(state.model[id]) });
+      return [input, h("label", { hidden: !used.includes(id) || (id === "rank" && info.adapter) }, label, input)] as const;
     };
-    const [layer, layerLabel] = number("model-layer", "layer", state.model.layer, info.layers - 1);
-    const [head, headLabel] = number("model-head", "head or expert", state.model.head, Math.max(info.heads, info.experts) - 1);
-    const [rank, rankLabel] = number("model-rank", "rank of LoRA", state.model.rank, 1024);
+    const expert = state.model.page === "experts";
+    const [layer, layerLabel] = number("layer", `Layer, 0 to ${info.layers - 1}`, 0, info.layers - 1);
+    const last = (expert ? info.experts : info.heads) - 1;
+    const [head, headLabel] = number("head", `${expert ? "Expert" : "Head"}, 0 to ${last}`, 0, last);
+    const [rank, rankLabel] = number("rank", "Rank of the factors", 1, 1024);
     const form = h("form", {}, h("p", { className: "quiet" }, `${info.model}: ${info.layers} layers, ${info.heads} heads${info.experts ? `, ${info.experts} experts` : ""}${info.plan ? `, ${info.plan}` : ""}`),
-      h("label", {}, "Page", page), text, layerLabel, headLabel, rankLabel, h("button", { className: "main" }, "Show"));
+      h("label", {}, "Page", page), h("label", { className: "wide", hidden: !used.includes("text") }, "Text that the model reads", text),
+      layerLabel, headLabel, rankLabel, h("button", { className: "main", hidden: used.length === 0 }, state.model.page === "cache" ? "Refresh" : "Show"));
     const show = () => {
-      const model = { page: page.value as Page, text: text.value, layer: Number(layer.value), head: Number(head.value), rank: Number(rank.value) };
-      this.change({ ...DEFAULT, theme: this.app.state.theme, model, ...(model.page === "" ? TOUR[0]!.state : {}) });
+      const chosen = page.value as Page;
+      // Head 7 is no expert where there are four: another kind of number starts at 0.
+      const same = (chosen === "experts") === expert;
+      const model = { page: chosen, text: text.value, layer: Number(layer.value), head: same ? Number(head.value) : 0, rank: Number(rank.value) };
+      this.change({ ...DEFAULT, theme: this.app.state.theme, plan: this.app.state.plan, model, ...(chosen === "" ? TOUR[0]!.state : {}) });
     };
     page.addEventListener("change", show);
     form.addEventListener("submit", (event) => {

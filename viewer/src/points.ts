@@ -128,6 +128,8 @@ export class PointCloud {
   readonly object: THREE.Points;
   private readonly material: THREE.RawShaderMaterial;
   private readonly geometry: THREE.InstancedBufferGeometry;
+  private frame: Frame | null = null;
+  private least = 1;
 
   constructor(palette: Palette) {
     this.geometry = new THREE.InstancedBufferGeometry();
@@ -152,16 +154,25 @@ export class PointCloud {
     this.material.uniforms[name]!.value = value;
   }
 
+  /** Draws a face or sweep; of more than MAX_POINTS, and while the scene is thinned, every n-th row and column. */
   show(frame: Frame, kind: number): void {
-    const [rows, cols] = frame.shape;
-    const stride = Math.max(1, Math.ceil(Math.sqrt((rows * cols) / MAX_POINTS)));
-    const drawn = [Math.ceil(rows / stride), Math.ceil(cols / stride)];
+    this.frame = frame;
     this.set("kind", kind);
-    this.set("stride", stride);
-    this.set("shape", drawn);
     (this.material.uniforms["origin"]!.value as THREE.Vector3).set(...frame.origin);
     (this.material.uniforms["rowStep"]!.value as THREE.Vector3).set(...frame.row);
     (this.material.uniforms["colStep"]!.value as THREE.Vector3).set(...frame.col);
+    this.thin(this.least);
+  }
+
+  /** Draws at most every `least`-th row and column. */
+  thin(least: number): void {
+    this.least = least;
+    if (!this.frame) return;
+    const [rows, cols] = this.frame.shape;
+    const stride = Math.max(least, Math.ceil(Math.sqrt((rows * cols) / MAX_POINTS)));
+    const drawn = [Math.ceil(rows / stride), Math.ceil(cols / stride)];
+    this.set("stride", stride);
+    this.set("shape", drawn);
     this.geometry.instanceCount = Math.ceil((drawn[0]! * drawn[1]!) / BLOCK);
   }
 

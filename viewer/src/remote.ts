@@ -11,6 +11,7 @@ export interface ModelInfo {
   readonly pages: readonly Page[];
   readonly text: string;
   readonly plan: string;
+  readonly adapter: boolean;
 }
 export interface Recording {
   readonly run: string;

@@ -49,7 +49,7 @@ export interface State {
   readonly guides: boolean;
   readonly legends: boolean;
   readonly theme: (typeof THEMES)[number];
-  /** Azimuth and height [radians], distance in scene radii, and the target relative to the scene's centre. */
+  /** Azimuth and height [radians], distance in scene radii (0: the whole scene fits), target relative to the centre. */
   readonly camera: readonly number[];
   /** The step of the tour, 1 to 8; 0: not on the tour. */
   readonly tour: number;
@@ -79,7 +79,7 @@ export const DEFAULT: State = {
   guides: true,
   legends: true,
   theme: "auto",
-  camera: [0.62, 0.42, 2.75, 0, -0.14, 0],
+  camera: [0.62, 0.42, 0, 0, 0, 0],
   tour: 0,
 };
 

@@ -6,7 +6,9 @@ import { progress, schedule, type Schedule } from "./animation";
 import { shown } from "./describe";
 import { products, type Tree } from "./expression";
 import { add, cross, elementAt, layOut, type Frame, type Layout, type Vec } from "./geometry";
-import { arrow, blockBorders, disposeAll, legend, outlines, rowGuides, type GuideColours } from "./guides";
+import { corners, direction, fit, type Insets } from "./camera";
+import { arrow, blockBorders, disposeAll, outlines, rowGuides, type GuideColours } from "./guides";
+import { Labels } from "./labels";
 import { owners, propagate, type Blocks } from "./partition";
 import { magnitude, PointCloud, textureOf, type Palette } from "./points";
 import type { State } from "./state";
@@ -28,6 +30,10 @@ export interface Picked {
   readonly value: number;
 }
 
+/** Points of a scene in motion, where software draws it, and how long after a motion it is at rest. */
+const MOVING_POINTS = 30_000;
+const REST_MS = 500;
+
 const keyOf = (tree: Tree): string => (tree.kind === "leaf" ? tree.name : tree.key);
 THREE.ColorManagement.enabled = false; // colours are given as they are shown
 const raw = (hex: number): THREE.Color => new THREE.Color(hex);
@@ -44,11 +50,10 @@ function software(): boolean {
 
 export class View {
   readonly renderer: THREE.WebGLRenderer;
+  private readonly soft: boolean;
   readonly controls: OrbitControls;
   plan: Schedule = { phases: [], total: 0 };
   faces = new Map<string, Matrix>();
-  /** Milliseconds of the main thread in the last frames. */
-  readonly frameTimes: number[] = [];
   onCamera: () => void = () => undefined;
   private readonly camera = new THREE.PerspectiveCamera(42, 1, 0.1, 10000);
   private readonly scene = new THREE.Scene();
@@ -62,16 +67,21 @@ export class View {
   private partial = new Map<string, { sum: Matrix; done: number; texture: THREE.DataTexture }>();
   private tops = new Map<string, number>();
   private marker: THREE.LineSegments | null = null;
-  private dirty = true;
+  readonly labels = new Labels();
+  /** What covers the window above and below the drawing. */
+  insets: Insets = { top: 0, bottom: 0 };
+  private stale = true;
 
   constructor(private readonly canvas: HTMLCanvasElement) {
-    const soft = software();
-    this.renderer = new THREE.WebGLRenderer({ canvas, antialias: !soft, powerPreference: "high-performance" });
-    this.renderer.setPixelRatio(soft ? 1 : Math.min(2, window.devicePixelRatio));
+    this.soft = software();
+    this.renderer = new THREE.WebGLRenderer({ canvas, antialias: !this.soft, powerPreference: "high-performance" });
+    this.renderer.setPixelRatio(this.soft ? 1 : Math.min(2, window.devicePixelRatio));
     this.renderer.outputColorSpace = THREE.LinearSRGBColorSpace;
     this.controls = new OrbitControls(this.camera, canvas);
     this.controls.addEventListener("change", () => {
       this.dirty = true;
+      if (this.placing) return;
+      this.movedAt = performance.now();
       this.onCamera();
     });
     new ResizeObserver(() => this.resize()).observe(canvas.parentElement!);
@@ -85,6 +95,20 @@ export class View {
   private get centre(): THREE.Vector3 {
     const { low, high } = this.layout;
     return new THREE.Vector3((low[0] + high[0]) / 2, (low[1] + high[1]) / 2, (low[2] + high[2]) / 2);
+  }
+
+  /** Called when there is something to draw. */
+  onChange: () => void = () => undefined;
+  private get dirty(): boolean {
+    return this.stale;
+  }
+  private set dirty(stale: boolean) {
+    this.stale = stale;
+    if (stale) this.onChange();
+  }
+  /** Whether a motion has thinned the scene, which will be drawn again at rest. */
+  get settling(): boolean {
+    return this.moving;
   }
 
   private resize(): void {
@@ -164,13 +188,12 @@ export class View {
       for (const [key, list] of all)
         for (const frame of list) {
           const name = names.get(key) ?? key;
-          // Many names would hide the faces: then small ones, without sizes.
-          const few = frames.length <= 5;
-          const text = few ? `${name}  ${frame.shape[0]} × ${frame.shape[1]}` : name;
-          const height = few ? this.radius / 15 : Math.max(this.radius / 34, Math.min(this.radius / 24, 0.16 * Math.max(...frame.shape)));
-          this.root.add(legend(frame, text, height, colours));
+          // Many names would hide the faces: then without sizes.
+          const text = frames.length <= 5 ? `${name}  ${frame.shape[0]} × ${frame.shape[1]}` : name;
+          this.labels.add(frame, text, !key.startsWith("@"), colours.text, colours.halo, this.renderer.getPixelRatio());
         }
     }
+    this.root.add(this.labels.group);
   }
 
   private addSweeps(palette: Palette, top: (own: number) => number): void {
@@ -259,21 +282,51 @@ export class View {
     else for (const cloud of clouds) cloud.set("top", this.tops.get(key));
   }
 
+  /** Azimuth, height, distance and target as in the state; a distance of 0 shows the whole scene. */
   setCamera(camera: readonly number[]): void {
-    const [azimuth = 0, height = 0, distance = 2, x = 0, y = 0, z = 0] = camera;
+    const [azimuth = 0, height = 0, distance = 0, x = 0, y = 0, z = 0] = camera;
     const target = this.centre.add(new THREE.Vector3(x, y, z).multiplyScalar(this.radius));
-    const reach = distance * this.radius;
+    if (distance > 0) return this.look(target, azimuth, height, distance * this.radius);
+    this.fit([...this.layout.frames.values()].flat(), azimuth, height);
+  }
+
+  private fit(frames: readonly Frame[], azimuth: number, height: number): void {
+    const found = fit(frames.flatMap(corners), azimuth, height, this.camera, this.canvas.clientHeight, this.insets);
+    this.look(found.target, azimuth, height, found.distance);
+  }
+
+  private look(target: THREE.Vector3, azimuth: number, height: number, reach: number): void {
     this.controls.target.copy(target);
-    this.camera.position.set(
-      target.x + reach * Math.sin(azimuth) * Math.cos(height),
-      target.y + reach * Math.sin(height),
-      target.z + reach * Math.cos(azimuth) * Math.cos(height),
-    );
+    this.camera.position.copy(target).addScaledVector(direction(azimuth, height), reach);
     this.camera.near = reach / 500;
     this.camera.far = reach + this.radius * 50;
     this.camera.updateProjectionMatrix();
+    this.placing = true; // the user has moved nothing
     this.controls.update();
+    this.placing = false;
     this.dirty = true;
+  }
+  private placing = false;
+
+  /** Whether a matrix is a face of the scene; biases and angles are not. */
+  shows(key: string): boolean {
+    return this.layout.frames.has(key);
+  }
+
+  /** Brings one face near, and turns to it if it is seen from its edge. */
+  focus(key: string): void {
+    const frames = this.layout.frames.get(key);
+    if (!frames) return;
+    let [azimuth, height] = this.getCamera() as [number, number];
+    const normal = new THREE.Vector3(...cross(frames[0]!.row, frames[0]!.col));
+    const towards = direction(azimuth, height).dot(normal);
+    if (Math.abs(towards) < 0.4) {
+      const turned = direction(azimuth, height).addScaledVector(normal, (towards < 0 ? -1 : 1) * 1.2).normalize();
+      azimuth = Math.atan2(turned.x, turned.z);
+      height = Math.asin(turned.y);
+    }
+    this.fit([frames[0]!], azimuth, height);
+    this.onCamera();
   }
 
   /** The camera as numbers that fit any scene of the same shape. */
@@ -290,7 +343,8 @@ export class View {
     const [azimuth, height, distance, x, y, z] = this.getCamera() as [number, number, number, number, number, number];
     const side = new THREE.Vector3(right, up, 0).applyQuaternion(this.camera.quaternion);
     const limited = Math.max(-1.5, Math.min(1.5, height + lift));
-    this.setCamera([azimuth + turn, limited, distance * zoom, x + side.x, y + side.y, z + side.z]);
+    this.setCamera([azimuth + turn, limited, Math.max(1e-3, distance * zoom), x + side.x, y + side.y, z + side.z]);
+    this.movedAt = performance.now();
     this.onCamera();
   }
 
@@ -348,22 +402,41 @@ export class View {
 
   /** Draws if something has changed; returns whether it did. */
   draw(force = false): boolean {
-    if (!this.dirty && !force) return false;
-    const start = performance.now();
+    const moving = this.soft && performance.now() - this.movedAt < REST_MS;
+    if (!this.dirty && !force && moving === this.moving) return false;
+    if (moving !== this.moving) this.thin(moving);
     this.dirty = false;
     const pixels = (this.renderer.domElement.height / 2) * (this.state?.size ?? 1);
     for (const cloud of [...[...this.clouds.values()].flat(), ...this.sweeps]) cloud.set("pointSize", pixels);
+    this.labels.place(this.camera, this.canvas.clientWidth, this.canvas.clientHeight);
     this.renderer.render(this.scene, this.camera);
-    this.frameTimes.push(performance.now() - start);
-    if (this.frameTimes.length > 240) this.frameTimes.shift();
     return true;
   }
 
+  /** Without a GPU, a scene of many points is drawn with fewer and larger ones while the camera moves. */
+  private thin(moving: boolean): void {
+    this.moving = moving;
+    const points = [...this.layout.frames.values()].flat().reduce((all, { shape: [rows, cols] }) => all + rows * cols, 0);
+    const least = moving ? Math.max(1, Math.ceil(Math.sqrt(points / MOVING_POINTS))) : 1;
+    for (const cloud of [...this.clouds.values()].flat()) cloud.thin(least);
+  }
+  private moving = false;
+  private movedAt = -Infinity;
+
+  /** Waits until what was drawn is complete. */
+  finish(): void {
+    const gl = this.renderer.getContext();
+    gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4));
+  }
+
   private clear(): void {
+    this.moving = false;
+    this.movedAt = -Infinity;
     this.scene.remove(this.root);
     disposeAll(this.root);
     for (const texture of this.textures.values()) texture.dispose();
     for (const { texture } of this.partial.values()) texture.dispose();
+    this.labels.clear();
     this.textures.clear();
     this.partial.clear();
     this.clouds.clear();
