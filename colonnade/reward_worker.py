@@ -41,6 +41,12 @@ def load_reward(name: str) -> RewardFunction:
     return cast(RewardFunction, found)
 
 
+def main() -> None:
+    """The process: its arguments are the number of its pipe, the function's name, and the parent."""
+    pipe, name, parent = sys.argv[1:4]
+    work(Connection(int(pipe)), name, int(parent))
+
+
 def work(pipe: Connection, name: str, parent: int) -> None:
     """Answer calls until the process ``parent`` ends or closes the pipe."""
     sys.path.insert(0, "")

@@ -32,8 +32,15 @@ class TuneConfig(Config):
     """grpo: processes that call it."""
     group: int = Field(default=8, ge=2, le=1 << 16)
     """grpo: answers to each prompt; train.batch counts answers."""
+    temperature: float = Field(default=1.0, gt=0, le=100)
+    """grpo: of the answers. The loss's probabilities are those at this temperature."""
+    kl: float = Field(default=0.0, ge=0)
+    """grpo: weight of the divergence from the model that the run starts from; without adapters each rank keeps a copy
+    of that."""
     max_tokens: int = Field(default=256, ge=1, le=MAX_DIM)
     """grpo: longest answer [tokens]."""
+    requests: int = Field(default=64, ge=1, le=1 << 16)
+    """grpo: answers that are sampled at a time on one data rank; the cache is for so many of data.sequence tokens."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """grpo: how far the ratio of new to old probability may fall below 1."""
     clip_high: float = Field(default=0.28, ge=0, le=1e6)

@@ -31,7 +31,7 @@ from colonnade.model.distill_loss import Distillation
 from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
 from colonnade.model.moe.router import needs_sequences, uses_noise
 from colonnade.model.moe.routing_context import ModelBalance
-from colonnade.model.policy_loss import PolicyClip, PolicyLoss
+from colonnade.model.policy_loss import PolicyLoss, PolicySettings
 from colonnade.model.preference_loss import PreferenceLoss, SequenceLogprobs
 
 if TYPE_CHECKING:
@@ -123,14 +123,11 @@ def model_inputs(
             first_R, orders_R = _local_rows(local_T[first_R], orders_R, len(index_t))
     if sequence_R is not None:
         return stream, attend, _preference_loss(batch, targets_R, sequence_R[: len(targets_R)], rows_R)
-    if batch.policy_2T is not None:
-        assert cp.size == 1, "reward tuning runs in one process"
-        advantages_R, old_R = batch.policy_2T if rows_R is None else batch.policy_2T[:, rows_R]
-        return (
-            stream,
-            attend,
-            PolicyLoss(targets_R, advantages_R, old_R, rows_R, PolicyClip(*batch.clip), batch.observed),
-        )
+    if batch.policy_4T is not None:
+        assert cp.size == 1, "reward tuning is for data and tensor ranks"
+        policy_4R = batch.policy_4T if rows_R is None else batch.policy_4T[:, rows_R]
+        settings = PolicySettings(**batch.policy)
+        return stream, attend, PolicyLoss(targets_R, policy_4R, rows_R, settings, batch.observed)
     if config.top == "classes":
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
