@@ -1,10 +1,11 @@
 """Settings of fine-tuning on conversations, preferences and rewards."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from colonnade.config.base import MAX_DIM, Config
+from colonnade.config.serve import Pooling
 from colonnade.errors import ConfigError
 
 
@@ -32,8 +33,8 @@ class TuneConfig(Config):
     """grpo: processes that call it."""
     group: int = Field(default=8, ge=2, le=1 << 16)
     """grpo: answers to each prompt; train.batch counts answers."""
-    temperature: float = Field(default=1.0, gt=0, le=100)
-    """grpo: of the answers. The loss's probabilities are those at this temperature."""
+    temperature: float | None = Field(default=None, gt=0, le=100)
+    """grpo: of the answers, and of the probabilities in the loss; None: 1. embed: divides the cosines; None: 0.05."""
     kl: float = Field(default=0.0, ge=0)
     """grpo: weight of the divergence from the model that the run starts from; without adapters each rank keeps a copy
     of that."""
@@ -50,6 +51,11 @@ class TuneConfig(Config):
     max_tokens (Dr. GRPO)."""
     normalise: bool = False
     """grpo: divide a group's advantages by the standard deviation of its rewards."""
+
+    pooling: Pooling | None = None
+    """embed: what an embedding is made of; None: the mean of all tokens, for causal models the last token."""
+    widths: tuple[Annotated[int, Field(ge=1, le=MAX_DIM)], ...] = ()
+    """embed: the loss is the mean over embeddings cut to these widths (Matryoshka); empty: the whole width."""
 
     @model_validator(mode="after")
     def _validate(self) -> "TuneConfig":

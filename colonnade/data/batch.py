@@ -14,7 +14,7 @@ the attention kernels.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -65,6 +65,14 @@ class Batch:
     sampled and under the reference model."""
     units: Tensor | None = None
     """int64, 0-dim: what the loss is divided by; None: the number of targets, or of pairs."""
+    text_ids_S: Tensor | None = None
+    """int64: for embeddings, a number for each text, equal for equal tokens."""
+    contrast: Any = None
+    """For embeddings: the :class:`colonnade.model.contrastive.Contrast`."""
+    embedding_gradient_SD: Tensor | None = None
+    """For embeddings: the gradient of the global loss by each; None: the loss is that of the batch over data ranks."""
+    embedding_loss: Tensor | None = None
+    """For embeddings: the loss of the batch's queries, with the gradient."""
     observed: list[Tensor] | None = None
     """Output, for reward tuning: how far the sampled log-probabilities are from the trainer's."""
     policy: Mapping[str, float] = field(default_factory=dict)

@@ -145,7 +145,7 @@ class RewardFeed:
         numbers = [position * tune.group + answer for position in positions for answer in range(tune.group)]
         params = [
             SamplingParams(
-                temperature=tune.temperature, max_tokens=tune.max_tokens, logprobs=0, tempered_logprobs=True,
+                temperature=tune.temperature or 1.0, max_tokens=tune.max_tokens, logprobs=0, tempered_logprobs=True,
                 seed=splitmix64(self._run.train.seed ^ splitmix64(number)) >> 1,
             ) for number in numbers
         ]  # fmt: skip

@@ -101,9 +101,9 @@ def test_loss_and_gradient_equal_plain_torch(
     divergence = 0.0
     for prompt, answer, old, advantage in used:
         assert advantage is not None
-        logp = tuning.logp(model, prompt + answer, tune.temperature)[len(prompt) - 1 :]
+        logp = tuning.logp(model, prompt + answer, tune.temperature or 1.0)[len(prompt) - 1 :]
         with torch.no_grad():
-            ratio = tuning.logp(reference, prompt + answer, tune.temperature)[len(prompt) - 1 :] - logp
+            ratio = tuning.logp(reference, prompt + answer, tune.temperature or 1.0)[len(prompt) - 1 :] - logp
         k3 = (ratio + logp.detach() - logp).exp() - 1 - (ratio + logp.detach() - logp)
         divergence += k3.sum().item()
         assert_same(logp.detach(), torch.tensor(old, dtype=torch.float64), 1e-10, "the engine's log-probabilities")
