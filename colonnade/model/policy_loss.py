@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from colonnade.model.exact_forward import exact_logprobs, replace_value
 from colonnade.model.loss import IGNORE
 from colonnade.model.output_heads import OutputProjection
 from colonnade.model.preference_loss import logp_with_gradient
@@ -29,6 +30,9 @@ class PolicySettings:
     cap: float = 2.0
     kl: float = 0.0
     temperature: float = 1.0
+    exact: bool = False
+    """Take the values of log-probabilities one row at a time, as the batch-invariant engine on a CPU does
+    (:mod:`colonnade.model.exact_forward`)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class PolicyLoss:
 
     def logprobs(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """π_R: a head of its own."""
-        return logp_with_gradient(x_tD, T, self.rows_R, self.targets_R, output, self.settings.temperature)
+        inputs = x_tD, T, self.rows_R, self.targets_R, output, self.settings.temperature
+        logp_R = logp_with_gradient(*inputs)
+        return replace_value(logp_R, exact_logprobs(*inputs)) if self.settings.exact else logp_R
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of targets), the same on all tp ranks."""

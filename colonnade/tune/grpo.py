@@ -27,6 +27,7 @@ from colonnade.data import Tokenizer
 from colonnade.data.loader import splitmix64
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer
+from colonnade.model.exact_forward import make_exact
 from colonnade.model.lora import adapters_off
 from colonnade.model.policy_loss import PolicyLoss
 from colonnade.parallel.axis import Axis
@@ -43,7 +44,7 @@ from colonnade.tune.rollout_engine import RolloutEngine, copy_of, copy_weights
 from colonnade.tune.rollouts import Rollout, RolloutSamples, advantages
 
 IDENTITY = (
-    "group", "max_tokens", "clip_low", "clip_high", "divisor", "normalise", "reward", "temperature", "kl",
+    "group", "max_tokens", "clip_low", "clip_high", "divisor", "normalise", "reward", "temperature", "kl", "exact",
 )  # fmt: skip
 """Settings that a resumed run must share."""
 
@@ -79,6 +80,7 @@ class RewardFeed:
         self._reference: Transformer | None = None
         self._metrics: dict[str, float] = {}
         self._dp: Axis | None = None
+        self._is_exact = False
 
     def difference(self, old: Mapping[str, Any]) -> str | None:
         """How data or method differ from a checkpoint's, if at all."""
@@ -116,6 +118,11 @@ class RewardFeed:
     def before_step(self, model: Transformer, seen: int) -> None:
         """Sample and score the answers of the step after ``seen`` answers; all ranks call this together."""
         self._dp = model.axes.dp
+        if self._tune.exact and not self._is_exact:
+            if next(model.parameters()).device.type != "cpu":
+                raise ConfigError("tune.exact is for a CPU, where the engine runs token by token; set --device cpu")
+            make_exact(model)
+            self._is_exact = True
         positions = self.samples.positions(seen)
         rows = [self._rows[number] for number in self.samples.rows(positions) for _ in range(self._tune.group)]
         answers = self._engine.run(model, partial(self._sample, positions, rows))
@@ -193,7 +200,9 @@ def _logp(completion: Completion) -> list[float]:
 def _tokenizer(run: RunConfig) -> Tokenizer:
     tokenizer = start_tokenizer(run)
     if tokenizer is None:
-        raise DataError(f"{run.train.start} has no tokenizer, and answers are text; use a model with one")
+        raise DataError(
+            f"{run.train.pretrained_checkpoint} has no tokenizer, and answers are text; use a model with one"
+        )
     return tokenizer
 
 
@@ -221,6 +230,8 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
         raise ConfigError(
             f"reward tuning merges adapters into the engine's weights; leave lora.base {run.model.lora.base} out"
         )
+    if tune.exact and (plan.world > 1 or run.model.lora is not None or run.device == "cuda"):
+        raise ConfigError("tune.exact is for one process on a CPU without adapters; leave --tune.exact out")
     if run.train.dropout or run.train.attention_dropout or run.train.embedding_dropout:
         raise ConfigError("dropout would change the probabilities of the sampled tokens; leave it out")
 

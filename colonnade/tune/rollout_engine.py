@@ -30,7 +30,7 @@ class RolloutEngine:
     def __init__(self, run: RunConfig, tune: TuneConfig, tokenizer: Tokenizer, answers: int):
         """For ``answers`` in a step of this data rank."""
         self._run, self._tokenizer = run, tokenizer
-        self._requests = min(answers, tune.requests)
+        self._requests, self._exact = min(answers, tune.requests), tune.exact
         self.engine: Engine | None = None
 
     def run(self, trained: Transformer, sample: Callable[[Engine], Any]) -> Any:
@@ -58,7 +58,13 @@ class RolloutEngine:
         own = copy_of(trained, self._run, serving=True)
         page = 16 if next(own.parameters()).device.type == "cpu" else 64
         pages = self._requests * -(-self._run.data.sequence // page) + 1
-        config = ServeConfig(max_requests=self._requests, run_ahead=False, page_tokens=page, pages=pages)
+        config = ServeConfig(
+            max_requests=self._requests,
+            async_scheduling=False,
+            page_tokens=page,
+            pages=pages,
+            batch_invariant=self._exact,
+        )
         return Engine(own, self._tokenizer, config)
 
 

@@ -64,7 +64,9 @@ def pack_rollouts(rollouts: Sequence[Rollout], sequence: int, tune: TuneConfig) 
     if tune.divisor != "tokens":
         units = torch.tensor(sum(each.advantage is not None for each in rollouts))
     policy_4T = torch.tensor(policy, dtype=torch.float64).T.contiguous()
-    settings = PolicySettings(tune.clip_low, tune.clip_high, kl=tune.kl, temperature=tune.temperature or 1.0)
+    settings = PolicySettings(
+        tune.clip_low, tune.clip_high, kl=tune.kl, temperature=tune.temperature or 1.0, exact=tune.exact
+    )
     return replace(batch, policy_4T=policy_4T, units=units, policy=asdict(settings))
 
 

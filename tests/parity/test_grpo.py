@@ -172,9 +172,7 @@ def test_any_plan_gives_the_same_answers_and_losses(plan: Plan, lora: LoraConfig
     tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, kl=0.1, temperature=0.8)
     config = tuning.MODEL.replace(lora=lora)
     alone = tuning.settings(tmp_path / "alone", tuning.start(tmp_path), config, batch=8, steps=2, save_every=0)
-    several = alone.replace(
-        runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=3, start=alone.train.start)
-    )
+    several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=3))
     tuning.fit(alone, reward_feed(rows(), tune, alone))
     in_world(plan.world, tuning.fit, several, reward_feed(rows(), tune, several))
     for ours, theirs in zip(read_rows(several.folder), read_rows(alone.folder), strict=True):
@@ -269,3 +267,22 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run, file, "grpo", tune.replace(max_tokens=64))
     with pytest.raises(ConfigError, match="dropout would change"):
         Tuner(run.replace(train=run.train.replace(dropout=0.1)), file, "grpo", tune)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_ratios_are_one_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    """Over two steps; the gradient is the ordinary one. Without the setting the same run's ratios differ."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, temperature=0.7)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8, micro_batch=3, dtype=dtype)
+    found: list[list[tuple[float, float, float]]] = []
+    for each in (tune.replace(exact=True), tune):
+        with (
+            DistributedContext.build(run.plan, "cpu") as context,
+            TrainingState(run, context, feed=reward_feed(rows(), each, run)) as training,
+        ):
+            steps = [training.step() for _ in range(2)]
+            found.append([(s.extra["mismatch_max"], s.extra["mismatch_k3"], float(s.norm)) for s in steps])
+    exact, default = found
+    assert [step[:2] for step in exact] == [(0.0, 0.0)] * 2
+    assert default[0][0] > 0
+    assert exact[0][2] == pytest.approx(default[0][2], rel=1e-4 if dtype == "float32" else 0.2)
