@@ -5,8 +5,8 @@
     y = exact value,  ∂y/∂x = that of the ordinary block at the exact x
 
 Libraries round a row of a product by the number of rows beside it, so an engine that decodes and a trainer that packs
-give other log-probabilities for the same weights (in bfloat16 by 0.1). Here the ratio of both is exactly 1. The price is
-one more pass, token by token; a beginning that several sequences share is computed once.
+give other log-probabilities for the same weights (in bfloat16 by 0.1). Here the ratio of both is exactly 1. The price
+is one more pass, token by token; a beginning that several sequences share is computed once.
 """
 
 from collections.abc import Callable
