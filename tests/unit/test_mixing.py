@@ -1,5 +1,8 @@
 """MixUp and CutMix: functions of (seed, sample number), λ corrected to the box, and labels."""
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.nn import functional as F
 from colonnade.data.mixing import Mix, Mixer, mixed_cross_entropy
 from colonnade.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 IMAGES = torch.rand(9, 3, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -77,8 +81,13 @@ def test_loss_and_refusals() -> None:
         Mixer(3, alpha=0)
 
 
-def test_cutmix_helps_on_digits() -> None:
+@pytest.mark.slow
+def test_mixup_withstands_wrong_labels() -> None:
+    """The example: 40% of the training labels are random."""
     pytest.importorskip("sklearn")
-    from examples.mixed_digits import accuracy
-
-    assert accuracy("cutmix", 600) > accuracy("plain", 600) > 0.85
+    spec = importlib.util.spec_from_file_location("mixed_digits", ROOT / "examples" / "mixed_digits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert example.accuracy("mixup", 600) > example.accuracy("plain", 600) + 0.03
