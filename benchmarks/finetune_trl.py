@@ -111,7 +111,12 @@ class _Clock(TrainerCallback):
 def theirs(folder: Path, rows: list[dict[str, Any]], method: str, steps: int, device: str, batch: int) -> list[float]:
     """Seconds of each step of TRL's trainer."""
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+    from trl import (  # pyright: ignore[reportMissingImports] - a peer, installed only for this comparison
+        GRPOConfig,
+        GRPOTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
 
     clock = _Clock()
     common: dict[str, Any] = {

@@ -3,9 +3,9 @@
     python benchmarks/managed_table.py --device cpu
     python benchmarks/managed_table.py --device cuda
 
-Hits: 200,000 ids by Zipf's law (exponent 1.1) on 20,032 rows, after 50 batches of 20,000; the best possible are those of
-the most frequent ids. Speed: look-ups of ids that mostly have rows, one process. Prefetch: batches of ids, a network of
-three layers as the computation; hidden = (time without − time with prefetch) / time of the reads alone, per step.
+Hits: 200,000 ids by Zipf's law (exponent 1.1) on 20,032 rows, after 50 batches of 20,000; the best possible are those
+of the most frequent ids. Speed: look-ups of ids that mostly have rows, one process. Prefetch: batches of ids, a network
+of three layers as the computation; hidden = (time without − time with prefetch) / time of the reads alone, per step.
 """
 
 import argparse

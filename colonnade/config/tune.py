@@ -26,7 +26,7 @@ class TuneConfig(Config):
 
     reward: str = ""
     """grpo: the function that scores an answer, as FILE.py:FUNCTION or MODULE:FUNCTION; it is called with the prompt,
-    the answer and the row, and returns a number."""
+    the answer and the row, and returns a number. reasoning_gym:TASK is the verifier of a task of that package."""
     reward_s: float = Field(default=10.0, gt=0, le=1e6)
     """grpo: longest time of one call [s]; after it the sample is left out."""
     reward_workers: int = Field(default=2, ge=1, le=1024)

@@ -1,4 +1,4 @@
-"""Prefetch for :class:`~colonnade.nn.managed_table.ManagedTable`: while batch i is computed, the rows of i + 1 are read.
+"""Prefetch for a :class:`~colonnade.nn.managed_table.ManagedTable`: rows of batch i + 1 are read while i is computed.
 
     main thread    look up i + 1 | use i, forward, backward, step i | mend i + 1: rows that step i changed
     reader         batch i + 2 from the iterator; rows of i + 1 from host memory to the device
