@@ -91,14 +91,16 @@ def _run(model: Transformer, stream: Stream, starts: list[int]) -> _Values:
     )
     rows: list[list[Tensor]] = []
     slots: list[int] = []
-    known: dict[tuple[int, ...], int] = {}
+    known: dict[tuple[int, int], int] = {}
+    """(the first token with the beginning before, token id) -> the first token with this beginning."""
     first_page = 0
     for (a, b), count in zip(spans, pages, strict=True):
         table = list(range(first_page, first_page + count))
         slots += range(first_page * PAGE_TOKENS, first_page * PAGE_TOKENS + b - a)
         first_page += count
+        same = -1
         for t in range(a, b):
-            same = known.setdefault(tuple(tokens[a : t + 1]), t)
+            same = known.setdefault((same, tokens[t]), t)
             if same < t:
                 rows.append(rows[same])
                 for pool in (*cache.k, *cache.v):

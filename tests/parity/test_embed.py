@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import colonnade
 from colonnade.checkpoint.load_model import open_model
 from colonnade.cli import main
-from colonnade.config import LoraConfig, Plan, ServeConfig, TuneConfig
+from colonnade.config import LoraConfig, Plan, ServeConfig, TrainConfig, TuneConfig
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.contrastive import Contrast, contrastive_losses
@@ -26,7 +26,8 @@ from colonnade.tune.embed import embed_feed
 from colonnade.tune.tuner import Tuner, tuned_run
 from tests import tuning
 from tests.models import build
-from tests.serve import tiny
+from tests.serve import encoders, tiny
+from tests.serve.encoders import TEXTS
 from tests.serve.test_serve_pooling import served
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
@@ -176,6 +177,22 @@ def test_the_server_embeds_without_a_flag(tmp_path: Path, monkeypatch: pytest.Mo
     tokens = torch.tensor(tiny.tokenizer().encode("The quick"))
     x_TD = tuned.transformer(Stream(tokens, torch.arange(len(tokens))), Packed.of([len(tokens)]), Hidden())
     assert_same(vectors[0], F.normalize(x_TD.float().mean(0), dim=0).detach(), 1e-5)
+
+
+@pytest.mark.slow
+def test_an_encoder(tmp_path: Path) -> None:
+    """Pooled by the mean, and served by what the checkpoint says."""
+    start = encoders.write(tmp_path / "start", encoders.config(), None)
+    file = tuning.write_rows(tmp_path / "rows.jsonl", [{"query": text, "positive": text[::-1]} for text in TEXTS])
+    train = TrainConfig(steps=12, batch=len(TEXTS), micro_batch=2, lr=1e-2, save_every=0, log_every=1, eval_every=0)
+    run = tuned_run(start, runs=tmp_path, device="cpu", train=train)
+    Tuner(run, file, "embed", TuneConfig(pooling="cls")).fit()
+    losses = [row["loss"] for row in tuning.read_rows(run.folder) if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+    opened = open_model(run.folder)
+    spec = resolve_pooler(opened.config, opened.path, ServeConfig(), "it", cp=1)
+    assert spec is not None
+    assert (spec.task, spec.pooling) == ("embed", "cls")
 
 
 def test_refusals(tmp_path: Path) -> None:
