@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import colonnade
+from colonnade.checkpoint.hf.pooling import StoredPooling, read_pooling
 from colonnade.checkpoint.load_model import open_model
 from colonnade.cli import main
 from colonnade.config import LoraConfig, Plan, ServeConfig, TrainConfig, TuneConfig
@@ -164,6 +165,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = resolve_pooler(tuning.MODEL, folder, ServeConfig(), "it", cp=1)
     assert spec == PoolerSpec("embed", 24, 64, "mean")
     assert resolve_pooler(tuning.MODEL, folder, ServeConfig(task="generate"), "it", cp=1) is None
+    main(["convert", str(tmp_path / "runs" / "embed"), str(tmp_path / "hf")])
+    assert read_pooling(tmp_path / "hf") == StoredPooling("mean", normalize=True)
 
 
 @pytest.mark.slow
