@@ -17,13 +17,15 @@ RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
 
 
 def load_reward(name: str) -> RewardFunction:
-    """The function that ``name`` names: FILE.py:FUNCTION or MODULE:FUNCTION.
+    """The function that ``name`` names: FILE.py:FUNCTION, MODULE:FUNCTION, or reasoning_gym:TASK, its verifier.
 
     Raises :class:`ConfigError` if there is none.
     """
     source, _, function = name.rpartition(":")
     if not (source and function):
-        raise ConfigError(f"tune.reward is {name!r}; write FILE.py:FUNCTION or MODULE:FUNCTION")
+        raise ConfigError(f"tune.reward is {name!r}; write FILE.py:FUNCTION, MODULE:FUNCTION or reasoning_gym:TASK")
+    if source == "reasoning_gym":
+        return _verifier(function)
     try:
         if source.endswith(".py"):
             spec = importlib.util.spec_from_file_location(f"reward_{Path(source).stem}", source)
@@ -39,6 +41,38 @@ def load_reward(name: str) -> RewardFunction:
     if not callable(found):
         raise ConfigError(f"tune.reward {name} is no function; name one")
     return cast(RewardFunction, found)
+
+
+def _verifier(task: str) -> RewardFunction:
+    """The verifier of a task of reasoning-gym (Stojanovski 2025, arXiv 2505.24760).
+
+    A row has the entry's ``answer`` and ``metadata``; its question is the prompt. If an answer has <answer> tags, the
+    last one's content is verified.
+    """
+    try:
+        factory = importlib.import_module("reasoning_gym.factory")
+        score = factory.get_score_answer_fn(task)
+    except ImportError as why:
+        raise ConfigError(
+            f"tune.reward reasoning_gym:{task} needs a package: {why}; pip install reasoning-gym"
+        ) from None
+    except ValueError as why:
+        raise ConfigError(
+            f"tune.reward reasoning_gym:{task}: {why}; give one of its tasks, such as leg_counting"
+        ) from None
+
+    def verify(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+        _, tag, inside = answer.rpartition("<answer>")
+        text = inside.partition("</answer>")[0] if tag else answer
+        return float(score(text.strip(), {"question": prompt, **row}))
+
+    return verify
+
+
+def main() -> None:
+    """The process: its arguments are the number of its pipe, the function's name, and the parent."""
+    pipe, name, parent = sys.argv[1:4]
+    work(Connection(int(pipe)), name, int(parent))
 
 
 def work(pipe: Connection, name: str, parent: int) -> None:

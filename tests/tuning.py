@@ -62,12 +62,12 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def logp(model: Transformer, tokens: list[int]) -> Tensor:
+def logp(model: Transformer, tokens: list[int], temperature: float = 1.0) -> Tensor:
     """Plain torch: log p of each token but the first given the ones before it."""
     tokens_T = torch.tensor(tokens)
     stream = Stream(tokens_T, torch.arange(len(tokens)))
     logits_TV = model(stream, Packed.of([len(tokens)]), Rows())
-    return logits_TV.log_softmax(1)[:-1].gather(1, tokens_T[1:, None]).squeeze(1)
+    return (logits_TV / temperature).log_softmax(1)[:-1].gather(1, tokens_T[1:, None]).squeeze(1)
 
 
 def norm(model: Transformer) -> Tensor:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from pydantic import Field
@@ -41,6 +41,7 @@ from colonnade.checkpoint.dtensor_view import (
 )
 from colonnade.checkpoint.tensor_index import DTYPES, INDEX, Index, split_key
 from colonnade.config import Config, ModelConfig, RunConfig, differences
+from colonnade.config.serve import Pooling
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.kernels.linear.quantise import Quantised
 from colonnade.model import Transformer
@@ -90,6 +91,15 @@ class SavableTokenizer(Protocol):
     def save(self, folder: Path) -> None:
         """Writes its files."""
         ...
+
+
+def read_embedding_pooling(folder: Path) -> Pooling | None:
+    """The pooling of a model that was tuned to embed texts; None for other folders."""
+    if not is_native(folder):
+        return None
+    cursor = read_meta(folder).cursor
+    pooling = cursor.get("pooling") if cursor.get("method") == "embed" else None
+    return pooling if pooling in get_args(Pooling) else None
 
 
 def save(

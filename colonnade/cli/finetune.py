@@ -27,7 +27,8 @@ class FinetuneArgs:
     """A JSON Lines file; docs/howto/finetune.md describes its rows."""
     method: str = "sft"
     """sft: train on what the assistant says in conversations. dpo: prefer the chosen of two answers.
-    grpo: sample answers and reinforce those with a high reward. classify, choice and span are for encoders;
+    grpo: sample answers and reinforce those with a high reward. embed: bring embeddings of texts that belong together
+    near each other. classify, choice and span are for encoders;
     colonnade finetune --method span --help lists their flags."""
     held_out: Path | None = None
     """A file of the same form for validation."""
@@ -67,7 +68,7 @@ def _tune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
     exit_if_stopped(tuner.fit())
 
 
-METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune, "grpo": _tune}
+METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune, "grpo": _tune, "embed": _tune}
 """Methods to the functions that run them: (arguments, adapters=whether a --lora flag was given, set_steps=whether
 --train.steps was not).
 """

@@ -1,10 +1,11 @@
 """Settings of fine-tuning on conversations, preferences and rewards."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from colonnade.config.base import MAX_DIM, Config
+from colonnade.config.serve import Pooling
 from colonnade.errors import ConfigError
 
 
@@ -25,15 +26,25 @@ class TuneConfig(Config):
 
     reward: str = ""
     """grpo: the function that scores an answer, as FILE.py:FUNCTION or MODULE:FUNCTION; it is called with the prompt,
-    the answer and the row, and returns a number."""
+    the answer and the row, and returns a number. reasoning_gym:TASK is the verifier of a task of that package."""
     reward_s: float = Field(default=10.0, gt=0, le=1e6)
     """grpo: longest time of one call [s]; after it the sample is left out."""
     reward_workers: int = Field(default=2, ge=1, le=1024)
     """grpo: processes that call it."""
     group: int = Field(default=8, ge=2, le=1 << 16)
     """grpo: answers to each prompt; train.batch counts answers."""
+    temperature: float | None = Field(default=None, gt=0, le=100)
+    """grpo: of the answers, and of the probabilities in the loss; None: 1. embed: divides the cosines; None: 0.05."""
+    kl: float = Field(default=0.0, ge=0)
+    """grpo: weight of the divergence from the model that the run starts from; without adapters each rank keeps a copy
+    of that."""
     max_tokens: int = Field(default=256, ge=1, le=MAX_DIM)
     """grpo: longest answer [tokens]."""
+    exact: bool = False
+    """grpo: sample with the batch-invariant engine, and compute the trainer's values with the same calls, token by
+    token: the ratio of probabilities before an update is 1, bit for bit. Dense models, one process, CPU."""
+    requests: int = Field(default=64, ge=1, le=1 << 16)
+    """grpo: answers that are sampled at a time on one data rank; the cache is for so many of data.sequence tokens."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """grpo: how far the ratio of new to old probability may fall below 1."""
     clip_high: float = Field(default=0.28, ge=0, le=1e6)
@@ -43,6 +54,11 @@ class TuneConfig(Config):
     max_tokens (Dr. GRPO)."""
     normalise: bool = False
     """grpo: divide a group's advantages by the standard deviation of its rewards."""
+
+    pooling: Pooling | None = None
+    """embed: what an embedding is made of; None: the mean of all tokens, for causal models the last token."""
+    widths: tuple[Annotated[int, Field(ge=1, le=MAX_DIM)], ...] = ()
+    """embed: the loss is the mean over embeddings cut to these widths (Matryoshka); empty: the whole width."""
 
     @model_validator(mode="after")
     def _validate(self) -> "TuneConfig":

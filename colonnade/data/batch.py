@@ -11,10 +11,10 @@ so a run has one or two lengths of it, seldom more. Padding to the maximum of T 
 the attention kernels.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -60,14 +60,23 @@ class Batch:
     """float64: for preferences, the reference model's log-probability of each sequence."""
     preference: tuple[float, Literal["dpo", "ipo"], float] | None = None
     """For preferences: beta, the kind of loss, and the share of flipped pairs; None: only log-probabilities."""
-    policy_2T: Tensor | None = None
-    """float64: for reward tuning, weighted advantage and sampled log-probability of each token's target."""
+    policy_4T: Tensor | None = None
+    """float64: for reward tuning, of each token's target the weight, the advantage, and the log-probability when it was
+    sampled and under the reference model."""
     units: Tensor | None = None
     """int64, 0-dim: what the loss is divided by; None: the number of targets, or of pairs."""
+    text_ids_S: Tensor | None = None
+    """int64: for embeddings, a number for each text, equal for equal tokens."""
+    contrast: Any = None
+    """For embeddings: the :class:`colonnade.model.contrastive.Contrast`."""
+    embedding_gradient_SD: Tensor | None = None
+    """For embeddings: the gradient of the global loss by each; None: the loss is that of the batch over data ranks."""
+    embedding_loss: Tensor | None = None
+    """For embeddings: the loss of the batch's queries, with the gradient."""
     observed: list[Tensor] | None = None
     """Output, for reward tuning: how far the sampled log-probabilities are from the trainer's."""
-    clip: tuple[float, float] = (0.2, 0.28)
-    """For reward tuning: how far the ratio of probabilities may fall and rise."""
+    policy: Mapping[str, float] = field(default_factory=dict)
+    """For reward tuning: the fields of :class:`colonnade.model.policy_loss.PolicySettings`."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
     source_tokens_S: Tensor | None = None

@@ -158,7 +158,7 @@ def record(model: Transformer, tokens: Sequence[int], pieces: Sequence[str], pla
                 block.fused = fused  # type: ignore[assignment]
     for layer in records:
         _gather(layer.values, model, T)
-    rotation = model._rotation(positions_T, torch.float32)
+    rotation = model.rotation_of(positions_T, torch.float32)
     half = config.rotary_width // 2
     turn = None if rotation is None else (rotation.own[:, 0, :half].cpu(), rotation.other[:, 0, half:].cpu())
     weights = [_whole_weights(model, i) for i in range(config.layers)]

@@ -90,17 +90,31 @@ class KVCache:
     ):
         assert kind != "int8" or config.latent, "int8 needs the scales that latents have"
         self.pages, self.page_tokens = pages, page_tokens
-        shape = (pages, page_tokens, *_head_shape(config, axes))
-        # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.
-        element = cache_write.DTYPES.get(kind, dtype)
-        self.k = [_zeros(shape, element, device) for _ in range(config.layers)]
-        self.v = self.k if config.latent else [_zeros(shape, element, device) for _ in range(config.layers)]
+        self._shape = (pages, page_tokens, *_head_shape(config, axes))
+        self._dtype, self._device, self._layers = cache_write.DTYPES.get(kind, dtype), device, config.layers
+        self._has_values, self._has_scales = not config.latent, kind != "stored" and config.latent is not None
         self.value_width = config.latent.kv_rank if config.latent else None
         """How many elements of a cached vector are its value; None: that of ``v``."""
-        self.scales: list[Tensor] | None = None
-        if kind != "stored" and config.latent:
-            two = (pages, page_tokens, cache_write.SCALES_PER_TOKEN)
-            self.scales = [_zeros(two, torch.float32, device) for _ in range(config.layers)]
+        self._fill(pages)
+
+    def _fill(self, pages: int) -> None:
+        # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.
+        def pools(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+            return [_zeros((pages, *shape), dtype, self._device) for _ in range(self._layers)]
+
+        self.k = pools(self._shape[1:], self._dtype)
+        self.v = pools(self._shape[1:], self._dtype) if self._has_values else self.k
+        two = (self.page_tokens, cache_write.SCALES_PER_TOKEN)
+        self.scales = pools(two, torch.float32) if self._has_scales else None
+
+    def release(self) -> None:
+        """Free the pools' memory; their contents are lost."""
+        self._fill(0)
+
+    def allocate(self) -> None:
+        """Allocate the pools again, at other addresses, if they were released."""
+        if not len(self.k[0]):
+            self._fill(self.pages)
 
     def at(self, layer: int) -> Pools:
         """The pools of one layer."""

@@ -9,6 +9,8 @@ A is drawn uniformly within ± 1/√inputs, as torch draws a linear layer and as
 nothing. A model has adapters if ``config.lora`` is set.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,8 +126,22 @@ def qkv_adapter(config: ModelConfig, kv_heads: int, **on: Any) -> FusedQkv | Non
     return FusedQkv(config.width, kv_heads, config.group, config.head_width, config.lora, **on)
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within, ``model`` computes what it would without its adapters."""
+    adapters = [module for module in model.modules() if isinstance(module, LowRank | ExpertPairs)]
+    scales = [adapter.scale for adapter in adapters]
+    for adapter in adapters:
+        adapter.scale = 0.0
+    try:
+        yield
+    finally:
+        for adapter, scale in zip(adapters, scales, strict=True):
+            adapter.scale = scale
+
+
 def merged_delta(name: str, adapters: dict[str, Tensor], config: ModelConfig) -> Tensor | None:
-    """s · B A of the whole parameter ``name``, whose whole adapters are in ``adapters``; None if it has none."""
+    """s · B A of the parameter ``name`` with ``adapters``, whole or a tensor rank's; None if it has none."""
     assert config.lora is not None
     scale = config.lora.scale
     module, _, leaf = name.rpartition(".")
@@ -145,4 +161,6 @@ def merged_delta(name: str, adapters: dict[str, Tensor], config: ModelConfig) ->
     if not parts:
         return None
     heads = {"q": config.group, "k": 1, "v": 1}
-    return fuse_qkv(parts, heads, config.kv_heads, config.head_width).T
+    some = next(iter(parts))
+    kv_heads = parts[some].shape[-1] // (heads[some] * config.head_width)
+    return fuse_qkv(parts, heads, kv_heads, config.head_width).T

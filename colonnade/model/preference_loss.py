@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens with a gradient, and losses of pairs of sequences: DPO, conservative DPO, IPO.
 
-    logp_r = z_r[target_r] − log Σ_v exp(z_r[v])                           z = x Wᵀ
+    logp_r = z_r[target_r] − log Σ_v exp(z_r[v])                           z = x Wᵀ / temperature
     ∂logp_r/∂z_r = onehot(target_r) − softmax(z_r)
 
 The gradient's weight is known only in the backward pass, unlike that of cross-entropy (:mod:`colonnade.model.loss`). So
@@ -30,7 +30,7 @@ from colonnade.parallel.axis import Axis
 
 
 def logp_with_gradient(
-    x_tD: Tensor, T: int, rows_R: Tensor | None, targets_R: Tensor, output: OutputProjection
+    x_tD: Tensor, T: int, rows_R: Tensor | None, targets_R: Tensor, output: OutputProjection, temperature: float = 1.0
 ) -> Tensor:
     """logp_R of ``targets_R`` after the tokens ``rows_R`` of the stream (None: all), 0 for :data:`IGNORE`.
 
@@ -41,16 +41,18 @@ def logp_with_gradient(
     weight_vD = output.weight_vD
     if isinstance(weight_vD, Quantised):
         weight_vD = dequantise(weight_vD, x_RD.dtype)
-    return _TokenLogp.apply(x_RD, weight_vD, targets_R, output.axes.tp, output.vocab_size)
+    return _TokenLogp.apply(x_RD, weight_vD, targets_R, output.axes.tp, output.vocab_size, temperature)
 
 
 class _TokenLogp(Function):
     @staticmethod
-    def forward(ctx, x_RD: Tensor, weight_vD: Tensor, targets_R: Tensor, tp: Axis, vocab_size: int) -> Tensor:
+    def forward(
+        ctx, x_RD: Tensor, weight_vD: Tensor, targets_R: Tensor, tp: Axis, vocab_size: int, temperature: float
+    ) -> Tensor:
         exact = torch.float64 if x_RD.dtype == torch.float64 else torch.float32
         start, _ = tp.part(vocab_size)
         logp_R, lse_R = (torch.zeros(len(x_RD), dtype=exact, device=x_RD.device) for _ in range(2))
-        for part, z_cv in _logits(x_RD, weight_vD):
+        for part, z_cv in _logits(x_RD, weight_vD, temperature):
             target_c = targets_R[part]
             top_c, sums_3c = statistics(x_RD.is_cuda)(z_cv, target_c - start, exact, 0.0)
             highest_c = tp.max_(top_c)
@@ -59,7 +61,7 @@ class _TokenLogp(Function):
             lse_R[part] = sum_c.log() + highest_c
             logp_R[part] = torch.where(target_c != IGNORE, target_z_c - lse_R[part], 0.0)
         ctx.save_for_backward(x_RD, weight_vD, targets_R, lse_R)
-        ctx.start, ctx.vocab_size = start, vocab_size
+        ctx.start, ctx.vocab_size, ctx.temperature = start, vocab_size, temperature
         return logp_R
 
     @staticmethod
@@ -68,28 +70,29 @@ class _TokenLogp(Function):
         wants_x, wants_w = ctx.needs_input_grad[:2]
         dx_RD = torch.zeros_like(x_RD) if wants_x else None
         dw_vD = torch.zeros_like(weight_vD, dtype=lse_R.dtype) if wants_w else None
-        for part, z_cv in _logits(x_RD, weight_vD):
+        for part, z_cv in _logits(x_RD, weight_vD, ctx.temperature):
             target_c = targets_R[part]
             dz_cv = gradient(x_RD.is_cuda)(
                 z_cv, lse_R[part], target_c != IGNORE, target_c - ctx.start, 0.0, ctx.vocab_size
             )
-            dz_cv = (dz_cv * -grad_R[part, None]).to(x_RD.dtype)
+            dz_cv = (dz_cv * (-grad_R[part, None] / ctx.temperature)).to(x_RD.dtype)
             if dx_RD is not None:
                 dx_RD[part] = dz_cv @ weight_vD
             if dw_vD is not None:
                 dw_vD += dz_cv.T @ x_RD[part]
-        return dx_RD, None if dw_vD is None else dw_vD.to(weight_vD.dtype), None, None, None
+        return dx_RD, None if dw_vD is None else dw_vD.to(weight_vD.dtype), None, None, None, None
 
 
-def _logits(x_RD: Tensor, weight_vD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, z_cv) of one chunk of rows after another."""
+def _logits(x_RD: Tensor, weight_vD: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, z_cv) of one chunk of rows after another; divided in full precision, as the sampler does."""
     kind, v = x_RD.device.type, len(weight_vD)
     exact = torch.float64 if x_RD.dtype == torch.float64 else torch.float32
     padded_vD = F.pad(weight_vD, (0, 0, 0, -v % ALIGN[kind]))
     rows = max(1, min(CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (max(1, v) * exact.itemsize)))
     for a in range(0, len(x_RD), rows):
         part = slice(a, a + rows)
-        yield part, (x_RD[part] @ padded_vD.T)[:, :v]
+        z_cv = (x_RD[part] @ padded_vD.T)[:, :v]
+        yield part, z_cv if temperature == 1.0 else z_cv.to(exact) / temperature
 
 
 @dataclass(frozen=True)

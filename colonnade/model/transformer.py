@@ -218,7 +218,7 @@ class Transformer(nn.Module):
             assert self.embed is not None
             x_sD = self.embed.of_source(source.tokens_S)
         x_sD = apply_dropout(x_sD, dropout and dropout.at_embedding, EMBEDDING)
-        rotation = self._rotation(source.positions_S, x_sD.dtype)
+        rotation = self.rotation_of(source.positions_S, x_sD.dtype)
         if self.encoder_relative is not None:
             attend = with_relative_bias(attend, self.encoder_relative.expand())
         for i, block in enumerate(self.encoder_blocks):
@@ -249,7 +249,7 @@ class Transformer(nn.Module):
             assert self.embed is not None, "the first span begins with the embedding"
             x_tD = apply_dropout(self.embed(stream), dropout and dropout.at_embedding, EMBEDDING)
         assert x_tD is not None
-        rotation = self._rotation(stream.positions_T, x_tD.dtype)
+        rotation = self.rotation_of(stream.positions_T, x_tD.dtype)
         attend = self._with_memory(stream, attend)
         if self.relative is not None:
             attend = with_relative_bias(attend, self.relative.expand())
@@ -280,7 +280,8 @@ class Transformer(nn.Module):
         scale = self.config.width**-0.5 if self.config.scale_decoder_outputs else 1.0
         return OutputProjection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels, scale)
 
-    def _rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
+    def rotation_of(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
+        """Rotary angles of these positions; None for other kinds of positions."""
         if self.config.positions != "rotary":
             return None
         if self._theta.device != positions_T.device:

@@ -17,8 +17,10 @@ from colonnade.model.attend import Packed, Paged
 from colonnade.model.moe import RouterInput, RouterOutput, RouterParameter, TokenGroups, router
 from colonnade.nn.gradients import clip_gradients, reduce_gradients
 from colonnade.nn.linear import ColumnParallelLinear, RowParallelLinear
+from colonnade.nn.managed_table import ManagedTable
 from colonnade.nn.moe import MoE, MoEOutput
 from colonnade.nn.paged_attention import PagedCache
+from colonnade.nn.table_prefetch import prefetched
 from colonnade.parallel.axis import SOLO, SOLO_AXES, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 
@@ -30,6 +32,7 @@ __all__ = [
     "Axes",
     "Axis",
     "ColumnParallelLinear",
+    "ManagedTable",
     "MoE",
     "MoEOutput",
     "Packed",
@@ -43,6 +46,7 @@ __all__ = [
     "clip_gradients",
     "distributed_context",
     "kernel_names",
+    "prefetched",
     "reduce_gradients",
     "router",
 ]

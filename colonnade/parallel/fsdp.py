@@ -248,6 +248,13 @@ class ShardedMasters:
         (self.local if name in self.local else self.frozen)[name].copy_(value[start:stop])
 
 
+def unsharded(x: Tensor) -> Tensor:
+    """``x``, gathered over the data ranks that FSDP shards it over, which call this together."""
+    from torch.distributed.tensor import DTensor
+
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def _local(x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 

@@ -80,6 +80,12 @@ class CudaGraphRunner:
             return logits_Bv[: len(rows)]
         return logits_Bv.index_select(0, upload(rows, torch.int64, logits_Bv.device))
 
+    def clear(self) -> None:
+        """Drop everything recorded, which contains the cache's addresses."""
+        self._batches.clear()
+        if self.pool is not None:
+            self.pool = torch.cuda.graph_pool_handle()  # that of deleted graphs is freed with them
+
     def _batch_rows(self, work: Work) -> list[int]:
         """The row of each slice: its request's own, or consecutive ones if none are assigned or ranks share a cache."""
         rows = [piece.batch_row for piece in work.slices]

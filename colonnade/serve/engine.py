@@ -260,9 +260,20 @@ class Engine:
         """
         assert self._in_flight is None, "a step that is in flight would mix old and new weights"
         self.scheduler.restart_all()
+        self.cache.allocate()
         write(self.model)
         self.version += 1
         return self.version
+
+    def release_cache(self) -> None:
+        """Free the memory of this rank's key/value cache until the next :meth:`refresh`; no request may be running.
+
+        Recorded steps and CUDA graphs contain its addresses; they are dropped, and recorded again when needed.
+        """
+        assert not self.busy, "running requests have keys in the cache"
+        self.scheduler.pool.forget_cached()
+        self._runner.forget_recorded()
+        self.cache.release()
 
     def cancel(self, request_id: str) -> bool:
         """Drop a request, its pages and its undelivered outputs; False if it is not (or no longer) running."""

@@ -143,6 +143,11 @@ class ModelRunner:
             sampled = sampled._replace(tokens_R=self._last_R)
         return SampledTokens(sampled, launched_s)
 
+    def forget_recorded(self) -> None:
+        """Drop recorded steps and CUDA graphs."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
     def _run(self, work: Work) -> Sampled:
         stream, attend, head = build_inputs(self._shard, work, share=self.share)
         if self.invariant:

@@ -11,33 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from colonnade.config.serve import ClassActivation, Pooling
+from colonnade.config.serve import ClassActivation
 from colonnade.model import Classes
+from colonnade.model.contrastive import Embeddings
 from colonnade.model.output_heads import Head, OutputProjection
 from colonnade.serve.pooler_spec import PoolerSpec
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """Embeddings of R packed texts that start at ``cu_seqlens``."""
-
-    cu_seqlens: Tensor
-    pooling: Pooling
-    normalize: bool
-
-    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
-        """x_RD."""
-        x_RD = self._pool(output.axes.all_tokens(x_tD, T))
-        return F.normalize(x_RD, dim=1) if self.normalize else x_RD
-
-    def _pool(self, x_TD: Tensor) -> Tensor:
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        ends = self.cu_seqlens.long()
-        if self.pooling == "mean":
-            return torch.segment_reduce(x_TD.to(wide), "mean", lengths=ends.diff(), axis=0)
-        return x_TD[ends[:-1] if self.pooling == "cls" else ends[1:] - 1].to(wide)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Decides what a server answers for a model: text, embeddings or classes, and how hidden states are pooled.
 
-    --serve.task auto    text by a causal model, classes by a model with a class head, else embeddings
+    --serve.task auto    text by a causal model, classes by a model with a class head, else embeddings; embeddings by
+                         a model that was tuned for them
     --serve.task embed   embeddings by any model
 
 The pooling is the checkpoint's, or ``--serve.pooling``; without either the mean, for causal models the last token.
@@ -9,6 +10,7 @@ The pooling is the checkpoint's, or ``--serve.pooling``; without either the mean
 from pathlib import Path
 
 from colonnade.checkpoint.hf.pooling import StoredPooling, read_pooling
+from colonnade.checkpoint.native import read_embedding_pooling
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.config.expert_overrides import check_generates
 from colonnade.config.serve import Pooling
@@ -22,7 +24,8 @@ def resolve_pooler(model: ModelConfig, folder: Path, serve: ServeConfig, name: s
     Raises :class:`ConfigError` and :class:`PlanError` for settings that contradict the model, and
     :class:`CheckpointError` for files that describe a pooling that is not implemented.
     """
-    if serve.task == "generate" or (serve.task == "auto" and model.causal):
+    tuned = read_embedding_pooling(folder)
+    if serve.task == "generate" or (serve.task == "auto" and model.causal and tuned is None):
         check_generates(model, name)
         if serve.pooling is not None:
             raise ConfigError(
@@ -37,9 +40,9 @@ def resolve_pooler(model: ModelConfig, folder: Path, serve: ServeConfig, name: s
         )
     if serve.batch_invariant:
         raise ConfigError("serve.batch_invariant applies to generation only; leave it out")
-    if model.task_head == "classes" and serve.task == "auto":
+    if model.task_head == "classes" and serve.task == "auto" and tuned is None:
         return _classifier(model, read_pooling(folder, kind=False), serve)
-    stored = read_pooling(folder, kind=serve.pooling is None)
+    stored = StoredPooling(tuned) if tuned is not None else read_pooling(folder, kind=serve.pooling is None)
     default: Pooling = "last" if model.causal else "mean"
     normalize = True if stored.normalize is None else stored.normalize
     context = min(model.context, stored.max_tokens or model.context)

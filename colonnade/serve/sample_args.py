@@ -35,12 +35,17 @@ class SampleArgs(NamedTuple):
     """How many alternatives to return with the token's log-probability; negative for no log-probability."""
     changes: LogitsChanges | None = None
     """Applied to the logits before sampling; log-probabilities are those of the raw logits."""
+    tempered: bool = False
+    """Divide the logits by the temperature before log-probabilities."""
 
     @staticmethod
     def of(params: SamplingParams, seed: int, index: int, changes: LogitsChanges | None = None) -> "SampleArgs":
         """Arguments for token ``index`` of a request."""
         logprobs = -1 if params.logprobs is None else params.logprobs
-        return SampleArgs(params.temperature, params.top_k, params.top_p, params.min_p, seed, index, logprobs, changes)
+        return SampleArgs(
+            params.temperature, params.top_k, params.top_p, params.min_p, seed, index, logprobs, changes,
+            params.tempered_logprobs,
+        )  # fmt: skip
 
     @property
     def greedy(self) -> bool:
@@ -55,7 +60,7 @@ class SampleArgs(NamedTuple):
     def pack(self) -> tuple[int, ...]:
         """Encode as int64 values, the floats by their bits; without the mask of ``changes``."""
         numbers = _float_bits((self.temperature, self.top_p, self.min_p))
-        values = (*numbers, self.seed, self.index, self.top_k, self.logprobs)
+        values = (*numbers, self.seed, self.index, self.top_k, self.logprobs, int(self.tempered))
         if self.changes is None:
             return (*values, -1)
         tokens, scales, biases, mask = self.changes
@@ -65,14 +70,14 @@ class SampleArgs(NamedTuple):
     def unpack(values: Iterator[int], masks: BinaryIO) -> "SampleArgs":
         """The inverse of :meth:`pack`; takes what it needs of ``values`` and ``masks``."""
         temperature, top_p, min_p = _from_bits(values, 3)
-        seed, index, top_k, logprobs, count = islice(values, 5)
+        seed, index, top_k, logprobs, tempered, count = islice(values, 6)
         changes = None
         if count >= 0:
             mask_bytes = next(values)
             tokens = tuple(islice(values, count))
             scales, biases = _from_bits(values, count), _from_bits(values, count)
             changes = LogitsChanges(tokens, scales, biases, masks.read(mask_bytes) or None)
-        return SampleArgs(temperature, top_k, top_p, min_p, seed, index, logprobs, changes)
+        return SampleArgs(temperature, top_k, top_p, min_p, seed, index, logprobs, changes, bool(tempered))
 
 
 def _float_bits(numbers: Sequence[float]) -> tuple[int, ...]:

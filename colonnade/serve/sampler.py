@@ -95,7 +95,12 @@ def sample_and_score(
         return Sampled(tokens_R)
     which = slice(None) if len(rows) == len(args) else upload(rows, torch.int64, logits_Rv.device)
     top = max(each.logprobs for each in args)
-    return Sampled(tokens_R, score_logits(logits_Rv[which], tokens_R[which], tp, vocab_size, top=top, rowwise=rowwise))
+    scored_Rv = logits_Rv[which]
+    if any(args[r].tempered for r in rows):
+        exact = torch.promote_types(scored_Rv.dtype, torch.float32)
+        divisors = [max(args[r].temperature, MIN_TEMPERATURE) if args[r].tempered else 1.0 for r in rows]
+        scored_Rv = scored_Rv.to(exact) / upload(divisors, exact, scored_Rv.device)[:, None]
+    return Sampled(tokens_R, score_logits(scored_Rv, tokens_R[which], tp, vocab_size, top=top, rowwise=rowwise))
 
 
 def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:

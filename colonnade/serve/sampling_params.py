@@ -59,6 +59,8 @@ class SamplingParams:
 
     They are those of the raw logits, before temperature and filters; None returns none.
     """
+    tempered_logprobs: bool = False
+    """Divide the logits by the temperature before ``logprobs``; only without filters."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first. Such a prompt is not read from the prefix cache."""
     echo: bool = False
@@ -90,7 +92,7 @@ class SamplingParams:
             value = getattr(self, name)
             optional = name not in ("top_k", "min_tokens")
             _check(name, value, _is_a(Integral, value) or (value is None and optional), "a whole number")
-        for name in ("ignore_eos", "echo", "return_prompt_ids", "skip_special_tokens"):
+        for name in ("ignore_eos", "tempered_logprobs", "echo", "return_prompt_ids", "skip_special_tokens"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         stop = (
             (self.stop,)

@@ -27,11 +27,12 @@ from colonnade.model import (
     Stream,
     Transformer,
 )
+from colonnade.model.contrastive import ContrastiveLoss, Embeddings
 from colonnade.model.distill_loss import Distillation
 from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
 from colonnade.model.moe.router import needs_sequences, uses_noise
 from colonnade.model.moe.routing_context import ModelBalance
-from colonnade.model.policy_loss import PolicyClip, PolicyLoss
+from colonnade.model.policy_loss import PolicyLoss, PolicySettings
 from colonnade.model.preference_loss import PreferenceLoss, SequenceLogprobs
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ VALIDATION = StepContext()
 
 LossHead = (
     Loss | Pretraining | ClassLoss | ChoiceLoss | SpanLoss
-    | Distillation | PreferenceLoss | SequenceLogprobs | PolicyLoss
+    | Distillation | PreferenceLoss | SequenceLogprobs | PolicyLoss | ContrastiveLoss
 )  # fmt: skip
 """Heads that give (loss sum, number of targets)."""
 
@@ -123,14 +124,13 @@ def model_inputs(
             first_R, orders_R = _local_rows(local_T[first_R], orders_R, len(index_t))
     if sequence_R is not None:
         return stream, attend, _preference_loss(batch, targets_R, sequence_R[: len(targets_R)], rows_R)
-    if batch.policy_2T is not None:
-        assert cp.size == 1, "reward tuning runs in one process"
-        advantages_R, old_R = batch.policy_2T if rows_R is None else batch.policy_2T[:, rows_R]
-        return (
-            stream,
-            attend,
-            PolicyLoss(targets_R, advantages_R, old_R, rows_R, PolicyClip(*batch.clip), batch.observed),
-        )
+    if batch.contrast is not None:
+        return stream, attend, _contrastive_loss(batch)
+    if batch.policy_4T is not None:
+        assert cp.size == 1, "reward tuning is for data and tensor ranks"
+        policy_4R = batch.policy_4T if rows_R is None else batch.policy_4T[:, rows_R]
+        settings = PolicySettings(**batch.policy)
+        return stream, attend, PolicyLoss(targets_R, policy_4R, rows_R, settings, batch.observed)
     if config.task_head == "classes":
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
@@ -152,6 +152,17 @@ def model_inputs(
     assert first_R is not None, "this model trains on pairs"
     assert orders_R is not None
     return stream, attend, Pretraining(tokens, SentenceOrders(first_R), orders_R, step.order_loss_weight)
+
+
+def _contrastive_loss(batch: Batch) -> ContrastiveLoss:
+    assert batch.text_ids_S is not None, "samples of embeddings are texts"
+    assert batch.first_R is not None
+    ends = batch.cu_seqlens[: len(batch.text_ids_S) + 1]
+    cached = None
+    if batch.embedding_gradient_SD is not None and batch.embedding_loss is not None:
+        cached = batch.embedding_gradient_SD, batch.embedding_loss
+    embeddings = Embeddings(ends, batch.contrast.pooling, normalize=False)
+    return ContrastiveLoss(embeddings, batch.text_ids_S, batch.targets_T[batch.first_R], batch.contrast, cached)
 
 
 def _preference_loss(

@@ -1,43 +1,52 @@
-"""Reward tuning (GRPO): answers sampled by an engine in the trainer, and the advantages of a group of answers.
+"""Reward tuning (GRPO): answers sampled by an engine in the trainer, and a policy-gradient step over their tokens.
 
-    rollout    the engine gets the trainer's weights (Engine.refresh) and answers each prompt ``group`` times
+    rollout    the engine gets the trainer's weights and answers each prompt ``group`` times
+               (:mod:`colonnade.tune.rollout_engine`)
     reward     worker processes score the answers (:mod:`colonnade.tune.rewards`)
-    advantage  A = R − mean of the group, or that divided by (its standard deviation + 1e-4)
-    step       one policy-gradient step over the answers' tokens (:mod:`colonnade.model.policy_loss`)
+    advantage  A = R − mean of the group (:mod:`colonnade.tune.rollouts`)
+    reference  with ``kl``, the answers' log-probabilities under the model that the run starts from
+    step       :mod:`colonnade.model.policy_loss`
 
-(Shao 2024, arXiv 2402.03300.) The divisor of the loss is the number of tokens (DAPO, Yu 2025), the number of answers
-with the mean over each (GRPO), or that of answers times ``max_tokens`` (Dr. GRPO, Liu 2025, arXiv 2503.20783). A group
-of equal rewards moves nothing: it is left out, and counted.
-
-Answers are sampled from the whole distribution at temperature 1, so that the engine's log-probabilities are those of
-what it sampled. Seeds follow from the position of the prompt and the number of the answer: a resumed run samples what
-the uninterrupted one does. One process: the engine and the trainer have one rank.
+(Shao 2024, arXiv 2402.03300.) A group of equal rewards moves nothing: it is left out, and counted. Answers are sampled
+from the whole distribution at ``temperature``, so that the engine's log-probabilities, divided by it as the trainer's,
+are those of what it sampled. Seeds follow from the position of the prompt and the number of the answer: a resumed run
+samples what the uninterrupted one does, and several data ranks sample, up to rounding, what one does.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from colonnade.config import RunConfig, ServeConfig, TuneConfig
-from colonnade.data import Batch, Tokenizer
-from colonnade.data.loader import Cursor, splitmix64
+from colonnade.config import RunConfig, TuneConfig
+from colonnade.data import Tokenizer
+from colonnade.data.loader import splitmix64
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer
+from colonnade.model.exact_forward import make_exact
+from colonnade.model.lora import adapters_off
+from colonnade.model.policy_loss import PolicyLoss
+from colonnade.parallel.axis import Axis
 from colonnade.serve.engine import Engine
 from colonnade.serve.request import Completion
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.train.data_feed import MakeFeed
+from colonnade.train.model_inputs import model_inputs
+from colonnade.train.train_step import PipelineStep
 from colonnade.tune.classify import start_tokenizer
-from colonnade.tune.packing import check_tune_settings, pack_rows
-from colonnade.tune.rewards import Answer, RewardPool, Scored
+from colonnade.tune.packing import check_tune_settings
+from colonnade.tune.rewards import Answer, RewardPool
+from colonnade.tune.rollout_engine import RolloutEngine, copy_of, copy_weights
+from colonnade.tune.rollouts import Rollout, RolloutSamples, advantages
+
+IDENTITY = (
+    "group", "max_tokens", "clip_low", "clip_high", "divisor", "normalise", "reward", "temperature", "kl", "exact",
+)  # fmt: skip
+"""Settings that a resumed run must share."""
 
 
 class PromptRow(NamedTuple):
@@ -46,78 +55,6 @@ class PromptRow(NamedTuple):
     tokens: list[int]
     text: str
     row: Mapping[str, Any]
-
-
-class Rollout(NamedTuple):
-    """One answer with its log-probabilities and advantage."""
-
-    prompt: list[int]
-    answer: list[int]
-    logp: list[float]
-    advantage: float
-
-
-def advantages(scored: Sequence[Scored], *, normalise: bool) -> list[float | None]:
-    """The advantage of each answer of one group; None where there is no reward, or for a group that moves nothing."""
-    rewards = [each.reward for each in scored if each.reward is not None]
-    if not rewards or max(rewards) == min(rewards):
-        return [None] * len(scored)
-    mean = math.fsum(rewards) / len(rewards)
-    scale = 1.0
-    if normalise:
-        scale = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) + 1e-4
-    return [None if each.reward is None else (each.reward - mean) / scale for each in scored]
-
-
-def pack_rollouts(rollouts: Sequence[Rollout], sequence: int, tune: TuneConfig) -> Batch:
-    """The batch of ``rollouts``; those with an advantage of 0 have no targets."""
-    rows, advantage, old = [], list[float](), list[float]()
-    for prompt, answer, logp, value in rollouts:
-        counts = [False] * len(prompt) + [value != 0] * len(answer)
-        rows.append((np.array(prompt + answer, np.int64), np.array(counts)))
-        weight = (
-            1.0 if tune.divisor == "tokens" else 1 / (len(answer) if tune.divisor == "answers" else tune.max_tokens)
-        )
-        # A token is predicted by the row before it.
-        advantage += [0.0] * (len(prompt) - 1) + [value * weight] * len(answer) + [0.0]
-        old += [0.0] * (len(prompt) - 1) + logp + [0.0]
-    batch = pack_rows(rows, sequence)
-    units = None
-    if tune.divisor != "tokens":
-        units = torch.tensor(sum(bool(value) for *_, value in rollouts))
-    policy = torch.tensor([advantage, old], dtype=torch.float64)
-    return replace(batch, policy_2T=policy, units=units, clip=(tune.clip_low, tune.clip_high))
-
-
-class RolloutSamples:
-    """The samples of the newest rollouts; :class:`colonnade.data.Loader`'s part of the session's interface."""
-
-    def __init__(self, rows: int, run: RunConfig, tune: TuneConfig):
-        self.samples = rows
-        """Prompts in one epoch."""
-        self._cursor, self._run, self._tune = Cursor(rows, run.data.seed), run, tune
-        self.rollouts: list[Rollout] = []
-        self.observed: list[Tensor] = []
-
-    def at(self, seen: int) -> list[Batch]:
-        """The micro-batches of the newest rollouts."""
-        t, sequence = self._run.train, self._run.data.sequence
-        batches = []
-        for start in range(0, len(self.rollouts), t.micro_batch):
-            part = self.rollouts[start : start + t.micro_batch]
-            batch = pack_rollouts(part, sequence, self._tune)
-            batches.append(replace(batch, first=start * sequence, observed=self.observed))
-        return batches
-
-    def positions(self, seen: int) -> range:
-        """The positions of a step's prompts in the order of all epochs."""
-        first = seen // self._tune.group
-        return range(first, first + self._run.train.batch // self._tune.group)
-
-    def numbers(self, seen: int) -> list[int]:
-        """The rows of a step's prompts."""
-        positions = self.positions(seen)
-        return self._cursor.at(positions.start, len(positions)).tolist()
 
 
 class RewardFeed:
@@ -132,16 +69,18 @@ class RewardFeed:
         self.no_validation_reason: str | None = "the rewards of the answers are logged instead"
         self.name, self._rows, self._tune, self._run = "this data", rows, tune, run
         self.sample_tokens = float(sum(len(row.tokens) for row in rows) / max(1, len(rows)) + tune.max_tokens)
-        self.samples = RolloutSamples(len(rows), run, tune)
+        self.samples = RolloutSamples(len(rows), run, tune, rank, ranks)
         self.tokenizer: Tokenizer = _tokenizer(run)
         digest = hashlib.sha256(json.dumps([(row.tokens, row.row) for row in rows], sort_keys=True).encode())
         self.identity: dict[str, Any] = {"method": "grpo", "rows": digest.hexdigest()} | {
-            key: getattr(tune, key)
-            for key in ("group", "max_tokens", "clip_low", "clip_high", "divisor", "normalise", "reward")
+            key: getattr(tune, key) for key in IDENTITY
         }
-        self._engine: Engine | None = None
+        self._engine = RolloutEngine(run, tune, self.tokenizer, run.train.batch // ranks)
         self._rewards: RewardPool | None = None
+        self._reference: Transformer | None = None
         self._metrics: dict[str, float] = {}
+        self._dp: Axis | None = None
+        self._is_exact = False
 
     def difference(self, old: Mapping[str, Any]) -> str | None:
         """How data or method differ from a checkpoint's, if at all."""
@@ -150,88 +89,107 @@ class RewardFeed:
                 return "it has other rows" if key == "rows" else f"{key} is {value}, and was {was}"
         return None
 
+    # -- the reference model -------------------------------------------------------------------------------------------
+
+    def needs_start_weights(self, world: Axis) -> bool:
+        """Whether the reference is a model of its own; with adapters it is the trained one without them."""
+        return self._tune.kl > 0 and self._run.model.lora is None
+
+    def prepare(self, model: Transformer, pipeline: PipelineStep | None, world: Axis, device: torch.device) -> None:
+        """Keep a copy of ``model``, which has the initial weights."""
+        self._reference = copy_of(model, self._run, serving=False)
+        copy_weights(model, self._reference)
+
+    @torch.no_grad()
+    def _score_reference(self, model: Transformer) -> None:
+        """Set the reference's log-probabilities in all batches."""
+        reference, device = self._reference or model, next(model.parameters()).device
+        with adapters_off(reference):
+            for batch in self.samples.batches:
+                stream, attend, head = model_inputs(batch.to(device), reference)
+                assert isinstance(head, PolicyLoss)
+                assert batch.policy_4T is not None
+                assert batch.predicted_R is not None
+                logp_R = reference(stream, attend, head.logprobs)
+                batch.policy_4T[3, batch.predicted_R] = logp_R.double().cpu()
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
     def before_step(self, model: Transformer, seen: int) -> None:
-        """Sample and score the answers of the step after ``seen`` answers."""
-        tune, positions, numbers = self._tune, self.samples.positions(seen), self.samples.numbers(seen)
-        engine = self._refreshed(model)
-        prompts, params = [], []
-        for position, number in zip(positions, numbers, strict=True):
-            for answer in range(tune.group):
-                seed = splitmix64(self._run.train.seed ^ splitmix64(position * tune.group + answer)) >> 1
-                prompts.append(self._rows[number].tokens)
-                params.append(SamplingParams(temperature=1.0, max_tokens=tune.max_tokens, seed=seed, logprobs=0))
-        completions = engine.generate(prompts, params)
-        rows = [self._rows[number] for number in numbers for _ in range(tune.group)]
+        """Sample and score the answers of the step after ``seen`` answers; all ranks call this together."""
+        self._dp = model.axes.dp
+        if self._tune.exact and not self._is_exact:
+            if next(model.parameters()).device.type != "cpu":
+                raise ConfigError("tune.exact is for a CPU, where the engine runs token by token; set --device cpu")
+            make_exact(model)
+            self._is_exact = True
+        positions = self.samples.positions(seen)
+        rows = [self._rows[number] for number in self.samples.rows(positions) for _ in range(self._tune.group)]
+        answers = self._engine.run(model, partial(self._sample, positions, rows))
+        self.samples.take([Rollout(row.tokens, *each[:3]) for row, each in zip(rows, answers, strict=True)])
+        if self._tune.kl:
+            self._score_reference(model)
+        group = self._tune.group
+        groups = [answers[start : start + group] for start in range(0, len(answers), group)]
+        rewards = [reward for *_, reward in answers if reward is not None]
+        total, scored, failed, skipped, tokens, count = self._dp.sum_(
+            torch.tensor([
+                math.fsum(rewards), len(rewards), len(answers) - len(rewards),
+                sum(all(advantage is None for *_, advantage, _ in each) for each in groups),
+                sum(len(ids) for ids, *_ in answers), len(answers),
+            ], dtype=torch.float64)
+        ).tolist()  # fmt: skip
+        self._metrics = {
+            "reward": total / max(1, scored),
+            "reward_failures": failed,
+            "skipped_groups": skipped,
+            "answer_tokens": tokens / count,
+        }
+
+    def _sample(self, positions: range, rows: Sequence[PromptRow], engine: Engine) -> list[Any]:
+        """(tokens, log-probabilities, advantage, reward) of each answer to ``rows``."""
+        tune = self._tune
+        numbers = [position * tune.group + answer for position in positions for answer in range(tune.group)]
+        params = [
+            SamplingParams(
+                temperature=tune.temperature or 1.0, max_tokens=tune.max_tokens, logprobs=0, tempered_logprobs=True,
+                seed=splitmix64(self._run.train.seed ^ splitmix64(number)) >> 1,
+            ) for number in numbers
+        ]  # fmt: skip
+        completions = engine.generate([row.tokens for row in rows], params)
         if self._rewards is None:
             self._rewards = RewardPool(tune.reward, tune.reward_workers, tune.reward_s)
         scored = self._rewards.score(
             [Answer(row.text, each.text, row.row) for row, each in zip(rows, completions, strict=True)]
         )
-        self.samples.rollouts, skipped = [], 0
+        found: list[float | None] = []
         for start in range(0, len(rows), tune.group):
-            part = slice(start, start + tune.group)
-            found = advantages(scored[part], normalise=tune.normalise)
-            skipped += all(value is None for value in found)
-            self.samples.rollouts += [
-                Rollout(row.tokens, list(each.token_ids), _logp(each), value or 0.0)
-                for row, each, value in zip(rows[part], completions[part], found, strict=True)
-            ]
-        rewards = [each.reward for each in scored if each.reward is not None]
-        self._metrics = {
-            "reward": math.fsum(rewards) / max(1, len(rewards)),
-            "reward_failures": float(sum(each.reward is None for each in scored)),
-            "skipped_groups": float(skipped),
-            "answer_tokens": sum(len(each.token_ids) for each in completions) / len(completions),
-        }
+            found += advantages(scored[start : start + tune.group], normalise=tune.normalise)
+        return [
+            (list(each.token_ids), _logp(each), value, score.reward)
+            for each, value, score in zip(completions, found, scored, strict=True)
+        ]
 
     def step_metrics(self) -> dict[str, float]:
-        """Mean reward, failed rewards, skipped groups, mean length, and mismatch of engine and trainer."""
-        observed, self.samples.observed = self.samples.observed, []
-        if not observed:
-            return self._metrics
-        k3, largest, count = torch.stack(observed).double().cpu().unbind(1)
-        mismatch = {"mismatch_k3": float(k3.sum() / count.sum().clamp(min=1)), "mismatch_max": float(largest.max())}
+        """Mean reward, failed rewards, skipped groups, mean length, mismatch of engine and trainer, and divergence."""
+        assert self._dp is not None, "no step was taken"
+        observed = torch.zeros(1, 4, dtype=torch.float64)
+        if self.samples.observed:
+            observed = torch.stack(self.samples.observed).double().cpu()
+        self.samples.observed.clear()
+        k3, count, kl = self._dp.sum_(observed[:, [0, 2, 3]].sum(0)).tolist()
+        mismatch = {
+            "mismatch_k3": k3 / max(1, count),
+            "mismatch_max": float(self._dp.max_(observed[:, 1].max())),
+        }
+        if self._tune.kl:
+            mismatch["kl"] = kl / max(1, count)
         return self._metrics | mismatch
 
     def close(self) -> None:
         """End the reward processes."""
         if self._rewards is not None:
             self._rewards.close()
-
-    def _refreshed(self, model: Transformer) -> Engine:
-        """The engine with the weights of ``model``, adapters merged."""
-        if self._engine is None:
-            weight = next(model.parameters())
-            config = model.config.replace(lora=None)
-            own = Transformer(
-                config, model.axes.serving(), device=weight.device, dtype=compute_dtype(self._run, weight)
-            )
-            serve = ServeConfig(max_requests=min(self._run.train.batch, 64), async_scheduling=False)
-            own = own.eval().requires_grad_(False)
-            _copy(model, own)
-            self._engine = Engine(own, self.tokenizer, serve)
-            return self._engine
-        self._engine.refresh(lambda own: _copy(model, own))
-        return self._engine
-
-
-def compute_dtype(run: RunConfig, weight: Tensor) -> torch.dtype:
-    """The dtype that the trainer computes in."""
-    return getattr(torch, run.resolved(weight.device.type).train.compute_dtype)
-
-
-@torch.no_grad()
-def _copy(trained: Transformer, own: Transformer) -> None:
-    """Copy the weights of ``trained`` into ``own``, with its adapters merged."""
-    from colonnade.model.lora import is_adapter, merged_delta
-
-    source = {name: p.detach() for name, p in (*trained.named_parameters(), *trained.named_buffers())}
-    adapters = {name: p for name, p in source.items() if is_adapter(name)}
-    for name, parameter in (*own.named_parameters(), *own.named_buffers()):
-        value = source[name]
-        if adapters and (delta := merged_delta(name, adapters, trained.config)) is not None:
-            value = value + delta
-        parameter.copy_(value)
 
 
 def _logp(completion: Completion) -> list[float]:
@@ -250,15 +208,19 @@ def _tokenizer(run: RunConfig) -> Tokenizer:
 
 def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
     """Raise :class:`ConfigError` for settings that do not apply to reward tuning."""
-    if check_tune_settings(run) or run.plan.world > 1:
+    plan = run.plan
+    if check_tune_settings(run) or plan.cp > 1:
         raise ConfigError(
-            "reward tuning runs in one process, without train.compile, train.cuda_graph or a recompute budget; leave "
-            "--plan and these out"
+            "reward tuning is for data and tensor ranks, without train.compile, train.cuda_graph or a recompute "
+            "budget; leave these, --plan.pp and --plan.cp out"
         )
-    if run.train.batch % tune.group:
+    ranks = plan.data_ranks
+    if run.train.batch % (tune.group * ranks):
+        unit = tune.group * ranks
+        ranked = "" if ranks == 1 else f" times {ranks} data ranks"
         raise ConfigError(
-            f"train.batch {run.train.batch} counts answers, and does not divide by tune.group {tune.group}; make it a "
-            f"multiple, such as {-(-run.train.batch // tune.group) * tune.group}"
+            f"train.batch {run.train.batch} counts answers, and does not divide by tune.group {tune.group}{ranked}; "
+            f"make it a multiple, such as {-(-run.train.batch // unit) * unit}"
         )
     if not tune.reward:
         raise ConfigError("reward tuning needs a reward function; set --tune.reward FILE.py:FUNCTION")
@@ -268,6 +230,8 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
         raise ConfigError(
             f"reward tuning merges adapters into the engine's weights; leave lora.base {run.model.lora.base} out"
         )
+    if tune.exact and (plan.world > 1 or run.model.lora is not None or run.device == "cuda"):
+        raise ConfigError("tune.exact is for one process on a CPU without adapters; leave --tune.exact out")
     if run.train.dropout or run.train.attention_dropout or run.train.embedding_dropout:
         raise ConfigError("dropout would change the probabilities of the sampled tokens; leave it out")
 

@@ -77,6 +77,9 @@ class TuneFeed:
     not apply to fine-tuning.
     """
 
+    generates = True
+    """Whether the model must generate text."""
+
     def __init__(
         self,
         samples: MakeSamples,
@@ -88,7 +91,7 @@ class TuneFeed:
         ranks: int = 1,
     ):
         self.name, self.corpus, self.sample_tokens = "this data", None, mean_tokens
-        self.identity, fixed_shape = dict(identity), check_tune_settings(run)
+        self.identity, fixed_shape = dict(identity), check_tune_settings(run, generates=self.generates)
         self.tokenizer = start_tokenizer(run)
 
         def loader(*, validation: bool) -> Loader:
@@ -115,13 +118,13 @@ class TuneFeed:
         return None
 
 
-def check_tune_settings(run: RunConfig) -> bool:
+def check_tune_settings(run: RunConfig, *, generates: bool = True) -> bool:
     """Raise :class:`ConfigError` for settings that do not apply to fine-tuning on conversations.
 
     Returns whether all micro-batches must have the same shape.
     """
     t, defaults = run.train, DataConfig()
-    if not run.model.causal:
+    if generates and not run.model.causal:
         raise ConfigError(
             "conversations need a model that generates text, and this one is an encoder; use another model"
         )

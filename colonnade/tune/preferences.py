@@ -133,7 +133,9 @@ def _score(model: Transformer, pipeline: PipelineStep | None, batch: Batch) -> T
 
 
 def _file(run: RunConfig, rows: Conversations) -> Path:
-    key = hashlib.sha256(f"{rows.sha256} {run.train.pretrained_checkpoint} {run.train.dtype}".encode()).hexdigest()[:12]
+    base = "stored" if run.model.lora is None else run.model.lora.base
+    parts = (rows.sha256, run.train.pretrained_checkpoint, run.train.dtype, base)
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     return run.folder / f"reference-{key}.npy"
 
 

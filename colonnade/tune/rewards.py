@@ -8,17 +8,18 @@ left out, the process is replaced, and the run goes on. Messages are JSON, so no
 
 import json
 import math
-import multiprocessing as mp
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from colonnade.errors import DataError
-from colonnade.reward_worker import work
 
 START_S = 120.0
 """Longest time for a worker to import its function [s]."""
@@ -113,12 +114,17 @@ def _receive(pipe: Connection) -> Scored:
     return Scored(None, f"returned {reward!r:.80}, which is no finite number")
 
 
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[4]); import colonnade.reward_worker as w; w.main()"
+"""A new interpreter, not multiprocessing: that runs the user's script again, and refuses daemons as parents."""
+
+
 class _Worker:
     def __init__(self, name: str):
-        context = mp.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs, name, os.getpid()), daemon=True)
-        self._process.start()
+        self.pipe, theirs = Pipe()
+        arguments = [str(theirs.fileno()), name, str(os.getpid()), json.dumps(sys.path)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, *arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
         theirs.close()
         if not self.pipe.poll(START_S) or _receive(self.pipe) != Scored(0.0):
             self.kill()
@@ -133,4 +139,4 @@ class _Worker:
         """End the process, whatever it does."""
         self.pipe.close()
         self._process.kill()
-        self._process.join()
+        self._process.wait()

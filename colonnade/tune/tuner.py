@@ -28,6 +28,7 @@ from colonnade.tune.chats import (
     read_preferences,
     read_rows,
 )
+from colonnade.tune.embed import check_same_texts, embed_feed, read_texts, resolve_contrast
 from colonnade.tune.packing import check_tune_settings, sft_feed
 from colonnade.tune.preferences import preference_feed
 
@@ -116,7 +117,19 @@ def _grpo(
     return Data(feed, len(rows) * tune.group)
 
 
-METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
+def _embed(
+    run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer
+) -> Data:
+    rows, texts = read_texts(data, tokenizer, run, truncate=tune.truncate)
+    others, count = Conversations([]), texts
+    if held_out is not None:
+        others, count = read_texts(held_out, tokenizer, run, truncate=tune.truncate)
+    check_same_texts((texts, count), str(held_out))
+    contrast = resolve_contrast(run.model, tune, texts)
+    return Data(embed_feed(rows, others, contrast), len(rows) // max(1, texts))
+
+
+METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo, "embed": _embed}
 """Method names to the functions that read their data."""
 
 
@@ -143,7 +156,7 @@ class Tuner:
         if method not in methods:
             raise ConfigError(f"method {method} is unknown{did_you_mean(method, list(methods))}")
         tune = tune or TuneConfig()
-        check_tune_settings(run)
+        check_tune_settings(run, generates=method != "embed")
         tokenizer = _tokenizer(run.train.pretrained_checkpoint)
         self.data = methods[method](run, tune, data, held_out, tokenizer)
         if set_steps:

@@ -17,13 +17,17 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.train.trackers import read_rows
 from colonnade.train.training_state import TrainingState
-from colonnade.tune.grpo import PromptRow, RewardFeed, Rollout, advantages, pack_rollouts, reward_feed
+from colonnade.tune.grpo import PromptRow, RewardFeed, reward_feed
 from colonnade.tune.rewards import Scored
+from colonnade.tune.rollouts import Rollout, advantages, pack_rollouts
 from colonnade.tune.tuner import Tuner, tuned_run
 from tests import tuning
 from tests.models import build
 from tests.serve import tiny
 from tests.worlds import assert_same
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
 
 REWARD = """
 def low(prompt, answer, row):
@@ -56,17 +60,19 @@ def rows() -> list[PromptRow]:
 
 SLOW = pytest.mark.slow
 CASES = [
-    pytest.param("tokens", None),
-    pytest.param("answers", LoraConfig(rank=2)),
-    pytest.param("constant", None, marks=SLOW),
-    pytest.param("tokens", LoraConfig(rank=2), marks=SLOW),
+    pytest.param("tokens", None, {"temperature": 0.7, "kl": 0.3}),
+    pytest.param("answers", LoraConfig(rank=2), {"kl": 0.3}),
+    pytest.param("constant", None, {}, marks=SLOW),
+    pytest.param("tokens", LoraConfig(rank=2), {"temperature": 1.5}, marks=SLOW),
 ]
 
 
-@pytest.mark.parametrize(("divisor", "lora"), CASES)
-def test_loss_and_gradient_equal_plain_torch(divisor: str, lora: LoraConfig | None, tmp_path: Path) -> None:
-    """At the second step; the engine's log-probabilities are the model's."""
-    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, divisor=divisor)
+@pytest.mark.parametrize(("divisor", "lora", "more"), CASES)
+def test_loss_and_gradient_equal_plain_torch(
+    divisor: str, lora: LoraConfig | None, more: dict[str, float], tmp_path: Path
+) -> None:
+    """At the second step; the engine's log-probabilities are the model's, at the temperature."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, divisor=divisor, **more)
     config = tuning.MODEL.replace(lora=lora)
     run = tuning.settings(tmp_path, tuning.start(tmp_path), config, batch=8, micro_batch=3)
     with (
@@ -83,39 +89,56 @@ def test_loss_and_gradient_equal_plain_torch(divisor: str, lora: LoraConfig | No
         assert extra["skipped_groups"] < 2
         assert 0 <= extra["mismatch_k3"] < 1e-20
         assert 0 < extra["mismatch_max"] < 1e-10
-    model = build(config)
+        assert feed._engine.engine is not None
+        assert feed._engine.engine.cache.bytes == 0
+    model, reference = build(config), build(tuning.MODEL)
     model.load_state_dict(state)
     for name, p in model.named_parameters():
         p.requires_grad_(lora is None or ".adapter." in name)
-    used = [each for each in rollouts if each.advantage]
+    used = [each for each in rollouts if each.advantage is not None]
     assert 2 <= len(used) <= 8
     total = torch.zeros((), dtype=torch.float64)
+    divergence = 0.0
     for prompt, answer, old, advantage in used:
-        logp = tuning.logp(model, prompt + answer)[len(prompt) - 1 :]
+        assert advantage is not None
+        logp = tuning.logp(model, prompt + answer, tune.temperature or 1.0)[len(prompt) - 1 :]
+        with torch.no_grad():
+            ratio = tuning.logp(reference, prompt + answer, tune.temperature or 1.0)[len(prompt) - 1 :] - logp
+        k3 = (ratio + logp.detach() - logp).exp() - 1 - (ratio + logp.detach() - logp)
+        divergence += k3.sum().item()
         assert_same(logp.detach(), torch.tensor(old, dtype=torch.float64), 1e-10, "the engine's log-probabilities")
         weight = {"tokens": 1.0, "answers": 1 / len(answer), "constant": 1 / 6}[divisor]
-        total = total - (advantage * weight * (logp - logp.detach()).exp()).sum()
+        total = total - (advantage * weight * (logp - logp.detach()).exp()).sum() + tune.kl * weight * k3.sum()
     count = sum(len(each.answer) for each in used) if divisor == "tokens" else len(used)
     (total / count).backward()
     assert_same(outcome.loss_sum / outcome.count, total.detach() / count)
     assert_same(outcome.norm, tuning.norm(model))
+    if tune.kl:
+        assert extra["kl"] == pytest.approx(divergence / sum(len(each.answer) for each in used))
+        assert extra["kl"] > 1e-6
 
 
 def test_ratios_are_clipped_and_capped() -> None:
-    from colonnade.model.policy_loss import PolicyClip, policy_loss
+    from colonnade.model.policy_loss import PolicySettings, policy_loss
 
     logp_R = torch.tensor([0.0, math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), math.log(9)])
     advantages_R = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0, -1.0])
-    loss_R = policy_loss(logp_R, torch.zeros(6), advantages_R, PolicyClip())
+    loss_R = policy_loss(logp_R, torch.zeros(6), advantages_R, PolicySettings())
     assert_same(loss_R, torch.tensor([-2.0, -1.28, 1.5, -0.5, 0.8, 2.0]), 1e-6)
 
 
 def test_targets_are_the_answers_tokens() -> None:
-    rollouts = [Rollout([1, 2, 3], [4, 5], [-1.0, -2.0], 0.5), Rollout([6], [7], [-3.0], 0.0)]
-    batch = pack_rollouts(rollouts, 8, TuneConfig())
-    assert batch.targets_T.tolist() == [-100, -100, 4, 5, -100, -100, -100][: len(batch.targets_T)]
-    assert batch.policy_2T is not None
-    assert batch.policy_2T[:, 2:4].tolist() == [[0.5, 0.5], [-1.0, -2.0]]
+    """An advantage of 0 counts in the divisor; an answer without one does not."""
+    rollouts = [
+        Rollout([1, 2, 3], [4, 5], [-1.0, -2.0], 0.5),
+        Rollout([6], [7], [-3.0], None),
+        Rollout([6], [8], [-4.0], 0.0),
+    ]
+    batch = pack_rollouts(rollouts, 8, TuneConfig(divisor="answers"))
+    assert batch.targets_T.tolist() == [-100, -100, 4, 5, -100, -100, -100, 8, -100]
+    assert batch.policy_4T is not None
+    assert batch.policy_4T[:, 2:4].tolist() == [[0.5, 0.5], [0.5, 0.5], [-1.0, -2.0], [-1.0, -2.0]]
+    assert batch.units == 2
 
 
 def test_refresh_replaces_weights_in_place_and_empties_the_cache() -> None:
@@ -136,9 +159,32 @@ def test_refresh_replaces_weights_in_place_and_empties_the_cache() -> None:
     assert outputs[0].cached_tokens == 0
 
 
+PLANS = [
+    pytest.param(Plan(dp=2, tp=2), LoraConfig(rank=2)),
+    pytest.param(Plan(tp=2, sequence_parallel=True), None, marks=SLOW),
+    pytest.param(Plan(dp=2), None, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("plan", "lora"), PLANS, ids=["dp2-tp2-lora", "sequence", "dp2"])
+def test_any_plan_gives_the_same_answers_and_losses(plan: Plan, lora: LoraConfig | None, tmp_path: Path) -> None:
+    """Weights gathered from FSDP's shards, adapters merged on tensor ranks, and a reference model."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, kl=0.1, temperature=0.8)
+    config = tuning.MODEL.replace(lora=lora)
+    alone = tuning.settings(tmp_path / "alone", tuning.start(tmp_path), config, batch=8, steps=2, save_every=0)
+    several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=3))
+    tuning.fit(alone, reward_feed(rows(), tune, alone))
+    in_world(plan.world, tuning.fit, several, reward_feed(rows(), tune, several))
+    for ours, theirs in zip(read_rows(several.folder), read_rows(alone.folder), strict=True):
+        for key in ("loss", "grad_norm", "reward", "answer_tokens", "skipped_groups", "kl"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-9), key
+        assert ours["mismatch_max"] < 1e-10
+    assert len({row["reward"] for row in read_rows(alone.folder)}) > 1
+
+
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
-    """Rollouts included."""
-    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6)
+    """Rollouts and the reference model included."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, kl=0.1)
     whole = tuning.settings(tmp_path / "whole", tuning.start(tmp_path), batch=8)
     feed = reward_feed(rows(), tune, whole)
     tuning.fit(whole, feed)
@@ -207,8 +253,10 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (row,) = read_rows(tmp_path / "runs" / "grpo")
     assert {"reward", "reward_failures", "skipped_groups", "answer_tokens"} <= row.keys()
     run, tune = tuned_run(start), TuneConfig(reward=name, max_tokens=4)
-    with pytest.raises(ConfigError, match="runs in one process"):
-        Tuner(run.replace(plan=Plan(dp=2)), file, "grpo", tune)
+    with pytest.raises(ConfigError, match="is for data and tensor ranks"):
+        Tuner(run.replace(plan=Plan(cp=2)), file, "grpo", tune)
+    with pytest.raises(ConfigError, match=r"tune.group 16 times 4 data ranks; make it a multiple, such as 64"):
+        Tuner(run.replace(plan=Plan(dp=4)), file, "grpo", tune.replace(group=16))
     with pytest.raises(ConfigError, match=r"tune.group 7; make it a multiple, such as 35"):
         Tuner(run, file, "grpo", tune.replace(group=7))
     with pytest.raises(ConfigError, match="needs a reward function"):
@@ -219,3 +267,22 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run, file, "grpo", tune.replace(max_tokens=64))
     with pytest.raises(ConfigError, match="dropout would change"):
         Tuner(run.replace(train=run.train.replace(dropout=0.1)), file, "grpo", tune)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_ratios_are_one_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    """Over two steps; the gradient is the ordinary one. Without the setting the same run's ratios differ."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=6, temperature=0.7)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8, micro_batch=3, dtype=dtype)
+    found: list[list[tuple[float, float, float]]] = []
+    for each in (tune.replace(exact=True), tune):
+        with (
+            DistributedContext.build(run.plan, "cpu") as context,
+            TrainingState(run, context, feed=reward_feed(rows(), each, run)) as training,
+        ):
+            steps = [training.step() for _ in range(2)]
+            found.append([(s.extra["mismatch_max"], s.extra["mismatch_k3"], float(s.norm)) for s in steps])
+    exact, default = found
+    assert [step[:2] for step in exact] == [(0.0, 0.0)] * 2
+    assert default[0][0] > 0
+    assert exact[0][2] == pytest.approx(default[0][2], rel=1e-4 if dtype == "float32" else 0.2)

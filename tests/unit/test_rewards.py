@@ -1,5 +1,6 @@
 """Rewards in worker processes: limits, failures, order."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,20 @@ def test_bad_names(functions: str, tmp_path: Path) -> None:
             load_reward(name)
     with RewardPool("no_such_module:f") as pool, pytest.raises(DataError, match="does not start"):
         pool.score([Answer("p", "a", {})])
+
+
+def test_verifiers_of_reasoning_gym() -> None:
+    """The real package where it is installed; otherwise its name is refused with a remedy."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        with pytest.raises(ConfigError, match="pip install reasoning-gym"):
+            load_reward("reasoning_gym:leg_counting")
+        return
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
+
+    reward = load_reward("reasoning_gym:leg_counting")
+    for entry in reasoning_gym.create_dataset("leg_counting", size=3, seed=1):
+        row = {"answer": entry["answer"], "metadata": entry["metadata"]}
+        assert reward(entry["question"], f"so <answer>{entry['answer']}</answer>", row) == 1
+        assert reward(entry["question"], "none", row) < 1
+    with pytest.raises(ConfigError, match="give one of its tasks"):
+        load_reward("reasoning_gym:nothing")

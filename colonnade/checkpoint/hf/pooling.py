@@ -57,6 +57,21 @@ def read_pooling(folder: Path, *, kind: bool = True) -> StoredPooling:
     return StoredPooling(stored, normalize, limit, labels, activation)
 
 
+def write_pooling(folder: Path, kind: Pooling, width: int) -> None:
+    """Add sentence-transformers' files to the folder of a model whose embeddings are pooled so, and normalised."""
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    modes = {f"pooling_mode_{name}": each == kind for name, each in
+             (("cls_token", "cls"), ("mean_tokens", "mean"), ("lasttoken", "last"))}  # fmt: skip
+    values = {"word_embedding_dimension": width, **modes}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(values, indent=2), "utf-8")
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for i, (name, path) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries, indent=2), "utf-8")
+
+
 def _read_modules(file: Path, with_kind: bool) -> tuple[Pooling | None, bool]:
     kind: Pooling | None = None
     normalize = False

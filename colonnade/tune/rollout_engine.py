@@ -1,0 +1,91 @@
+"""The server's engine inside the trainer: the same ranks, one copy of the weights each, and a cache between steps only.
+
+    refresh    the trainer's weights are copied where the engine's are: gathered from FSDP's shards, adapters merged
+    sample     the first tensor rank of each data rank schedules; the others run its work
+    release    the cache's memory is free while the trainer computes
+
+The engine has the tensor ranks of the trainer, so a tensor rank's shards are the same in both; each data rank has an
+engine of its own for its own prompts.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from colonnade.config import RunConfig, ServeConfig, TuneConfig
+from colonnade.data import Tokenizer
+from colonnade.model import Transformer
+from colonnade.model.lora import is_adapter, merged_delta
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.fsdp import unsharded
+from colonnade.parallel.rendezvous import broadcast_text
+from colonnade.serve.engine import Engine
+
+
+class RolloutEngine:
+    """The engine of one rank."""
+
+    def __init__(self, run: RunConfig, tune: TuneConfig, tokenizer: Tokenizer, answers: int):
+        """For ``answers`` in a step of this data rank."""
+        self._run, self._tokenizer = run, tokenizer
+        self._requests, self._exact = min(answers, tune.requests), tune.exact
+        self.engine: Engine | None = None
+
+    def run(self, trained: Transformer, sample: Callable[[Engine], Any]) -> Any:
+        """``sample`` with an engine that has the weights of ``trained``, on the first tensor rank; all get its result.
+
+        The result consists of JSON's types. Every rank calls this.
+        """
+        if self.engine is None:
+            self.engine = self._build(trained)
+        engine, ranks = self.engine, self.engine.model.axes.token_replicas
+        engine.refresh(lambda own: copy_weights(trained, own))
+        result = None
+        if ranks.rank == 0:
+            try:
+                result = sample(engine)
+            finally:
+                engine.stop()
+        else:
+            engine.follow()
+        engine.release_cache()
+        return result if ranks.size == 1 else json.loads(broadcast_text(json.dumps(result), ranks))
+
+    def _build(self, trained: Transformer) -> Engine:
+        """An engine with room for all requests of the longest sequence, without weights."""
+        own = copy_of(trained, self._run, serving=True)
+        page = 16 if next(own.parameters()).device.type == "cpu" else 64
+        pages = self._requests * -(-self._run.data.sequence // page) + 1
+        config = ServeConfig(
+            max_requests=self._requests,
+            async_scheduling=False,
+            page_tokens=page,
+            pages=pages,
+            batch_invariant=self._exact,
+        )
+        return Engine(own, self._tokenizer, config)
+
+
+def copy_of(trained: Transformer, run: RunConfig, *, serving: bool) -> Transformer:
+    """A model of this rank's shape in the dtype that the trainer computes in, without adapters and not initialised."""
+    device, axes = next(trained.parameters()).device, trained.axes
+    if serving:
+        axes = Axes(tp=axes.tp, model=axes.model).serving()
+    dtype = getattr(torch, run.resolved(device.type).train.compute_dtype)
+    own = Transformer(trained.config.replace(lora=None), axes, device=device, dtype=dtype)
+    return own.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def copy_weights(trained: Transformer, own: Transformer) -> None:
+    """Copy the weights of ``trained`` into ``own``, with its adapters merged; all data ranks call this together."""
+    source = {name: x.detach() for name, x in (*trained.named_parameters(), *trained.named_buffers())}
+    adapters = {name: unsharded(x) for name, x in source.items() if is_adapter(name)}
+    adapters = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in adapters.items()}
+    for name, parameter in (*own.named_parameters(), *own.named_buffers()):
+        value = unsharded(source[name])
+        if adapters and (delta := merged_delta(name, adapters, trained.config)) is not None:
+            value = value.to(delta.dtype) + delta
+        parameter.copy_(value)
