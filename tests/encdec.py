@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from colonnade.config import EncoderConfig, ModelConfig, RelativePositions
+from colonnade.config import EncoderConfig, ModelConfig, MoeConfig, RelativePositions, RouterConfig
 from colonnade.model import Beside, Crossed, Packed, Source, Stream
 
 SOURCES, TARGETS = [9, 1, 31], [5, 12, 2]
@@ -19,6 +19,16 @@ def t5(version: str = "1.0", **changes: object) -> ModelConfig:
         tied=old, scale_decoder_outputs=old,
     )  # fmt: skip
     return config.replace(**changes)
+
+
+def switch(**changes: object) -> ModelConfig:
+    """A small Switch Transformer whose capacity binds, with experts in block 1 of the decoder, 1 of the encoder."""
+    moe = MoeConfig(
+        experts=4, active=1, ffn_width=24, first=1, every=2, capacity_tokens=2, capacity_over="sequence",
+        router=RouterConfig(kind="switch", jitter=0.1), balance_weight=0.1, z_weight=0.1,
+    )  # fmt: skip
+    encoder = EncoderConfig(layers=3, experts_first=1, experts_every=2)
+    return t5("1.0", family="switch_transformers", moe=moe, encoder=encoder, **changes)
 
 
 def texts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
 from colonnade.model.dropout import Dropout
+from colonnade.model.moe.routing_context import Routing
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, residual_placement
 
@@ -21,6 +22,8 @@ class Source(NamedTuple):
     """int64 position of each token, or of each two frames, within its own source."""
     dropout: Dropout | None = None
     """Dropout of a training step; None: no dropout."""
+    routing: Routing | None = None
+    """Routing of a mixture of experts in training; None: inference. Reports are recorded after the decoder's blocks."""
 
 
 class AudioFrontEnd(nn.Module):

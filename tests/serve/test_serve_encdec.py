@@ -13,7 +13,7 @@ from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import pack_work, unpack_work
 from colonnade.serve.scheduler import Work
-from tests.encdec import inputs, t5
+from tests.encdec import inputs, switch, t5
 from tests.parity.test_encdec_paged import built
 from tests.serve import tiny
 
@@ -32,13 +32,27 @@ def engine(**limits: object) -> Engine:
 
 
 @cache
-def greedy(source: tuple[int, ...], count: int) -> list[int]:
+def greedy(source: tuple[int, ...], count: int, of: Transformer | None = None) -> list[int]:
     """The reference: one whole forward pass a token."""
     ids = [START]
     for _ in range(count):
         stream, attend = inputs([torch.tensor([*source, 0])], [torch.tensor(ids)])
-        ids.append(int(model()(stream, attend, Rows())[-1].argmax()))
+        ids.append(int((of or model())(stream, attend, Rows())[-1].argmax()))
     return ids[1:]
+
+
+def test_experts_drop_by_source_whatever_is_encoded_with_it() -> None:
+    config = switch(vocab_size=301, context=64)
+    assert config.encoder is not None
+    sparse = built(config.replace(encoder=config.encoder.replace(context=CONTEXT, start_token=START)))
+    it = Engine(sparse, tiny.tokenizer(), ServeConfig(pages=64, page_tokens=4))
+    asked = [tuple(range(10, 29)), tuple(range(40, 47)), (8, 9)]
+    found = it.generate(asked, params(7))
+    assert [list(each.token_ids) for each in found] == [greedy(source, 7, sparse) for source in asked]
+    assert config.moe is not None
+    ample = built(sparse.config.replace(moe=config.moe.replace(capacity_tokens=100)))
+    assert greedy(asked[0], 7, ample) != greedy(asked[0], 7, sparse), "the capacity binds"
+    audit(it)
 
 
 def params(count: int) -> SamplingParams:

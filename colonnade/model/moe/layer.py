@@ -73,7 +73,7 @@ class MixtureOfExperts(nn.Module):
         own = self._own_tokens(x_tD, T, layer, noise)
 
         choice, logits_tE = self.router(*own[:4], gate, training=training, token_groups=own.groups, moe=moe)
-        kept = apply_capacity(choice, own.index_t, moe, self.axes.experts.tokens)
+        kept = apply_capacity(choice, own.index_t, moe, self.axes.experts.tokens, own.groups)
         dropout = ExpertDropout.of(own.noise, kept.ids_TA.shape[1])
         dispatch = choose_dispatch(self.experts, layer.dispatch, replicated, choice.max_choices, dropout)
         if replicated:

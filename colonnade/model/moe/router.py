@@ -173,8 +173,8 @@ def uses_noise(moe: MoeConfig) -> bool:
 
 
 def needs_sequences(moe: MoeConfig) -> bool:
-    """Whether a stream must say which tokens are of one sequence, for the router or the balance loss."""
-    return moe.balance == "sequence" or find_router(moe).per_sequence
+    """Whether a stream must say which tokens are of one sequence, for the router, the capacity or the balance loss."""
+    return moe.balance == "sequence" or moe.capacity_tokens is not None or find_router(moe).per_sequence
 
 
 def select_experts(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
