@@ -31,6 +31,18 @@ def switch(**changes: object) -> ModelConfig:
     return t5("1.0", family="switch_transformers", moe=moe, encoder=encoder, **changes)
 
 
+def nllb(**changes: object) -> ModelConfig:
+    """A small NLLB-MoE with experts in block 1 of each stack."""
+    config = ModelConfig(
+        family="nllb-moe", vocab_size=53, layers=2, width=24, heads=4, ffn_width=31, context=64,
+        positions="sinusoidal", scale_embedding=True, norm="layernorm", activation="relu", gated=False, qkv_bias=True,
+        out_bias=True, ffn_bias=True, tied=True,
+        moe=MoeConfig(experts=4, active=2, ffn_width=24, first=1, every=2, output_mask=0.2, balance="gshard"),
+        encoder=EncoderConfig(layers=2, context=64, start_token=2, languages=True, experts_first=1, experts_every=2),
+    )  # fmt: skip
+    return config.replace(**changes)
+
+
 def texts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[Tensor]:
     """Random sequences of these lengths."""
     generator = torch.Generator().manual_seed(seed)

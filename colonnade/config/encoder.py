@@ -21,6 +21,8 @@ class EncoderConfig(Config):
     convolutions turn into one vector for each two frames (Whisper)."""
     start_token: int = Field(default=0, ge=0, le=MAX_DIM)
     """The token that begins every target."""
+    languages: bool = False
+    """Sources, and targets after start_token, begin with the token of their language (NLLB); a request names them."""
     experts_first: int = Field(default=0, ge=0, le=1 << 20)
     """The first encoder block with experts, in a model with experts (model.moe)."""
     experts_every: int = Field(default=1, ge=1, le=1 << 20)

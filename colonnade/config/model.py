@@ -50,7 +50,7 @@ class LatentConfig(Config):
 Family = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert",
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "t5", "switch_transformers",
-    "whisper",
+    "nllb-moe", "whisper",
 ]  # fmt: skip
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 MAX_PARAMETERS = 10**15
@@ -108,9 +108,10 @@ class ModelConfig(Config):
     """F: hidden width of the feed-forward network."""
     context: int = Field(default=1024, gt=0, le=MAX_DIM)
     """Longest sequence [tokens]."""
-    positions: Literal["learned", "rotary", "none"] = "rotary"
+    positions: Literal["learned", "rotary", "sinusoidal", "none"] = "rotary"
     """learned: a table of positions is added to the embedding (GPT-2). rotary: queries and keys are rotated (RoPE, Su
-    2021). none: neither (T5, which has relative_positions)."""
+    2021). sinusoidal: sines and cosines of the position, from 2 on, are added (NLLB). none: none of these (T5, which
+    has relative_positions)."""
     relative_positions: RelativePositions | None = None
     """Biases of the attention scores by distance, one table for the layers of each stack (T5); None: no biases."""
     score_scale: float | None = Field(default=None, gt=0, le=1e6)
@@ -144,6 +145,8 @@ class ModelConfig(Config):
     """Clip queries, keys and values to ± this before the rotary embedding (OLMoE); None: no clipping."""
     latent: LatentConfig | None = None
     """Multi-head latent attention (DeepSeek); None: ordinary multi-head or grouped-query attention."""
+    scale_embedding: bool = False
+    """Multiply the embeddings of tokens by width^½ (NLLB)."""
     scale_decoder_outputs: bool = False
     """Multiply the last hidden state by width^-½ before the output projection (T5 1.0, whose embedding is tied)."""
     encoder: EncoderConfig | None = None
@@ -199,6 +202,8 @@ class ModelConfig(Config):
             )
         if self.positions == "rotary" and self.latent is None and self.head_width % 2:
             raise ConfigError(f"rotary positions rotate pairs: head_width {self.head_width} must be even")
+        if self.positions == "sinusoidal" and (self.width % 2 or self.width < 4):
+            raise ConfigError(f"sinusoidal positions are sines and cosines: width {self.width} must be even, 4 or more")
         if self.positions != "rotary" and self.rope_scaling:
             raise ConfigError(f"rope_scaling needs rotary positions, and this model has {self.positions}; remove it")
         self._validate_encoder()

@@ -104,6 +104,9 @@ class MoeConfig(Config):
     (batch-prioritised routing)."""
     dropped: Literal["zero", "residual"] = "zero"
     """Output for a dropped token. zero: nothing. residual: its own input, at the weight of the expert."""
+    output_mask: float = Field(default=0.0, ge=0, lt=1)
+    """In training each of a token's chosen experts is left out at this rate, and the others are not rescaled; otherwise
+    all are used at 1 − this (expert output masking: NLLB, arXiv 2207.04672, section 6.2)."""
     balance: Balance = "switch"
     """The load-balancing loss. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
     shares of all choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as Hugging

@@ -220,7 +220,7 @@ class Transformer(nn.Module):
             x_sD = x_sD[self.axes.rows(S)] if self.axes.sequence_parallel else x_sD
         else:
             assert self.embed is not None
-            x_sD = self.embed.of_source(source.tokens_S)
+            x_sD = self.embed.of_source(source.tokens_S, source.positions_S)
         x_sD = apply_dropout(x_sD, dropout and dropout.at_embedding, EMBEDDING)
         rotation = self._rotation(source.positions_S, x_sD.dtype)
         if self.encoder_relative is not None:

@@ -36,6 +36,7 @@ from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, 
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import (
     Prompt,
+    check_no_languages,
     check_params,
     check_params_list,
     check_prompts,
@@ -190,7 +191,9 @@ class Engine:
         ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
         source, encoder = (), self.model.config.encoder
         if encoder is not None:
-            source, ids = encoder_input(ids, params, encoder, self.tokenizer.eos_ids), (encoder.start_token,)
+            source, ids = encoder_input(ids, params, encoder, self.tokenizer)
+        else:
+            check_no_languages(params)
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(

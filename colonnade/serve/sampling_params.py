@@ -73,6 +73,10 @@ class SamplingParams:
     """Subtracted from the logits of tokens in the output, -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens, -100 to 100; at most 1,024 tokens."""
+    source_lang: str | None = None
+    """The language of the source, for a model that translates between languages, as its tokenizer spells it."""
+    target_lang: str | None = None
+    """The language to translate into, likewise."""
     min_tokens: int = 0
     """Tokens to generate before an end token or a stop string may end the text."""
     bad_words: Sequence[str] = ()
@@ -92,6 +96,9 @@ class SamplingParams:
             _check(name, value, _is_a(Integral, value) or (value is None and optional), "a whole number")
         for name in ("ignore_eos", "echo", "return_prompt_ids", "skip_special_tokens"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        for name in ("source_lang", "target_lang"):
+            value = getattr(self, name)
+            _check(name, value, value is None or isinstance(value, str), "a language, as a string")
         stop = (
             (self.stop,)
             if isinstance(self.stop, str)

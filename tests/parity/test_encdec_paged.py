@@ -10,7 +10,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig
 from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer, initialise
 from colonnade.model.relative_positions import bucket_of
-from tests.encdec import SOURCES, TARGETS, inputs, switch, t5, texts
+from tests.encdec import SOURCES, TARGETS, inputs, nllb, switch, t5, texts
 from tests.worlds import assert_same
 
 
@@ -72,7 +72,7 @@ def paged(model: Transformer, sources: list[Tensor], targets: list[Tensor], chun
     return torch.cat([torch.cat(rows) for rows in found])
 
 
-MODELS = {"1.0": t5("1.0"), "1.1": t5("1.1"), "switch": switch()}
+MODELS = {"1.0": t5("1.0"), "1.1": t5("1.1"), "switch": switch(), "nllb": nllb()}
 
 
 @pytest.mark.parametrize("version", MODELS)

@@ -10,14 +10,14 @@ from colonnade.data import Corpus, build
 from colonnade.errors import ConfigError, PlanError
 from colonnade.train.loop import train
 from colonnade.verify import all_plans, shrink
-from tests.encdec import switch, t5
+from tests.encdec import nllb, switch, t5
 from tests.parity import layout_faults as faults
 from tests.parity.test_verify import compared
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
-MODEL, SPARSE = shrink(t5("1.0"), 2), shrink(switch(), 2)
+MODEL, SPARSE, NLLB = shrink(t5("1.0"), 2), shrink(switch(), 2), shrink(nllb(), 2)
 PLANS = [Plan(tp=2, sequence_parallel=True), Plan(dp=2)]
 MORE = [Plan(tp=2), Plan(dp=2, reshard=False), Plan(replicate=2)]
 EXPERTS = [Plan(tp=2, sequence_parallel=True, ep=2), Plan(dp=2, sh=2, degree=2)]
@@ -29,10 +29,12 @@ MORE_EXPERTS = [Plan(dp=2), Plan(dp=2, ep=2, overlap=2), Plan(tp=2, ep=2), Plan(
     [
         (MODEL, PLANS),
         (SPARSE, EXPERTS),
+        (NLLB, EXPERTS[:1]),
         pytest.param(MODEL, MORE, marks=pytest.mark.long),
         pytest.param(SPARSE, MORE_EXPERTS, marks=pytest.mark.long),
+        pytest.param(NLLB, MORE_EXPERTS, marks=pytest.mark.long),
     ],
-    ids=["t5", "switch", "t5-more", "switch-more"],
+    ids=["t5", "switch", "nllb", "t5-more", "switch-more", "nllb-more"],
 )
 def test_plans_of_two_equal_one_process(tmp_path: Path, model: ModelConfig, plans: list[Plan]) -> None:
     for results in in_world(2, compared, model, plans, tmp_path, None):

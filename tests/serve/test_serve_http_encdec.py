@@ -53,6 +53,7 @@ def test_the_prompt_is_the_source(running: Running, folder: Path) -> None:
     [
         ({"echo": True}, "echo is for models that continue the prompt"),
         ({"suffix": "x"}, "suffix"),
+        ({"extra_body": {"target_lang": "fra_Latn"}}, "target_lang is for models that translate"),
         ({"prompt": "word " * 50}, "this model's encoder reads 40"),
         ({"prompt": ""}, "empty"),
     ],

@@ -8,7 +8,7 @@ exceptions has to be maintained.
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mixtral, qwen, switch, t5, whisper
+from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mixtral, nllb, qwen, switch, t5, whisper
 from colonnade.checkpoint.hf.experts import expert_fields
 from colonnade.checkpoint.hf.family import ConfigKeys, Family
 from colonnade.config import ModelConfig
@@ -32,6 +32,7 @@ FAMILIES: dict[str, Family] = {
         bert.MEGATRON,
         t5.T5,
         switch.SWITCH,
+        nllb.NLLB_MOE,
         whisper.WHISPER,
     )
 }

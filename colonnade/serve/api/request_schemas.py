@@ -315,12 +315,17 @@ class CompletionBody(Body):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
 
     def _more_params(self) -> dict[str, Any]:
         prompt = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             prompt = max(self.logprobs, prompt or 0)
-        return {"logprobs": self.logprobs, "prompt_logprobs": prompt, "echo": bool(self.echo)}
+        return {
+            "logprobs": self.logprobs, "prompt_logprobs": prompt, "echo": bool(self.echo),
+            "source_lang": self.source_lang, "target_lang": self.target_lang,
+        }  # fmt: skip
 
     @property
     def logprobs_options(self) -> LogprobsOptions:
