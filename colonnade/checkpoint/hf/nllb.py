@@ -78,6 +78,7 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
     context = keys.size("max_position_embeddings", 1024)
     steps = {stack: keys.size(f"{stack}_sparse_step", 4, minimum=0) for stack in ("encoder", "decoder")}
     layers = {stack: keys.size(f"{stack}_layers", 12) for stack in ("encoder", "decoder")}
+    keys.must_agree("num_hidden_layers", "encoder_layers", layers["encoder"])
     for stack, step in steps.items():
         if not 0 < step <= layers[stack]:
             raise keys.refuse(f"{stack}_sparse_step", f"a stack of {layers[stack]} blocks without experts is not read")
