@@ -24,10 +24,10 @@ def t5(version: str = "1.0", **changes: object) -> ModelConfig:
 def switch(**changes: object) -> ModelConfig:
     """A small Switch Transformer whose capacity binds, with experts in block 1 of the decoder, 1 of the encoder."""
     moe = MoeConfig(
-        experts=4, active=1, ffn_width=24, first=1, every=2, capacity_tokens=2, capacity_over="sequence",
-        router=RouterConfig(kind="switch", jitter=0.1), balance_weight=0.1, z_weight=0.1,
+        experts=4, active=1, ffn_width=24, first_k_dense_replace=1, layer_freq=2, capacity_tokens=2,
+        capacity_over="sequence", router=RouterConfig(kind="switch", jitter=0.1), balance_weight=0.1, z_weight=0.1,
     )  # fmt: skip
-    encoder = EncoderConfig(layers=3, experts_first=1, experts_every=2)
+    encoder = EncoderConfig(layers=3, first_k_dense_replace=1, layer_freq=2)
     return t5("1.0", family="switch_transformers", moe=moe, encoder=encoder, **changes)
 
 
@@ -37,8 +37,13 @@ def nllb(**changes: object) -> ModelConfig:
         family="nllb-moe", vocab_size=53, layers=2, width=24, heads=4, ffn_width=31, context=64,
         positions="sinusoidal", scale_embedding=True, norm="layernorm", activation="relu", gated=False, qkv_bias=True,
         out_bias=True, ffn_bias=True, tied=True,
-        moe=MoeConfig(experts=4, active=2, ffn_width=24, first=1, every=2, output_mask=0.2, balance="gshard"),
-        encoder=EncoderConfig(layers=2, context=64, start_token=2, languages=True, experts_first=1, experts_every=2),
+        moe=MoeConfig(
+            experts=4, active=2, ffn_width=24, first_k_dense_replace=1, layer_freq=2, output_mask=0.2,
+            balance="gshard",
+        ),
+        encoder=EncoderConfig(
+            layers=2, context=64, start_token=2, languages=True, first_k_dense_replace=1, layer_freq=2
+        ),
     )  # fmt: skip
     return config.replace(**changes)
 

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.xdist_group("worlds")
 MODEL, SPARSE, NLLB = shrink(t5("1.0"), 2), shrink(switch(), 2), shrink(nllb(), 2)
 PLANS = [Plan(tp=2, sequence_parallel=True), Plan(dp=2)]
 MORE = [Plan(tp=2), Plan(dp=2, reshard=False), Plan(replicate=2)]
-EXPERTS = [Plan(tp=2, sequence_parallel=True, ep=2), Plan(dp=2, sh=2, degree=2)]
-MORE_EXPERTS = [Plan(dp=2), Plan(dp=2, ep=2, overlap=2), Plan(tp=2, ep=2), Plan(replicate=2, ep=2, degree=0)]
+EXPERTS = [Plan(tp=2, sequence_parallel=True, ep=2), Plan(dp=2, etp=2, adaptive_r=2)]
+MORE_EXPERTS = [Plan(dp=2), Plan(dp=2, ep=2, overlap=2), Plan(tp=2, ep=2), Plan(replicate=2, ep=2, adaptive_r=0)]
 
 
 @pytest.mark.parametrize(

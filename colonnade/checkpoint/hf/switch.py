@@ -61,8 +61,8 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
         experts=keys.size("num_experts", 8),
         active=1,
         ffn_width=fields["ffn_width"],
-        first=min(1, steps["decoder"] - 1),
-        every=steps["decoder"],
+        first_k_dense_replace=min(1, steps["decoder"] - 1),
+        layer_freq=steps["decoder"],
         capacity_tokens=keys.size("expert_capacity", 64),
         capacity_over="sequence",
         router=RouterConfig(kind="switch", jitter=keys.number("router_jitter_noise", 0.01)),
@@ -73,7 +73,7 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
     tied = keys.flag("tie_word_embeddings", True)
     return ModelConfig(
         family="switch_transformers",
-        **fields | {"encoder": encoder.replace(experts_first=min(1, step - 1), experts_every=step)},
+        **fields | {"encoder": encoder.replace(first_k_dense_replace=min(1, step - 1), layer_freq=step)},
         activation=activation,
         gated=False,
         scale_decoder_outputs=tied,
