@@ -102,6 +102,12 @@ def _language(languages: Mapping[str, int], name: str | None, param: str) -> int
     return languages[name]
 
 
+def check_no_beams(params: SamplingParams) -> None:
+    """Raise :class:`RequestError` for a beam search with a model that has no encoder."""
+    if params.beams > 1:
+        raise RequestError("beams are for models with an encoder; leave it out", param="beams")
+
+
 def check_no_languages(params: SamplingParams) -> None:
     """Raise :class:`RequestError` for languages in a request to a model that has none."""
     for name in ("source_lang", "target_lang"):

@@ -48,9 +48,20 @@ def test_the_prompt_is_the_source(running: Running, folder: Path) -> None:
         assert "".join(piece.choices[0].text for piece in stream if piece.choices) == expected[0]
 
 
+def test_beams_are_a_parameter(running: Running, folder: Path) -> None:
+    model, text = colonnade.load(folder, device="cpu"), "The quick brown fox"
+    expected = model.generate(text, max_tokens=9, temperature=0, beams=3, ignore_eos=True)
+    extra = {"ignore_eos": True, "beams": 3, "length_penalty": 1.0}
+    with running.client as client:
+        found = client.completions.create(model="tiny", prompt=text, max_tokens=9, temperature=0, extra_body=extra)
+        assert found.choices[0].text == expected != model.generate(text, max_tokens=9, temperature=0, ignore_eos=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"n": 2, "extra_body": {"beams": 2}}, "n and beams exclude one another"),
+        ({"extra_body": {"beams": 2, "temperature": 0.5}}, "temperature and beams exclude one another"),
         ({"echo": True}, "echo is for models that continue the prompt"),
         ({"suffix": "x"}, "suffix"),
         ({"extra_body": {"target_lang": "fra_Latn"}}, "target_lang is for models that translate"),
