@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from colonnade.config import EncoderConfig, ModelConfig, MoeConfig, RelativePositions, RouterConfig
-from colonnade.model import Beside, Crossed, Packed, Source, Stream
+from colonnade.model import Beside, Crossed, Packed, Source, Stream, Transformer, initialise
+from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.layout import WHOLE, layout_of, local_part
 
 SOURCES, TARGETS = [9, 1, 31], [5, 12, 2]
 
@@ -46,6 +48,18 @@ def nllb(**changes: object) -> ModelConfig:
         ),
     )  # fmt: skip
     return config.replace(**changes)
+
+
+def built(config: ModelConfig, axes: Axes = SOLO_AXES) -> Transformer:
+    """This rank's share of a model whose parts all matter."""
+    model = initialise(Transformer(config, axes, dtype=torch.float64), 0)
+    layout, shapes = layout_of(model), model.global_shapes()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
+            p.copy_(local_part(noise * 0.3 + (1.0 if p.dim() == 1 else 0.0), layout.get(name, WHOLE), axes))
+    return model.eval().requires_grad_(False)
 
 
 def texts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[Tensor]:

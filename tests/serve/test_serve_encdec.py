@@ -14,8 +14,7 @@ from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import pack_work, unpack_work
 from colonnade.serve.scheduler import Work
-from tests.encdec import inputs, nllb, switch, t5
-from tests.parity.test_encdec_paged import built
+from tests.encdec import built, inputs, nllb, switch, t5
 from tests.serve import tiny
 
 CONTEXT, START = 40, 3

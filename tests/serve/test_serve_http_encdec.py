@@ -8,8 +8,7 @@ import pytest
 import colonnade
 from colonnade.checkpoint import native
 from colonnade.parallel.distributed_context import DistributedContext
-from tests.encdec import t5
-from tests.parity.test_encdec_paged import built
+from tests.encdec import built, t5
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
