@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from colonnade.config import EncoderConfig, ModelConfig, RelativePositions
-from colonnade.model import Beside, Crossed, Packed, Source, Stream
+from colonnade.config import EncoderConfig, ModelConfig, MoeConfig, RelativePositions, RouterConfig
+from colonnade.model import Beside, Crossed, Packed, Source, Stream, Transformer, initialise
+from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.layout import WHOLE, layout_of, local_part
 
 SOURCES, TARGETS = [9, 1, 31], [5, 12, 2]
 
@@ -19,6 +21,45 @@ def t5(version: str = "1.0", **changes: object) -> ModelConfig:
         tied=old, scale_decoder_outputs=old,
     )  # fmt: skip
     return config.replace(**changes)
+
+
+def switch(**changes: object) -> ModelConfig:
+    """A small Switch Transformer whose capacity binds, with experts in block 1 of the decoder, 1 of the encoder."""
+    moe = MoeConfig(
+        experts=4, active=1, ffn_width=24, first_k_dense_replace=1, layer_freq=2, capacity_tokens=2,
+        capacity_over="sequence", router=RouterConfig(kind="switch", jitter=0.1), balance_weight=0.1, z_weight=0.1,
+    )  # fmt: skip
+    encoder = EncoderConfig(layers=3, first_k_dense_replace=1, layer_freq=2)
+    return t5("1.0", family="switch_transformers", moe=moe, encoder=encoder, **changes)
+
+
+def nllb(**changes: object) -> ModelConfig:
+    """A small NLLB-MoE with experts in block 1 of each stack."""
+    config = ModelConfig(
+        family="nllb-moe", vocab_size=53, layers=2, width=24, heads=4, ffn_width=31, context=64,
+        positions="sinusoidal", scale_embedding=True, norm="layernorm", activation="relu", gated=False, qkv_bias=True,
+        out_bias=True, ffn_bias=True, tied=True,
+        moe=MoeConfig(
+            experts=4, active=2, ffn_width=24, first_k_dense_replace=1, layer_freq=2, output_mask=0.2,
+            balance="gshard",
+        ),
+        encoder=EncoderConfig(
+            layers=2, context=64, start_token=2, languages=True, first_k_dense_replace=1, layer_freq=2
+        ),
+    )  # fmt: skip
+    return config.replace(**changes)
+
+
+def built(config: ModelConfig, axes: Axes = SOLO_AXES) -> Transformer:
+    """This rank's share of a model whose parts all matter."""
+    model = initialise(Transformer(config, axes, dtype=torch.float64), 0)
+    layout, shapes = layout_of(model), model.global_shapes()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
+            p.copy_(local_part(noise * 0.3 + (1.0 if p.dim() == 1 else 0.0), layout.get(name, WHOLE), axes))
+    return model.eval().requires_grad_(False)
 
 
 def texts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[Tensor]:

@@ -12,7 +12,7 @@ from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling, 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Any decoder of any family, causal or not; BERT and encoder–decoders have their own tests."""
-    others = ("bert", "megatron-bert", "t5", "whisper")
+    others = ("bert", "megatron-bert", "t5", "switch_transformers", "nllb-moe", "whisper")
     family = draw(st.sampled_from([name for name in FAMILIES if name not in others]))
     layers, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     heads = kv_heads if family == "gpt2" else kv_heads * draw(st.integers(1, 3))

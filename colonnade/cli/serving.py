@@ -54,6 +54,20 @@ class SamplingArgs:
 
 
 @dataclass(frozen=True)
+class GenerateArgs(SamplingArgs):
+    """The same, and what encoder–decoders know."""
+
+    beams: int = 1
+    """Beams of a beam search, which finds a probable text instead of sampling one (encoder–decoders; temperature 0)."""
+    length_penalty: float = 1.0
+    """A text's log-probability is divided by its number of tokens to this power before beams are compared."""
+    source_lang: str | None = None
+    """The language of the prompt, for a model that translates between languages (eng_Latn)."""
+    target_lang: str | None = None
+    """The language to translate into."""
+
+
+@dataclass(frozen=True)
 class CacheArgs:
     """The engine's memory, for one request at a time."""
 
@@ -83,11 +97,15 @@ class CacheArgs:
         """The same as a ServeConfig."""
         return ServeConfig(max_requests=1, **vars(self))
 
+    def for_beams(self, beams: int) -> ServeConfig:
+        """The same for a beam search."""
+        return self.config.replace(max_requests=max(1, beams))
+
 
 def generate(
     model: Positional[GenerativeModel],
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
-    sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
+    sampling: Annotated[GenerateArgs, arg(name="")] = GenerateArgs(),
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
 ) -> None:
@@ -100,7 +118,7 @@ def generate(
         placement: Where the model runs.
         serve: The engine's memory.
     """
-    params, spec = sampling.params(), placement.spec(model, serve.config)
+    params, spec = sampling.params(), placement.spec(model, serve.for_beams(sampling.beams))
     from colonnade.chat import generate
 
     generate(spec, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)

@@ -21,8 +21,23 @@ class EncoderConfig(Config):
     convolutions turn into one vector for each two frames (Whisper)."""
     start_token: int = Field(default=0, ge=0, le=MAX_DIM)
     """The token that begins every target."""
+    languages: bool = False
+    """Sources, and targets after start_token, begin with the token of their language (NLLB); a request names them."""
+    first_k_dense_replace: int = Field(default=0, ge=0, le=1 << 20)
+    """The first encoder block with experts, in a model with experts (model.moe)."""
+    layer_freq: int = Field(default=1, ge=1, le=1 << 20)
+    """From that one on, every n-th encoder block has experts."""
     mels: int = Field(default=80, gt=0, le=1 << 12)
     """Mel bands of a spectrogram (reads = audio)."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether encoder block ``layer`` has experts, in a model with experts."""
+        return layer >= self.first_k_dense_replace and (layer - self.first_k_dense_replace) % self.layer_freq == 0
+
+    @property
+    def expert_layers(self) -> int:
+        """Encoder blocks with experts, in a model with experts."""
+        return len(range(self.first_k_dense_replace, self.layers, self.layer_freq))
 
 
 class RelativePositions(Config):

@@ -63,7 +63,9 @@ class ExpertsConfig(Config):
         router = moe.router if self.task is None else moe.router.replace(task=_task_id(self.task, moe.router, tasks))
         moe = moe.replace(active=self.active or moe.active, router=router)
         if self.capacity is not None:
-            moe = moe.replace(capacity=None if self.capacity == "off" else self.capacity)
+            over = "batch" if moe.capacity_over == "sequence" else moe.capacity_over
+            factor = None if self.capacity == "off" else self.capacity
+            moe = moe.replace(capacity=factor, capacity_tokens=None, capacity_over=over)
         return model.replace(moe=moe)
 
 

@@ -49,7 +49,8 @@ class LatentConfig(Config):
 
 Family = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert",
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "t5", "whisper",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "t5", "switch_transformers",
+    "nllb-moe", "whisper",
 ]  # fmt: skip
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 MAX_PARAMETERS = 10**15
@@ -107,9 +108,10 @@ class ModelConfig(Config):
     """F: hidden width of the feed-forward network."""
     context: int = Field(default=1024, gt=0, le=MAX_DIM)
     """Longest sequence [tokens]."""
-    positions: Literal["learned", "rotary", "none"] = "rotary"
+    positions: Literal["learned", "rotary", "sinusoidal", "none"] = "rotary"
     """learned: a table of positions is added to the embedding (GPT-2). rotary: queries and keys are rotated (RoPE, Su
-    2021). none: neither (T5, which has relative_positions)."""
+    2021). sinusoidal: sines and cosines of the position, from 2 on, are added (NLLB). none: none of these (T5, which
+    has relative_positions)."""
     relative_positions: RelativePositions | None = None
     """Biases of the attention scores by distance, one table for the layers of each stack (T5); None: no biases."""
     score_scale: float | None = Field(default=None, gt=0, le=1e6)
@@ -143,6 +145,8 @@ class ModelConfig(Config):
     """Clip queries, keys and values to ± this before the rotary embedding (OLMoE); None: no clipping."""
     latent: LatentConfig | None = None
     """Multi-head latent attention (DeepSeek); None: ordinary multi-head or grouped-query attention."""
+    scale_embedding: bool = False
+    """Multiply the embeddings of tokens by width^½ (NLLB)."""
     scale_decoder_outputs: bool = False
     """Multiply the last hidden state by width^-½ before the output projection (T5 1.0, whose embedding is tied)."""
     encoder: EncoderConfig | None = None
@@ -198,6 +202,8 @@ class ModelConfig(Config):
             )
         if self.positions == "rotary" and self.latent is None and self.head_width % 2:
             raise ConfigError(f"rotary positions rotate pairs: head_width {self.head_width} must be even")
+        if self.positions == "sinusoidal" and (self.width % 2 or self.width < 4):
+            raise ConfigError(f"sinusoidal positions are sines and cosines: width {self.width} must be even, 4 or more")
         if self.positions != "rotary" and self.rope_scaling:
             raise ConfigError(f"rope_scaling needs rotary positions, and this model has {self.positions}; remove it")
         self._validate_encoder()
@@ -222,12 +228,14 @@ class ModelConfig(Config):
         required = {
             "causal": self.causal, "norm_order": self.norm_order == "pre", "latent": self.latent is None,
             "window": self.window is None, "qk_norm": not self.qk_norm, "qkv_clip": self.qkv_clip is None,
-            "segments": not self.segments, "embed_norm": not self.embed_norm, "moe": self.moe is None,
+            "segments": not self.segments, "embed_norm": not self.embed_norm,
         }  # fmt: skip
         if wrong := [name for name, valid in required.items() if not valid]:
             raise ConfigError(
                 f"a model with an encoder supports no other {wrong[0]} than the default; leave {wrong[0]} out"
             )
+        if self.moe is not None:
+            self._validate_encoder_experts(encoder, self.moe)
         if encoder.reads == "audio" and (self.positions != "learned" or self.norm != "layernorm"):
             raise ConfigError("an encoder of audio is Whisper's: set positions learned and norm layernorm")
         if encoder.reads == "tokens" and self.positions == "learned":
@@ -235,6 +243,21 @@ class ModelConfig(Config):
                 "an encoder of tokens with learned positions is not implemented; set positions none with "
                 "relative_positions, or rotary"
             )
+
+    @staticmethod
+    def _validate_encoder_experts(encoder: EncoderConfig, moe: MoeConfig) -> None:
+        if encoder.reads == "audio":
+            raise ConfigError("an encoder of audio with experts is not implemented; leave model.moe out")
+        if moe.pools_layers:
+            raise ConfigError(
+                "one balance loss over the layers of two stacks is not implemented; set model.moe.balance_over to layer"
+            )
+        if moe.capacity is not None:
+            raise ConfigError(
+                "a capacity over a batch depends on which sources are encoded together; use model.moe.capacity_tokens"
+            )
+        if moe.router.kind == "task":
+            raise ConfigError("router 'task' is not implemented for an encoder's tokens; use softmax or switch")
 
     def _validate_latent(self) -> None:
         if (latent := self.latent) is None:
@@ -298,16 +321,33 @@ class ModelConfig(Config):
             ffn_width=self.encoder.ffn_width or self.ffn_width,
             context=self.encoder.context,
             causal=False,
+            moe=self.moe
+            and self.moe.replace(
+                first_k_dense_replace=self.encoder.first_k_dense_replace,
+                layer_freq=self.encoder.layer_freq,
+                mlp_only_layers=(),
+            ),
         )
 
+    @property
+    def total_layers(self) -> int:
+        """Blocks of the decoder and of the encoder, if there is one; the encoder's are numbered after the decoder's."""
+        return self.layers + (self.encoder.layers if self.encoder else 0)
+
     def experts_of(self, layer: int) -> MoeConfig | None:
-        """The mixture of experts of one layer, or None for a dense feed-forward part."""
-        return self.moe if self.moe is not None and self.moe.has_experts(layer) else None
+        """The mixture of experts of one block, or None for a dense feed-forward part."""
+        if self.moe is None:
+            return None
+        if self.encoder is not None and layer >= self.layers:
+            return self.moe if self.encoder.has_experts(layer - self.layers) else None
+        return self.moe if self.moe.has_experts(layer) else None
 
     @property
     def expert_layers(self) -> int:
-        """Blocks with experts."""
-        return 0 if self.moe is None else self.moe.count_expert_layers(self.layers)
+        """Blocks with experts, those of an encoder included."""
+        if self.moe is None:
+            return 0
+        return self.moe.count_expert_layers(self.layers) + (self.encoder.expert_layers if self.encoder else 0)
 
     @property
     def rotary_width(self) -> int:
@@ -342,7 +382,8 @@ class ModelConfig(Config):
         else:
             attention += qkv * self.qkv_bias + normed * h * self.qk_norm
         expert_layers = self.expert_layers
-        ffn = self._ffn_parameters(f) * (self.layers - expert_layers)
+        encoder_experts = self.encoder.expert_layers if self.encoder and self.moe else 0
+        ffn = self._ffn_parameters(f) * (self.layers - expert_layers + encoder_experts)
         if moe := self.moe:
             each = moe.experts * self._ffn_parameters(moe.ffn_width)
             each += self._ffn_parameters(moe.shared_width) * bool(moe.shared_width) + d * moe.shared_gate
@@ -361,7 +402,8 @@ class ModelConfig(Config):
             # Queries and outputs of each decoder layer's cross attention, its norm, and its share of the bridge.
             cross = self._projections + (self.heads + 2 * self.kv_heads) * h * self.qkv_bias + d * self.out_bias + norm
             hidden = encoder.ffn_width or f
-            outside += encoder.layers * (attention + 2 * norm + self._ffn_parameters(hidden)) + norm
+            outside += encoder.layers * (attention + 2 * norm) + norm
+            outside += (encoder.layers - encoder_experts) * self._ffn_parameters(hidden)
             if encoder.reads == "audio":
                 outside += 3 * d * (encoder.mels + d) + 2 * d + encoder.context * d
         return self.layers * (attention + 2 * norm + cross) + ffn + outside
@@ -406,9 +448,10 @@ class ModelConfig(Config):
         Recomputation is not counted: these are model FLOPs, not hardware FLOPs.
         """
         # Hidden units that process a token, in all layers.
-        hidden = (self.layers - self.expert_layers) * self.ffn_width
+        expert_layers = 0 if self.moe is None else self.moe.count_expert_layers(self.layers)
+        hidden = (self.layers - expert_layers) * self.ffn_width
         if self.moe:
-            hidden += self.expert_layers * (self.moe.active * self.moe.ffn_width + self.moe.shared_width)
+            hidden += expert_layers * (self.moe.active * self.moe.ffn_width + self.moe.shared_width)
         ffn = self.width * (2 + self.gated) * hidden
         attended = min(sequence, self.window) if self.window else sequence
         widths = self.head_width + (self.latent.v_width if self.latent else self.head_width)

@@ -93,14 +93,20 @@ class MoeConfig(Config):
     capacity: float | None = Field(default=None, ge=-MAX_CAPACITY, le=MAX_CAPACITY, allow_inf_nan=False)
     """Capacity factor f. None: dropless. f > 0: at most C = A·int(f·⌈T/E⌉) tokens per expert; 0: C is the load of the
     busiest expert, so no token is dropped; f < 0: the smaller of the two, with −f (Tutel)."""
-    capacity_over: Literal["batch", "rank"] = "batch"
+    capacity_tokens: int | None = Field(default=None, ge=1, le=MAX_DIM)
+    """Most tokens of one sequence for each expert, first come (Switch's published models: 64); needs capacity_over =
+    sequence. It is applied where whole sequences are run: in training, scoring and encoding, not in decoding."""
+    capacity_over: Literal["batch", "rank", "sequence"] = "batch"
     """Tokens that count towards an expert's capacity. batch: those of all ranks, so that the result does not depend on
-    the layout. rank: those of each rank separately (Tutel)."""
+    the layout. rank: those of each rank separately (Tutel). sequence: those of each sequence (capacity_tokens)."""
     priority: bool = False
     """If an expert is over capacity, keep the tokens of the highest probability instead of the first ones
     (batch-prioritised routing)."""
     dropped_token_output: Literal["zero", "residual"] = "zero"
     """Output for a dropped token. zero: nothing. residual: its own input, at the weight of the expert."""
+    output_mask: float = Field(default=0.0, ge=0, lt=1)
+    """In training each of a token's chosen experts is left out at this rate, and the others are not rescaled; otherwise
+    all are used at 1 − this (expert output masking: NLLB, arXiv 2207.04672, section 6.2)."""
     balance: Balance = "switch"
     """The load-balancing loss. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
     shares of all choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as Hugging
@@ -151,6 +157,14 @@ class MoeConfig(Config):
                 f"which is not implemented with model.moe.{name}; set that to {off}, model.moe.router.noise to 0, or "
                 "model.moe.balance to switch"
             )
+        if (self.capacity_tokens is not None) != (self.capacity_over == "sequence"):
+            raise ConfigError(
+                f"model.moe.capacity_tokens {self.capacity_tokens} and capacity_over '{self.capacity_over}' do not "
+                "belong together: a number of tokens is that of one sequence; set both, or neither"
+            )
+        if self.capacity_tokens is not None and (self.capacity is not None or self.priority):
+            name = "capacity" if self.capacity is not None else "priority"
+            raise ConfigError(f"model.moe.capacity_tokens drops by order in a sequence; leave model.moe.{name} out")
         if self.shared_gate and not self.shared_width:
             raise ConfigError("model.moe.shared_gate needs shared experts; set model.moe.shared_width or leave it off")
         return self

@@ -25,8 +25,8 @@ EMBEDDING, ATTENTION, FFN = 0, 1, 2
 """Sites on the residual stream."""
 POOLED = 3
 """Site of a classifier's input, under the embedding's key."""
-CROSS = 4
-"""Site on the residual stream after cross attention."""
+CROSS = 7
+"""Site on the residual stream after cross attention; 3 to 6 are a router's (:mod:`colonnade.model.moe.router`)."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 

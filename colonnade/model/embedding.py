@@ -8,6 +8,7 @@ if the model has them, are added after the sum, and BERT normalises the result (
 3).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,18 @@ class Stream(NamedTuple):
     """What the encoder of an encoder–decoder model reads in this pass; None: nothing new."""
 
 
+FIRST_POSITION = 2
+"""Of sinusoidal positions: NLLB numbers the padding token's position 1."""
+
+
+def sinusoids(positions_T: Tensor, width: int) -> Tensor:
+    """float32 (T, width): sin | cos of p · 10000^(−i / (width/2 − 1)), as in Whisper and NLLB."""
+    half = width // 2
+    i = torch.arange(half, device=positions_T.device)
+    angles = positions_T[:, None] * torch.exp(-math.log(10000.0) / (half - 1) * i)
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
 class _Table(QuantisableMatrix):
     """An embedding table; quantised only if it is the output projection too."""
 
@@ -76,6 +89,8 @@ class Embedding(nn.Module):
         self.start, stop = axes.tp.part(config.vocab_size)
         self.tokens = _Table(stop - self.start, config.width, device, dtype)
         self.layout: dict[str, Placement] = {"tokens.weight": 0}
+        self.factor = config.width**0.5 if config.scale_embedding else 1.0
+        self.sinusoidal = config.positions == "sinusoidal"
         self.positions = None
         if positions and config.positions == "learned":
             self.positions = _Table(config.context, config.width, device, dtype)
@@ -89,7 +104,7 @@ class Embedding(nn.Module):
 
     def forward(self, stream: Stream) -> Tensor:
         """x_tD."""
-        x_tD = self._rows(stream.tokens_T)
+        x_tD = self._positioned(stream.tokens_T, stream.positions_T)
         mine = self.axes.rows(len(stream.tokens_T))
         if self.positions is not None:
             run = choose("embedding", x_tD.device.type, x_tD.dtype, self.kernels)
@@ -99,9 +114,19 @@ class Embedding(nn.Module):
             x_tD = x_tD + (table[0] if segments_T is None else F.embedding(segments_T[mine], table))
         return x_tD if self.norm is None else self.norm(x_tD)
 
-    def of_source(self, tokens_S: Tensor) -> Tensor:
+    def of_source(self, tokens_S: Tensor, positions_S: Tensor) -> Tensor:
         """x_sD of an encoder's tokens."""
-        return self._rows(tokens_S)
+        return self._positioned(tokens_S, positions_S)
+
+    def _positioned(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """This rank's rows, with sinusoidal positions if the model has them."""
+        x_tD = self._rows(tokens_T)
+        if self.factor != 1.0:
+            x_tD = x_tD * self.factor
+        if self.sinusoidal:
+            mine = self.axes.rows(len(tokens_T))
+            x_tD = x_tD + sinusoids(positions_T[mine] + FIRST_POSITION, x_tD.shape[1]).to(x_tD.dtype)
+        return x_tD
 
     def _rows(self, tokens_T: Tensor) -> Tensor:
         table = self.tokens.matrix

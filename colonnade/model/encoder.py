@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
 from colonnade.model.dropout import Dropout
+from colonnade.model.moe.routing_context import Routing
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, residual_placement
 
@@ -21,6 +22,8 @@ class Source(NamedTuple):
     """int64 position of each token, or of each two frames, within its own source."""
     dropout: Dropout | None = None
     """Dropout of a training step; None: no dropout."""
+    routing: Routing | None = None
+    """Routing of a mixture of experts in training; None: inference. Reports are recorded after the decoder's blocks."""
 
 
 class AudioFrontEnd(nn.Module):
@@ -44,11 +47,3 @@ class AudioFrontEnd(nn.Module):
         """x_SD."""
         x_BDS = F.gelu(self.conv2(F.gelu(self.conv1(source.tokens_S.to(self.positions.dtype)))))
         return x_BDS.transpose(1, 2).flatten(0, 1) + F.embedding(source.positions_S, self.positions)
-
-
-def whisper_positions(length: int, width: int) -> Tensor:
-    """Whisper's encoder positions: sin | cos of p · 10000^(−i / (width/2 − 1))."""
-    half = width // 2
-    rates = torch.exp(-torch.log(torch.tensor(10000.0)) / (half - 1) * torch.arange(half))
-    angles = torch.arange(length)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], 1)

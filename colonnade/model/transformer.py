@@ -23,7 +23,7 @@ from colonnade.kernels.registry import choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model import fused_block
 from colonnade.model.activation_checkpointing import checkpointed
-from colonnade.model.attend import Attend, AttendBackend
+from colonnade.model.attend import Attend, AttendBackend, Packed
 from colonnade.model.attention import Attention, LatentAttention
 from colonnade.model.cross_attention import Bridge, CrossAttention, Crossed, CrossedView, with_relative_bias
 from colonnade.model.dropout import ATTENTION, CROSS, EMBEDDING, FFN, BlockDropout, apply_dropout
@@ -32,12 +32,14 @@ from colonnade.model.encoder import AudioFrontEnd, Source
 from colonnade.model.ffn import FeedForward
 from colonnade.model.moe import LayerReport, LayerRouting, MixtureOfExperts
 from colonnade.model.moe.losses import attach_model_balance
+from colonnade.model.moe.router import needs_sequences
+from colonnade.model.moe.routing_context import Routing, TokenGroups
 from colonnade.model.norm import Norm
 from colonnade.model.output_heads import BertLayers, Head, OutputProjection
 from colonnade.model.relative_positions import RelativeBias
 from colonnade.model.rotary import frequencies
 from colonnade.model.tensor_parallel_linear import Linear
-from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.axis import SOLO, SOLO_AXES, Axes
 from colonnade.parallel.layout import Placement, residual_placement
 
 
@@ -171,7 +173,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
             self.blocks.add_module(str(i), Block(config, axes, config.experts_of(i), **on, experts_on=experts_on))
-        self._add_encoder(config, axes, on)
+        self._add_encoder(config, axes, on, experts_on)
         self.norm = None
         if last:  # in post-norm order the last block ends with its norm
             pre = config.norm_order == "pre"
@@ -186,7 +188,9 @@ class Transformer(nn.Module):
         # Plain attributes, not buffers: they are real on the meta device too, and stay float32 in a cast to bf16.
         self._theta, self._rotation_factor = frequencies(config)
 
-    def _add_encoder(self, config: ModelConfig, axes: Axes, on: dict[str, Any]) -> None:
+    def _add_encoder(
+        self, config: ModelConfig, axes: Axes, on: dict[str, Any], experts_on: torch.device | None
+    ) -> None:
         """The encoder's parts, and the tables of relative positions."""
         self.front_end = self.encoder_norm = self.bridge = None
         self.relative = self.encoder_relative = None
@@ -199,8 +203,8 @@ class Transformer(nn.Module):
         stack = config.encoder_stack
         if config.encoder.reads == "audio":
             self.front_end = AudioFrontEnd(config, axes, **on)
-        for _ in range(stack.layers):
-            self.encoder_blocks.append(Block(stack, axes, **on))
+        for i in range(stack.layers):
+            self.encoder_blocks.append(Block(stack, axes, stack.experts_of(i), **on, experts_on=experts_on))
         if near is not None:
             self.encoder_relative = RelativeBias(near, config.heads, axes, causal=False, **on)
         self.encoder_norm = Norm(stack, stack.width, placement=residual_placement(axes), **on)
@@ -216,14 +220,39 @@ class Transformer(nn.Module):
             x_sD = x_sD[self.axes.rows(S)] if self.axes.sequence_parallel else x_sD
         else:
             assert self.embed is not None
-            x_sD = self.embed.of_source(source.tokens_S)
+            x_sD = self.embed.of_source(source.tokens_S, source.positions_S)
         x_sD = apply_dropout(x_sD, dropout and dropout.at_embedding, EMBEDDING)
         rotation = self.rotation_of(source.positions_S, x_sD.dtype)
         if self.encoder_relative is not None:
             attend = with_relative_bias(attend, self.encoder_relative.expand())
         for i, block in enumerate(self.encoder_blocks):
-            x_sD, _ = block(x_sD, S, rotation, attend.at(i, None), dropout and dropout.at(i))
+            number, routing = self.config.layers + i, None
+            if self.config.experts_of(number) is not None:
+                routing = self._source_routing(number, source, attend)
+            x_sD, report = block(x_sD, S, rotation, attend.at(i, None), dropout and dropout.at(i), routing)
+            if report is not None and source.routing is not None:
+                source.routing.record(number, report)
         return self.encoder_norm(x_sD)
+
+    def _source_routing(self, number: int, source: Source, attend: AttendBackend) -> LayerRouting:
+        """The routing of encoder block ``number``; sources are whole, also in inference, and so drop as trained."""
+        if source.routing is not None:
+            return LayerRouting.at(number, source.tokens_S, source.routing)
+        routing, moe = None, self.config.moe
+        if moe is not None and needs_sequences(moe):
+            assert isinstance(attend, Packed), "sources are packed"
+            S, device = len(source.tokens_S), source.tokens_S.device
+            groups = TokenGroups.sequences(attend.cu_seqlens, S, SOLO)
+            routing = Routing(torch.arange(S, device=device), token_groups=groups)
+        return LayerRouting(source.tokens_S, routing, None)
+
+    def expert_layer(self, number: int) -> MixtureOfExperts:
+        """The experts of a block; those of an encoder are numbered after the decoder's."""
+        layers = self.config.layers
+        stack, i = (self.blocks, number) if number < layers else (self.encoder_blocks, number - layers)
+        ffn = stack.get_submodule(str(i)).get_submodule("ffn")
+        assert isinstance(ffn, MixtureOfExperts), f"block {number} has no experts"
+        return ffn
 
     def _with_memory(self, stream: Stream, attend: AttendBackend) -> AttendBackend:
         """``attend`` with the keys and values of this pass's sources in its memory."""

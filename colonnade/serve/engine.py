@@ -25,6 +25,7 @@ from colonnade.errors import ConfigError, RequestError
 from colonnade.model import Transformer
 from colonnade.serve.adapters import EngineAdapters
 from colonnade.serve.batch_invariance import batching_note, make_batch_invariant
+from colonnade.serve.beam_search import BeamSearch
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.draft_model import DraftModel
 from colonnade.serve.draft_runner import build_draft_model
@@ -36,6 +37,8 @@ from colonnade.serve.model_runner import HostScore, ModelRunner, SampledTokens, 
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import (
     Prompt,
+    check_no_beams,
+    check_no_languages,
     check_params,
     check_params_list,
     check_prompts,
@@ -190,7 +193,11 @@ class Engine:
         ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
         source, encoder = (), self.model.config.encoder
         if encoder is not None:
-            source, ids = encoder_input(ids, params, encoder, self.tokenizer.eos_ids), (encoder.start_token,)
+            source, ids = encoder_input(ids, params, encoder, self.tokenizer)
+        else:
+            check_no_languages(params)
+            check_no_beams(params)
+        search = None if params.beams == 1 else self._new_search(params, len(resume or ()))
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(
@@ -204,7 +211,8 @@ class Engine:
             source=source,
             priority=priority,
             adapter=self.adapters.number(adapter),
-            resume=None if resume is None else tuple(resume),
+            resume=None if resume is None or search else tuple(resume),
+            search=search,
         )
         if request.id in self._live:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
@@ -213,9 +221,20 @@ class Engine:
             self._deliver([self._displaced_output(self._live[displaced.id], now_s)])
         text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         live = self._live[request.id] = _Generation(request, text, arrived_s=now_s)
-        if resume:
+        if request.resume:
             self._replay(live)
         return request.id
+
+    def _new_search(self, params: SamplingParams, delivered: int) -> BeamSearch:
+        """The beam search of a request, whose first ``delivered`` tokens another engine has delivered."""
+        if 2 * params.beams > (size := self.model.config.vocab_size):
+            raise RequestError(
+                f"{params.beams} beams need {2 * params.beams} tokens to choose from, and the vocabulary has {size}; "
+                f"use at most {size // 2}",
+                param="beams",
+            )
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.tokenizer.eos_ids)}
+        return BeamSearch(params.beams, params.length_penalty, frozenset(ends), delivered=delivered)
 
     def _displaced_output(self, live: _Generation, now_s: float) -> Output:
         """End a request that another client's has displaced from the queue."""
@@ -341,7 +360,39 @@ class Engine:
                 live.prompt_scores += rows
         scored = [next(scores) if args.logprobs >= 0 else None for args in work.sample_args]
         grown = self.scheduler.commit(work, tokens)  # one by one: a token that ends a request drops those after it
-        return [self._advance(self._live[r.id], token, scored[i], now_s) for r, token, i in grown]
+        outputs: list[Output] = []
+        for request, token, i in grown:
+            live, score = self._live[request.id], scored[i]
+            if request.search is None:
+                outputs.append(self._advance(live, token, score, now_s))
+            else:
+                assert score is not None, "every beam is scored"
+                outputs += self._advance_search(live, request, token, score, now_s)
+        return outputs
+
+    def _advance_search(
+        self, live: _Generation, beam: Request, token: int, score: HostScore, now_s: float
+    ) -> list[Output]:
+        """The outputs for one new token of a beam: none before the end of the search, then the whole text."""
+        root, search = live.request, beam.search
+        assert search is not None
+        if token == NOT_FINITE:
+            root.ids = [*root.prompt, token]
+            return [self._advance(live, token, None, now_s)]
+        top = list(zip(score.top_ids, score.top_logp, strict=True))
+        if not search.observe(beam, top[: search.candidates]):
+            return []
+        if following := search.advance(root.limit_tokens):
+            self.scheduler.continue_search(search, following)
+            return []
+        root.ids, outputs = list(root.prompt), list[Output]()
+        for number, best in enumerate(search.best):
+            root.ids.append(best)
+            if number < search.delivered:
+                live.text.push(best, may_stop=False)
+            else:
+                outputs.append(self._advance(live, best, None, now_s))
+        return outputs
 
     def _advance(self, live: _Generation, token: int, score: HostScore | None, now_s: float) -> Output:
         """The output for one new token: the text that it completes, and whether the request ends."""

@@ -87,10 +87,10 @@ class PagePool:
         """Number of pages that ``tokens`` tokens take."""
         return -(-tokens // self.page_tokens)
 
-    def check_fits(self, prompt_tokens: int, new_tokens: int, source_tokens: int = 0) -> None:
+    def check_fits(self, prompt_tokens: int, new_tokens: int, source_tokens: int = 0, beams: int = 1) -> None:
         """Raise :class:`CapacityError` if one request of so many tokens does not fit into an empty pool."""
         if source_tokens:
-            self._check_source_fits(prompt_tokens + new_tokens, source_tokens)
+            self._check_source_fits(prompt_tokens + new_tokens, source_tokens, beams)
         total = prompt_tokens + new_tokens
         if total <= self.max_request_tokens:
             return
@@ -105,14 +105,15 @@ class PagePool:
             operator_hint=remedy,
         )
 
-    def _check_source_fits(self, target_tokens: int, source_tokens: int) -> None:
+    def _check_source_fits(self, target_tokens: int, source_tokens: int, beams: int) -> None:
         """The same for a request with a source, whose keys have pages of their own."""
-        needs = self.pages_for(target_tokens - 1) + self.pages_for(source_tokens)
+        needs = beams * self.pages_for(target_tokens - 1) + self.pages_for(source_tokens)
         if needs > self.pages:
+            target = "a target" if beams == 1 else f"{beams} beams"
             raise CapacityError(
-                f"the source's {source_tokens:,} tokens and a target of {target_tokens:,} take {needs:,} pages of "
+                f"the source's {source_tokens:,} tokens and {target} of {target_tokens:,} take {needs:,} pages of "
                 f"{self.page_tokens} tokens; this server has {self.pages:,}: shorten the source, or ask for "
-                "fewer tokens",
+                f"fewer tokens{'' if beams == 1 else ' or beams'}",
                 operator_hint=f"set --serve.pages to {needs} or more",
             )
 

@@ -4,12 +4,15 @@ A prompt is text or a list of token ids. In Python a string is also a sequence o
 ids resembles a list of prompts: anything ambiguous is refused with the correct form, not answered as something else.
 """
 
+import difflib
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from colonnade.config import EncoderConfig, short_repr
+from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.serve.page_pool import PagePool, fewer_tokens
 from colonnade.serve.sampling_params import SamplingParams
@@ -39,13 +42,23 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
 
 
 def encoder_input(
-    ids: tuple[int, ...], params: SamplingParams, encoder: EncoderConfig, ends: Sequence[int]
-) -> tuple[int, ...]:
-    """The source of an encoder–decoder for a prompt ``ids``: with its end token.
+    ids: tuple[int, ...], params: SamplingParams, encoder: EncoderConfig, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(source, first tokens of the target) of an encoder–decoder for a prompt ``ids``.
 
-    Raises :class:`RequestError` for a source over the encoder's context, and for parameters about the tokens of a
-    prompt, which is no part of the output here.
+    The source gets its end token and, in a model of languages, that of its language instead of the one that the
+    tokenizer put first. Raises :class:`RequestError` for a source over the encoder's context, for a language that is
+    missing or unknown, and for parameters about the tokens of a prompt, which is no part of the output here.
     """
+    first, ends = (encoder.start_token,), tokenizer.eos_ids
+    if encoder.languages:
+        languages = language_tokens(tokenizer)
+        first = (encoder.start_token, _language(languages, params.target_lang, "target_lang"))
+        if params.source_lang is not None or ids[0] not in languages.values():
+            text = ids[1:] if ids[0] in languages.values() else ids
+            ids = (_language(languages, params.source_lang, "source_lang"), *text)
+    else:
+        check_no_languages(params)
     if ends and ids[-1] not in ends:
         ids = (*ids, ends[0])
     if len(ids) > encoder.context:
@@ -61,7 +74,45 @@ def encoder_input(
                 f"{name} is for models that continue the prompt, and this one reads it with an encoder; leave it out",
                 param=name,
             )
-    return ids
+    return ids, first
+
+
+LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}|__[a-z]{2,3}__")
+"""A token that stands for a language: eng_Latn (NLLB), __en__ (M2M-100)."""
+
+
+def language_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The languages among a tokenizer's special tokens, with their ids."""
+    named = ((tokenizer.token(i), i) for i in sorted(tokenizer.special_ids))
+    return {name: i for name, i in named if name is not None and LANGUAGE.fullmatch(name)}
+
+
+def _language(languages: Mapping[str, int], name: str | None, param: str) -> int:
+    """The token of a language; raises :class:`RequestError` for one that is missing or unknown."""
+    examples = ", ".join(list(languages)[:3]) + (", …" if len(languages) > 3 else "")
+    if name is None:
+        raise RequestError(f"{param} is missing: this model translates between {examples}; name one", param=param)
+    if name not in languages:
+        near = difflib.get_close_matches(name, languages, n=1, cutoff=0.5)
+        raise RequestError(
+            f"{param} '{name[:80]}' is none of this model's {len(languages)} languages ({examples}); "
+            + (f"did you mean '{near[0]}'?" if near else "name one of them"),
+            param=param,
+        )
+    return languages[name]
+
+
+def check_no_beams(params: SamplingParams) -> None:
+    """Raise :class:`RequestError` for a beam search with a model that has no encoder."""
+    if params.beams > 1:
+        raise RequestError("beams are for models with an encoder; leave it out", param="beams")
+
+
+def check_no_languages(params: SamplingParams) -> None:
+    """Raise :class:`RequestError` for languages in a request to a model that has none."""
+    for name in ("source_lang", "target_lang"):
+        if getattr(params, name) is not None:
+            raise RequestError(f"{name} is for models that translate between named languages; leave it out", param=name)
 
 
 def check_vocabulary(ids: Iterable[int], vocab_size: int, param: str) -> None:

@@ -18,6 +18,7 @@ from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.speculation import Drafter
 
 if TYPE_CHECKING:
+    from colonnade.serve.beam_search import BeamSearch
     from colonnade.serve.logits_processor import LogitsProcessor
 
 FinishReason = Literal["stop", "length", "error", "grammar_error", "displaced"]
@@ -64,6 +65,10 @@ class Request:
     """Whether its next slice encodes the source."""
     source_hash: bytes = b""
     """The hash of the whole source and of what encodes it."""
+    search: "BeamSearch | None" = None
+    """The beam search that it is a beam of; None: it samples one text."""
+    held: bool = False
+    """Whether it waits for the other beams of its search."""
     resume: tuple[int, ...] | None = None
     """Output ids that another engine has generated and delivered; None for a new request."""
     ids: list[int] = field(init=False)
@@ -98,6 +103,18 @@ class Request:
             self.source_hash = blake2b(key.tobytes(), digest_size=16).digest()
         if self.resume:  # the first output, with the prompt's log-probabilities, has been delivered
             self.scored = len(self.prompt) - 1
+
+    def exchange(self, other: "Request") -> None:
+        """Exchange tokens and pages with ``other``, a beam of the same search."""
+        for name in ("ids", "pages", "page_hashes", "cached_pages", "computed"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
+
+    @property
+    def width(self) -> int:
+        """Requests that it may become: the beams of a search."""
+        return 1 if self.search is None else self.search.width
 
     @property
     def input_tokens(self) -> int:
@@ -134,14 +151,14 @@ class Request:
         """True if the next step can run its newest token."""
         length = len(self.ids) + self.in_flight
         ends = length - len(self.prompt) >= self.limit_tokens
-        return length - self.computed == 1 and not ends and not self.needs_commit
+        return length - self.computed == 1 and not ends and not self.needs_commit and not self.held
 
     @property
     def needs_commit(self) -> bool:
         """True if its next token cannot be sampled before those in flight are known."""
         if not self.in_flight:
             return False
-        return self.needs_history or (self.drafter is not None and self.drafter.active)
+        return self.needs_history or self.search is not None or (self.drafter is not None and self.drafter.active)
 
     @property
     def needs_history(self) -> bool:

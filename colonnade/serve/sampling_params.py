@@ -28,6 +28,9 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 64
 """Limit for the bad words of one request."""
 
+MAX_BEAMS = 64
+"""Limit for the beams of one request."""
+
 MAX_BAD_WORD_CHARACTERS = 512
 """Length limit of a bad word."""
 
@@ -75,6 +78,14 @@ class SamplingParams:
     """Subtracted from the logits of tokens in the output, -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens, -100 to 100; at most 1,024 tokens."""
+    beams: int = 1
+    """Beams of a beam search, which finds a probable text instead of sampling one; 1: none. For encoder–decoders."""
+    length_penalty: float = 1.0
+    """A text's log-probability is divided by its number of tokens to this power before beams are compared, 0 to 10."""
+    source_lang: str | None = None
+    """The language of the source, for a model that translates between languages, as its tokenizer spells it."""
+    target_lang: str | None = None
+    """The language to translate into, likewise."""
     min_tokens: int = 0
     """Tokens to generate before an end token or a stop string may end the text."""
     bad_words: Sequence[str] = ()
@@ -86,14 +97,17 @@ class SamplingParams:
 
     def __post_init__(self):
         penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        for name in ("temperature", "top_p", "min_p", *penalties):
+        for name in ("temperature", "top_p", "min_p", "length_penalty", *penalties):
             _check(name, getattr(self, name), _is_a(Real, getattr(self, name)), "a number")
-        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "min_tokens"):
+        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "beams"):
             value = getattr(self, name)
-            optional = name not in ("top_k", "min_tokens")
+            optional = name not in ("top_k", "min_tokens", "beams")
             _check(name, value, _is_a(Integral, value) or (value is None and optional), "a whole number")
         for name in ("ignore_eos", "tempered_logprobs", "echo", "return_prompt_ids", "skip_special_tokens"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        for name in ("source_lang", "target_lang"):
+            value = getattr(self, name)
+            _check(name, value, value is None or isinstance(value, str), "a language, as a string")
         stop = (
             (self.stop,)
             if isinstance(self.stop, str)
@@ -119,11 +133,26 @@ class SamplingParams:
         allowed = "from 0.001 to 1000"
         _check("repetition_penalty", self.repetition_penalty, 0.001 <= self.repetition_penalty <= 1000, allowed)
         self._check_banned_and_biased()
+        self._check_beams()
         only_prompt = self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
         allowed = "1 or more (0 only with echo or prompt_logprobs)"
         _check("max_tokens", self.max_tokens, only_prompt or self.max_tokens is None or self.max_tokens >= 1, allowed)
         most = math.inf if self.max_tokens is None else self.max_tokens
         _check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, "from 0 to max_tokens")
+
+    def _check_beams(self) -> None:
+        _check("beams", self.beams, 1 <= self.beams <= MAX_BEAMS, f"from 1 to {MAX_BEAMS}")
+        _check("length_penalty", self.length_penalty, 0 <= self.length_penalty <= 10, "from 0 to 10")
+        if self.beams == 1:
+            return
+        neutral: dict[str, tuple[Any, ...]] = {
+            "temperature": (0, 1), "top_k": (0,), "top_p": (1,), "min_p": (0,), "stop": ((),), "logprobs": (None,),
+            "prompt_logprobs": (None,), "repetition_penalty": (1,), "frequency_penalty": (0,), "min_tokens": (0,),
+            "presence_penalty": (0,), "logit_bias": ({},), "bad_words": ((),), "structured_outputs": (None,),
+        }  # fmt: skip
+        for name, values in neutral.items():
+            if getattr(self, name) not in values:
+                raise RequestError(f"{name} and beams exclude one another; leave one of them out", param=name)
 
     def _check_banned_and_biased(self) -> None:
         bias, pairs = self.logit_bias, "a map from token ids to numbers from -100 to 100"

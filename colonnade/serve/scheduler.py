@@ -30,6 +30,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from colonnade.errors import RequestError
+from colonnade.serve.beam_search import BeamSearch, Continuation
 from colonnade.serve.fair_queue import FairQueue
 from colonnade.serve.page_pool import PagePool, extend_page_hashes
 from colonnade.serve.request import Request, Status
@@ -135,7 +136,15 @@ class Scheduler:
         The caller has to :meth:`finish` that one. Raises RequestError (429) if the queue is full, CapacityError if the
         request can never fit.
         """
-        self.pool.check_fits(len(request.prompt), request.limit_tokens, len(request.source))
+        self.pool.check_fits(len(request.prompt), request.limit_tokens, len(request.source), request.width)
+        if request.width > (most := min(self.max_requests, self.token_budget)):
+            raise RequestError(
+                f"beams is {request.width}, and this server runs {most} at a time; lower it",
+                param="beams",
+                operator_hint="raise --serve.max_requests and --serve.token_budget",
+            )
+        if request.search is not None:
+            request.search.start(request)
         displaced = None
         if self.full and request.resume is None:
             displaced = self.waiting.displaced_by(request.client)
@@ -147,7 +156,7 @@ class Scheduler:
                 operator_hint="raise --serve.max_waiting for a longer queue",
             )
         self.waiting.append(request, now_s)
-        if self.speculator is not None and not request.needs_history:
+        if self.speculator is not None and not request.needs_history and request.search is None:
             request.drafter = self.speculator.start(request)
         return displaced
 
@@ -156,11 +165,15 @@ class Scheduler:
 
         Empty if there are no requests, or if all wait for the commit.
         """
-        budget, chosen = self.token_budget, []
+        budget, chosen, preemptions = self.token_budget, [], self.preemptions
         self.waiting.advance(now_s)
 
-        for request in [r for r in self.running if r.decodes]:
-            if request.status is Status.RUNNING and self._grow(request):
+        decoding = [r for r in self.running if r.decodes]
+        for request in decoding:
+            if request.status is Status.RUNNING:
+                self._grow(request)
+        for request in decoding:  # all pages are there now: a search is preempted with all its beams
+            if request.status is Status.RUNNING:
                 chosen.append(self._slice(request, 1))
                 budget -= 1
         others = len(chosen) < len(self.running)
@@ -171,13 +184,13 @@ class Scheduler:
                     chosen.append(self._slice(request, min(request.pending, budget)))
                     budget -= len(chosen[-1][1].tokens)
             budget -= sum(r.needs_commit and not r.complete for r in self.running)  # for their next decodes
-        # A request preempted in this step is not admitted again: one of the pages that it needs is taken.
-        # Sources are encoded whole, the first one also over the budget.
-        while budget > 0 and (request := self._admit()):
+        budget -= sum(r.held for r in self.running) + self._reserved - len(self.running)
+        # A step that preempts admits nothing. Sources are encoded whole, the first one also over the budget.
+        while budget > 0 and self.preemptions == preemptions and (request := self._admit(budget)):
             if request.encode_source:
                 budget = max(1, budget - len(request.source))
             chosen.append(self._slice(request, min(request.pending, budget)))
-            budget -= len(chosen[-1][1].tokens)
+            budget -= len(chosen[-1][1].tokens) + request.width - 1
 
         sampling = [request for request, piece in chosen if piece.sample_args is not None]
         for index, request in enumerate(sampling):
@@ -206,6 +219,8 @@ class Scheduler:
             for i, (_, piece, token, index) in enumerate(drafts):
                 if request.status is Status.FINISHED:
                     break
+                if request.search is not None and request.status is Status.WAITING:
+                    break  # the search starts again
                 if i and piece.tokens[0] != request.ids[-1]:
                     refused = True
                     break
@@ -267,12 +282,79 @@ class Scheduler:
         A pass in flight may still write into them: that is safe, because whatever is scheduled later runs later.
         """
         if request.status is not Status.FINISHED:
+            if request.search is not None:
+                self._drop_beams(request)
             if request.status is Status.RUNNING:
                 self.running.remove(request)
                 self.waiting.refund(request)
             else:
                 self.waiting.remove(request)
             self._release(request, Status.FINISHED)
+
+    def _fork(self, search: BeamSearch, root: Request, parent: Request, token: int) -> Request | None:
+        """A new beam with the tokens of ``parent``, the last replaced by ``token``; None if the search was preempted.
+
+        It shares the full pages and the source of ``parent``; the tokens in the last page are run again.
+        """
+        child = Request(
+            id=parent.id, prompt=parent.prompt, params=parent.params, seed=parent.seed,
+            limit_tokens=parent.limit_tokens, client=parent.client, priority=parent.priority, adapter=parent.adapter,
+            source=parent.source, search=search,
+        )  # fmt: skip
+        full = parent.computed // self.pool.page_tokens
+        needed = self.pool.pages_for(len(parent.ids)) - full
+        while self.pool.free < needed:
+            self._preempt_last()
+            if parent.status is not Status.RUNNING:
+                return None
+        child.ids = [*parent.ids[:-1], token]
+        self.pool.share(parent.pages[:full])
+        child.pages = [*parent.pages[:full], *self.pool.allocate(needed, parent.pages[:full])]
+        child.page_hashes, child.cached_pages = parent.page_hashes[:full], min(parent.cached_pages, full)
+        child.computed, child.status = full * self.pool.page_tokens, Status.RUNNING
+        pages, users = self._sources[child.source_hash]
+        self.pool.share(pages)
+        child.source_pages = list(pages)
+        self._sources[child.source_hash] = pages, users + 1
+        self.running.insert(self.running.index(root) + 1, child)
+        search.beams.append(child)
+        self.batch_rows.add(child)
+        return child
+
+    def continue_search(self, search: BeamSearch, following: Sequence[Continuation]) -> None:
+        """Replace the beams of ``search``: the first continuation of each goes on in its pages, others are forked."""
+        root = search.root
+        assert root is not None
+        if not any(each.parent is root for each in following):
+            other = following[0].parent
+            root.exchange(other)
+            following = [each._replace(parent=root) if each.parent is other else each for each in following]
+        parents = {id(each.parent) for each in following}
+        for beam in [beam for beam in search.beams if id(beam) not in parents]:
+            self._drop_beam(beam)
+        beams: list[tuple[Request, float]] = []
+        for each in following:
+            beam: Request | None = each.parent
+            if id(beam) in parents:
+                parents.remove(id(beam))
+                each.parent.ids[-1], each.parent.held = each.token, False
+            elif (beam := self._fork(search, root, each.parent, each.token)) is None:
+                return
+            beams.append((beam, each.total))
+        search.replace(beams)
+
+    def _drop_beam(self, beam: Request) -> None:
+        """Remove a beam that is not its search's root."""
+        assert beam.search is not None
+        beam.search.beams.remove(beam)
+        self.running.remove(beam)
+        self._release(beam, Status.FINISHED)
+
+    @property
+    def _reserved(self) -> int:
+        """Running requests, with all beams that their searches may have."""
+        missing = (r.width - len(r.search.beams) for r in self.running if r.search is not None and r.search.root is r)
+        return len(self.running) + sum(missing)
 
     def restart_all(self) -> int:
         """Preempt all running requests and empty the prefix cache, for new weights; returns how many there were."""
@@ -294,7 +376,10 @@ class Scheduler:
         assert all(r is None or r.batch_row == i for i, r in enumerate(rows)), "a batch row is another request's"
         decoding = {id(r) for r in self.running if not r.complete}
         assert {id(r) for r in rows if r} == decoding, "batch rows are not those of the running requests"
-        assert len(self.running) <= self.max_requests
+        assert self._reserved <= self.max_requests
+        searches = [r.search for r in self.running if r.search is not None and r.search.root is r]
+        beams = [beam for search in searches for beam in search.beams]
+        assert {id(r) for r in beams} == {id(r) for r in self.running if r.search}, "beams are not the running ones"
 
     def _slice(self, request: Request, count: int) -> tuple[Request, Slice]:
         """Schedule the next ``count`` tokens of ``request``."""
@@ -308,6 +393,8 @@ class Scheduler:
             if request.processor is not None:
                 changes = request.processor.changes(request.ids, index)
             args = SampleArgs.of(request.params, request.seed, index, changes)
+            if request.search is not None:
+                args = args._replace(temperature=0.0, logprobs=request.search.candidates)
         pages = tuple(request.pages[: self.pool.pages_for(end)])
         request.computed = end
         self._cache_full_pages(request)
@@ -325,10 +412,10 @@ class Scheduler:
         )  # fmt: skip
         return request, piece
 
-    def _admit(self) -> Request | None:
+    def _admit(self, budget: int) -> Request | None:
         """Start the first waiting request, with pages for all its tokens, if they are free."""
         first = self.waiting.first
-        if first is None or len(self.running) == self.max_requests or first.in_flight:
+        if first is None or first.in_flight or first.width > min(budget, self.max_requests - self._reserved):
             return None
         prefix = self._cached_prefix(first)
         needed = self.pool.pages_for(len(first.ids)) - len(prefix)
@@ -378,23 +465,35 @@ class Scheduler:
             self.pool.cache_page(request.pages[i], request.page_hashes[i])
         request.cached_pages = full
 
-    def _grow(self, request: Request) -> bool:
-        """Allocate a page for the next token of ``request`` if it needs one; False if ``request`` was preempted."""
+    def _grow(self, request: Request) -> None:
+        """Allocate a page for the next token of ``request`` if it needs one, unless it had to be preempted."""
         if self.pool.pages_for(request.length) <= len(request.pages):  # fewer after refused drafts
-            return True
+            return
         while not self.pool.free:
-            if self._preempt_last() is request:
-                return False
+            self._preempt_last()
+            if request.status is not Status.RUNNING:
+                return
         request.pages += self.pool.allocate(1, request.pages)
-        return True
 
-    def _preempt_last(self) -> Request:
-        """Preempt the running request that was admitted last."""
-        last = self.running.pop()
+    def _preempt_last(self) -> None:
+        """Preempt the running request that was admitted last, with all its beams, and start its search again."""
+        last = self.running[-1]
+        if (search := last.search) is not None:
+            assert search.root is not None
+            self._drop_beams(search.root)
+            last = search.root
+            last.ids, last.page_hashes, last.held = list(last.prompt), [], False
+            search.start(last)
+        self.running.remove(last)
         self._release(last, Status.WAITING)
         self.waiting.appendleft(last)
         self.preemptions += 1
-        return last
+
+    def _drop_beams(self, root: Request) -> None:
+        """Remove all beams of a search but its root."""
+        assert root.search is not None
+        for beam in [beam for beam in root.search.beams if beam is not root]:
+            self._drop_beam(beam)
 
     def _release(self, request: Request, status: Status) -> None:
         if request.pages:

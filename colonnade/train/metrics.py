@@ -197,7 +197,7 @@ class Meter:
         where = f" on data rank {', '.join(culprits)} of {batch.size}" if culprits else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         if self.run.model.moe is not None:
-            what += nonfinite_router(stats, self.run.model.layers, world_axis(), self.context.device)
+            what += nonfinite_router(stats, self.run.model.total_layers, world_axis(), self.context.device)
         return f"step {steps}: the {what}"
 
     # -- time: only training counts, not validation, saving or start-up ---------------------------------------------

@@ -1,7 +1,7 @@
 """Builds the model's arguments (stream, attend, head) from a micro-batch, or this context rank's share of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +50,8 @@ class StepContext:
     """The step's random numbers, for any tokens; None: no dropout."""
     router_loss_weight: Tensor | None = None
     """Weight of the router loss sums in the gradient; None in validation."""
+    source_router_loss_weight: Tensor | None = None
+    """The same for an encoder's tokens."""
     spread: Sequence[DispatchOptions] = (DispatchOptions(),)
     """Expert parallelism of the MoE layers."""
     moe: MoeConfig | None = None
@@ -94,7 +96,7 @@ def model_inputs(
             step.pooled.append(routing.pooled)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, dropout, routing)
     if config.encoder is not None:
-        source, crossed = _source(batch, attend, model, dropout)
+        source, crossed = _source(batch, attend, model, dropout, step, routing)
         loss = Loss(batch.targets_T, step.label_smoothing)
         return stream._replace(source=source), crossed, loss
     targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
@@ -175,19 +177,32 @@ def _preference_loss(
     return PreferenceLoss(sequences, batch.targets_per_sequence, batch.reference_S, *batch.preference)
 
 
-def _source(batch: Batch, own: Packed, model: Transformer, dropout: Dropout | None) -> tuple[Source, Crossed]:
-    """(source, attend) of an encoder–decoder."""
+def _source(
+    batch: Batch, own: Packed, model: Transformer, dropout: Dropout | None, step: StepContext, routing: Routing | None
+) -> tuple[Source, Crossed]:
+    """(source, attend) of an encoder–decoder; ``routing`` is that of the targets."""
     assert batch.source_tokens_S is not None, "an encoder–decoder trains on pairs"
     assert batch.source_positions_S is not None
     assert batch.cu_sources is not None
     layers, encoder = model.config.layers, model.config.encoder
     assert encoder is not None
     of_source = across = index_S = None
-    if dropout is not None:
+    S = len(batch.source_tokens_S)
+    if dropout is not None or routing is not None:
         assert batch.stride is not None
-        sample_S = torch.searchsorted(batch.cu_sources[1:], torch.arange(
-            len(batch.source_tokens_S), device=batch.cu_sources.device), right=True)  # fmt: skip
+        row_S = torch.arange(S, device=batch.cu_sources.device)
+        sample_S = torch.searchsorted(batch.cu_sources[1:], row_S, right=True)
         index_S = batch.first + sample_S * batch.stride + batch.source_positions_S
+    if routing is not None:
+        assert index_S is not None
+        assert model.config.moe is not None
+        groups = None
+        if needs_sequences(model.config.moe):
+            groups = TokenGroups.sequences(batch.cu_sources, S, model.axes.dp)
+        # Its reports are those of the same pass.
+        routing = replace(routing, index_T=index_S, weight=step.source_router_loss_weight, token_groups=groups)
+    if dropout is not None:
+        assert index_S is not None
         of_source = dropout.after(layers).for_tokens(index_S)
         across = dropout.after(layers + 1 + encoder.layers)
     attend = Packed(
@@ -195,7 +210,8 @@ def _source(batch: Batch, own: Packed, model: Transformer, dropout: Dropout | No
         first_head=own.first_head,
     )  # fmt: skip
     memory = Beside(batch.cu_sources, own.cu_seqlens, across, index_S, own.first_head)
-    return Source(batch.source_tokens_S, batch.source_positions_S, of_source), Crossed(own, attend, memory)
+    source = Source(batch.source_tokens_S, batch.source_positions_S, of_source, routing)
+    return source, Crossed(own, attend, memory)
 
 
 def step_dropout(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:

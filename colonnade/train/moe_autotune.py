@@ -183,7 +183,7 @@ class MoeAutotuner:
 
     def __init__(self, model: Transformer):
         self.model, self.costs, self.timings = model, MeasuredCosts.measured(model), SpreadTimings(model)
-        self.spread = [DispatchOptions()] * model.config.layers
+        self.spread = [DispatchOptions()] * model.config.total_layers
         """By block number."""
 
     def update(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
@@ -232,4 +232,6 @@ def has_moe_layers(model: Transformer) -> bool:
 
 def _moe_layers(model: Transformer) -> list[tuple[int, MixtureOfExperts]]:
     modules = [(int(name), block.get_submodule("ffn")) for name, block in model.blocks.named_children()]
+    encoder = enumerate(model.encoder_blocks.children(), model.config.layers)
+    modules += [(number, block.get_submodule("ffn")) for number, block in encoder]
     return [(number, ffn) for number, ffn in modules if isinstance(ffn, MixtureOfExperts)]

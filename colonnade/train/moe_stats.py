@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig
 from colonnade.model import Transformer
-from colonnade.model.moe import DispatchOptions, LayerReport, MixtureOfExperts
+from colonnade.model.moe import DispatchOptions, LayerReport
 from colonnade.model.moe.routing_context import ModelBalance, find_nonfinite_scores
 from colonnade.parallel.axis import Axis
 
@@ -23,7 +23,7 @@ class MoeStats(NamedTuple):
     """Statistics of this pipeline rank's MoE layers, in order; on the device, not synchronised."""
 
     layers: list[int]
-    """Block numbers."""
+    """Block numbers; those of an encoder follow the decoder's."""
     load_LE: Tensor
     """int64: choices of all ranks' tokens by expert."""
     dropped_L: Tensor
@@ -45,23 +45,28 @@ def collect_moe_stats(
     reports: Sequence[Mapping[int, LayerReport]],
     tokens: Sequence[int],
     spread: Sequence[DispatchOptions] = (DispatchOptions(),),
+    source_tokens: Sequence[int] = (),
 ) -> MoeStats | None:
     """Sum the ``reports`` of a step's micro-batches of ``tokens`` tokens; None without experts.
 
-    ``spread`` is the expert parallelism: one for all layers, or one for each block.
+    ``spread`` is the expert parallelism: one for all layers, or one for each block; ``source_tokens`` are those of an
+    encoder's blocks.
     """
     layers = sorted({layer for report in reports for layer in report})
     if not layers:
         return None
     by_layer = [[report[layer] for report in reports] for layer in layers]
     counts_LC = model.axes.experts.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
-    share_M = _token_shares(by_layer[0][0].balance, tokens)
+    share_LM = [
+        _token_shares(by_layer[0][0].balance, tokens if layer < model.config.layers else source_tokens)
+        for layer in layers
+    ]
     return MoeStats(
         layers,
         counts_LC[:, :-2],
         counts_LC[:, -2],
-        torch.stack([torch.stack([r.balance for r in row]) @ share_M for row in by_layer]),
-        torch.stack([torch.stack([r.z for r in row]) @ share_M for row in by_layer]),
+        torch.stack([torch.stack([r.balance for r in row]) @ share_LM[i] for i, row in enumerate(by_layer)]),
+        torch.stack([torch.stack([r.z for r in row]) @ share_LM[i] for i, row in enumerate(by_layer)]),
         counts_LC[:, -1],
         torch.stack([torch.stack([r.finite for r in row]).all() for row in by_layer]),
         [spread[layer if len(spread) > 1 else 0] for layer in layers],
@@ -110,7 +115,7 @@ def gather_routing_table(
     """
     if model.moe is None:
         return {}
-    E, layers = model.moe.experts, [i for i in range(model.layers) if model.experts_of(i)]
+    E, layers = model.moe.experts, [i for i in range(model.total_layers) if model.experts_of(i)]
     all_LC = torch.zeros(len(layers), E + 6, dtype=torch.float64, device=device)
     if stats is not None:
         rows = torch.tensor([layers.index(layer) for layer in stats.layers], device=device)
@@ -173,6 +178,4 @@ def tracker_row(table: RoutingTable) -> dict[str, float]:
 def update_router_biases(model: Transformer, stats: MoeStats, skip: Tensor) -> None:
     """Update the balancing biases of this rank's layers; ``skip`` (0 or 1) leaves them unchanged."""
     for layer, load_E in zip(stats.layers, stats.load_LE, strict=True):
-        ffn = model.blocks.get_submodule(str(layer)).get_submodule("ffn")
-        assert isinstance(ffn, MixtureOfExperts)
-        ffn.router.rebalance(load_E, skip)
+        model.expert_layer(layer).router.rebalance(load_E, skip)

@@ -196,17 +196,22 @@ class TrainStep:
             distiller=self.distiller,
         )
         sizes = [len(batch.tokens_T) for batch in micro_batches]
+        sources = [len(batch.source_tokens_S) for batch in micro_batches if batch.source_tokens_S is not None]
         if self.model.config.moe is not None:
             local_tokens = torch.full((), sum(sizes), device=count.device)  # a copy from the host would synchronise
             tokens = self.axes.dp.sum_(local_tokens).clamp(min=1)
             # In float64, because torch divides integers in float32.
-            step = replace(step, router_loss_weight=count.double() / (tokens * divisor), spread=self.spread)
+            weight = count.double() / divisor
+            step = replace(step, router_loss_weight=weight / tokens, spread=self.spread)
+            if self.model.config.encoder is not None:
+                of_sources = self.axes.dp.sum_(torch.full((), sum(sources), device=count.device)).clamp(min=1)
+                step = replace(step, source_router_loss_weight=weight / of_sources)
         if self.pipeline is None:
             loss_sum = self._accumulate(micro_batches, divisor, step)
         else:
             loss_sum = self.pipeline.step(micro_batches, divisor, step)
         norm, lr, skip = self.optimizer_step(number, loss_sum)
-        moe = collect_moe_stats(self.model, step.reports, sizes, self.spread)
+        moe = collect_moe_stats(self.model, step.reports, sizes, self.spread, sources)
         if moe is not None:
             update_router_biases(self.model, moe, skip)
         metrics = StepMetrics(loss_sum, count, norm, lr, moe=moe, balance=pooled_balance_loss(step.pooled, sizes))

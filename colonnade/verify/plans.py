@@ -109,6 +109,8 @@ LEAST_HIDDEN = 57
 """With this many no rank of 8 or fewer is without hidden units."""
 EXPERTS, EXPERT_WIDTH = 16, 24
 """Most experts, and hidden units of each, which divide over 2, 3, 4 and 8 ranks."""
+CAPACITY_TOKENS = 2
+"""A capacity that the sequences of a step exceed."""
 
 
 def shrink(model: ModelConfig, layers: int) -> ModelConfig:
@@ -130,7 +132,10 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
         relative_positions=model.relative_positions and model.relative_positions.replace(buckets=8, distance=9),
         encoder=model.encoder
         and model.encoder.replace(
-            layers=min(model.encoder.layers, layers), ffn_width=model.encoder.ffn_width and hidden, context=CONTEXT
+            layers=min(model.encoder.layers, layers),
+            ffn_width=model.encoder.ffn_width and hidden,
+            context=CONTEXT,
+            first_k_dense_replace=min(model.encoder.first_k_dense_replace, 1),
         ),
         window=None if model.window is None else min(model.window, 7),
         window_from_layer=min(model.window_from_layer, layers - 1),
@@ -152,6 +157,7 @@ def _shrink_experts(moe: MoeConfig) -> MoeConfig:
         ffn_width=EXPERT_WIDTH,
         shared_width=moe.shared_width and EXPERT_WIDTH + 1,
         first_k_dense_replace=min(moe.first_k_dense_replace, 1),
+        capacity_tokens=moe.capacity_tokens and CAPACITY_TOKENS,
         # The texts of verify have no task.
         router=router.replace(groups=groups, groups_kept=kept, task=0 if router.kind == "task" else router.task),
     )

@@ -7,22 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.config import ModelConfig
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer, initialise
+from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer
 from colonnade.model.relative_positions import bucket_of
-from tests.encdec import SOURCES, TARGETS, inputs, t5, texts
+from tests.encdec import SOURCES, TARGETS, built, inputs, nllb, switch, t5, texts
 from tests.worlds import assert_same
-
-
-def built(config: ModelConfig) -> Transformer:
-    """A model whose parts all matter."""
-    model = initialise(Transformer(config, dtype=torch.float64), 0)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(noise * 0.3 + (1.0 if p.dim() == 1 else 0.0))
-    return model.eval().requires_grad_(False)
 
 
 def paged(model: Transformer, sources: list[Tensor], targets: list[Tensor], chunk: int, page_tokens: int) -> Tensor:
@@ -72,10 +60,13 @@ def paged(model: Transformer, sources: list[Tensor], targets: list[Tensor], chun
     return torch.cat([torch.cat(rows) for rows in found])
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
+MODELS = {"1.0": t5("1.0"), "1.1": t5("1.1"), "switch": switch(), "nllb": nllb()}
+
+
+@pytest.mark.parametrize("version", MODELS)
 @pytest.mark.parametrize(("chunk", "page_tokens"), [(1, 4), (5, 1), (3, 16), (100, 7)])
 def test_packed_alone_and_paged_are_equal(version: str, chunk: int, page_tokens: int) -> None:
-    model = built(t5(version))
+    model = built(MODELS[version])
     sources, targets = texts(SOURCES, 53), texts(TARGETS, 53, seed=2)
     stream, attend = inputs(sources, targets)
     packed = model(stream, attend, Rows())

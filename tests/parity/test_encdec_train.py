@@ -5,26 +5,39 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import Corpus, build
 from colonnade.errors import ConfigError, PlanError
 from colonnade.train.loop import train
 from colonnade.verify import all_plans, shrink
-from tests.encdec import t5
+from tests.encdec import nllb, switch, t5
 from tests.parity import layout_faults as faults
 from tests.parity.test_verify import compared
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
-MODEL = shrink(t5("1.0"), 2)
+MODEL, SPARSE, NLLB = shrink(t5("1.0"), 2), shrink(switch(), 2), shrink(nllb(), 2)
 PLANS = [Plan(tp=2, sequence_parallel=True), Plan(dp=2)]
 MORE = [Plan(tp=2), Plan(dp=2, reshard=False), Plan(replicate=2)]
+EXPERTS = [Plan(tp=2, sequence_parallel=True, ep=2), Plan(dp=2, etp=2, adaptive_r=2)]
+MORE_EXPERTS = [Plan(dp=2), Plan(dp=2, ep=2, overlap=2), Plan(tp=2, ep=2), Plan(replicate=2, ep=2, adaptive_r=0)]
 
 
-@pytest.mark.parametrize("plans", [PLANS, pytest.param(MORE, marks=pytest.mark.long)], ids=["few", "more"])
-def test_plans_of_two_equal_one_process(tmp_path: Path, plans: list[Plan]) -> None:
-    for results in in_world(2, compared, MODEL, plans, tmp_path, None):
+@pytest.mark.parametrize(
+    ("model", "plans"),
+    [
+        (MODEL, PLANS),
+        (SPARSE, EXPERTS),
+        (NLLB, EXPERTS[:1]),
+        pytest.param(MODEL, MORE, marks=pytest.mark.long),
+        pytest.param(SPARSE, MORE_EXPERTS, marks=pytest.mark.long),
+        pytest.param(NLLB, MORE_EXPERTS, marks=pytest.mark.long),
+    ],
+    ids=["t5", "switch", "nllb", "t5-more", "switch-more", "nllb-more"],
+)
+def test_plans_of_two_equal_one_process(tmp_path: Path, model: ModelConfig, plans: list[Plan]) -> None:
+    for results in in_world(2, compared, model, plans, tmp_path, None):
         for result in results:
             assert result.ok, (str(result.plan), result.errors, result.where)
 
@@ -69,10 +82,10 @@ def config(corpus: Path, runs: Path, **changes: object) -> RunConfig:
         name="it",
         runs=runs,
         device="cpu",
-        model=t5("1.1", vocab_size=size),
+        model=switch(vocab_size=size),
         data=DataConfig(path=corpus, sequence=32),
         train=TrainConfig(
-            steps=6, batch=8, micro_batch=4, lr=3e-3, warmup=2, dtype="float64", eval_every=3, eval_samples=5,
+            steps=6, batch=8, micro_batch=8, lr=3e-3, warmup=2, dtype="float64", eval_every=3, eval_samples=5,
             save_every=3, log_every=1, dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1,
         ),
     ).replace(**changes)  # fmt: skip
@@ -80,7 +93,9 @@ def config(corpus: Path, runs: Path, **changes: object) -> RunConfig:
 
 def losses(run: RunConfig) -> list[float]:
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in rows for key in ("loss", "grad_norm", "validation_loss") if key in row]
+    names = ("loss", "grad_norm", "validation_loss", "moe/balance", "moe/dropped")
+    assert all("moe/3/balance" in row for row in rows if "loss" in row), "the encoder's block 1 is number 3"
+    return [row[key] for row in rows for key in names if key in row]
 
 
 def train_under(run: RunConfig) -> None:
@@ -92,8 +107,10 @@ def test_training_learns_and_plans_agree(corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "one")
     train(alone)
     found = losses(alone)
-    assert found[-1] < found[0]
-    other = config(corpus, tmp_path / "two", plan=Plan(dp=2))
+    assert found[-3] < found[0]
+    other = config(corpus, tmp_path / "two", plan=Plan(dp=2, ep=2))
+    # The load is balanced over the micro-batches that run at the same time.
+    other = other.replace(train=other.train.replace(micro_batch=4))
     in_world(2, train_under, other)
     assert losses(other) == pytest.approx(found, rel=1e-9)
 

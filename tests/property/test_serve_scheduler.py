@@ -1,5 +1,6 @@
 """Any interleaving of arrivals, steps, cancellations and preemptions: no leaks, and no request starves."""
 
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -312,3 +313,31 @@ TestDrafting = Drafting.TestCase
 TestDrafting.settings = settings(max_examples=200, stateful_step_count=30)
 TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=150, stateful_step_count=30)
+
+
+def test_a_step_that_preempts_admits_nothing() -> None:
+    """Regression: a preempted request that had pages of refused drafts was admitted again in the same step."""
+    state = Drafting()
+    known, cancel = state.arrive_with_a_known_beginning, partial(state.cancel, which=0)
+    state.start(
+        pages=14, page_tokens=1, max_requests=4, prefix_cache=True, async_scheduling=False, draft_tokens=1,
+        draft_model=False, end=13,
+    )  # fmt: skip
+    state.arrive(client="a", limit=1, priority=0, prompt=[0, 0])
+    cancel()
+    known(length=1, limit=1, more=[], which=0)
+    cancel()
+    known(length=1, limit=1, more=[], which=0)
+    known(length=1, limit=2, more=[], which=4)
+    state.arrive(client="a", limit=1, priority=0, prompt=[0] * 14 + [1])
+    cancel()
+    state.arrive(client="a", limit=1, priority=0, prompt=[0])
+    state.arrive(client="a", limit=7, priority=-1, prompt=[0])
+    known(length=1, limit=3, more=[0, 94], which=0)
+    state.step(step_s=0.0, steps=1)
+    state.reset_cache()
+    cancel()
+    known(length=4, limit=2, more=[0, 0], which=76)
+    known(length=1, limit=1, more=[], which=0)
+    state.step(step_s=0.0, steps=6)
+    state.teardown()

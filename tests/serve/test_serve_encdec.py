@@ -1,5 +1,6 @@
 """The engine serves encoder–decoders: the same tokens alone and together, preempted, cancelled, with shared sources."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,8 +14,7 @@ from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import pack_work, unpack_work
 from colonnade.serve.scheduler import Work
-from tests.encdec import inputs, t5
-from tests.parity.test_encdec_paged import built
+from tests.encdec import built, inputs, nllb, switch, t5
 from tests.serve import tiny
 
 CONTEXT, START = 40, 3
@@ -32,13 +32,27 @@ def engine(**limits: object) -> Engine:
 
 
 @cache
-def greedy(source: tuple[int, ...], count: int) -> list[int]:
+def greedy(source: tuple[int, ...], count: int, of: Transformer | None = None) -> list[int]:
     """The reference: one whole forward pass a token."""
     ids = [START]
     for _ in range(count):
         stream, attend = inputs([torch.tensor([*source, 0])], [torch.tensor(ids)])
-        ids.append(int(model()(stream, attend, Rows())[-1].argmax()))
+        ids.append(int((of or model())(stream, attend, Rows())[-1].argmax()))
     return ids[1:]
+
+
+def test_experts_drop_by_source_whatever_is_encoded_with_it() -> None:
+    config = switch(vocab_size=301, context=64)
+    assert config.encoder is not None
+    sparse = built(config.replace(encoder=config.encoder.replace(context=CONTEXT, start_token=START)))
+    it = Engine(sparse, tiny.tokenizer(), ServeConfig(pages=64, page_tokens=4))
+    asked = [tuple(range(10, 29)), tuple(range(40, 47)), (8, 9)]
+    found = it.generate(asked, params(7))
+    assert [list(each.token_ids) for each in found] == [greedy(source, 7, sparse) for source in asked]
+    assert config.moe is not None
+    ample = built(sparse.config.replace(moe=config.moe.replace(capacity_tokens=100)))
+    assert greedy(asked[0], 7, ample) != greedy(asked[0], 7, sparse), "the capacity binds"
+    audit(it)
 
 
 def params(count: int) -> SamplingParams:
@@ -139,9 +153,52 @@ def test_work_is_packed_whole() -> None:
     assert unpack_work(*pack_work(work)) == Work(work.slices)
 
 
+@cache
+def translator() -> Engine:
+    tokenizer = tiny.tokenizer().with_special(["eng_Latn", "fra_Latn", "deu_Latn", "<mask>"])
+    return Engine(built(nllb(vocab_size=305)), tokenizer, ServeConfig(pages=64, page_tokens=4))
+
+
+def test_languages_begin_the_source_and_the_target() -> None:
+    """``</s> language`` begins the target; a language that is first in a prompt of ids is replaced."""
+    it = translator()
+    english, french, german = (it.tokenizer.token_id(name) for name in ("eng_Latn", "fra_Latn", "deu_Latn"))
+    assert english is not None
+    text = it.tokenizer.encode("The quick fox")
+    ids = [2, french]
+    for _ in range(6):
+        stream, attend = inputs([torch.tensor([english, *text, 0])], [torch.tensor(ids)])
+        ids.append(int(it.model(stream, attend, Rows())[-1].argmax()))
+    asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, source_lang="eng_Latn", target_lang="fra_Latn")
+    none = replace(asked, source_lang=None)
+    for prompt, params in (("The quick fox", asked), ([german, *text], asked), ([english, *text], none)):
+        (found,) = it.generate([prompt], params)
+        assert list(found.token_ids) == ids[2:]
+        assert found.prompt_tokens == len(text) + 2
+    audit(it)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "target_lang is missing: this model translates between eng_Latn, fra_Latn, deu_Latn; name one"),
+        ({"target_lang": "fra_Latn"}, "source_lang is missing"),
+        ({"target_lang": "fra_Latin"}, r"none of this model's 3 languages \(.*\); did you mean 'fra_Latn'\?"),
+        ({"target_lang": "<mask>"}, "'<mask>' is none of this model's 3 languages .*; name one of them"),
+        ({"target_lang": 7}, "target_lang is 7; it must be a language, as a string"),
+    ],
+)
+def test_unknown_languages_are_one_line(options: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        translator().add("The quick fox", SamplingParams(temperature=0, **options))
+    assert "\n" not in str(caught.value)
+    audit(translator())
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "message"),
     [
+        ([5], {"target_lang": "fra_Latn"}, RequestError, "target_lang is for models that translate between named"),
         ([], {}, RequestError, "the prompt is empty"),
         ([5] * 40, {}, RequestError, "the source has 41 tokens with its end, and this model's encoder reads 40"),
         ([5], {"max_tokens": 64}, RequestError, "maximum context length is 64 tokens"),

@@ -8,8 +8,7 @@ import pytest
 import colonnade
 from colonnade.checkpoint import native
 from colonnade.parallel.distributed_context import DistributedContext
-from tests.encdec import t5
-from tests.parity.test_encdec_paged import built
+from tests.encdec import built, t5
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
@@ -48,11 +47,23 @@ def test_the_prompt_is_the_source(running: Running, folder: Path) -> None:
         assert "".join(piece.choices[0].text for piece in stream if piece.choices) == expected[0]
 
 
+def test_beams_are_a_parameter(running: Running, folder: Path) -> None:
+    model, text = colonnade.load(folder, device="cpu"), "The quick brown fox"
+    expected = model.generate(text, max_tokens=9, temperature=0, beams=3, ignore_eos=True)
+    extra = {"ignore_eos": True, "beams": 3, "length_penalty": 1.0}
+    with running.client as client:
+        found = client.completions.create(model="tiny", prompt=text, max_tokens=9, temperature=0, extra_body=extra)
+        assert found.choices[0].text == expected != model.generate(text, max_tokens=9, temperature=0, ignore_eos=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"n": 2, "extra_body": {"beams": 2}}, "n and beams exclude one another"),
+        ({"extra_body": {"beams": 2, "temperature": 0.5}}, "temperature and beams exclude one another"),
         ({"echo": True}, "echo is for models that continue the prompt"),
         ({"suffix": "x"}, "suffix"),
+        ({"extra_body": {"target_lang": "fra_Latn"}}, "target_lang is for models that translate"),
         ({"prompt": "word " * 50}, "this model's encoder reads 40"),
         ({"prompt": ""}, "empty"),
     ],

@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from colonnade.checkpoint.hf import FAMILIES, config_from_hf
+from colonnade.checkpoint.hf import FAMILIES, config_from_hf, nllb
 from colonnade.checkpoint.hf.family import IGNORED_KEYS, IGNORED_PREFIXES, UNSUPPORTED
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
@@ -37,6 +37,34 @@ TRANSFORMERS_4_FAMILY_KEYS: dict[str, dict[str, Any]] = {
 }
 # As published on the Hub, in addition to those of test_hf_config.py.
 HUB: dict[str, dict[str, Any]] = {
+    "nllb-moe-54b": {
+        "activation_dropout": 0.0, "activation_function": "relu", "architectures": ["NllbMoeForConditionalGeneration"],
+        "attention_dropout": 0.1, "batch_prioritized_routing": False, "bos_token_id": 0, "d_model": 2048,
+        "decoder_attention_heads": 16, "decoder_ffn_dim": 8192, "decoder_layerdrop": 0, "decoder_layers": 24,
+        "decoder_sparse_step": 4, "decoder_start_token_id": 2, "dropout": 0.1, "encoder_attention_heads": 16,
+        "encoder_ffn_dim": 8192, "encoder_layerdrop": 0, "encoder_layers": 24, "encoder_sparse_step": 4,
+        "eos_token_id": 2, "expert_capacity": 64, "init_std": 0.02, "is_encoder_decoder": True,
+        "max_position_embeddings": 1024, "model_type": "nllb-moe", "moe_eval_capacity_token_fraction": 1.0,
+        "moe_token_dropout": 0.2, "normalize_router_prob_before_dropping": False, "num_experts": 128,
+        "num_hidden_layers": 24, "output_router_logits": False, "pad_token_id": 1, "router_aux_loss_coef": 0.001,
+        "router_bias": False, "router_dtype": "float32", "router_ignore_padding_tokens": False,
+        "router_type": "tokens_masked", "router_z_loss_coef": 0.001, "scale_embedding": True,
+        "second_expert_policy": "all", "torch_dtype": "float32", "transformers_version": "4.27.0.dev0",
+        "use_cache": True, "vocab_size": 256206,
+    },
+    "switch-base-8": {
+        "architectures": ["SwitchTransformersForConditionalGeneration"], "add_router_probs": False, "d_ff": 3072,
+        "d_kv": 64, "d_model": 768, "decoder_sparse_step": 2, "decoder_start_token_id": 0, "dense_act_fn": "relu",
+        "dropout_rate": 0.1, "encoder_sparse_step": 2, "eos_token_id": 1, "expert_capacity": 64,
+        "feed_forward_proj": "relu", "initializer_factor": 1.0, "is_encoder_decoder": True, "is_gated_act": False,
+        "layer_norm_epsilon": 1e-06, "model_type": "switch_transformers", "n_positions": 512, "num_decoder_layers": 12,
+        "num_experts": 8, "num_heads": 12, "num_layers": 12, "num_sparse_decoder_layers": 6,
+        "num_sparse_encoder_layers": 6, "output_past": True, "pad_token_id": 0,
+        "relative_attention_max_distance": 128, "relative_attention_num_buckets": 32, "router_aux_loss_coef": 0.001,
+        "router_bias": False, "router_dtype": "float32", "router_ignore_padding_tokens": False,
+        "router_jitter_noise": 0.01, "router_type": "tokens_masked", "router_z_loss_coef": 0.001,
+        "torch_dtype": "float32", "transformers_version": "4.25.0.dev0", "use_cache": True, "vocab_size": 32128,
+    },
     "gte-qwen2-1.5b": {
         "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
         "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02,
@@ -125,6 +153,13 @@ WITHOUT_EFFECT = {
     "deepseek_v2": ("seq_aux",),
     "deepseek_v3": ("num_nextn_predict_layers",),
     "t5": ("dropout_rate", "initializer_factor"),
+    "nllb-moe": nllb.TRAINING,
+    "switch_transformers": (
+        "dropout_rate",
+        "initializer_factor",
+        "add_router_probs",
+        "router_ignore_padding_tokens",
+    ),
     "whisper": (
         "encoder_layerdrop",
         "decoder_layerdrop",

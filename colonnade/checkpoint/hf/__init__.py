@@ -8,7 +8,7 @@ exceptions has to be maintained.
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mixtral, qwen, t5, whisper
+from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mixtral, nllb, qwen, switch, t5, whisper
 from colonnade.checkpoint.hf.experts import expert_fields
 from colonnade.checkpoint.hf.family import ConfigKeys, Family
 from colonnade.config import ModelConfig
@@ -31,6 +31,8 @@ FAMILIES: dict[str, Family] = {
         bert.BERT,
         bert.MEGATRON,
         t5.T5,
+        switch.SWITCH,
+        nllb.NLLB_MOE,
         whisper.WHISPER,
     )
 }
@@ -84,10 +86,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _comparable_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields that a file must express."""
-    layers_with_experts = sum(config.experts_of(i) is not None for i in range(config.layers))
+    layers_with_experts = sum(config.experts_of(i) is not None for i in range(config.total_layers))
     unused = {"moe"}  # compared field by field
     unused |= {"window_from_layer"} if config.window is None else set()
-    unused |= {"ffn_width"} if layers_with_experts == config.layers else set()
+    unused |= {"ffn_width"} if layers_with_experts == config.total_layers else set()
     unused |= {"qk_norm_over"} if not config.qk_norm else set()
     unused |= {"tied"} if FAMILIES[config.family].tied_by_values else set()
     fields = {name: getattr(config, name) for name in type(config).model_fields if name not in unused}

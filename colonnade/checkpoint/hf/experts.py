@@ -185,7 +185,8 @@ def expert_fields(config: ModelConfig) -> dict[str, Any]:
     }
     with_experts = tuple(config.experts_of(i) is not None for i in range(config.layers))
     implied = ("first_k_dense_replace", "layer_freq", "mlp_only_layers")  # by the list of layers with experts
-    unused = ("capacity_over", "priority", "dropped_token_output") if moe.capacity is None else ()
+    unused = ("priority", "dropped_token_output") if moe.capacity is None else ()
+    unused += ("capacity_over",) if moe.capacity is None and moe.capacity_tokens is None else ()
     for name in (*implied, *unused):
         fields.pop(f"moe.{name}")
     fields.pop("moe.router.normalise_single")

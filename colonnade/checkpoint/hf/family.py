@@ -214,7 +214,7 @@ class Family:
     @property
     def moe(self) -> bool:
         """Whether its models have experts, in some layers or all."""
-        return bool(self.stacked_table)
+        return any(".ffn.experts." in name for name in self.table)
 
     def table_for(self, names: Collection[str]) -> MappingTable:
         """The mappings for a file with the tensors ``names``."""

@@ -2,6 +2,9 @@
 
     n_e = ⌈T/E⌉          f > 0: C = A·int(f·n_e)     f = 0: C = the largest load     f < 0: the smaller of the two
 
+With ``capacity_tokens`` C is that number and the queues are those of one sequence (Switch's published models); then
+nothing is dropped where the sequences are unknown: decoding runs parts of them.
+
 The position of a token's j-th choice in its expert's queue is the number of earlier tokens with the same j-th choice,
 plus all first … (j−1)-th choices of that expert: every first choice comes before every second one. Positions from C on
 are dropped. Earlier means a lower index in the step's global batch, or a higher top probability (batch-prioritised
@@ -23,6 +26,7 @@ from torch import Tensor
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
 from colonnade.model.moe.router import RouterOutput
+from colonnade.model.moe.routing_context import TokenGroups
 from colonnade.parallel.axis import SOLO, Axis
 
 
@@ -33,12 +37,20 @@ class KeptChoices(NamedTuple):
     weights_TA: Tensor
 
 
-def apply_capacity(choice: RouterOutput, index_T: Tensor, moe: MoeConfig, over: Axis) -> KeptChoices:
+def apply_capacity(
+    choice: RouterOutput, index_T: Tensor, moe: MoeConfig, over: Axis, sequences: TokenGroups | None = None
+) -> KeptChoices:
     """Drop choices beyond the capacity, by the tokens' global indices; the ranks ``over`` have other tokens.
 
     Raises :class:`ConfigError`, on all ranks alike, for a capacity of 0 tokens.
     """
     ids_TA, weights_TA = choice.ids_TA, choice.weights_TA
+    if moe.capacity_tokens is not None and sequences is not None:
+        queues, E = moe.experts * sequences.count, moe.experts
+        queue_TA = torch.where(ids_TA < E, sequences.group_T[:, None] * E + ids_TA, queues)
+        (all_queues,), row_T = in_global_order(over, index_T, queue_TA)
+        kept_TA = (global_positions(all_queues, queues)[row_T] < moe.capacity_tokens) & (ids_TA < E)
+        return KeptChoices(ids_TA.where(kept_TA, E), weights_TA.where(kept_TA, 0))
     if not moe.capacity:
         return KeptChoices(ids_TA, weights_TA)
     per_rank = moe.capacity_over == "rank"

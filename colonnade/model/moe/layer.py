@@ -18,7 +18,7 @@ from colonnade.model.moe.capacity import KeptChoices, apply_capacity
 from colonnade.model.moe.dispatch import choose_dispatch
 from colonnade.model.moe.experts import ExpertDropout, Experts
 from colonnade.model.moe.losses import balance_losses, expert_load, layer_sums
-from colonnade.model.moe.router import Router, RouterOutput
+from colonnade.model.moe.router import OUTPUT_MASK, Router, RouterOutput
 from colonnade.model.moe.routing_context import LayerReport, LayerRouting, TokenGroups, attach
 from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.parallel.axis import Axes
@@ -73,7 +73,9 @@ class MixtureOfExperts(nn.Module):
         own = self._own_tokens(x_tD, T, layer, noise)
 
         choice, logits_tE = self.router(*own[:4], gate, training=training, token_groups=own.groups, moe=moe)
-        kept = apply_capacity(choice, own.index_t, moe, self.axes.experts.tokens)
+        kept = apply_capacity(choice, own.index_t, moe, self.axes.experts.tokens, own.groups)
+        if moe.output_mask:
+            kept = kept._replace(weights_TA=kept.weights_TA * _output_mask(moe, own.noise, kept, training=training))
         dropout = ExpertDropout.of(own.noise, kept.ids_TA.shape[1])
         dispatch = choose_dispatch(self.experts, layer.dispatch, replicated, choice.max_choices, dropout)
         if replicated:
@@ -111,6 +113,14 @@ class MixtureOfExperts(nn.Module):
         assert self.shared is not None
         y_tD = self.shared(x_tD, T)
         return y_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * y_tD
+
+
+def _output_mask(moe: MoeConfig, noise: BlockDropout | None, kept: KeptChoices, *, training: bool) -> Tensor | float:
+    """The factor of each choice's weight: 0 or 1 in training, otherwise their mean."""
+    if not training:
+        return 1 - moe.output_mask
+    assert noise is not None, "expert output masking needs random numbers in training"
+    return (noise.uniform(kept.weights_TA.shape[1], OUTPUT_MASK) >= moe.output_mask).to(kept.weights_TA.dtype)
 
 
 def _report(

@@ -28,8 +28,8 @@ from colonnade.model.moe.routing_context import TokenGroups
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import PARTIAL, Placement
 
-SCORES, INPUT, SECOND = 3, 4, 5
-"""Sites of a router's random numbers within a block; dropout has 0 to 2 (:mod:`colonnade.model.dropout`)."""
+SCORES, INPUT, SECOND, OUTPUT_MASK = 3, 4, 5, 6
+"""Sites of a router's random numbers within a block; dropout has the others (:mod:`colonnade.model.dropout`)."""
 
 
 class RouterOutput(NamedTuple):
@@ -168,13 +168,13 @@ def find_router(moe: MoeConfig, otherwise: str = "") -> RouterSpec:
 
 
 def uses_noise(moe: MoeConfig) -> bool:
-    """Whether the router needs random numbers in training."""
-    return find_router(moe).random or bool(moe.router.jitter or moe.router.noise)
+    """Whether the layer needs random numbers in training."""
+    return find_router(moe).random or bool(moe.router.jitter or moe.router.noise or moe.output_mask)
 
 
 def needs_sequences(moe: MoeConfig) -> bool:
-    """Whether a stream must say which tokens are of one sequence, for the router or the balance loss."""
-    return moe.balance == "sequence" or find_router(moe).per_sequence
+    """Whether a stream must say which tokens are of one sequence, for the router, the capacity or the balance loss."""
+    return moe.balance == "sequence" or moe.capacity_tokens is not None or find_router(moe).per_sequence
 
 
 def select_experts(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:

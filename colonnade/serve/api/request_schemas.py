@@ -315,12 +315,29 @@ class CompletionBody(Body):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    beams: int | None = None
+    length_penalty: float | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
+
+    @model_validator(mode="after")
+    def _beams_give_one_choice(self) -> Self:
+        if self.beams is not None and self.beams > 1 and (self.n or 1) > 1:
+            raise RequestError(
+                "n and beams exclude one another: a beam search has one best text; leave n out", param="n"
+            )
+        return self
 
     def _more_params(self) -> dict[str, Any]:
         prompt = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             prompt = max(self.logprobs, prompt or 0)
-        return {"logprobs": self.logprobs, "prompt_logprobs": prompt, "echo": bool(self.echo)}
+        return {
+            "logprobs": self.logprobs, "prompt_logprobs": prompt, "echo": bool(self.echo),
+            "source_lang": self.source_lang, "target_lang": self.target_lang,
+            "beams": 1 if self.beams is None else self.beams,
+            "length_penalty": 1.0 if self.length_penalty is None else self.length_penalty,
+        }  # fmt: skip
 
     @property
     def logprobs_options(self) -> LogprobsOptions:
