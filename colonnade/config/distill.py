@@ -25,6 +25,9 @@ class DistillConfig(Config):
     """Both models' logits are divided by it; the divergence is multiplied by its square."""
     beta: float = Field(default=0.5, gt=0, lt=1)
     """jsd: the teacher's share of the mixture that both are compared with."""
+    init: Literal["random", "layers"] = "random"
+    """The weights that a new run starts from: random ones, or the teacher's embedding, head and evenly spaced layers,
+    for a model that differs from its teacher only in the number of layers."""
     hidden: float = Field(default=0.0, ge=0)
     """Weight of the squared distance of the last hidden states, relative to the teacher's; needs equal widths."""
     weights: WeightFormat = "stored"

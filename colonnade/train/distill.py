@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint.load_model import OpenedModel, open_model
-from colonnade.config import ModelConfig, RunConfig
+from colonnade.config import ModelConfig, RunConfig, differences
 from colonnade.config.feature_checks import check_quantised
 from colonnade.data import Corpus
 from colonnade.errors import ConfigError, PlanError
@@ -113,6 +113,19 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
             f"data.sequence {run.data.sequence} is longer than the context {teacher.context} of distill.teacher "
             f"{name}; set --data.sequence {teacher.context}"
         )
+    if run.distill.init == "layers":
+        if run.train.start:
+            raise ConfigError("distill.init layers and train.start both give the initial weights; set one of them")
+        if different := differences(model.replace(layers=teacher.layers), teacher, ignore=("context", "init_std")):
+            raise ConfigError(
+                f"distill.init layers needs a model that differs from the teacher in its layers only: "
+                f"{', '.join(different[:3])}; leave --preset and --model out but --model.layers, or set init random"
+            )
+        if model.layers > teacher.layers:
+            raise ConfigError(
+                f"distill.init layers takes {model.layers} of the teacher's {teacher.layers} layers; set "
+                f"--model.layers {teacher.layers // 2 or 1}"
+            )
     if run.distill.hidden and teacher.width != model.width:
         raise ConfigError(
             f"distill.hidden compares states of equal widths, and the teacher has {teacher.width} and the model "

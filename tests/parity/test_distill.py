@@ -17,6 +17,8 @@ from colonnade.model.loss import IGNORE
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.distill import check_teacher
+from colonnade.train.initial_weights import teacher_layer
+from colonnade.train.memory_estimate import estimate
 from colonnade.train.model_inputs import model_inputs
 from colonnade.train.training_state import TrainingState
 from tests.corpora import TEXT
@@ -142,6 +144,40 @@ def test_a_run_learns_and_resumes(corpus, teachers, tmp_path) -> None:
     assert (again.checkpoint / files).read_bytes() == (summary.checkpoint / files).read_bytes()
 
 
+@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2)], ids=str)
+def test_a_student_starts_from_the_teachers_layers(plan, corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers, "equal", init="layers"), steps=1, lr=1e-30, min_lr=0)
+    (loss,) = {loss for loss, _ in in_world(plan.world, first_step, run.replace(plan=plan))}
+    teacher = api.load(teachers["equal"], dtype="float64", device="cpu").transformer
+    student = Transformer(STUDENT, dtype=torch.float64).requires_grad_(False)
+    for name, parameter in student.named_parameters():
+        parameter.copy_(teacher.get_parameter(name))  # the first of two layers
+    api.save(api.Model(student, None, DistributedContext.solo(torch.device("cpu")), "m"), tmp_path / "s")
+    start = run.replace(distill=run.distill.replace(init="random"), train=run.train.replace(start=str(tmp_path / "s")))
+    ((expected, _),) = in_world(1, first_step, start)
+    assert loss == pytest.approx(expected, rel=1e-9)
+
+
+def test_evenly_spaced_layers() -> None:
+    assert [teacher_layer(i, 4, 10) for i in range(4)] == [0, 3, 6, 9]
+    assert [teacher_layer(i, 3, 3) for i in range(3)] == [0, 1, 2]
+    assert teacher_layer(0, 1, 9) == 0
+
+
+def test_the_teacher_is_in_the_memory_estimate(corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers), dtype="float32")
+    alone = estimate(run.replace(distill=DistillConfig()), "cpu").device
+    with_teacher = estimate(run, "cpu").device
+    teacher = api.load(teachers["dense"], dtype="float32", device="cpu").transformer
+    weights = sum(p.nbytes for p in teacher.parameters())
+    assert weights < with_teacher.pop("teacher") < weights + 4 * 16 * 2 * 300 * 4 + 2**16
+    assert with_teacher == alone
+    int4 = estimate(config(corpus, tmp_path, settings(teachers, "int4"), dtype="float32"), "cpu").device["teacher"]
+    assert int4 < estimate(run, "cpu").device["teacher"] - weights / 2
+    halves = estimate(run.replace(plan=Plan(tp=2)), "cpu").device["teacher"]
+    assert halves < 0.6 * estimate(run, "cpu").device["teacher"]
+
+
 def test_refusals(corpus, teachers, tmp_path) -> None:
     def refused(match: str, model: ModelConfig = STUDENT, plan: Plan = Plan(), train=None, **changes) -> None:
         run = config(corpus, tmp_path, settings(teachers, **changes), model, **(train or {})).replace(plan=plan)
@@ -153,6 +189,9 @@ def test_refusals(corpus, teachers, tmp_path) -> None:
     refused("both soften the targets", train={"label_smoothing": 0.1})
     refused("pp=2 and cp=1", plan=Plan(pp=2))
     refused("in int4 already", name="int4", weights="int8")
+    refused("differs from the teacher in its layers only: width", init="layers")
+    refused("takes 3 of the teacher's 2 layers", STUDENT.replace(layers=3), name="equal", init="layers")
+    refused("both give the initial weights", name="equal", init="layers", train={"start": "x"})
     with pytest.raises(SystemExit):
         main(["distill", "--data.path", str(corpus)])
     other = tmp_path / "other"
