@@ -74,7 +74,7 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
 
 
 def teacher_layer(layer: int, layers: int, teacher_layers: int) -> int:
-    """The teacher's layer that becomes ``layer`` of a model of fewer: evenly spaced, the first and the last included."""
+    """The teacher's layer that becomes ``layer``: evenly spaced, from the first to the last."""
     return 0 if layers == 1 else round(layer * (teacher_layers - 1) / (layers - 1))
 
 

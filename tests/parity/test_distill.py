@@ -158,6 +158,46 @@ def test_a_student_starts_from_the_teachers_layers(plan, corpus, teachers, tmp_p
     assert loss == pytest.approx(expected, rel=1e-9)
 
 
+def _losses(run: RunConfig, steps: int) -> tuple[list[float], bool, int]:
+    """The losses of some steps, whether the teacher was loaded, and the samples in the cache."""
+    with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context) as training:
+        losses = []
+        for _ in range(steps):
+            outcome = training.step()
+            losses.append(float(context.axes.global_sum(outcome.loss_sum) / outcome.count))
+        distiller = training._step.distiller
+        assert distiller is not None
+        return losses, distiller.teacher is not None, len(distiller.cache or ())
+
+
+def test_a_cache_answers_in_place_of_the_teacher(corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers, cache=str(tmp_path / "cache")), dtype="float32")
+    ((first, loaded, kept),) = in_world(1, _losses, run, 2)
+    assert loaded
+    assert kept == 16
+    ((again, loaded, kept),) = in_world(1, _losses, run, 2)
+    assert not loaded
+    assert again == pytest.approx(first, rel=1e-6)
+    for plan in (Plan(tp=2), Plan(dp=2)):  # any layout finds them
+        for losses, loaded, _ in in_world(2, _losses, run.replace(plan=plan, name=str(plan.tp)), 2):
+            assert not loaded
+            assert losses == pytest.approx(first, rel=1e-5)
+    ((third, loaded, kept),) = in_world(1, _losses, run, 3)
+    assert loaded
+    assert 16 < kept <= 24  # some texts are equal
+    ((whole, _, _),) = in_world(1, _losses, run.replace(distill=run.distill.replace(cache="")), 3)
+    assert third == pytest.approx(whole, rel=0.2)  # 64 of 300 tokens
+    (part,) = (path for path in (tmp_path / "cache").glob("part-*.bin") if path.stat().st_size > 10 * 16 * 64 * 8)
+    damaged = bytearray(part.read_bytes())
+    damaged[200] ^= 1
+    part.write_bytes(damaged[:-5])
+    ((repaired, loaded, _),) = in_world(1, _losses, run, 2)
+    assert loaded
+    assert repaired == pytest.approx(first, rel=1e-6)
+    with pytest.raises(AssertionError, match="belongs to another run: it differs in temperature"):
+        in_world(1, _losses, run.replace(distill=run.distill.replace(temperature=3.0)), 1)
+
+
 def test_evenly_spaced_layers() -> None:
     assert [teacher_layer(i, 4, 10) for i in range(4)] == [0, 3, 6, 9]
     assert [teacher_layer(i, 3, 3) for i in range(3)] == [0, 1, 2]
@@ -190,6 +230,8 @@ def test_refusals(corpus, teachers, tmp_path) -> None:
     refused("pp=2 and cp=1", plan=Plan(pp=2))
     refused("in int4 already", name="int4", weights="int8")
     refused("differs from the teacher in its layers only: width", init="layers")
+    refused("serve kl only, not reverse", loss="reverse", cache="c")
+    refused("ep=2 with sh=1 runs it on all", name="experts", cache="c", plan=Plan(dp=2, ep=2))
     refused("takes 3 of the teacher's 2 layers", STUDENT.replace(layers=3), name="equal", init="layers")
     refused("both give the initial weights", name="equal", init="layers", train={"start": "x"})
     with pytest.raises(SystemExit):
