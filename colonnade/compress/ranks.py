@@ -34,7 +34,7 @@ T = TypeVar("T")
 def check_ranks(model: Transformer) -> None:
     """Raise :class:`PlanError` unless the ranks of ``model`` can compress it together."""
     axes = model.axes
-    cut = {"tp": axes.tp.size, "cp": axes.cp.size, "pp": axes.pp.size, "sh": axes.experts.sh.size}
+    cut = {"tp": axes.tp.size, "cp": axes.cp.size, "pp": axes.pp.size, "etp": axes.experts.etp.size}
     if any(size > 1 for size in cut.values()):
         plan = ", ".join(f"{name}={size}" for name, size in cut.items() if size > 1)
         raise PlanError(f"compression shares texts over dp and experts over ep only, and the plan has {plan}")

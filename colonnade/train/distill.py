@@ -95,11 +95,11 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
         )
     forms = opened.formats.values() if opened.formats and weights == "stored" else ()
     for form in forms:
-        check_quantised(opened.config, form.kind, form.group, plan.tp, plan.sh)
-    check_quantised(opened.config, weights, run.distill.weight_group, plan.tp, plan.sh)
-    if opened.config.moe is not None and plan.ep * plan.sh > 1 and (forms or weights not in ("stored", "dense")):
+        check_quantised(opened.config, form.kind, form.group, plan.tp, plan.etp)
+    check_quantised(opened.config, weights, run.distill.weight_group, plan.tp, plan.etp)
+    if opened.config.moe is not None and plan.ep * plan.etp > 1 and (forms or weights not in ("stored", "dense")):
         raise PlanError(
-            f"quantised experts are not trained beside on ep={plan.ep} and sh={plan.sh}; set --distill.weights dense"
+            f"quantised experts are not trained beside on ep={plan.ep} and etp={plan.etp}; set --distill.weights dense"
         )
     return opened
 
@@ -150,7 +150,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
             f"distill.teacher {name} has a vocabulary of {teacher.vocab_size}, and the run's model one of "
             f"{model.vocab_size}; use a teacher with the same tokenizer"
         )
-    if not (teacher.causal and model.causal) or (teacher.top, model.top) != ("unembed", "unembed"):
+    if not (teacher.causal and model.causal) or (teacher.task_head, model.task_head) != ("unembed", "unembed"):
         raise ConfigError("distillation is for models that predict the next token; leave distill.teacher out")
     if teacher.positions == "learned" and teacher.context < run.data.sequence:
         raise ConfigError(
@@ -158,8 +158,10 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
             f"{name}; set --data.sequence {teacher.context}"
         )
     if run.distill.init == "layers":
-        if run.train.start:
-            raise ConfigError("distill.init layers and train.start both give the initial weights; set one of them")
+        if run.train.pretrained_checkpoint:
+            raise ConfigError(
+                "distill.init layers and train.pretrained_checkpoint both give the initial weights; set one of them"
+            )
         if different := differences(model.replace(layers=teacher.layers), teacher, ignore=("context", "init_std")):
             raise ConfigError(
                 f"distill.init layers needs a model that differs from the teacher in its layers only: "
@@ -176,10 +178,10 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
                 f"distill.cache keeps the teacher's most likely tokens, which serve kl only, not {run.distill.loss} "
                 f"with hidden {run.distill.hidden:g}; leave distill.cache out"
             )
-        if run.plan.ep * run.plan.sh > 1:
+        if run.plan.ep * run.plan.etp > 1:
             raise PlanError(
-                f"with distill.cache each data rank runs the teacher by itself, and ep={run.plan.ep} with sh="
-                f"{run.plan.sh} runs it on all together; leave distill.cache out"
+                f"with distill.cache each data rank runs the teacher by itself, and ep={run.plan.ep} with etp="
+                f"{run.plan.etp} runs it on all together; leave distill.cache out"
             )
     if run.distill.hidden and teacher.width != model.width:
         raise ConfigError(

@@ -153,7 +153,9 @@ def test_a_student_starts_from_the_teachers_layers(plan, corpus, teachers, tmp_p
     for name, parameter in student.named_parameters():
         parameter.copy_(teacher.get_parameter(name))  # the first of two layers
     api.save(api.Model(student, None, DistributedContext.solo(torch.device("cpu")), "m"), tmp_path / "s")
-    start = run.replace(distill=run.distill.replace(init="random"), train=run.train.replace(start=str(tmp_path / "s")))
+    start = run.replace(
+        distill=run.distill.replace(init="random"), train=run.train.replace(pretrained_checkpoint=str(tmp_path / "s"))
+    )
     ((expected, _),) = in_world(1, first_step, start)
     assert loss == pytest.approx(expected, rel=1e-9)
 
@@ -231,9 +233,9 @@ def test_refusals(corpus, teachers, tmp_path) -> None:
     refused("in int4 already", name="int4", weights="int8")
     refused("differs from the teacher in its layers only: width", init="layers")
     refused("serve kl only, not reverse", loss="reverse", cache="c")
-    refused("ep=2 with sh=1 runs it on all", name="experts", cache="c", plan=Plan(dp=2, ep=2))
+    refused("ep=2 with etp=1 runs it on all", name="experts", cache="c", plan=Plan(dp=2, ep=2))
     refused("takes 3 of the teacher's 2 layers", STUDENT.replace(layers=3), name="equal", init="layers")
-    refused("both give the initial weights", name="equal", init="layers", train={"start": "x"})
+    refused("both give the initial weights", name="equal", init="layers", train={"pretrained_checkpoint": "x"})
     with pytest.raises(SystemExit):
         main(["distill", "--data.path", str(corpus)])
     other = tmp_path / "other"
