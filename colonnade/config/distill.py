@@ -30,6 +30,9 @@ class DistillConfig(Config):
     for a model that differs from its teacher only in the number of layers."""
     hidden: float = Field(default=0.0, ge=0)
     """Weight of the squared distance of the last hidden states, relative to the teacher's; needs equal widths."""
+    on_policy: float = Field(default=0.0, ge=0, le=1)
+    """Share of the samples whose document in the middle the model in training continues from there; for what it says
+    only the divergence counts (GKD, arXiv 2306.13649). One process."""
     cache: str = ""
     """A folder for the teacher's 64 most likely tokens of each token (0.5 KB), so that it answers each sample once, in
     this run and in later ones: for kl, whose divergence then counts all other tokens as one."""

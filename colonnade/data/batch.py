@@ -68,6 +68,8 @@ class Batch:
     """Output, for reward tuning: how far the sampled log-probabilities are from the trainer's."""
     clip: tuple[float, float] = (0.2, 0.28)
     """For reward tuning: how far the ratio of probabilities may fall and rise."""
+    sampled_T: Tensor | None = None
+    """bool: tokens that the model in training has sampled, in on-policy distillation."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
     source_tokens_S: Tensor | None = None

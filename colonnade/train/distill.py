@@ -40,12 +40,14 @@ class Distiller:
         self.teacher = None if cache else load()
 
     @torch.no_grad()
-    def head(self, stream: Stream, attend: AttendBackend, targets_T: Tensor) -> Distillation:
+    def head(
+        self, stream: Stream, attend: AttendBackend, targets_T: Tensor, sampled_T: Tensor | None = None
+    ) -> Distillation:
         """The head that replaces the cross-entropy of ``targets_T``; runs the teacher."""
         assert isinstance(attend, Packed)
         if self.cache is not None:
-            return Distillation(targets_T, self._cached(self.cache, stream, attend), self.loss)
-        return Distillation(targets_T, self._answer(stream, attend), self.loss)
+            return Distillation(targets_T, self._cached(self.cache, stream, attend), self.loss, sampled_T)
+        return Distillation(targets_T, self._answer(stream, attend), self.loss, sampled_T)
 
     def _answer(self, stream: Stream, attend: Packed) -> Teacher:
         if self.teacher is None:

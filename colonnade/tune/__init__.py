@@ -2,6 +2,7 @@
 
 from colonnade.tune.classify import Example, accuracy, classifier, fit
 from colonnade.tune.expert_scores import ExpertScores, score_experts
+from colonnade.tune.on_policy import OnPolicyFeed
 from colonnade.tune.prune_experts import measure, prune
 from colonnade.tune.to_dense import to_dense
 from colonnade.tune.upcycle import upcycle
@@ -9,6 +10,7 @@ from colonnade.tune.upcycle import upcycle
 __all__ = [
     "Example",
     "ExpertScores",
+    "OnPolicyFeed",
     "accuracy",
     "classifier",
     "fit",

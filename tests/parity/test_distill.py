@@ -1,5 +1,6 @@
 """Distillation as a section of training: every layout takes the step of one process; teachers of any kind."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from colonnade.train.initial_weights import teacher_layer
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.model_inputs import model_inputs
 from colonnade.train.training_state import TrainingState
+from colonnade.tune.on_policy import OnPolicyFeed, continued, is_chosen
 from tests.corpora import TEXT
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
@@ -123,6 +125,70 @@ def _loss_and_reference(run: RunConfig) -> tuple[float, float]:
         return float(outcome.loss_sum / outcome.count), total / count
 
 
+def _on_policy(run: RunConfig) -> tuple[float, float, list]:
+    """A step's loss, that of plain torch, and (text, trained on, sampled) of each sample."""
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=OnPolicyFeed) as training,
+    ):
+        text = torch.cat([batch.tokens_T for batch in training.feed.samples.at(0)]).view(-1, 16)
+        training.feed.before_step(training.model, 0)
+        batches, total, count = training.feed.samples.at(0), 0.0, 0
+        with api.load(run.distill.teacher, weights="dense", dtype="float64", device="cpu", context=context) as teacher:
+            for batch in batches:
+                stream, attend, _ = model_inputs(batch, training.model)
+                z, t = (model(stream, attend, Rows()) for model in (training.model, teacher.transformer))
+                p, q = (t / 1.5).softmax(1), (z / 1.5).softmax(1)
+                valid = batch.targets_T != IGNORE
+                text_T = valid & ~batch.sampled_T
+                cross = torch.nn.functional.cross_entropy(z[text_T], batch.targets_T[text_T], reduction="sum")
+                total += float(0.3 * cross + 0.7 * 1.5**2 * (p * (p / q).log())[valid].sum())
+                count += int(valid.sum())
+        tokens, sampled = (torch.cat([getattr(batch, name) for batch in batches]).view(-1, 16)
+                           for name in ("tokens_T", "sampled_T"))  # fmt: skip
+        outcome = training.step()
+        assert outcome.extra == {"on_policy": float(sampled.double().mean())}
+        return float(outcome.loss_sum / outcome.count), total / count, [text, tokens, sampled]
+
+
+def test_on_policy_texts_end_as_the_model_says(corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers, on_policy=0.5))
+    ((loss, reference, (text, tokens, sampled)),) = in_world(1, _on_policy, run)
+    assert loss == pytest.approx(reference, rel=1e-9)
+    assert torch.equal(tokens.where(~sampled, 0), text.where(~sampled, 0))
+    chosen = sampled.any(1)
+    assert not (chosen & ~torch.tensor([is_chosen(run.train.seed, i, 0.5) for i in range(8)])).any()
+    assert 0 < chosen.sum() < 8
+    assert sampled[:, 8:].any(0).all()
+    assert not sampled[:, :8].any()
+    assert (tokens != text)[sampled].float().mean() > 0.5
+    assert 0.2 < sum(is_chosen(0, i, 0.25) for i in range(2000)) / 2000 < 0.3
+    with pytest.raises(ConfigError, match=r"give feed=colonnade\.tune\.OnPolicyFeed"):
+        Trainer(run).fit()
+    for change in ({"plan": Plan(dp=2)}, {"distill": run.distill.replace(cache="c")}):
+        with pytest.raises(ConfigError, match=r"distill\.on_policy"):
+            OnPolicyFeed(run.replace(**change))
+
+
+def test_the_document_in_the_middle_is_continued() -> None:
+    assert continued(torch.arange(9)) == (slice(0, 4), slice(4, 9))
+    assert continued(torch.tensor([0, 1, 0, 1, 2, 3, 0, 1])) == (slice(2, 4), slice(4, 6))
+    assert continued(torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])) == (slice(4, 5), slice(5, 8))
+    assert continued(torch.tensor([0, 1, 2, 3, 0, 0, 1, 2])) is None
+
+
+@pytest.mark.slow
+def test_an_on_policy_run_resumes_with_the_same_texts(corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers, on_policy=0.5), steps=4, save_every=2, dtype="float32")
+    whole = Trainer(run, feed=OnPolicyFeed).fit()
+    half = run.replace(name="half")
+    Trainer(half, feed=OnPolicyFeed).fit()
+    shutil.rmtree(tmp_path / "half" / "step-4")
+    again = Trainer(half, feed=OnPolicyFeed).fit()
+    files = "weights-00000.safetensors"
+    assert (again.checkpoint / files).read_bytes() == (whole.checkpoint / files).read_bytes()
+
+
 @pytest.mark.parametrize("teacher", ["dense", "int4"])
 def test_a_step_is_what_both_models_logits_give(teacher, corpus, teachers, tmp_path) -> None:
     ((loss, reference),) = in_world(1, _loss_and_reference, config(corpus, tmp_path, settings(teachers, teacher)))
@@ -136,8 +202,6 @@ def test_a_run_learns_and_resumes(corpus, teachers, tmp_path) -> None:
     assert whole.run is not None and whole.run.distill == run.distill
     half = run.replace(name="half")
     Trainer(half.replace(train=half.train.replace(steps=12, save_every=6))).fit()
-    import shutil
-
     shutil.rmtree(tmp_path / "half" / "step-12")
     again = Trainer(half).fit()
     files = "weights-00000.safetensors"
