@@ -248,7 +248,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=131_072, help="calibration tokens")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--llama_cpp", type=Path, help="folder of site-packages that has llama_cpp")
-    parser.add_argument("--only", nargs="+", help="rows to measure, those of the record come from an earlier run")
+    parser.add_argument("--gptq_gguf", action="store_true", help="also a GGUF file that we quantise by GPTQ")
+    parser.add_argument("--only", nargs="+", help="rows to measure; the record has those of earlier runs too")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, help="file of the plot; default: in docs/assets, or beside the results")
@@ -319,16 +320,18 @@ def main(argv: list[str] | None = None) -> None:
                 path = half.with_name(f"{kind}.gguf")
                 add(f"llama.cpp, {kind}", lambda p=path, n=number: llama.side(llama.quantise(half, p, n), context))
 
-            def by_us(grid: Any) -> Side:
-                model = compressed(Compression(weight_group=32, grid=grid))
+            def by_us(by: Any) -> Side:
+                model = compressed(Compression(weight_group=32, grid="symmetric", by=by))
                 colonnade.save(model, own, format="gguf", overwrite=True)
                 return llama.side(own, context, model.logits)
 
-            add("llama.cpp, our Q4_0 by folded gptq", lambda: by_us("symmetric"))
+            add("llama.cpp, our Q4_0 by nearest", lambda: by_us("nearest"))
+            if args.gptq_gguf:
+                add("llama.cpp, our Q4_0 by folded gptq", lambda: by_us("gptq"))
     for what, compression in LADDER.items():
         add(what, lambda compression=compression: ours(compressed(compression)))
     by_name = {str(row["what"]): row for row in rows}
-    if args.only or not LADDER.keys() <= by_name.keys():
+    if not {"int4 g64 folded gptq", "stored, float32"} <= by_name.keys():
         return
     best, dense = (float(by_name[each]["perplexity"] or 0) for each in ("int4 g64 folded gptq", "stored, float32"))
     head = Headline("SmolLM2-135M in int4, groups of 64, GPTQ", best, "perplexity (lower is better)", "stored", dense)

