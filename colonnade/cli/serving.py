@@ -108,6 +108,7 @@ def generate(
     sampling: Annotated[GenerateArgs, arg(name="")] = GenerateArgs(),
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
+    int8: bool = False,
 ) -> None:
     """Continue a text; prints it as it is generated.
 
@@ -117,11 +118,18 @@ def generate(
         sampling: How tokens are sampled.
         placement: Where the model runs.
         serve: The engine's memory.
+        int8: Weights and their inputs in 8 bits (--serve.weights int8_dynamic), on a CPU.
     """
-    params, spec = sampling.params(), placement.spec(model, serve.for_beams(sampling.beams))
+    params, spec = sampling.params(), placement.spec(model, _with_int8(serve.for_beams(sampling.beams), int8))
     from colonnade.chat import generate
 
     generate(spec, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)
+
+
+def _with_int8(config: ServeConfig, int8: bool) -> ServeConfig:
+    if int8 and config.weights not in ("stored", "int8_dynamic"):
+        raise ConfigError(f"--int8 is --serve.weights int8_dynamic, and --serve.weights is {config.weights}; give one")
+    return config.replace(weights="int8_dynamic") if int8 else config
 
 
 def _read_stdin() -> str:
@@ -137,6 +145,7 @@ def chat(
     sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
+    int8: bool = False,
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
 
@@ -146,9 +155,10 @@ def chat(
         sampling: How tokens are sampled.
         placement: Where the model runs.
         serve: The engine's memory.
+        int8: Weights and their inputs in 8 bits (--serve.weights int8_dynamic), on a CPU.
     """
     refuse_torchrun("chat")
-    params, spec = sampling.params(), placement.spec(model, serve.config)
+    params, spec = sampling.params(), placement.spec(model, _with_int8(serve.config, int8))
     from colonnade.chat import chat
 
     chat(spec, system, params)
@@ -167,6 +177,7 @@ def serve(
     models: Models,
     serve: ServeConfig = ServeConfig(),
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    int8: bool = False,
 ) -> None:
     """Serve models over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, or /v1/embeddings.
 
@@ -178,9 +189,10 @@ def serve(
         models: The models to serve; with --serve.upstreams only a name.
         serve: Address and limits.
         placement: Where the model runs.
+        int8: Weights and their inputs in 8 bits (--serve.weights int8_dynamic), on a CPU.
     """
     refuse_torchrun("serve")
-    serve = _with_environment_keys(serve)
+    serve = _with_int8(_with_environment_keys(serve), int8)
     if not models:
         raise ConfigError("there is no model to serve; give one or several, such as: colonnade serve smollm2")
     if serve.look and (serve.admin_key is None or serve.upstreams):

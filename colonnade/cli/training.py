@@ -100,13 +100,19 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
 
 def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") -> None:
     run = args.run
+    from colonnade.train.data_feed import CorpusFeed
     from colonnade.train.loop import Trainer, check_data, check_settings
 
+    feed = CorpusFeed
+    if run.distill.on_policy:
+        from colonnade.tune.on_policy import OnPolicyFeed
+
+        feed = OnPolicyFeed
     if args.dry_run:
         check_settings(run)
         has_corpus = (run.data.path / "manifest.json").is_file()
         if has_corpus:
-            check_data(run)
+            check_data(run, feed)
         if is_main_process():
             if not has_corpus:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
@@ -117,7 +123,7 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
         return
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic cuBLAS algorithms
-    trainer = Trainer(run)
+    trainer = Trainer(run, feed=feed)
     if is_main_process():
         show_run(run, follows(run))
     exit_if_stopped(trainer.fit())

@@ -4,7 +4,8 @@
 
 :class:`InputStatistics` gathers these while a block runs: hooks see what enters every linear layer, and an expert's
 rows are computed again to see what enters its down projection. An expert that few tokens choose borrows from its
-layer: H_e + n₀/(n_e + n₀) · H_layer, with n₀ the number of inputs.
+layer: H_e + n₀/(n_e + n₀) · H_layer, with n₀ the number of inputs. On several ranks, each runs its share of the texts
+(:mod:`colonnade.compress.ranks`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from colonnade.compress.ranks import slots, sum_over, tree_sum
 from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.model import Packed, Stream, Transformer
 from colonnade.model.moe import Routing
 from colonnade.model.moe.experts import ExpertRows, Experts
 from colonnade.model.output_heads import Hidden
 from colonnade.model.tensor_parallel_linear import Linear
+from colonnade.parallel.axis import Axis
 
 
 @dataclass
@@ -47,6 +50,18 @@ class Moments:
         self.abs_D += x_TD.abs().sum(0)
         self.max_D = torch.maximum(self.max_D, x_TD.abs().amax(0))
         self.rows += len(x_TD)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        """Those of both's rows."""
+        highest_D = torch.maximum(self.max_D, other.max_D)
+        return Moments(self.outer_DD + other.outer_DD, self.abs_D + other.abs_D, highest_D, self.rows + other.rows)
+
+    def over(self, dp: Axis) -> "Moments":
+        """Those of all ranks' rows."""
+        if dp.size == 1:
+            return self
+        outer_DD, abs_D = sum_over(dp, self.outer_DD), sum_over(dp, self.abs_D)
+        return Moments(outer_DD, abs_D, dp.max_(self.max_D), sum(dp.all_gather_int(self.rows, self.abs_D.device)))
 
     @property
     def hessian(self) -> Tensor:
@@ -84,6 +99,11 @@ class InputStatistics:
                     setattr(module, method, _recording(getattr(module, method), record))
                 wrapped.append(module)
             elif isinstance(module, Experts):
+                up = module.up
+                E, f, D = up.shape
+                self.experts[name] = {
+                    part: [Moments.of(inputs, up.device) for _ in range(E)] for part, inputs in (("up", D), ("down", f))
+                }
                 handles.append(module.register_forward_pre_hook(self._expert_hook(name)))
         try:
             yield
@@ -92,6 +112,24 @@ class InputStatistics:
                 del module.forward, module.product
             for handle in handles:
                 handle.remove()
+
+    def __add__(self, other: "InputStatistics") -> "InputStatistics":
+        """Those of both's texts."""
+        return self._each(lambda mine, theirs: mine + theirs, other)
+
+    def over(self, dp: Axis) -> "InputStatistics":
+        """Those of all ranks' texts."""
+        return self if dp.size == 1 else self._each(lambda mine, _: mine.over(dp), self)
+
+    def _each(self, run: Callable[[Moments, Moments], Moments], other: "InputStatistics") -> "InputStatistics":
+        result = InputStatistics(self.block)
+        result.linears = {name: run(mine, other.linears[name]) for name, mine in self.linears.items()}
+        for name, parts in self.experts.items():
+            result.experts[name] = {
+                part: [run(mine, theirs) for mine, theirs in zip(stack, other.experts[name][part], strict=True)]
+                for part, stack in parts.items()
+            }
+        return result
 
     def expert_hessians(self, name: str, part: str) -> list[Tensor]:
         """H of each expert's ``part`` (up or down), with what it borrows from its layer."""
@@ -112,11 +150,6 @@ class InputStatistics:
             up, down, gate, up_b, gate_b, _ = module.stored
             assert isinstance(up, Tensor)
             assert isinstance(down, Tensor)
-            E, f, D = up.shape
-            if name not in self.experts:
-                self.experts[name] = {
-                    part: [Moments.of(inputs, up.device) for _ in range(E)] for part, inputs in (("up", D), ("down", f))
-                }
             x_RD, act, start = rows.x_TD[order_R // rows.weights_TA.shape[1]], ACTIVATIONS[module.activation], 0
             for e, end in enumerate(ends_e.tolist()):
                 x_cD = x_RD[start:end]
@@ -142,29 +175,61 @@ def _recording(run: Callable[[Tensor], Tensor], record: Callable[[Tensor], None]
 
 
 class BlockRunner:
-    """Runs one block after another over all calibration texts, whose activations are kept in between."""
+    """Runs one block after another over this rank's calibration texts, whose activations are kept in between."""
 
     def __init__(self, model: Transformer, texts: Sequence[Tensor]):
-        self.model = model
+        self.model, self.dp = model, model.axes.dp
         device = next(model.parameters()).device
-        self._inputs = []
-        self.hidden: list[Tensor] = []
-        """The residual stream of each text; after the last block, the normed one."""
-        for tokens_T in texts:
-            T = len(tokens_T)
-            positions_T = torch.arange(T, device=device)
-            stream = Stream(tokens_T.to(device), positions_T, routing=self._routing(T, device))
-            attend = Packed.of([T], device, causal=model.config.causal)
-            self._inputs.append((stream, attend))
-            self.hidden.append(model.run(range(0), None, stream, attend, Hidden()))
+        self._slots: list[list[tuple[Stream, Packed, Tensor]]] = []
+        """(stream, attend, residual stream) of the texts of each slot; after the last block, the normed one."""
+        for slot in slots(texts, self.dp):
+            self._slots.append([])
+            for tokens_T in slot:
+                T = len(tokens_T)
+                stream = Stream(tokens_T.to(device), torch.arange(T, device=device), routing=self._routing(T, device))
+                attend = Packed.of([T], device, causal=model.config.causal)
+                x_TD = model.run(range(0), None, stream, attend, Hidden())
+                self._slots[-1].append((stream, attend, x_TD))
 
-    def run(self, layer: int) -> list[Tensor]:
-        """The outputs of block ``layer``."""
-        outputs = []
-        for x_TD, (stream, attend) in zip(self.hidden, self._inputs, strict=True):
-            fresh = stream._replace(routing=self._routing(len(x_TD), x_TD.device))
-            outputs.append(self.model.run(range(layer, layer + 1), x_TD, fresh, attend, Hidden()))
-        return outputs
+    @property
+    def hidden(self) -> list[Tensor]:
+        """The residual stream of each of this rank's texts."""
+        return [x_TD for slot in self._slots for _, _, x_TD in slot]
+
+    def gather(self, layer: int) -> InputStatistics:
+        """The statistics of block ``layer`` over all ranks' texts."""
+        block = self.model.blocks.get_submodule(str(layer))
+
+        def of(slot: list[tuple[Stream, Packed, Tensor]]) -> InputStatistics:
+            statistics = InputStatistics(block)
+            with statistics.gather():
+                for text in slot:
+                    self._run(layer, *text)
+            return statistics
+
+        return tree_sum(map(of, self._slots), lambda a, b: a + b).over(self.dp)
+
+    def advance(self, layer: int) -> None:
+        """Replace the texts' activations by the outputs of block ``layer``."""
+        self._slots = [
+            [(stream, attend, self._run(layer, stream, attend, x_TD)) for stream, attend, x_TD in slot]
+            for slot in self._slots
+        ]
+
+    def hidden_moments(self) -> Moments:
+        """The moments of the activations of all ranks' texts."""
+
+        def of(slot: list[tuple[Stream, Packed, Tensor]]) -> Moments:
+            moments = Moments.of(self.model.config.width, next(self.model.parameters()).device)
+            for _, _, x_TD in slot:
+                moments.add(x_TD)
+            return moments
+
+        return tree_sum(map(of, self._slots), lambda a, b: a + b).over(self.dp)
+
+    def _run(self, layer: int, stream: Stream, attend: Packed, x_TD: Tensor) -> Tensor:
+        fresh = stream._replace(routing=self._routing(len(x_TD), x_TD.device))
+        return self.model.run(range(layer, layer + 1), x_TD, fresh, attend, Hidden())
 
     def _routing(self, T: int, device: torch.device) -> Routing | None:
         return None if self.model.config.moe is None else Routing(torch.arange(T, device=device))

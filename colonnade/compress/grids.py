@@ -72,7 +72,7 @@ class Grid:
         if self.kind == "int4":
             words = pack_int4(q_FD.to(torch.int32), self.group)
             return Quantised("int4", words, int4_scales(self.scale_FG, self.low_FG), inputs, self.group)
-        values = q_FD.to(FLOAT8 if self.kind == "float8" else torch.int8)
+        values = q_FD.to(FLOAT8 if self.kind == "float8" else torch.int8).contiguous()
         return Quantised(self.kind, values, self.scale_FG, inputs, inputs)
 
     def groups(self, columns_C: Tensor) -> Tensor:

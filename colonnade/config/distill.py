@@ -25,8 +25,17 @@ class DistillConfig(Config):
     """Both models' logits are divided by it; the divergence is multiplied by its square."""
     beta: float = Field(default=0.5, gt=0, lt=1)
     """jsd: the teacher's share of the mixture that both are compared with."""
+    init: Literal["random", "layers"] = "random"
+    """The weights that a new run starts from: random ones, or the teacher's embedding, head and evenly spaced layers,
+    for a model that differs from its teacher only in the number of layers."""
     hidden: float = Field(default=0.0, ge=0)
     """Weight of the squared distance of the last hidden states, relative to the teacher's; needs equal widths."""
+    on_policy: float = Field(default=0.0, ge=0, le=1)
+    """Share of the samples whose document in the middle the model in training continues from there; for what it says
+    only the divergence counts (GKD, arXiv 2306.13649). One process."""
+    cache: str = ""
+    """A folder for the teacher's 64 most likely tokens of each token (0.5 KB), so that it answers each sample once, in
+    this run and in later ones: for kl, whose divergence then counts all other tokens as one."""
     weights: WeightFormat = "stored"
     """Storage format of the teacher's matrices (serve.weights)."""
     weight_group: WeightGroup = 64

@@ -77,6 +77,8 @@ class Batch:
     """Output, for reward tuning: how far the sampled log-probabilities are from the trainer's."""
     policy: Mapping[str, float] = field(default_factory=dict)
     """For reward tuning: the fields of :class:`colonnade.model.policy_loss.PolicySettings`."""
+    sampled_T: Tensor | None = None
+    """bool: tokens that the model in training has sampled, in on-policy distillation."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
     source_tokens_S: Tensor | None = None

@@ -28,6 +28,10 @@ TRUNCATION_RATIO = 16
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
+TURNS = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
+"""The conversation of DialoGPT (arXiv 1911.00536), whose configuration says "conversational" and which has no template:
+turns without roles, each with an EOS token.
+"""
 _BERT_TOKENS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 
 
@@ -64,7 +68,8 @@ class Tokenizer:
         """The tokenizer in a model's folder, if any, or from a function that returns this class's arguments."""
         if callable(source):
             return cls(*source())
-        return cls.from_file(source) if (source / "tokenizer.json").is_file() else None
+        bpe = (source / "vocab.json").is_file() and (source / "merges.txt").is_file()
+        return cls.from_file(source) if bpe or (source / "tokenizer.json").is_file() else None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -80,6 +85,8 @@ class Tokenizer:
             core = _read_core(file)
         elif path.is_dir() and (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             core = byte_level_bpe(folder / "vocab.json", folder / "merges.txt")
+            if core.token_to_id(END) is not None:
+                core.add_special_tokens([END])
         else:
             raise DataError(f"{file} does not exist; give a tokenizer.json, or a folder that holds one")
         return cls(core, *_read_special_tokens(folder, core))
@@ -391,12 +398,16 @@ def _read_special_tokens(folder: Path, core: tokenizers.Tokenizer) -> tuple[int 
         *saved.get("eos_ids", [_id_of(tokens.get("eos_token") or tokens.get("sep_token"), core)]),
         *_as_list(generation.get("eos_token_id")),
     ]
-    eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
+    model = _read_json(folder / "config.json")
+    ends = [end for end in ends if end is not None] or _as_list(model.get("eos_token_id"))
+    eos_ids = tuple(dict.fromkeys(ends))
 
     jinja = folder / "chat_template.jinja"
     template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
     if isinstance(template, list):  # several templates, as in Command R: the default one is for plain conversations
         template = next((one["template"] for one in template if one["name"] == "default"), None)
+    if template is None and "conversational" in (model.get("task_specific_params") or {}):
+        template = TURNS
     return bos_id, eos_ids, template
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from colonnade.config.distill import Divergence
+from colonnade.model.distill_top import TopTokens, top_kl, top_tokens
 from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS, IGNORE
 from colonnade.model.output_heads import OutputProjection, projection_input
 from colonnade.model.tensor_parallel_linear import Matrix, linear
@@ -61,6 +62,15 @@ class Teacher:
         """z'_cv."""
         return linear(self.x_TD[rows], self.weight_vD, None, self.kernels)
 
+    def top(self, k: int, temperature: float, tp: Axis, vocab_size: int) -> TopTokens:
+        """The ``k`` most likely tokens of each row, in chunks."""
+        rows = CHUNK_ROWS[self.x_TD.device.type]
+        parts = [
+            top_tokens(log_softmax(self.logits(slice(a, a + rows)).float() / temperature, tp), k, tp, vocab_size)
+            for a in range(0, len(self.x_TD), rows)
+        ]
+        return TopTokens(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
 
 @dataclass(frozen=True)
 class TeacherStates:
@@ -78,8 +88,10 @@ class Distillation:
     """A head: the summed loss of the valid targets, and their number."""
 
     targets_T: Tensor
-    teacher: Teacher
+    teacher: Teacher | TopTokens
     loss: DistillLoss
+    sampled_T: Tensor | None = None
+    """bool: targets that the model has sampled itself; there only the divergence counts."""
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of valid targets), the same on all tp ranks."""
@@ -87,7 +99,10 @@ class Distillation:
         assert bias_v is None, "a causal model has no bias there"
         assert isinstance(output.weight_vD, Tensor), "a model in training is not quantised"
         tp, V = output.axes.tp, output.vocab_size
-        total = distillation_sum(x_TD, output.weight_vD, self.targets_T, self.teacher, self.loss, tp=tp, vocab_size=V)
+        total = distillation_sum(
+            x_TD, output.weight_vD, self.targets_T, self.teacher, self.loss, tp=tp, vocab_size=V,
+            sampled_T=self.sampled_T,
+        )  # fmt: skip
         return total, (self.targets_T != IGNORE).sum()
 
 
@@ -95,22 +110,25 @@ def distillation_sum(
     x_TD: Tensor,
     weight_vD: Tensor,
     targets_T: Tensor,
-    teacher: Teacher,
+    teacher: Teacher | TopTokens,
     loss: DistillLoss,
     *,
     tp: Axis,
     vocab_size: int,
+    sampled_T: Tensor | None = None,
 ) -> Tensor:
     """The summed loss of the valid tokens, float32 (float64 for float64 inputs), the same on all tp ranks.
 
     ``x_TD`` must come from ``tp.fan_out``: each rank computes the gradient by its own rows of W only.
     """
-    return _Distillation.apply(x_TD, weight_vD, targets_T, teacher, loss, tp, vocab_size)
+    return _Distillation.apply(x_TD, weight_vD, targets_T, teacher, loss, tp, vocab_size, sampled_T)
 
 
 class _Distillation(Function):
     @staticmethod
-    def forward(ctx, x_TD, weight_vD, targets_T, teacher: Teacher, loss: DistillLoss, tp: Axis, V: int) -> Tensor:
+    def forward(
+        ctx, x_TD, weight_vD, targets_T, teacher: Teacher | TopTokens, loss: DistillLoss, tp: Axis, V: int, sampled_T
+    ) -> Tensor:
         exact = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         T, v = len(x_TD), len(weight_vD)
         start, _ = tp.part(V)
@@ -128,17 +146,22 @@ class _Distillation(Function):
             z_cv = (x_cD @ weight_vD.T).to(exact)
             dz_cv = torch.zeros_like(z_cv)
             if loss.mix > 0:
-                total += loss.mix * _cross_entropy(z_cv, target_c - start, valid_c, tp, loss.mix, dz_cv)
+                text_c = valid_c if sampled_T is None else valid_c & ~sampled_T[part]
+                total += loss.mix * _cross_entropy(z_cv, target_c - start, text_c, tp, loss.mix, dz_cv)
             if loss.mix < 1:
                 weight, tau = 1 - loss.mix, loss.temperature
-                logp_cv = log_softmax(teacher.logits(part).to(exact) / tau, tp)
                 logq_cv = log_softmax(z_cv / tau, tp)
-                value, du_cv = _DIVERGENCES[loss.loss](_Pair(logp_cv, logq_cv, valid_c, loss.beta, V), tp)
+                if isinstance(teacher, TopTokens):
+                    value, du_cv = top_kl(teacher.rows(part), logq_cv, valid_c, start, tp)
+                else:
+                    logp_cv = log_softmax(teacher.logits(part).to(exact) / tau, tp)
+                    value, du_cv = _DIVERGENCES[loss.loss](_Pair(logp_cv, logq_cv, valid_c, loss.beta, V), tp)
                 total += weight * tau**2 * value
                 dz_cv += weight * tau * du_cv
             dx_TD[part] = dz_cv @ weight_vD.to(exact)
             dw_vD += dz_cv.T @ x_cD.to(exact)
             if loss.hidden > 0:
+                assert isinstance(teacher, Teacher), "a cache has no hidden states"
                 theirs_cD = teacher.x_TD[part].to(exact)
                 difference_cD = (x_cD.to(exact) - theirs_cD) * valid_c[:, None]
                 scale_c1 = loss.hidden / theirs_cD.square().sum(1, keepdim=True).clamp(min=TINY)
@@ -153,7 +176,7 @@ class _Distillation(Function):
     def backward(ctx, grad: Tensor):
         dx_TD, dw_vD = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
-        return (dx_TD * grad).to(x_dtype), (dw_vD * grad).to(w_dtype), None, None, None, None, None
+        return (dx_TD * grad).to(x_dtype), (dw_vD * grad).to(w_dtype), None, None, None, None, None, None
 
 
 def log_softmax(z_cv: Tensor, tp: Axis) -> Tensor:

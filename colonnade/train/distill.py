@@ -4,43 +4,78 @@ The teacher has the student's tensor- and data-parallel layout and computes with
 otherwise (layouts, resuming, metrics, checkpoints) does not change: only the head of the forward pass is another.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from colonnade.checkpoint.load_model import OpenedModel, open_model
-from colonnade.config import ModelConfig, RunConfig
+from colonnade.config import ModelConfig, RunConfig, differences
 from colonnade.config.feature_checks import check_quantised
 from colonnade.data import Corpus
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Packed, Stream, Transformer
 from colonnade.model.attend import AttendBackend
-from colonnade.model.distill_loss import Distillation, DistillLoss, TeacherStates
+from colonnade.model.distill_loss import Distillation, DistillLoss, Teacher, TeacherStates
+from colonnade.model.distill_top import TopTokens
 from colonnade.model.moe import Routing
 from colonnade.model.weight_only_quant import build, copy_weight
+from colonnade.parallel.axis import Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.initial_weights import check_same_tokenizer
+from colonnade.train.teacher_cache import TeacherCache, fingerprint
+
+CACHED_TOKENS = 64
+"""The teacher's most likely tokens that a cache keeps."""
 
 
-@dataclass(frozen=True)
 class Distiller:
-    """A loaded teacher and the loss that compares the model in training with it."""
+    """The teacher of a run, and the loss that compares the model in training with it."""
 
-    teacher: Transformer
-    loss: DistillLoss
+    def __init__(self, load: Callable[[], Transformer], loss: DistillLoss, tp: Axis, cache: TeacherCache | None = None):
+        """With a ``cache``, the teacher is loaded when a sample is missing there."""
+        self.loss, self.tp, self.cache, self._load = loss, tp, cache, load
+        self.teacher = None if cache else load()
 
     @torch.no_grad()
-    def head(self, stream: Stream, attend: AttendBackend, targets_T: Tensor) -> Distillation:
+    def head(
+        self, stream: Stream, attend: AttendBackend, targets_T: Tensor, sampled_T: Tensor | None = None
+    ) -> Distillation:
         """The head that replaces the cross-entropy of ``targets_T``; runs the teacher."""
         assert isinstance(attend, Packed)
+        if self.cache is not None:
+            return Distillation(targets_T, self._cached(self.cache, stream, attend), self.loss, sampled_T)
+        return Distillation(targets_T, self._answer(stream, attend), self.loss, sampled_T)
+
+    def _answer(self, stream: Stream, attend: Packed) -> Teacher:
+        if self.teacher is None:
+            self.teacher = self._load()
         routing = None
         if self.teacher.config.moe is not None:
             routing = Routing(torch.arange(len(stream.tokens_T), device=stream.tokens_T.device))
         stream = stream._replace(dropout=None, routing=routing)
         first_head, _ = self.teacher.axes.tp.part(self.teacher.config.heads)
-        attend = replace(attend, dropout=None, first_head=first_head)
-        return Distillation(targets_T, self.teacher(stream, attend, TeacherStates()), self.loss)
+        return self.teacher(stream, replace(attend, dropout=None, first_head=first_head), TeacherStates())
+
+    def _cached(self, cache: TeacherCache, stream: Stream, attend: Packed) -> TopTokens:
+        """The answers for whole samples, from the cache if it has all of them."""
+        samples = stream.tokens_T.split(cache.sequence)
+        positions = stream.positions_T.split(cache.sequence)
+        keys = [cache.key(torch.cat(pair)) for pair in zip(samples, positions, strict=True)]
+        found = [cache.find(key) for key in keys]
+        device = stream.tokens_T.device
+        missing = torch.tensor(any(each is None for each in found), dtype=torch.int32, device=device)
+        if not int(self.tp.max_(missing)):  # all tensor-parallel ranks, which compute it together
+            return TopTokens(*(torch.cat(part).to(device) for part in zip(*(t for t in found if t), strict=True)))
+        teacher = self._answer(stream, attend)
+        assert self.teacher is not None
+        top = teacher.top(cache.k, self.loss.temperature, self.tp, self.teacher.config.vocab_size)
+        for i, (key, known) in enumerate(zip(keys, found, strict=True)):
+            if known is None and self.tp.rank == 0:
+                cache.add(key, top.rows(slice(i * cache.sequence, (i + 1) * cache.sequence)))
+        return top
 
 
 def open_teacher(run: RunConfig) -> OpenedModel | None:
@@ -83,6 +118,19 @@ def load_distiller(run: RunConfig, context: DistributedContext) -> Distiller | N
     opened, settings = open_teacher(run), run.distill
     if opened is None:
         return None
+    loss = DistillLoss(
+        settings.loss, settings.mix, settings.temperature, settings.beta, settings.hidden, run.data.sequence
+    )
+    cache = None
+    if settings.cache:
+        identity = {"teacher": fingerprint(opened.path), "weights": settings.weights, "temperature": loss.temperature}
+        k = min(CACHED_TOKENS, opened.config.vocab_size)
+        cache = TeacherCache(Path(settings.cache), identity, run.data.sequence, k)
+    return Distiller(lambda: _load(opened, run, context), loss, context.axes.tp, cache)
+
+
+def _load(opened: OpenedModel, run: RunConfig, context: DistributedContext) -> Transformer:
+    settings = run.distill
     options = {"device": context.device, "dtype": getattr(torch, run.train.compute_dtype)}
     formats = opened.formats if opened.formats and settings.weights == "stored" else None
     if formats is None and settings.weights in ("stored", "dense"):
@@ -92,11 +140,9 @@ def load_distiller(run: RunConfig, context: DistributedContext) -> Distiller | N
         teacher, put = build(
             opened.config, context.axes, **options, kind=kind, group=settings.weight_group, formats=formats
         )
-    opened.load_weights(teacher.eval().requires_grad_(False), context, put)
-    loss = DistillLoss(
-        settings.loss, settings.mix, settings.temperature, settings.beta, settings.hidden, run.data.sequence
-    )
-    return Distiller(teacher, loss)
+    # Without collectives: with a cache, a rank loads the teacher when it needs it.
+    opened.read_weights(teacher.eval().requires_grad_(False), context, put)
+    return teacher
 
 
 def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
@@ -113,6 +159,32 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
             f"data.sequence {run.data.sequence} is longer than the context {teacher.context} of distill.teacher "
             f"{name}; set --data.sequence {teacher.context}"
         )
+    if run.distill.init == "layers":
+        if run.train.pretrained_checkpoint:
+            raise ConfigError(
+                "distill.init layers and train.pretrained_checkpoint both give the initial weights; set one of them"
+            )
+        if different := differences(model.replace(layers=teacher.layers), teacher, ignore=("context", "init_std")):
+            raise ConfigError(
+                f"distill.init layers needs a model that differs from the teacher in its layers only: "
+                f"{', '.join(different[:3])}; leave --preset and --model out but --model.layers, or set init random"
+            )
+        if model.layers > teacher.layers:
+            raise ConfigError(
+                f"distill.init layers takes {model.layers} of the teacher's {teacher.layers} layers; set "
+                f"--model.layers {teacher.layers // 2 or 1}"
+            )
+    if run.distill.cache:
+        if run.distill.loss != "kl" or run.distill.hidden:
+            raise ConfigError(
+                f"distill.cache keeps the teacher's most likely tokens, which serve kl only, not {run.distill.loss} "
+                f"with hidden {run.distill.hidden:g}; leave distill.cache out"
+            )
+        if run.plan.ep * run.plan.etp > 1:
+            raise PlanError(
+                f"with distill.cache each data rank runs the teacher by itself, and ep={run.plan.ep} with etp="
+                f"{run.plan.etp} runs it on all together; leave distill.cache out"
+            )
     if run.distill.hidden and teacher.width != model.width:
         raise ConfigError(
             f"distill.hidden compares states of equal widths, and the teacher has {teacher.width} and the model "

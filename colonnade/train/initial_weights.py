@@ -44,6 +44,9 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
     """
     if run.model.lora is not None and not run.train.pretrained_checkpoint:
         raise ConfigError("adapters need a trained model; set train.pretrained_checkpoint to one")
+    if run.distill.teacher and run.distill.init == "layers":
+        _from_teacher_layers(model, run, context, masters)
+        return
     if not run.train.pretrained_checkpoint:
         initialise(model, run.train.seed, masters.assign)
         masters.update_model()
@@ -69,6 +72,28 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
     for name, tensor in _tensors(model):
         if name in common:
             masters.assign(name, tensor, common[name].detach())
+    masters.update_model()
+
+
+def teacher_layer(layer: int, layers: int, teacher_layers: int) -> int:
+    """The teacher's layer that becomes ``layer``: evenly spaced, from the first to the last."""
+    return 0 if layers == 1 else round(layer * (teacher_layers - 1) / (layers - 1))
+
+
+def _from_teacher_layers(model: Transformer, run: RunConfig, context: DistributedContext, masters: Masters) -> None:
+    """Fill ``masters`` from the teacher, which is loaded beside for a moment."""
+    opened = open_model(run.distill.teacher)
+    dtype = next(iter((masters.local | masters.frozen).values())).dtype
+    teacher = Transformer(opened.config, context.axes, device=context.device, dtype=dtype)
+    opened.load_weights(teacher, context, copy_weight)
+    tensors = dict(_tensors(teacher))
+    for name, tensor in _tensors(model):
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            parts[1] = str(teacher_layer(int(parts[1]), run.model.layers, opened.config.layers))
+        value = tensors[".".join(parts)].detach()
+        assert value.shape == tensor.shape or context.sharded, name
+        masters.assign(name, tensor, value)
     masters.update_model()
 
 

@@ -208,7 +208,7 @@ class StopSignal:
 
 def _shared_settings(run: RunConfig) -> dict[str, str]:
     """The settings that all ranks must share; paths and devices may differ by machine."""
-    per_machine = ("runs", "device", "data.path", "train.pretrained_checkpoint", "distill.teacher")
+    per_machine = ("runs", "device", "data.path", "train.pretrained_checkpoint", "distill.teacher", "distill.cache")
     return {name: value for name, value in flattened(run.model_dump(mode="json")).items() if name not in per_machine}
 
 

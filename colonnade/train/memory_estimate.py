@@ -3,6 +3,7 @@
     masters       4 bytes per weight of this rank (8 in float64); gradients the same, moments twice as much
     weights       2 bytes per weight where a 16-bit copy is stored; with FSDP the gathered root and two blocks
     activations   tokens of a micro-batch · what each block saves for its backward pass, and temporaries
+    teacher       in distillation, its weights in the compute type or quantised, and its logits of a chunk
     checkpoint    a copy of masters and moments in host memory, for asynchronous checkpoints
 
 The peak of a step is the larger of two moments. At the end of the forward pass all activations exist, and the loss
@@ -18,6 +19,8 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from colonnade.config import ModelConfig, Plan, RunConfig
 from colonnade.kernels.linear.quantise import Kind
 from colonnade.model import Transformer
@@ -26,6 +29,7 @@ from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS
 from colonnade.model.weight_only_quant import weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts, layout_of
+from colonnade.train.distill import open_teacher
 from colonnade.train.initial_weights import GROUP, freeze
 from colonnade.train.optimizer import BUCKET_BYTES
 
@@ -90,6 +94,7 @@ def estimate(run: RunConfig, device: str, rank: int = 0) -> Estimate:
         if lora.base != "stored":
             masters = master_size * counts.trained + quantised_bytes(run.model, plan, rank, lora.base)
     rows = {
+        **_teacher_rows(run, device),
         "master weights": masters,
         "weights to compute with": weights,
         "gradients": gradients,
@@ -100,6 +105,27 @@ def estimate(run: RunConfig, device: str, rank: int = 0) -> Estimate:
     host = {"moments": offloaded, **checkpoint} if on_gpu else {}
     rows = rows if on_gpu else _with_checkpoint_copy(run, rows, checkpoint)
     return Estimate({what: n for what, n in rows.items() if n}, {what: n for what, n in host.items() if n})
+
+
+def _teacher_rows(run: RunConfig, device: str) -> dict[str, int]:
+    """The teacher's weights on a rank, and what its forward pass needs beside the model's."""
+    if (opened := open_teacher(run)) is None:
+        return {}
+    t, plan, config, settings = run.train, run.plan, opened.config, run.distill
+    axes = Axes(tp=Axis("tp", plan.tp), experts=ExpertAxes(ep=Axis("ep", plan.ep), etp=Axis("etp", plan.etp)))
+    shape = Transformer(config, axes, device="meta", dtype=getattr(torch, t.compute_dtype))
+    weights = weight_bytes_as(shape, settings.weights, settings.weight_group, opened.formats)
+    vocabulary, each = -(-config.vocab_size // plan.tp), 8 if t.dtype == "float64" else 4
+    samples = min(t.micro_batch, t.batch // plan.data_ranks)
+    rows = max(1, min(CHUNK_ROWS[device], CHUNK_BYTES[device] // (2 * vocabulary * each), samples * run.data.sequence))
+    states = samples * run.data.sequence * config.width * BYTES[t.compute_dtype]
+    found = {"teacher": weights + 4 * rows * vocabulary * each + 2 * states}
+    if settings.on_policy:  # an engine with a copy of the weights
+        own = Transformer(run.model, device="meta", dtype=getattr(torch, t.compute_dtype))
+        keys = 2 * run.model.layers * run.model.kv_heads * run.model.head_width * BYTES[t.compute_dtype]
+        cached = min(t.batch, 64) * run.data.sequence * keys
+        found["engine"] = sum(p.nbytes for p in own.parameters()) + cached
+    return found
 
 
 def _with_checkpoint_copy(run: RunConfig, rows: dict[str, int], copy: dict[str, int]) -> dict[str, int]:

@@ -147,7 +147,7 @@ def model_inputs(
         assert first_R is not None, "span targets belong to sequences"
         return stream, attend, SpanLoss(cu, longest, first_R, targets_R.reshape(-1, 2))
     if step.distiller is not None:
-        return stream, attend, step.distiller.head(stream, attend, targets_R)
+        return stream, attend, step.distiller.head(stream, attend, targets_R, batch.sampled_T)
     tokens = Loss(targets_R, step.label_smoothing, rows_R)
     if config.task_head != "pretraining":
         return stream, attend, tokens

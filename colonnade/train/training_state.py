@@ -27,7 +27,7 @@ from colonnade.checkpoint.atomic_folder import Manifest, prune
 from colonnade.checkpoint.file_lock import FileLock
 from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
-from colonnade.errors import CheckpointError
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import Transformer
 from colonnade.model.moe import DispatchOptions
 from colonnade.model.tensor_parallel_linear import enable_float8
@@ -74,6 +74,8 @@ class TrainingState:
         self.watchdog = watchdog or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
         self.feed = feed(run, context.axes.dp.rank, context.axes.dp.size)
+        if run.distill.on_policy and not isinstance(self.feed, RolloutFeed):
+            raise ConfigError("distill.on_policy samples texts in each step; give feed=colonnade.tune.OnPolicyFeed")
         check_same_settings({name: _short_hash(value) for name, value in self.feed.identity.items()}, self.world)
         master_dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names

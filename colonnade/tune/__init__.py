@@ -2,6 +2,8 @@
 
 from colonnade.tune.classify import Example, accuracy, classifier, fit
 from colonnade.tune.expert_scores import ExpertScores, score_experts
+from colonnade.tune.expert_subsets import keep_by_output
+from colonnade.tune.on_policy import OnPolicyFeed
 from colonnade.tune.prune_experts import measure, prune
 from colonnade.tune.to_dense import to_dense
 from colonnade.tune.upcycle import upcycle
@@ -9,9 +11,11 @@ from colonnade.tune.upcycle import upcycle
 __all__ = [
     "Example",
     "ExpertScores",
+    "OnPolicyFeed",
     "accuracy",
     "classifier",
     "fit",
+    "keep_by_output",
     "measure",
     "prune",
     "score_experts",

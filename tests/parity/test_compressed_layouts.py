@@ -181,3 +181,65 @@ def _sign(folder: Path) -> None:
     entry = manifest["files"]["checkpoint.json"]
     entry.update({key: getattr(digest, key) for key in entry})
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+MIXTURE = MIXTURES["gated"].replace(moe=MIXTURES["gated"].moe.replace(capacity=1.0))
+"""Its texts drop tokens, each by itself."""
+
+
+def _compressed(config, plan: Plan, settings: dict, folder: Path | None) -> dict[str, torch.Tensor]:
+    """The components of all quantised parameters of this rank, norms too; rank 0 of the plan's ranks saves."""
+    with DistributedContext.build(plan) as context:
+        model = Transformer(config, context.axes).requires_grad_(False)
+        source = build(config, dtype=torch.float32)
+        tensors = dict(source.named_parameters())
+        for name, parameter in model.named_parameters():
+            whole = tensors[name]
+            first, stop = context.axes.experts.ep.part(len(whole)) if whole.shape != parameter.shape else (0, None)
+            parameter.copy_(whole[first:stop])
+        compress(model, Compression(weight_group=32, **settings), TEXTS[:3])
+        if folder is not None:
+            api.save(api.Model(model, None, context, "m"), folder)
+        bits = {f"{name}.{part}": t for name, w in quantised_parameters(model).items()
+                for part, t in (("values", w.values.view(torch.uint8)), ("scales", w.scales))}  # fmt: skip
+        return bits | {name: p.detach() for name, p in model.named_parameters() if "norm" in name}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "plans"),
+    [
+        (CONFIG, {"weights": "int4"}, [Plan(dp=2)]),
+        (MIXTURE, {"weights": "int4", "grid": "zero"}, [Plan(dp=2, ep=2), Plan(dp=4, ep=4)]),
+        (MIXTURE, {"weights": "int8_dynamic"}, [Plan(dp=2)]),
+        (MIXTURE, {"weights": "float8", "by": "nearest"}, [Plan(dp=2, ep=2)]),
+    ],
+    ids=["dense", "experts", "copies", "nearest"],
+)
+@pytest.mark.xdist_group("worlds")
+def test_several_ranks_compress_to_the_bits_of_one(config, settings, plans, tmp_path) -> None:
+    (alone,) = run(1, _compressed, config, Plan(), settings, tmp_path / "1")
+    for plan in plans:
+        folder = tmp_path / str(plan)
+        for rank, mine in enumerate(run(plan.world, _compressed, config, plan, settings, folder)):
+            assert mine.keys() == alone.keys()
+            for name, bits in mine.items():
+                whole = alone[name]
+                if bits.shape != whole.shape:
+                    whole = whole.chunk(plan.ep)[rank % plan.ep]
+                assert torch.equal(bits, whole), (plan, rank, name)
+        with api.load(folder, device="cpu") as ours, api.load(tmp_path / "1", device="cpu") as expected:
+            assert torch.equal(ours.logits(torch.arange(20)), expected.logits(torch.arange(20)))
+
+
+def _refused(plan: Plan) -> str:
+    with DistributedContext.build(plan) as context:
+        try:
+            compress(Transformer(CONFIG, context.axes), Compression(), TEXTS)
+        except PlanError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.xdist_group("worlds")
+def test_other_layouts_are_refused() -> None:
+    assert "the plan has tp=2" in run(2, _refused, Plan(tp=2))[0]

@@ -86,6 +86,62 @@ def test_one_process_equals_autograd(name, chunk, monkeypatch) -> None:
     assert_same(dw, 3 * ew)
 
 
+def plain_top(loss: DistillLoss, k: int, x, w, tx, tw, targets, sampled) -> torch.Tensor:
+    """Cross-entropy of the text's tokens, and KL of k + 1 events."""
+    z, valid, tau = x @ w.T, targets != IGNORE, loss.temperature
+    text = targets.where(~sampled, IGNORE)
+    total = loss.mix * F.cross_entropy(z, text, ignore_index=IGNORE, reduction="sum")
+    p, q = (tx @ tw.T / tau).softmax(1), (z / tau).softmax(1)
+    top, at = p.topk(k, 1)
+    top = top.float().double()  # as a cache stores them: log-probabilities in float32
+    p, q = (torch.cat((a, 1 - a.sum(1, keepdim=True)), 1) for a in (top, q.gather(1, at)))
+    return total + (1 - loss.mix) * tau**2 * (p * (p / q).log()).sum(1)[valid].sum()
+
+
+def _top_on_ranks(tp: int, k: int) -> tuple[torch.Tensor, ...]:
+    loss, given = LOSSES["kl"], inputs()
+    with DistributedContext.build(Plan(tp=tp)) as context:
+        axis = context.axes.tp
+        a, b = axis.part(V)
+        x, w = given["x"].requires_grad_(), given["w"][a:b].clone().requires_grad_()
+        top = Teacher(given["tx"], given["tw"][a:b]).top(k, loss.temperature, axis, V)
+        total = distillation_sum(
+            axis.fan_out(x), w, given["targets"], top, loss, tp=axis, vocab_size=V, sampled_T=SAMPLED
+        )
+        return (total.detach(), *torch.autograd.grad(total, (x, w)))
+
+
+SAMPLED = torch.arange(T) % 3 == 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.xdist_group("worlds")
+def test_the_most_likely_tokens_equal_autograd(tp) -> None:
+    k, given = 30, inputs()  # more than a rank's part of the vocabulary with tp=4
+    x, w = given["x"].requires_grad_(), given["w"].requires_grad_()
+    total = plain_top(LOSSES["kl"], k, **given, sampled=SAMPLED)
+    ex, ew = torch.autograd.grad(total, (x, w))
+    ranks = run(tp, _top_on_ranks, tp, k)
+    for value, dx, _ in ranks:
+        assert_same(value, total.detach(), 1e-6)
+        assert_same(dx, ex, 1e-6)
+    assert_same(torch.cat([dw for _, _, dw in ranks]), ew, 1e-6)
+
+
+def test_all_tokens_are_the_whole_divergence() -> None:
+    loss, given = LOSSES["kl_alone"], inputs()
+    x, w = given["x"].requires_grad_(), given["w"].requires_grad_()
+    teacher = Teacher(given["tx"], given["tw"])
+    found = []
+    for each in (teacher, teacher.top(V, 1.0, SOLO, V)):
+        total = distillation_sum(x, w, given["targets"], each, loss, tp=SOLO, vocab_size=V)
+        found.append((total.detach(), *torch.autograd.grad(total, (x, w))))
+    for ours, theirs in zip(*found, strict=True):
+        assert_same(ours, theirs, 1e-5)
+    few = distillation_sum(x, w, given["targets"], teacher.top(5, 1.0, SOLO, V), loss, tp=SOLO, vocab_size=V)
+    assert few < found[0][0]
+
+
 def _on_ranks(tp: int, name: str) -> tuple[torch.Tensor, ...]:
     loss, given = LOSSES[name], inputs()
     with DistributedContext.build(Plan(tp=tp)) as context:

@@ -55,16 +55,17 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "tied"),
     [
-        {"weights": "int4", "grid": "symmetric", "weight_group": 32},
-        {"weights": "int8"},
-        {"weights": "float8"},
+        ({"weights": "int4", "grid": "symmetric", "weight_group": 32}, False),
+        ({"weights": "int4", "grid": "symmetric", "weight_group": 32}, True),
+        ({"weights": "int8"}, True),
+        ({"weights": "float8"}, False),
     ],
-    ids=["int4", "int8", "float8"],
+    ids=["int4", "int4 tied", "int8 tied", "float8"],
 )
-def test_transformers_gives_the_very_logits(settings, tmp_path) -> None:
-    model = model_of()
+def test_transformers_gives_the_very_logits(settings, tied, tmp_path) -> None:
+    model = model_of(CONFIG.replace(tied=tied))
     compress(model, Compression(by="nearest", **settings))
     api.save(wrap(model), tmp_path / "m", format="hf")
     tokens = torch.arange(20)

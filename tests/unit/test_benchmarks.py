@@ -335,8 +335,11 @@ def test_compress_benchmark(tmp_path: Path) -> None:
     compress_benchmark.main(["--tiny", "--out", str(tmp_path)])
     rows = {row["what"]: row for row in json.loads((tmp_path / "compress_tiny.json").read_text())["rows"]}
     assert rows["stored, float32"]["kl_nats"] == 0
-    assert rows["int8"]["kl_nats"] < rows["int4 g64 nearest"]["kl_nats"]
-    assert rows["int8"]["weight_bytes"] > rows["int4 g64 gptq"]["weight_bytes"]
+    assert rows["int8 nearest"]["kl_nats"] < rows["int4 g64 nearest"]["kl_nats"]
+    assert rows["int8 nearest"]["weight_bytes"] > rows["int4 g64 gptq"]["weight_bytes"]
+    assert rows["transformers, our int4 g64 nearest, symmetric"]["logits_off"] < 1e-5
+    assert all(row["tokens_per_cpu_s"] > 0 for row in rows.values())
+    assert (tmp_path / "compress_ladder.png").stat().st_size > 10_000
     kept = (tmp_path / "compress_rows.jsonl").read_text().splitlines()
     assert len(kept) == len(rows)
     (tmp_path / "compress_rows.jsonl").write_text("\n".join(kept[:3]) + "\n")

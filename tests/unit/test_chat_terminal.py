@@ -1,5 +1,6 @@
 """Chat in a terminal: the note about experts with a capacity, and the chat commands."""
 
+import json
 import os
 import pty
 import select
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.chat import batching_note
+from colonnade import api
+from colonnade.chat import batching_note, drop_turns
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
+from colonnade.config.presets import preset
+from colonnade.data.tokenizer import TURNS, Tokenizer
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from tests.serve import tiny
@@ -26,6 +30,42 @@ def test_note_about_limited_expert_capacity() -> None:
     assert note.endswith("--experts.capacity off drops none")
     expert_choice = MoeConfig(experts=4, ffn_width=8, capacity=1, router=RouterConfig(kind="expert_choice"))
     assert "chose among all tokens of a text" in batching_note(tiny.config(moe=expert_choice))
+
+
+def test_old_turns_leave_whole() -> None:
+    tokenizer = Tokenizer.train(["words and words"], 270)
+    tokenizer.chat_template = TURNS
+    system = {"role": "system", "content": "s"}
+    talk = [{"role": role, "content": 8 * letter} for letter, role in zip("abcde", 3 * ("user", "assistant"))]  # noqa: B905
+    length = len(tokenizer.encode_chat([system, *talk]))
+    assert drop_turns([system, *talk], tokenizer, length + 4, 4) == [system, *talk]
+    assert drop_turns([system, *talk], tokenizer, length + 3, 4) == [system, *talk[2:]]
+    assert drop_turns([system, *talk], tokenizer, 12, 4) == [system, talk[4]]
+    assert drop_turns(talk[:1], tokenizer, 2, 4) == talk[:1]  # what cannot fit is refused by the engine
+    assert drop_turns(talk, tokenizer, (length - 2) * 8 // 7 + 8, None) == talk
+
+
+@pytest.mark.slow
+def test_a_conversation_in_int8_outlives_the_context(tmp_path: Path) -> None:
+    """DialoGPT's files, from the question to the answer, with more turns than fit."""
+    tokenizer = tiny.tokenizer()
+    config = ModelConfig.model_validate(preset("gpt2").model_dump() | {
+        "vocab_size": tokenizer.vocab_size, "layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "head_width": 16,
+        "ffn_width": 64, "context": 48,
+    })  # fmt: skip
+    path, model = tmp_path / "m", initialise(Transformer(config), 0).requires_grad_(False)
+    api.save(api.Model(model, tokenizer, DistributedContext.solo(), "m"), path, format="hf")
+    written = json.loads((path / "config.json").read_text())
+    written["task_specific_params"] = {"conversational": {"max_length": 1000}}
+    (path / "config.json").write_text(json.dumps(written))
+    command = [sys.executable, "-m", "colonnade", "chat", str(path), "--int8", "--max_tokens", "4", "--device", "cpu"]
+    done = subprocess.run(
+        command, input=8 * "the quick fox\n", text=True, capture_output=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the context is full: the oldest turns are left out" in done.stderr
+    assert "RequestError" not in done.stderr
+    assert len(done.stdout.splitlines()) >= 8
 
 
 @pytest.mark.slow

@@ -348,6 +348,7 @@ def test_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], model: Path)
         (["train", "--plan.tp=0"], "--plan.tp is 0: input should be greater than or equal to 1"),
         (["train", "--model.ffn-width", "-1"], "--model.ffn_width is -1: input should be greater than 0"),
         (["serve", "m", "--serve.page_tokens", "0"], "--serve.page_tokens is 0: input should be greater than 0"),
+        (["generate", "m", "hi", "--int8", "--serve.weights", "int4"], "--int8 is --serve.weights int8_dynamic"),
         (["generate", "m", "hi", "--serve.cache_bytes", "0"], "--serve.cache_bytes is 0: input should be greater"),
     ],
     ids=lambda x: x if isinstance(x, str) else x[1],

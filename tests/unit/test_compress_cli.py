@@ -67,6 +67,16 @@ def test_folder_in_folder_out(weights, model, corpus, tmp_path, capsys) -> None:
         assert "weights in float8" in repr(loaded)
 
 
+@pytest.mark.slow
+def test_processes_share_the_work(model, corpus, tmp_path) -> None:
+    words = ["--text", corpus, "--tokens", 600, "--weight_group", 32]
+    run("compress", model, tmp_path / "one", *words)
+    run("compress", model, tmp_path / "two", *words, "--plan.dp", 2)
+    with api.load(tmp_path / "one", device="cpu") as a, api.load(tmp_path / "two", device="cpu") as b:
+        for name, weight in quantised_parameters(a.transformer).items():
+            assert torch.equal(weight.values, quantised_parameters(b.transformer)[name].values)
+
+
 @pytest.mark.parametrize("form", ["hf", "gguf"])
 def test_formats_of_others(form, model, tmp_path) -> None:
     out = tmp_path / ("m.gguf" if form == "gguf" else "m")
@@ -94,6 +104,9 @@ def test_formats_of_others(form, model, tmp_path) -> None:
         (["--text", "missing.txt"], "cannot read missing.txt"),
         (["--format", "gguf"], "end it with .gguf"),
         (["--tokens", "0"], "0 calibration tokens"),
+        (["--plan.dp", "2", "--recover", "3"], "run --keep, --dense and --recover on one"),
+        (["--plan.dp", "2", "--plan.ep", "2"], "this model has none"),
+        (["--plan.dp", "3"], "1, 2, 4 or 8 ranks of dp, not on 3"),
     ],
 )
 def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:

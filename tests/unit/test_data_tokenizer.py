@@ -193,3 +193,33 @@ def test_training_does_not_depend_on_the_order_of_texts():
 def test_a_vocabulary_that_is_too_small_is_refused():
     with pytest.raises(ConfigError, match="256 is too small, use 257 or more"):
         Tokenizer.train([tokens.TEXT], 256)
+
+
+def test_dialogpt_has_turns_that_end_with_eos(tmp_path):
+    """Its folder has GPT-2's two files and no template; transformers' example concatenates turn + EOS."""
+    gpt2 = json.loads(tokens.gpt2().json)
+    merges = gpt2["model"]["merges"]
+    write(
+        tmp_path,
+        vocab__json=gpt2["model"]["vocab"] | {"<|endoftext|>": 50256},
+        merges__txt="\n".join(["#version: 0.2", *(m if isinstance(m, str) else " ".join(m) for m in merges)]),
+        config__json={
+            "model_type": "gpt2", "eos_token_id": 50256, "n_positions": 1024,
+            "task_specific_params": {"conversational": {"max_length": 1000}},
+        },
+    )  # fmt: skip
+    ours = Tokenizer.from_model(tmp_path)
+    assert ours is not None
+    assert ours.eos_ids == (50256,)
+    theirs = transformers.GPT2TokenizerFast(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    turns = ["Does money buy happiness?", "Depends how much money you spend on it .", "What is <|endoftext|>?"]
+    roles = ("user", "assistant", "user")
+    found = ours.encode_chat([{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)])
+    expected = [i for turn in turns[:2] for i in theirs.encode(turn + theirs.eos_token)]
+    assert found[: len(expected)] == expected
+    assert found[-1] == 50256
+    assert found.count(50256) == 3  # spelled in a message, it is text
+    again = tmp_path / "again"
+    again.mkdir()
+    ours.save(again)
+    assert Tokenizer.from_file(again).encode_chat([{"role": "user", "content": turns[0]}]) == expected[:6]

@@ -1,24 +1,29 @@
 """Experts scored by what they contribute, pruned by the score, and put side by side as a dense layer."""
 
+from itertools import combinations
+
 import pytest
 import torch
 
 from colonnade import api
 from colonnade.cli import main
-from colonnade.config import MoeConfig
+from colonnade.config import MoeConfig, RouterConfig
 from colonnade.data import Corpus, build
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.model.moe import Routing
 from colonnade.model.weight_only_quant import quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.tune import measure, prune, score_experts, to_dense
+from colonnade.tune import keep_by_output, measure, prune, score_experts, to_dense
 from tests.corpora import TEXT
 from tests.models import CONFIGS, MOES
 from tests.models import build as built
 from tests.worlds import assert_same
 
 TEXTS = [torch.randint(67, (n,), generator=torch.Generator().manual_seed(n)) for n in (40, 33)]
+SIGMOID = CONFIGS["llama"].replace(
+    vocab_size=101, moe=MoeConfig(experts=5, active=2, ffn_width=12, router=RouterConfig(kind="sigmoid"))
+)
 GATED = CONFIGS["llama"].replace(vocab_size=101, moe=MoeConfig(experts=6, active=2, ffn_width=12))
 
 
@@ -71,6 +76,50 @@ def test_reap_keeps_what_load_would_prune() -> None:
     assert torch.equal(smaller.get_parameter("blocks.1.ffn.experts.down"), expected)
 
 
+@pytest.mark.parametrize("name", ["gated", "biased_shared", "sigmoid"])
+@torch.no_grad()
+def test_the_subset_that_changes_the_layers_outputs_least_is_kept(name) -> None:
+    """Every subset, by pruning the model and running its layers on the inputs of the whole model's."""
+    config = SIGMOID if name == "sigmoid" else MOES[name]
+    model, keep = built(config).requires_grad_(False), config.moe.active + 1
+    kept_LE = keep_by_output(model, TEXTS, keep)
+    layer = config.layers - 1
+    inputs, outputs = [], []
+    module = model.get_submodule(f"blocks.{layer}.ffn")
+
+    def record(_, args, out) -> None:
+        inputs.append(args)
+        outputs.append(out[0])
+
+    handle = module.register_forward_hook(record)
+    for text in TEXTS:
+        logits(model, text)
+    handle.remove()
+    errors = {}
+    for subset in combinations(range(config.moe.experts), keep):
+        score = torch.zeros(config.layers, config.moe.experts)
+        score[:, list(subset)] = 1
+        smaller = prune(model, score, keep).get_submodule(f"blocks.{layer}.ffn")
+        errors[subset] = sum(
+            float((smaller(*args)[0] - out).square().sum()) for args, out in zip(inputs, outputs, strict=True)
+        )
+    assert tuple(kept_LE[layer].nonzero()[:, 0].tolist()) == min(errors, key=errors.__getitem__)
+    assert (kept_LE.sum(1) == torch.tensor([keep if config.experts_of(i) else 0 for i in range(config.layers)])).all()
+
+
+def test_a_useless_expert_leaves_by_its_output() -> None:
+    model = built(GATED)
+    make_useless(model, 0, 4)
+    make_useless(model, 1, 1)
+    kept_LE = keep_by_output(model, TEXTS, 5)
+    assert kept_LE.sum(1).tolist() == [5, 5]
+    with pytest.raises(DataError, match="no texts"):
+        keep_by_output(model, [], 5)
+    many = built(GATED.replace(moe=GATED.moe.replace(experts=20)))
+    with pytest.raises(ConfigError, match=r"10 of 20 experts are 184,756 subsets.*--score reap"):
+        keep_by_output(many, TEXTS, 10)
+
+
 @pytest.mark.parametrize("name", ["gated", "biased_shared"])
 def test_one_expert_becomes_the_same_dense_model(name) -> None:
     config = MOES[name]
@@ -110,7 +159,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--keep", "3"], ["--keep", "3", "--score", "load", "--weights", "int8"], ["--dense"]],
+    [["--keep", "3", "--score", "output"], ["--keep", "3", "--score", "load", "--weights", "int8"], ["--dense"]],
     ids=["keep", "keep and int8", "dense"],
 )
 def test_the_verb(words, tmp_path, capsys) -> None:

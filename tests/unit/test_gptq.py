@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from colonnade.compress import Compression, compress
-from colonnade.compress.calibrate import BlockRunner, InputStatistics
+from colonnade.compress.calibrate import BlockRunner
 from colonnade.compress.fold import apply, awq_scale, fold, smooth_scale
 from colonnade.compress.gptq import damped, error, gptq, nearest
 from colonnade.compress.grids import choose_grid
@@ -48,6 +48,18 @@ def test_nearest_equals_the_quantiser_of_loading(kind):
         assert torch.equal(unpack_int4(ours), unpack_int4(loading))
     else:
         assert torch.equal(ours.values.view(torch.uint8), loading.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8", "int4", "int8_dynamic"])
+def test_matrices_that_files_store_transposed_become_contiguous(kind):
+    """GPT-2's: a CPU's kernels read rows."""
+    w = random(96, 64).T
+    for made in (quantise(w, kind, 32), nearest(w, kind, 32), gptq(w, correlated_hessian(96), kind, 32)):
+        assert made.values.is_contiguous()
+        assert made.scales.is_contiguous()
+    assert torch.equal(
+        dequantise(quantise(w, kind, 32), torch.float32), dequantise(quantise(w.contiguous(), kind, 32), torch.float32)
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -117,18 +129,14 @@ def test_folding_keeps_the_function(name):
     before, changed = logits(model), 0
     runner = BlockRunner(model, TEXTS)
     block = model.blocks.get_submodule("0")
-    statistics = InputStatistics(block)
-    with statistics.gather():
-        runner.run(0)
+    statistics = runner.gather(0)
     old = {name: m.hessian.clone() for name, m in statistics.linears.items()}
     weights = {name: p.clone() for name, p in block.named_parameters()}
     fold(block, statistics, "int4", 32, "affine")
     changed = sum(not torch.equal(p, weights[name]) for name, p in block.named_parameters())
     assert changed >= 2
     torch.testing.assert_close(logits(model), before, rtol=1e-10, atol=1e-10)
-    again = InputStatistics(block)
-    with again.gather():
-        runner.run(0)
+    again = runner.gather(0)
     for key in old:  # what folding claims about the new inputs is true
         torch.testing.assert_close(again.linears[key].hessian, statistics.linears[key].hessian)
 
@@ -136,9 +144,7 @@ def test_folding_keeps_the_function(name):
 def test_awq_scale_lowers_the_error_and_smooth_scale_evens_maxima():
     model = small(CONFIGS["llama"], torch.float64)
     runner, block = BlockRunner(model, TEXTS), model.blocks.get_submodule("0")
-    statistics = InputStatistics(block)
-    with statistics.gather():
-        runner.run(0)
+    statistics = runner.gather(0)
     moments, w = statistics.linears["ffn.down"], block.ffn.down.weight.float()
     scale = awq_scale([w], moments, "int4", 32, "affine")
     if scale is not None:
@@ -155,9 +161,7 @@ def test_awq_scale_lowers_the_error_and_smooth_scale_evens_maxima():
 def test_calibration_moments_equal_the_products_inputs():
     model = small(CONFIGS["llama"])
     runner, block = BlockRunner(model, TEXTS), model.blocks.get_submodule("0")
-    statistics = InputStatistics(block)
-    with statistics.gather():
-        runner.run(0)
+    statistics = runner.gather(0)
     x = torch.cat([block.norm1(hidden) for hidden in runner.hidden]).double()
     moments = statistics.linears["attention.qkv"]
     torch.testing.assert_close(moments.hessian, x.T @ x * (2 / len(x)))
@@ -168,11 +172,9 @@ def test_calibration_moments_equal_the_products_inputs():
 @pytest.mark.parametrize("name", ["gated", "biased_shared", "capacity"])
 def test_experts_have_hessians_of_their_own(name):
     model = small(MOES[name])
-    runner, block = BlockRunner(model, TEXTS), model.blocks.get_submodule("1")
-    runner.hidden = runner.run(0)
-    statistics = InputStatistics(block)
-    with statistics.gather():
-        runner.run(1)
+    runner = BlockRunner(model, TEXTS)
+    runner.advance(0)
+    statistics = runner.gather(1)
     (experts,) = statistics.experts.values()
     rows = [moments.rows for moments in experts["up"]]
     active = MOES[name].moe.active
@@ -201,12 +203,27 @@ def test_int8_dynamic_rounds_inputs_in_groups() -> None:
     assert (plain - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("by", ["gptq", "fold"])
 @pytest.mark.parametrize("kind", ["int4", "int8_dynamic"])
-def test_folded_scales_are_used(kind) -> None:
+def test_folded_scales_are_used(kind, by) -> None:
     folded, plain = small(CONFIGS["llama"]), small(CONFIGS["llama"])
-    for model in (folded, plain):
-        compress(model, Compression(weights=kind, weight_group=32, fold=model is folded), TEXTS)
+    compress(folded, Compression(weights=kind, weight_group=32, by=by), TEXTS)
+    compress(plain, Compression(weights=kind, weight_group=32, by="nearest" if by == "fold" else by, fold=False), TEXTS)
     assert not torch.equal(folded.get_parameter("blocks.0.norm2.weight"), plain.get_parameter("blocks.0.norm2.weight"))
+
+
+def test_folding_alone_rounds_the_folded_weights_to_nearest() -> None:
+    """AWQ as published: the first block, folded by hand."""
+    model, by_hand = small(CONFIGS["llama"]), small(CONFIGS["llama"])
+    compress(model, Compression(weight_group=32, by="fold"), TEXTS)
+    runner, block = BlockRunner(by_hand, TEXTS), by_hand.blocks.get_submodule("0")
+    statistics = runner.gather(0)
+    fold(block, statistics, "int4", 32, "affine")
+    for part in ("attention.qkv", "ffn.up", "ffn.gate", "ffn.down"):
+        expected = nearest(block.get_submodule(part).weight, "int4", 32)
+        found = quantised_parameters(model)[f"blocks.0.{part}.weight"]
+        assert torch.equal(found.values, expected.values), part
+        assert torch.equal(found.scales, expected.scales), part
 
 
 def test_block_after_block_equals_the_whole_model():
@@ -214,7 +231,7 @@ def test_block_after_block_equals_the_whole_model():
         model = small(config)
         runner = BlockRunner(model, TEXTS)
         for layer in range(config.layers):
-            runner.hidden = runner.run(layer)
+            runner.advance(layer)
         out = runner.hidden[1] @ model.output.weight_vD.T
         torch.testing.assert_close(out, logits(model))
 
@@ -231,14 +248,21 @@ def test_compress_quantises_every_matrix():
             assert 0 < difference < 0.05, (config.family, by, difference)
 
 
+def first_outputs(model: Transformer) -> list[torch.Tensor]:
+    """The first block's outputs for all texts."""
+    runner = BlockRunner(model, TEXTS)
+    runner.advance(0)
+    return runner.hidden
+
+
 def test_calibration_helps_on_its_own_texts():
     """The first block's outputs, in int4: GPTQ after nearest."""
     errors = {}
     for by in ("nearest", "gptq"):
         model = small(CONFIGS["llama"])
-        reference = BlockRunner(model, TEXTS).run(0)
+        reference = first_outputs(model)
         compress(model, Compression(weights="int4", by=by, weight_group=32), TEXTS)
-        outputs = BlockRunner(model, TEXTS).run(0)
+        outputs = first_outputs(model)
         errors[by] = sum(float((a - b).norm()) for a, b in zip(outputs, reference, strict=True))
     assert errors["gptq"] < errors["nearest"]
 
@@ -247,6 +271,8 @@ def test_refusals():
     model = small(CONFIGS["llama"])
     with pytest.raises(DataError, match=r"have 5 tokens, and a matrix of 48 inputs needs at least 48"):
         compress(model, Compression(), [TEXTS[0][:5]])
+    with pytest.raises(ConfigError, match=r"no rule to fold scales for int8.*gptq or nearest"):
+        compress(model, Compression(weights="int8", by="fold"), TEXTS)
     compress(model, Compression(by="nearest"))
     with pytest.raises(ConfigError, match="in int4 already"):
         compress(model, Compression(by="nearest"))

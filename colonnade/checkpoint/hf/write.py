@@ -173,6 +173,8 @@ def _quantization_config(
         if name not in weights and len(shape) == 2 and not name.startswith("embed.")
         for theirs in mappings[name].shapes(tuple(shape), model.config)
     ]
+    if model.config.tied:  # no file has it, but transformers' model has such a layer, which would become quantised
+        ignore.append("lm_head")
     return quantization_config(weights, ignore)
 
 

@@ -217,7 +217,7 @@ def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype, *, residual_T
     if not (available(dtype) and tokens_T.dim() == 1 and len(tokens_T) and tokens_T.device.type == "cpu"):
         return reference.embedding(tokens_T, table, dtype, residual_TD=residual_TD)
     if isinstance(table, Quantised):
-        fits = table.kind == "int8"
+        fits = table.kind in ("int8", "int8_dynamic")
     else:
         fits = table.dtype == dtype and table.is_contiguous() and _no_gradient(table)
     if residual_TD is not None:

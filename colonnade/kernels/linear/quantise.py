@@ -92,10 +92,10 @@ def quantise(
     if kind in ("int8", "int8_dynamic"):
         # Divide by a tensor: dividing by a number, a GPU multiplies by the reciprocal, which changes the last bit.
         scale_F1 = highest_F1.clamp(min=SMALLEST) / highest_F1.new_tensor(127.0)
-        values_FD = (w_FD / scale_F1).round().clamp(-127, 127).to(torch.int8)
+        values_FD = (w_FD / scale_F1).round().clamp(-127, 127).to(torch.int8).contiguous()
         return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
     inverse_F1 = power_of_two_scale(highest_F1, FLOAT8)
-    values_FD = (w_FD * inverse_F1).to(FLOAT8)
+    values_FD = (w_FD * inverse_F1).to(FLOAT8).contiguous()
     scale_F1 = inverse_F1.reciprocal() + 0 * highest_F1  # not finite for a row that is not finite
     return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
 

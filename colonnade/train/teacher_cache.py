@@ -1,0 +1,123 @@
+"""A folder with a teacher's answers, the most likely tokens of each sample, so that it runs once for each.
+
+    cache.json      what the answers belong to: teacher, temperature, sizes
+    part-….bin      records of one process, appended: key, checksum, ids (S, k) int32, log-probabilities (S, k) float32
+
+A record's key is a digest of the sample's tokens: any run over the same samples finds it, in any order and layout. Each
+process appends to a file of its own. A record that is torn or damaged fails its checksum and is computed again.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.errors import ConfigError, DataError
+from colonnade.model.distill_top import TopTokens
+
+META, KEY_BYTES, PROBE_BYTES = "cache.json", 16, 1 << 20
+
+
+class TeacherCache:
+    """The records of a folder."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], sequence: int, k: int):
+        """Opens or makes ``folder``; raises :class:`ConfigError` if it belongs to something else than ``identity``."""
+        self.folder, self.sequence, self.k = folder, sequence, k
+        self._record = np.dtype([("key", f"V{KEY_BYTES}"), ("crc", "<u4"), ("body", "<i4", (2, sequence, k))])
+        meta = {**identity, "sequence": sequence, "tokens": k}
+        self._open(meta)
+        self._places: dict[bytes, tuple[Path, int]] = {}
+        for path in sorted(folder.glob("part-*.bin")):
+            self._scan(path)
+        self._own: BinaryIO | None = None
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self._places)
+
+    def key(self, tokens_S: Tensor) -> bytes:
+        """The key of a sample."""
+        return hashlib.blake2b(tokens_S.cpu().numpy().astype("<i8").tobytes(), digest_size=KEY_BYTES).digest()
+
+    def find(self, key: bytes) -> TopTokens | None:
+        """The record, if it is there and whole."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        path, number = place
+        with path.open("rb") as file:
+            file.seek(number * self._record.itemsize)
+            raw = file.read(self._record.itemsize)
+        if len(raw) < self._record.itemsize:
+            return None
+        record = np.frombuffer(raw, self._record)[0]
+        if bytes(record["key"]) != key or zlib.crc32(record["body"].tobytes()) != record["crc"]:
+            return None
+        ids, logp = record["body"].copy()
+        return TopTokens(torch.from_numpy(ids), torch.from_numpy(logp.view("<f4")))
+
+    def add(self, key: bytes, top: TopTokens) -> None:
+        """Append a sample's record."""
+        record = np.zeros((), self._record)
+        record["key"] = np.void(key)
+        record["body"][0] = top.ids_Tk.cpu().numpy()
+        record["body"][1] = top.logp_Tk.float().cpu().numpy().view("<i4")
+        record["crc"] = zlib.crc32(record["body"].tobytes())
+        try:
+            if self._own is None:
+                self._own = (self.folder / f"part-{uuid.uuid4().hex}.bin").open("ab")
+            number = self._own.tell() // self._record.itemsize
+            self._own.write(record.tobytes())
+            self._own.flush()
+        except OSError as why:
+            raise DataError(
+                f"distill.cache {self.folder} cannot be written: {why.strerror}; free space, or leave it out"
+            ) from None
+        self._places[key] = Path(self._own.name), number
+
+    def _open(self, meta: dict[str, Any]) -> None:
+        path = self.folder / META
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists():  # of several processes each writes the same
+                partial = path.with_name(f".{META}.{os.getpid()}")
+                partial.write_text(json.dumps(meta, indent=2) + "\n", "utf-8")
+                partial.replace(path)
+            there = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as why:
+            raise ConfigError(
+                f"distill.cache {self.folder} is no cache of answers that can be used ({why}); give another folder"
+            ) from None
+        if there != meta:
+            keys = there.keys() | meta.keys() if isinstance(there, dict) else set()
+            differ = ", ".join(sorted(key for key in keys if there.get(key) != meta.get(key)))
+            raise ConfigError(
+                f"distill.cache {self.folder} belongs to another run: it differs in {differ}; give another folder"
+            )
+
+    def _scan(self, path: Path) -> None:
+        with path.open("rb") as file:
+            for number in range(path.stat().st_size // self._record.itemsize):
+                file.seek(number * self._record.itemsize)
+                self._places[file.read(KEY_BYTES)] = path, number
+
+
+def fingerprint(model: Path) -> str:
+    """A digest of a model's files: their names, sizes and beginnings."""
+    digest = hashlib.sha256()
+    files = [model] if model.is_file() else sorted(path for path in model.rglob("*") if path.is_file())
+    for path in files:
+        name = path.name if model.is_file() else path.relative_to(model).as_posix()
+        with path.open("rb") as file:
+            beginning = file.read(PROBE_BYTES)
+        digest.update(f"{name} {path.stat().st_size} {hashlib.sha256(beginning).hexdigest()}\n".encode())
+    return digest.hexdigest()
