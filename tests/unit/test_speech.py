@@ -11,6 +11,7 @@ from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
 from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError
 from colonnade.speech import features, fit, mix, mouth
 from colonnade.speech.data import Recording, read_manifest, word_errors
+from colonnade.speech.front_end import Frames
 from colonnade.speech.listen import MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
 from tests.worlds import assert_same
@@ -31,17 +32,19 @@ def talkative(config: SpeechConfig, seed: int = 0) -> SpeechModel:
     return model
 
 
-def test_spectra_of_streams_equal_those_of_the_whole():
-    filters, samples = features.mel_filters(10), sound(0.93)
-    whole = features.log_mel(torch.cat((torch.zeros(features.BEFORE).double(), samples)), filters)
+@pytest.mark.parametrize("history", [0, 3])
+def test_spectra_of_streams_equal_those_of_the_whole(history):
+    filters, samples, before = features.mel_filters(10), sound(0.93), features.before(history)
+    whole = features.log_mel(torch.cat((torch.zeros(before).double(), samples)), filters, history)
     for cut in (1, 37, 640, 5000):
-        stream = features.FrameStream(filters)
+        stream = features.FrameStream(filters, history)
         runs = [stream.push(piece) for piece in samples.split(cut)]
         assert_same(torch.cat(runs), whole)
-        assert len(stream.tail) < features.BEFORE + features.FRAME
-    assert len(whole) == 23
+        assert len(stream.tail) < before + features.FRAME
+    assert whole.shape == (23, (history + 4) * 10)
+    assert_same(whole[1:, : history * 10], whole[:-1, 40:])
     assert len(stream.end()) == 1
-    assert len(features.FrameStream(filters).end()) == 0
+    assert len(features.FrameStream(filters, history).end()) == 0
 
 
 def test_a_tone_is_in_its_filter():
@@ -109,7 +112,8 @@ def test_late_and_lost_pictures():
     x = listeners.pool.waiting[stream]
     mel = model.features(samples)
     seen = (torch.arange(40) >= 10) & (torch.arange(40) < 20)
-    assert_same(x, model.frames(mel, pictures, seen))
+    stacked = torch.stack([torch.cat((torch.zeros(4, 16, 16).double(), pictures[10:20]))[i : i + 5] for i in range(10)])
+    assert_same(x, model.front_end(Frames(mel, None, stacked, seen)))
     assert listeners.step()[stream] is not None
     with pytest.raises(DataError, match="ahead of the sound"):
         listeners.push(stream, samples[:0], pictures[:1].expand(MOST_AHEAD + 50, 16, 16))
@@ -327,7 +331,7 @@ def test_damaged_checkpoints(tmp_path):
 
 def test_presets_and_what_configs_refuse():
     sizes = {name: sum(p.numel() for p in SpeechModel(config).parameters()) for name, config in SPEECH_PRESETS.items()}
-    assert sizes["speech-tiny"] < sizes["speech-tiny-av"] < 1_300_000
+    assert sizes["speech-tiny"] < sizes["speech-tiny-av"] < 1_600_000
     with pytest.raises(ConfigError, match="3 heads"):
         SpeechConfig(heads=3)
     with pytest.raises(ConfigError, match="twice"):
