@@ -9,3 +9,10 @@ SPEECH: dict[str, Callable[..., None]] = {
     "transcribe": transcribe, "listen": listen, "align": align, "data": data, "train": train,
 }  # fmt: skip
 """The subcommands of ``colonnade speech``."""
+
+
+def speech() -> None:
+    """Recognise speech: transcripts by Whisper, small streaming recognisers of your own.
+
+    colonnade speech --help lists its subcommands.
+    """

@@ -76,8 +76,9 @@ class Cells(NamedTuple):
                 raise DataError(f"utterance {b} has a label outside of 0..{vocab_size - 1}")
             prefixes = len(own) + 1
             run = max(1, rows // prefixes)
-            for first in range(0, n, run):
-                blocks.append(Block(frame_start + first, min(run, n - first), prefix_start, prefixes))
+            blocks += [
+                Block(frame_start + first, min(run, n - first), prefix_start, prefixes) for first in range(0, n, run)
+            ]
             label_parts.append(torch.tensor([*own, -1]).repeat(n))
             place_parts.append(((b * T + torch.arange(n)[:, None]) * U + torch.arange(prefixes)).flatten())
             frame_start, prefix_start = frame_start + n, prefix_start + prefixes

@@ -33,7 +33,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on ``device``."""
-        return self._replace(frames=Frames(*(None if x is None else x.to(device) for x in self.frames)))
+        mel_TA, *others = self.frames
+        return self._replace(frames=Frames(mel_TA.to(device), *(None if x is None else x.to(device) for x in others)))
 
 
 class Example(NamedTuple):

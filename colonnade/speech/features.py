@@ -1,7 +1,8 @@
 """Log-mel spectra in frames of 40 ms, also while the sound arrives.
 
 A spectrum is that of 400 samples (25 ms) under a Hann window, one each 10 ms. Frame t has the four that end within it
-and ``history`` spectra before them; it needs nothing after sample 640·(t + 1). Filters are triangles on the mel scale (2595·log₁₀(1 + f/700)).
+and ``history`` spectra before them; it needs nothing after sample 640·(t + 1). Filters are triangles on the mel scale
+(2595·log₁₀(1 + f/700)).
 """
 
 import torch

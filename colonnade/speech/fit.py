@@ -39,6 +39,8 @@ class FitSettings(NamedTuple):
     warmup: int = 100
     seed: int = 0
     save_every: int = 500
+    clean: int = 400
+    """Steps before the first noise: in noise from the start, the encoder learns nothing for hundreds of steps."""
     noise: bool = True
 
 
@@ -95,7 +97,9 @@ def fit(
 def batch(corpus: Corpus, settings: FitSettings, step: int) -> Batch:
     """The batch of step ``step``: its recordings, noise and modalities are functions of the seed and the step."""
     random = np.random.Generator(np.random.PCG64([settings.seed, step]))
-    return corpus.train_batch(batch_indices(len(corpus.samples), settings, step), random, settings.noise)
+    return corpus.train_batch(
+        batch_indices(len(corpus.samples), settings, step), random, settings.noise and step >= settings.clean
+    )
 
 
 def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int]:

@@ -86,8 +86,8 @@ class SpeechModel(nn.Module):
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
         logprobs = nn.utils.rnn.pad_sequence(self.ctc(y_TD).log_softmax(1).split(list(lengths)))
         targets = torch.tensor([label for own in labels for label in own], device=y_TD.device)
-        sizes = tuple(torch.tensor(x) for x in (list(lengths), [len(own) for own in labels]))
-        side = F.ctc_loss(logprobs, targets, *sizes, reduction="sum", zero_infinity=True)
+        T_B, U_B = torch.tensor(list(lengths)), torch.tensor([len(own) for own in labels])
+        side = F.ctc_loss(logprobs, targets, T_B, U_B, reduction="sum", zero_infinity=True)
         return (transducer + CTC_WEIGHT * side) / max(1, len(targets))
 
     @torch.inference_mode()
