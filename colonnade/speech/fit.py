@@ -1,12 +1,14 @@
 """Training of a recogniser: noise and modality by step, AdamW, checkpoints, resume bit for bit.
 
 What step s sees is a function of (seed, s): its recordings from a seeded permutation of each epoch, its noise, its
-modalities. So a run that was stopped continues with the bits of one that was not.
+modalities. So a run that was stopped continues with the bits of one that was not. Its lock, signals and metrics are
+those of :mod:`colonnade.train.loop`.
 """
 
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,17 +17,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from colonnade.checkpoint.atomic_folder import is_complete, list_steps, prune, read_json
+from colonnade.checkpoint.atomic_folder import is_complete, list_steps, prune, read_json, remove_partials
 from colonnade.config import TrainConfig
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.parallel.axis import SOLO
 from colonnade.speech.corpus import Batch, Corpus
 from colonnade.speech.data import word_errors
 from colonnade.speech.model import SpeechModel
+from colonnade.train.loop import StopSignal
 from colonnade.train.lr_schedule import learning_rate
+from colonnade.train.trackers import JsonLines
+from colonnade.train.training_state import RunLock
 
-WORKERS = 1
-"""Threads that prepare the next batches while the model trains."""
+AHEAD = 2
+"""Batches that wait for the model."""
 TEST_BATCH = 50
 """Recordings that are tested at once."""
 
@@ -54,29 +60,27 @@ def fit(
 ) -> Path:
     """Train to the last step and return its checkpoint, continuing from the newest one of ``run``.
 
-    Raises ConfigError for impossible settings and CheckpointError for a run of another recogniser.
+    ``run/metrics.jsonl`` has a line a step. After SIGTERM or SIGINT the step is finished and saved. Raises Interrupted
+    then, ConfigError for impossible settings, CheckpointError for a run of another recogniser or one in use.
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
         raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
     corpus = Corpus(data, config, "train")
-    model, first, state = SpeechModel(config, settings.seed), 0, {}
-    if (newest := _newest(run)) is not None:
-        model, first, state = _resume(newest, config)
-    model.to(device).train()
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.06, fused=True)
-    _set_state(optimizer, names, state)
-    schedule = TrainConfig(lr=settings.lr, warmup=settings.warmup, steps=max(settings.steps, settings.warmup + 1))
-    with ThreadPoolExecutor(WORKERS) as workers:
-        waiting = deque(
-            workers.submit(batch, corpus, settings, step)
-            for step in range(first, min(first + 2 * WORKERS, settings.steps))
-        )
-        for step in range(first, settings.steps):
-            optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
-            frames, lengths, labels = waiting.popleft().result().to(torch.device(device))
-            if step + 2 * WORKERS < settings.steps:
-                waiting.append(workers.submit(batch, corpus, settings, step + 2 * WORKERS))
+    with RunLock(run, SOLO) as lock, StopSignal(SOLO) as stop, ExitStack() as stack:
+        remove_partials(run)
+        model, first, state = SpeechModel(config, settings.seed), 0, {}
+        if (newest := _newest(run)) is not None:
+            model, first, state = _resume(newest, config)
+        model.to(device).train()
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.06, fused=True)
+        _set_state(optimizer, names, state)
+        schedule = TrainConfig(lr=settings.lr, warmup=settings.warmup, steps=max(settings.steps, settings.warmup + 1))
+        metrics = JsonLines(run, first)
+        stack.callback(metrics.close)
+        for step, batch in enumerate(stack.enter_context(_batches(corpus, settings, first)), first):
+            lr = optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
+            frames, lengths, labels = batch.to(torch.device(device))
             loss = model.loss(model.front_end(frames), lengths, labels)
             optimizer.zero_grad()
             loss.backward()
@@ -84,17 +88,41 @@ def fit(
             if not torch.isfinite(norm):
                 raise DataError(f"step {step}: the gradient is not finite; lower --lr, or look at the recordings")
             optimizer.step()
+            metrics.record(step + 1, {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "frames": sum(lengths)})
             if log is not None:
                 log(step, loss.item())
-            if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
+            interrupted = stop.received()
+            if interrupted or (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
+                lock.check()
                 model.save(run / f"step-{step + 1}", True, _state(optimizer, names), step + 1)
                 prune(run, 2)
+            if interrupted:
+                raise interrupted
     done = _newest(run)
     assert done is not None
     return done
 
 
-def batch(corpus: Corpus, settings: FitSettings, step: int) -> Batch:
+@contextmanager
+def _batches(corpus: Corpus, settings: FitSettings, first: int) -> Iterator[Iterator[Batch]]:
+    """The batches of all steps from ``first`` on; a thread prepares the next ones while the model trains."""
+    with ThreadPoolExecutor(1) as worker:
+        waiting = deque[Future[Batch]]()
+
+        def batches() -> Iterator[Batch]:
+            for step in range(first, settings.steps):
+                while len(waiting) < AHEAD and (ahead := step + len(waiting)) < settings.steps:
+                    waiting.append(worker.submit(train_batch, corpus, settings, ahead))
+                yield waiting.popleft().result()
+
+        try:
+            yield batches()
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def train_batch(corpus: Corpus, settings: FitSettings, step: int) -> Batch:
     """The batch of step ``step``: its recordings, noise and modalities are functions of the seed and the step."""
     random = np.random.Generator(np.random.PCG64([settings.seed, step]))
     return corpus.train_batch(

@@ -1,19 +1,23 @@
 """Recognisers: front ends, streams, synthetic speech and mouths, noise, training, resume, command line."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from colonnade.checkpoint.atomic_folder import list_steps
 from colonnade.cli import main
 from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
-from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError
+from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError, Interrupted
+from colonnade.parallel.axis import SOLO
 from colonnade.speech import features, fit, mix, mouth
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
 from colonnade.speech.listen import MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
+from colonnade.train.training_state import RunLock
 from tests.worlds import assert_same
 
 TINY = SpeechConfig(layers=2, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, memory=1, segment=4, left=6)
@@ -243,12 +247,26 @@ def test_training_resumes_bit_for_bit(spoken, tmp_path):
     resumed: list[float] = []
     parts = fit.fit(SEEING, spoken, tmp_path / "parts", SETTINGS, lambda _, loss: resumed.append(loss))
     assert resumed == losses[3:]
+    rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(losses, 1))
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     with pytest.raises(CheckpointError, match="another recogniser"):
         fit.fit(TINY, spoken, tmp_path / "parts", SETTINGS)
     with pytest.raises(ConfigError, match="above 0"):
         fit.fit(TINY, spoken, tmp_path / "none", SETTINGS._replace(batch=0))
+
+
+def test_a_signal_ends_training_with_a_checkpoint(spoken, tmp_path):
+    def stop(step: int, _: float) -> None:
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        fit.fit(TINY, spoken, tmp_path / "run", SETTINGS, stop)
+    assert [step for step, _ in list_steps(tmp_path / "run")] == [2]
+    with RunLock(tmp_path / "run", SOLO), pytest.raises(CheckpointError, match="use"):
+        fit.fit(TINY, spoken, tmp_path / "run", SETTINGS)
 
 
 def test_an_epoch_has_each_recording_once():
