@@ -2,7 +2,7 @@
 
     python benchmarks/decode_model.py                                  # Llama-2-7B, batch 1, contexts of 512 to 32k
     python benchmarks/decode_model.py --model code-llama-34b --contexts 512 8192 32768 65536
-    python benchmarks/decode_model.py --model mixtral-8x7b --tp 2 --sh 2             # one GPU per rank
+    python benchmarks/decode_model.py --model mixtral-8x7b --tp 2 --etp 2             # one GPU per rank
     python benchmarks/decode_model.py --model llama-3-8b --cp 4 --page 256 --contexts 131072 1048576
     python benchmarks/decode_model.py --weights int4                   # quantised weights; or int8, float8
     python benchmarks/decode_model.py --batch-invariant                # the cost of serve.batch_invariant
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
-    parser.add_argument("--sh", type=int, default=1, help="ranks that split each expert's hidden units")
+    parser.add_argument("--etp", type=int, default=1, help="ranks that split each expert's hidden units")
     parser.add_argument("--nccl", action="store_true", help="use NCCL for small messages too")
     parser.add_argument("--page", type=int, default=PAGE, help="tokens per page")
     parser.add_argument("--batch", type=int, default=1)
@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
         draw(rows, picture)
         print(picture)
         return
-    plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
+    plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, etp=args.etp)
     if args.tiny:
         measure("tiny", plan, args.batch, [16, 64], 4, "cpu", peer=plan.world == 1, weights=args.weights, group=32,
                 batch_invariant=args.batch_invariant, page=8)  # fmt: skip
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
                           weights=args.weights, group=args.group, batch_invariant=args.batch_invariant,
                           page=args.page, small=not args.nccl)  # fmt: skip
     bits = ("" if args.weights == "stored" else f"_{args.weights}") + ("_invariant" if args.batch_invariant else "")
-    layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "sh") if (size := getattr(plan, n)) > 1)
+    layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "etp") if (size := getattr(plan, n)) > 1)
     layout += "_nccl" * args.nccl
     name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200"
     report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)

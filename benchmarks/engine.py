@@ -7,7 +7,7 @@ Prompts and answers have 100 to 1024 tokens each, from one seed; sampling is gre
 requests are submitted at the start: the workload by which small engines publish their speed. Only tokens of answers are
 counted. Both sides get the requests one by one with their own numbers of tokens, are warmed up by requests of the same
 sizes, and capture their CUDA graphs before the clock starts: ours one per batch size, as every engine of ours does on a
-GPU (``serve.fixed_steps``).
+GPU (``serve.graph_capture``).
 
 ``idle`` is the share of time in which the GPU ran no kernel of ours, from a trace of steps 100 to 300, when requests
 end. ``agree`` is the share of answers that are identical to the last token; in bfloat16 a near-tie can change the text.

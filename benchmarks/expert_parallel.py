@@ -1,4 +1,4 @@
-"""Expert parallelism on 2 and 4 GPUs: share of the all-to-all hidden, choice of ``plan.degree auto``.
+"""Expert parallelism on 2 and 4 GPUs: share of the all-to-all hidden, choice of ``plan.adaptive_r auto``.
 
     python benchmarks/expert_parallel.py --worlds 4 --out "$OUT"   4 GPUs: 5 minutes, half of it Triton's compiler
     python benchmarks/expert_parallel.py --out "$OUT"              2 and 4 GPUs: 8 minutes of four H200s
@@ -205,7 +205,7 @@ def config_of(shape: Shape, tiny: bool) -> ModelConfig:
 def plans(world: int, task: Task) -> list[Plan]:
     """Whole experts, then experts split in two."""
     made = [Plan(dp=world, ep=world)]
-    return [*made, Plan(dp=world, ep=world // 2, sh=2)] if task.split and world > 1 else made
+    return [*made, Plan(dp=world, ep=world // 2, etp=2)] if task.split and world > 1 else made
 
 
 def work(world: int, task: Task, device: str) -> list[Row]:
@@ -241,8 +241,8 @@ def work(world: int, task: Task, device: str) -> list[Row]:
 def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model: Transformer) -> Iterator[Row]:
     """Rows of all our configurations, the peer, the choice of auto, and alternating configurations."""
     task, world = bench.task, plan.world
-    head: Row = {"shape": name, "ranks": world, "plan": f"ep={plan.ep} sh={plan.sh}", "load": load}
-    degrees = [0] + [r for r in (1, 2) if plan.sh % r == 0]
+    head: Row = {"shape": name, "ranks": world, "plan": f"ep={plan.ep} etp={plan.etp}", "load": load}
+    degrees = [0] + [r for r in (1, 2) if plan.etp % r == 0]
     both: dict[DispatchOptions, float] = {}
     for what in PASSES:
         flops = (6 if what == "forward" else 18) * task.tokens * shape.A * shape.D * shape.F
@@ -263,7 +263,7 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
                 if task.cut and p > 1:
                     row["cut_ms"] = bench.compute_ms(way, what)
                 yield rounded(row | {"hidden": hidden, "tflops_per_rank": flops / ms / 1e9})
-        if plan.sh == 1 and grouped_mm.available:
+        if plan.etp == 1 and grouped_mm.available:
             yield rounded(head | {"pass": what} | beside(bench, what) | {"tflops_per_rank": None})
     yield rounded(head | {"pass": PASSES[1]} | picked(bench, model, both))
     ways = [
@@ -304,7 +304,7 @@ def picked(bench: Bench, model: Transformer, both: dict[DispatchOptions, float])
     # A quick run leaves some configurations out: measure the chosen one now.
     ms = both.get(way) or bench.ms(lambda: bench.run(way), PASSES[1], bench.leaves)
     return {
-        "who": "auto", "r": way.degree, "p": way.overlap, "ms": ms, "best_r": best.degree, "best_p": best.overlap,
+        "who": "auto", "r": way.degree, "p": way.overlap, "ms": ms, "best_r": best.adaptive_r, "best_p": best.overlap,
         "best_ms": both[best], "over_best": ms / both[best] - 1, "decided_in_s": took_s,
     }  # fmt: skip
 
@@ -323,7 +323,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     lines: list[Headline] = []
     for world in sorted({int(row["ranks"] or 0) for row in rows}):
         for name in dict.fromkeys(str(row["shape"]) for row in rows):
-            even = of(rows, ranks=world, shape=name, load="uniform", plan=f"ep={world} sh=1")
+            even = of(rows, ranks=world, shape=name, load="uniform", plan=f"ep={world} etp=1")
             for what in PASSES:
                 ours = [row for row in of(even, who="colonnade") if row["pass"] == what and row["r"]]
                 peer = [
@@ -373,7 +373,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     FigureCanvasAgg(figure)
     for panel, what in zip(figure.subplots(1, 2, sharey=True), PASSES, strict=True):
         mine = [
-            row for row in of(rows, who="colonnade", r=1) if row["pass"] == what and str(row["plan"]).endswith("sh=1")
+            row for row in of(rows, who="colonnade", r=1) if row["pass"] == what and str(row["plan"]).endswith("etp=1")
         ]
         names = list(dict.fromkeys(str(row["shape"]) for row in mine))
         for key in dict.fromkeys((row["shape"], row["ranks"], row["load"]) for row in mine):

@@ -282,7 +282,7 @@ def load(
             )
         context = exits.enter_context(open_context(plan, device))
     with exits:
-        transformer = load_model(opened, context, dtype, str(path), experts.resident, weights, weight_group)
+        transformer = load_model(opened, context, dtype, str(path), experts.layers_on_device, weights, weight_group)
         model = Model(transformer, Tokenizer.from_model(opened.tokenizer_source), context, str(path), opened.tasks)
         model._exit = exits.pop_all()
         return model

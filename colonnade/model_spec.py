@@ -106,13 +106,13 @@ def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Trans
 
     dtype, opened, plan = resolve_dtype(context.device, spec.dtype), spec.open(), spec.plan
     draft = spec.open_draft(opened)
-    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
+    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": plan.etp}
     serve = spec.serve
     if serve.weights == "stored" and opened.formats:
         serve = serve.replace(weights=opened.weights)
     check_memory(
         EngineSpec(
-            opened.config, serve, dtype, context.device, **ranks, resident=spec.experts.resident,
+            opened.config, serve, dtype, context.device, **ranks, layers_on_device=spec.experts.layers_on_device,
             draft=None if draft is None else draft.config,
         )
     )  # fmt: skip

@@ -67,7 +67,7 @@ def tune(args: argparse.Namespace, runs: Path) -> float:
     for seed in range(args.seeds):
         settings = TrainConfig(
             steps=steps, batch=16, micro_batch=16, lr=args.lr, min_lr=0, warmup=steps // 10, schedule="linear",
-            weight_decay=0.01, beta2=0.999, start=args.model, seed=seed, save_every=0,
+            weight_decay=0.01, beta2=0.999, pretrained_checkpoint=args.model, seed=seed, save_every=0,
         )  # fmt: skip
         model = classifier(args.model, classes=len(CENTURIES))
         run = RunConfig(name=f"seed-{seed}", runs=runs, model=model, train=settings, data=DataConfig(seed=seed))

@@ -91,7 +91,7 @@ def _experts(draw: st.DrawFn, fields: dict[str, Any]) -> MoeConfig:
     own: dict[str, Any] = {"balance": "choices", "balance_over": "model", "balance_weight": draw(st.floats(1e-4, 1))}
     if family.startswith("deepseek"):
         router |= {"groups": groups, "groups_kept": kept, "scale": draw(st.floats(0.1, 20))}
-        own |= {"first": draw(st.integers(0, layers))}
+        own |= {"first_k_dense_replace": draw(st.integers(0, layers))}
     if family == "deepseek_v2":
         router |= {"group_score": "max" if groups > 1 else "top2"}
         own |= {"balance": "switch", "balance_over": "layer", "balance_weight": 0.001}

@@ -57,18 +57,19 @@ _BERT = _GPT2 | {"family": "bert", "activation": "gelu", "norm_eps": 1e-12, "cau
 _POST = {"norm_order": "post", "embed_norm": True}
 BERTS: dict[str, ModelConfig] = {
     "post_pretraining": ModelConfig(
-        vocab_size=101, heads=12, head_width=2, top="pretraining", **_TINY, **(_BERT | _POST)
+        vocab_size=101, heads=12, head_width=2, task_head="pretraining", **_TINY, **(_BERT | _POST)
     ),
     "pre_pretraining": ModelConfig(
-        vocab_size=101, heads=12, head_width=2, top="pretraining", **_TINY, **(_BERT | {"family": "megatron-bert"})
+        vocab_size=101, heads=12, head_width=2, task_head="pretraining",
+        **_TINY, **(_BERT | {"family": "megatron-bert"}),
     ),
-    "post_masked": ModelConfig(vocab_size=67, heads=12, head_width=2, top="masked", **_TINY, **(_BERT | _POST)),
+    "post_masked": ModelConfig(vocab_size=67, heads=12, head_width=2, task_head="masked", **_TINY, **(_BERT | _POST)),
     "pre_classes": ModelConfig(
-        vocab_size=67, heads=12, head_width=2, top="classes", classes=5, **_TINY,
+        vocab_size=67, heads=12, head_width=2, task_head="classes", classes=5, **_TINY,
         **(_BERT | {"family": "megatron-bert", "activation": "gelu_tanh"}),
     ),
-    "post_spans": ModelConfig(vocab_size=67, heads=12, head_width=2, top="spans", **_TINY, **(_BERT | _POST)),
-    "post_encoder": ModelConfig(vocab_size=67, heads=12, head_width=2, top="encoder", **_TINY, **(_BERT | _POST)),
+    "post_spans": ModelConfig(vocab_size=67, heads=12, head_width=2, task_head="spans", **_TINY, **(_BERT | _POST)),
+    "post_encoder": ModelConfig(vocab_size=67, heads=12, head_width=2, task_head="encoder", **_TINY, **(_BERT | _POST)),
 }  # fmt: skip
 """Pre- and post-norm encoders with each output head."""
 
@@ -128,11 +129,12 @@ MOES: dict[str, ModelConfig] = {
     "gated": ModelConfig(vocab_size=101, heads=12, head_width=2, **_TINY, moe=MoeConfig(active=2, **_EXPERTS)),
     "biased_shared": ModelConfig(
         vocab_size=67, heads=12, head_width=2, **_TINY, **_GPT2,
-        moe=MoeConfig(active=3, first=1, shared_width=7, shared_gate=True, balance="gshard", **_EXPERTS),
+        moe=MoeConfig(active=3, first_k_dense_replace=1, shared_width=7, shared_gate=True, balance="gshard",
+        **_EXPERTS),
     ),
     "capacity": ModelConfig(
         vocab_size=67, heads=12, head_width=2, **_TINY,
         moe=MoeConfig(active=2, capacity=0.75, priority=True, balance="importance", **_EXPERTS),
     ),
 }  # fmt: skip
-"""Six experts of twelve hidden units, which divide over 2, 3 and 4 (sh) ranks."""
+"""Six experts of twelve hidden units, which divide over 2, 3 and 4 (etp) ranks."""

@@ -86,10 +86,10 @@ class Oracle:
         segments = [batch.segments_T for batch in batches if batch.segments_T is not None]
         x_TD, routers = self.stream(torch.cat([b.tokens_T for b in batches]), lengths, segments)
         c, y_TD = self.config, x_TD
-        if c.top == "pretraining":
+        if c.task_head == "pretraining":
             y_TD = self.norm(ACTIVATIONS[c.activation](self.linear(x_TD, "top.transform")), "top.norm")
         logits_TV = y_TD @ self.w["embed.tokens.weight" if c.tied else "unembed.weight"].T
-        if c.top == "pretraining":
+        if c.task_head == "pretraining":
             logits_TV = logits_TV + self.w["top.bias"]
         log_p_TV = logits_TV.log_softmax(1)
         wanted_TV = torch.full_like(log_p_TV, smoothing / c.vocab_size)
@@ -123,7 +123,12 @@ class Oracle:
             else:
                 x_TD = x_TD + self.attention(i, self.norm(x_TD, f"{at}.norm1"), lengths, positions_T)
             h_TD, moe = x_TD if post else self.norm(x_TD, f"{at}.norm2"), c.moe
-            if moe is not None and i >= moe.first and (i - moe.first) % moe.every == 0 and i not in moe.dense:
+            if (
+                moe is not None
+                and i >= moe.first_k_dense_replace
+                and (i - moe.first_k_dense_replace) % moe.layer_freq == 0
+                and i not in moe.mlp_only_layers
+            ):
                 y_TD, loss = self.experts(i, h_TD, lengths)
                 routers = routers + loss
             else:
@@ -213,7 +218,7 @@ class Oracle:
         weights_TA = router.scale * weights_TA
         out_TED = torch.stack([self.expert(x_TD, f"{at}.experts", e) for e in range(E)], 1)
         y_TD = torch.einsum("ta,tae,ted->td", weights_TA * kept_TA, chosen_TAE, out_TED)
-        if moe.dropped == "residual":
+        if moe.dropped_token_output == "residual":
             y_TD = y_TD + (weights_TA * ~kept_TA).sum(1, keepdim=True) * x_TD
         if moe.shared_width:
             shared_TD = self.feed_forward(x_TD, f"{at}.shared")

@@ -31,8 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "hash": {"active": 3},
     "sequence": {"balance": "sequence"},
     "task": {"tasks": len(SEQUENCES)},
-    "topology": {"nodes": 3, "away": 0.14},
-    "topology_no_way_out": {"nodes": 2, "away": 0.0},
+    "topology": {"nodes": 3, "outgoing_fraction": 0.14},
+    "topology_no_way_out": {"nodes": 2, "outgoing_fraction": 0.0},
 }
 """Router configs; the name up to the underscore is the registry's, except for expert_choice."""
 

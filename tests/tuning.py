@@ -41,7 +41,7 @@ def settings(runs: Path, start_folder: Path, config: ModelConfig = MODEL, **trai
     """The run that tunes the model in ``start_folder``."""
     return RunConfig(
         name="it", runs=runs, device="cpu", model=config, data=DataConfig(sequence=48),
-        train=TRAIN.replace(start=str(start_folder), **train_settings),
+        train=TRAIN.replace(pretrained_checkpoint=str(start_folder), **train_settings),
     )  # fmt: skip
 
 

@@ -45,7 +45,9 @@ def read_adapter(path: str | Path, base: ModelConfig | None = None) -> Adapter:
         )
     if base is not None:
         check_base(meta.model, base, str(location))
-    return Adapter(meta.model, _read_native(location, meta.model), meta.run.train.start if meta.run else "")
+    return Adapter(
+        meta.model, _read_native(location, meta.model), meta.run.train.pretrained_checkpoint if meta.run else ""
+    )
 
 
 def _read_native(folder: Path, config: ModelConfig) -> dict[str, Tensor]:

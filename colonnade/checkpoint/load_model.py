@@ -89,7 +89,7 @@ def open_model(path: str | Path) -> OpenedModel:
     if native.is_native(location):
         meta = native.read_meta(location)
         if meta.model.lora is not None:
-            return _open_adapters(location, "" if meta.run is None else meta.run.train.start)
+            return _open_adapters(location, "" if meta.run is None else meta.run.train.pretrained_checkpoint)
         config = meta.model
 
         def load_weights(model: Transformer, context: DistributedContext, place: StoreWeight) -> object:
@@ -269,7 +269,7 @@ def open_for_plan(
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid out over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(opened.config)
-    check_weights(opened.config, weights, weight_group, plan.tp, plan.sh)
+    check_weights(opened.config, weights, weight_group, plan.tp, plan.etp)
     if opened.formats:
         if weights not in ("stored", "dense"):
             raise ConfigError(
@@ -277,7 +277,7 @@ def open_for_plan(
                 "would lose more; leave --serve.weights out (or set it to dense)"
             )
         for form in set(opened.formats.values()) if weights == "stored" else ():
-            check_weights(opened.config, form.kind, form.group, plan.tp, plan.sh)
+            check_weights(opened.config, form.kind, form.group, plan.tp, plan.etp)
     config = experts.apply_to(opened.config, opened.tasks)
     if config.moe is not None and experts.active is not None:
         # Some routers have a fixed number of experts per token: that error should come before any process starts.
@@ -290,7 +290,7 @@ def load_model(
     context: DistributedContext,
     dtype: DType,
     source: str,
-    resident: int | None,
+    layers_on_device: int | None,
     weights: WeightFormat,
     group: WeightGroup,
 ) -> Transformer:
@@ -301,15 +301,15 @@ def load_model(
         )
     config, device, torch_dtype = opened.config, context.device, resolve_dtype(context.device, dtype)
     expert_layers = config.moe.count_expert_layers(config.layers) if config.moe else 0
-    resident = None if resident is None or resident >= expert_layers else resident
+    layers_on_device = None if layers_on_device is None or layers_on_device >= expert_layers else layers_on_device
     formats = opened.formats if opened.formats and weights == "stored" else None
-    memory = WeightMemory(config, torch_dtype, device, context.plan, resident, weights, group, formats)
+    memory = WeightMemory(config, torch_dtype, device, context.plan, layers_on_device, weights, group, formats)
     problem = memory.problem(source)
     if context.world > 1:  # wait: a rank that allocates already would take memory that the others count as free
         world_axis().max_(torch.zeros(()))
     if problem is not None:
         raise problem
-    experts_on = None if resident is None else torch.device("cpu")
+    experts_on = None if layers_on_device is None else torch.device("cpu")
     options = {"device": device, "dtype": torch_dtype, "experts_on": experts_on}
     try:
         axes = with_small_allreduce(context.axes.serving(), device)
@@ -320,8 +320,8 @@ def load_model(
         else:
             transformer, put = build(config, axes, **options, kind=weights, group=group)
         opened.load_weights(transformer.eval().requires_grad_(False), context, put)
-        if resident is not None:
-            OffloadedExperts(expert_modules(transformer), resident, device)
+        if layers_on_device is not None:
+            OffloadedExperts(expert_modules(transformer), layers_on_device, device)
     except torch.OutOfMemoryError:
         raise memory.refusal(source, usable_bytes(device), free_host_bytes()) from None
     return transformer

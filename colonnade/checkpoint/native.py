@@ -7,7 +7,8 @@
                                 optimizer's exp_avg-… and exp_avg_sq-…
     tokenizer/                  the tokenizer's files
 
-A checkpoint of a model with adapters has only these; the rest is the model that ``run.train.start`` names.
+A checkpoint of a model with adapters has only these; the rest is the model that ``run.train.pretrained_checkpoint``
+names.
 
 torch.distributed.checkpoint (DCP) sees every tensor as a DTensor (:mod:`colonnade.checkpoint.dtensor_view`). A
 checkpoint always contains whole tensors, in pieces, whatever the plan that wrote it.
@@ -208,7 +209,8 @@ def load(
     stored = {f"weights/{name}": form for name, form in meta.quantised.items()}
     if stored and optimizer is not None:
         raise CheckpointError(
-            f"{folder} stores quantised weights, which a run cannot resume from; start one with --train.start {folder}"
+            f"{folder} stores quantised weights, which a run cannot resume from; start one with "
+            f"--train.pretrained_checkpoint {folder}"
         )
     for key, tensor in local.items():
         if key not in stored:
@@ -336,7 +338,9 @@ def _check_tensor(folder: Path, index: Index, key: str, tensor: Tensor, shape: t
         kind, remedy = "weight", "use a checkpoint of this model"
         if not key.startswith("weights/"):
             kind = "optimizer state"
-            remedy = f"resume with the same train.freeze, or start another run with --train.start {folder}"
+            remedy = (
+                f"resume with the same train.freeze, or start another run with --train.pretrained_checkpoint {folder}"
+            )
         raise CheckpointError(f"{folder / INDEX} has no {kind} '{key}'; {remedy}")
     if tuple(shape) != entry.shape:
         raise CheckpointError(

@@ -390,7 +390,7 @@ def local_box(shape: Shape, placement: Placement, axes: Axes) -> Box:
     """This rank's box of a parameter of ``shape``."""
     sharded: dict[int | None, Axis] = {}
     if isinstance(placement, Experts):
-        sharded = {placement.hidden: axes.experts.sh, 0: axes.experts.ep}
+        sharded = {placement.hidden: axes.experts.etp, 0: axes.experts.ep}
     elif isinstance(placement, int):
         sharded = {placement: axes.tp}
     return tuple(sharded[dim].part(n) if dim in sharded else (0, n) for dim, n in enumerate(shape))

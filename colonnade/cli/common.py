@@ -50,15 +50,17 @@ class ServingRankArgs(RankArgs):
     """Context parallel: ranks that share the key/value cache, each with a part of every context."""
     ep: int = 1
     """Expert parallel: ranks, of the tp · cp above, among which a layer's experts are distributed."""
-    sh: int = 1
+    etp: int = 1
     """Ranks that share each expert's hidden width."""
 
     def __post_init__(self) -> None:
-        ranks, experts = self.tp * self.cp, self.ep * self.sh
+        ranks, experts = self.tp * self.cp, self.ep * self.etp
         if min(ranks, experts) > 0 and ranks % experts:
             raise PlanError(
-                f"ep={self.ep} times sh={self.sh} distributes experts over the ranks of tp and cp, and does not divide "
-                f"their number {ranks}; set --plan.tp or --plan.cp to {experts}, or ep and sh so that their product is "
+                f"ep={self.ep} times etp={self.etp} distributes experts over the ranks of tp and cp, and does "
+                f"not divide "
+                f"their number {ranks}; set --plan.tp or --plan.cp to {experts}, or ep and etp so that their "
+                f"product is "
                 f"one of {divisors(ranks)}"
             )
 

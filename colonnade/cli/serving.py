@@ -75,7 +75,7 @@ class CacheArgs:
     need (some 400 MB; on a GPU its context); None: what is free on its device at the start [bytes]."""
     token_budget: int | None = None
     """Tokens of the prompt in one forward pass; None: 512, on a GPU 2048."""
-    fixed_steps: bool | None = None
+    graph_capture: bool | None = None
     """Run decode steps as CUDA graphs, or recorded on a CPU; None: for models and layouts that allow it."""
 
     @property

@@ -111,7 +111,7 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
             if not has_corpus:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
             show_run(run, follows(run))
-            if has_corpus or not run.train.start:  # otherwise the model is not known yet
+            if has_corpus or not run.train.pretrained_checkpoint:  # otherwise the model is not known yet
                 console.print(_resolved_summary(run), soft_wrap=True)
             print(dumps(run), end="")
         return
@@ -180,7 +180,7 @@ def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], st
     They come from --preset and --config, the corpus's vocabulary, and what is derived from the flags. They are not
     validated: a flag may still set what is missing.
     """
-    chosen, file, start = (_value(argv, flag) for flag in ("--preset", "--config", "--train.start"))
+    chosen, file, start = (_value(argv, flag) for flag in ("--preset", "--config", "--train.pretrained_checkpoint"))
     model = (None if chosen or not start else _starting_model(start)) or preset(chosen or "tour")
     base = RunConfig(model=model)
     run = read_toml(RunConfig, Path(file), base=base) if file else base

@@ -203,7 +203,7 @@ def _expert_width(was: "ModelConfig", now: "ModelConfig") -> object:
 
 def _first_expert_layer(was: "ModelConfig", now: "ModelConfig") -> object:
     """At least one layer still has experts."""
-    return UNCHANGED if was.moe is None or now.moe is None else min(was.moe.first, now.layers - 1)
+    return UNCHANGED if was.moe is None or now.moe is None else min(was.moe.first_k_dense_replace, now.layers - 1)
 
 
 MODEL_DERIVED_FIELDS = (
@@ -211,6 +211,6 @@ MODEL_DERIVED_FIELDS = (
     DerivedField("kv_heads", ("heads",), _kv_heads),
     DerivedField("head_width", ("width", "heads"), _head_width),
     DerivedField("ffn_width", ("width",), _ffn_width),
-    DerivedField("moe.first", ("layers",), _first_expert_layer),
+    DerivedField("moe.first_k_dense_replace", ("layers",), _first_expert_layer),
     DerivedField("moe.ffn_width", ("moe", "width", "ffn_width"), _expert_width),
 )

@@ -31,7 +31,7 @@ class ExpertsConfig(Config):
     """Router 'task': the task of all tokens, by number or by its name in the corpus. The name of a file may be given
     without its folder and suffix. colonnade corpus --tasks prints numbers and names; a number is never read as a
     name."""
-    resident: int | None = Field(default=None, ge=1, le=1 << 20)
+    layers_on_device: int | None = Field(default=None, ge=1, le=1 << 20)
     """Layers whose experts are in device memory at a time. The experts of the other layers stay in host memory and are
     copied while the layers before them compute (needs 2 or more; with 1 nothing overlaps). None: all layers."""
 
@@ -53,9 +53,10 @@ class ExpertsConfig(Config):
                 f"a token cannot go to {self.active} of {moe.experts} experts{reason}; set --experts.active {limit} or "
                 "less"
             )
-        if self.resident is not None and self.resident > (layers := model.expert_layers):
+        if self.layers_on_device is not None and self.layers_on_device > (layers := model.expert_layers):
             raise ConfigError(
-                f"--experts.resident {self.resident} is more than the {plural(layers, 'layer')} of experts that this "
+                f"--experts.layers_on_device {self.layers_on_device} is more than the "
+                f"{plural(layers, 'layer')} of experts that this "
                 "model has; leave it out to keep all of them on the device"
                 + (f", or set it to {layers - 1} or less" if layers > 1 else "")
             )

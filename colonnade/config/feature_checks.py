@@ -16,10 +16,10 @@ FLOAT8_MULTIPLE = 16
 """Rows and columns of each rank's shard of a weight must be multiples of this."""
 
 
-def check_float8(model: ModelConfig, tp: int, sh: int = 1) -> None:
+def check_float8(model: ModelConfig, tp: int, etp: int = 1) -> None:
     """Raise :class:`ConfigError` if the model's sizes rule out float8, :class:`PlanError` if its shards' sizes do.
 
-    ``tp`` shards the layers, ``sh`` the experts' hidden units.
+    ``tp`` shards the layers, ``etp`` the experts' hidden units.
     """
     kv, head, group = model.kv_heads, model.head_width, model.group
     if kv % tp or -(-model.ffn_width // tp) * (tp - 1) >= model.ffn_width:
@@ -33,10 +33,10 @@ def check_float8(model: ModelConfig, tp: int, sh: int = 1) -> None:
     }
     axes = dict.fromkeys(sizes, f"tp={tp}")
     if model.moe is not None:
-        if model.moe.ffn_width % sh:
+        if model.moe.ffn_width % etp:
             return  # Plan.check reports it
-        sizes["moe.ffn_width"] = model.moe.ffn_width, (model.moe.ffn_width // sh,)
-        axes["moe.ffn_width"] = f"sh={sh}"
+        sizes["moe.ffn_width"] = model.moe.ffn_width, (model.moe.ffn_width // etp,)
+        axes["moe.ffn_width"] = f"etp={etp}"
         shared = model.moe.shared_width
         if shared:
             shard = -(-shared // tp)
@@ -109,10 +109,10 @@ def check_weight_format(weights: object, group: object) -> None:
     check_choice("weight_group", group, WeightGroup)
 
 
-def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: int, sh: int = 1) -> None:
+def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: int, etp: int = 1) -> None:
     """Raise :class:`ConfigError` if the model cannot be quantised so, :class:`PlanError` if a shard splits a group.
 
-    ``tp`` shards the layers, ``sh`` the experts' hidden units.
+    ``tp`` shards the layers, ``etp`` the experts' hidden units.
     """
     if weights in ("stored", "dense"):
         return
@@ -129,7 +129,7 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
     if moe is None or moe.count_expert_layers(model.layers) < model.layers:
         sharded += [("ffn_width", model.ffn_width, "tp", tp)]
     if moe is not None:
-        sharded += [("moe.shared_width", moe.shared_width, "tp", tp), ("moe.ffn_width", moe.ffn_width, "sh", sh)]
+        sharded += [("moe.shared_width", moe.shared_width, "tp", tp), ("moe.ffn_width", moe.ffn_width, "etp", etp)]
     for what, inputs, axis, ranks in sharded:
         share = -(-inputs // ranks)
         if ranks > 1 and share % group:

@@ -159,12 +159,12 @@ class ModelConfig(Config):
     """Rows of the table of segment embeddings (BERT: 2, for pairs of texts); 0: no table."""
     embed_norm: bool = False
     """Normalise the sum of the embeddings (the original BERT)."""
-    top: TaskHead = "unembed"
+    task_head: TaskHead = "unembed"
     """Output layers after the last block. unembed: logits over the vocabulary. The others need causal = false. masked:
     BERT's masked-language-model head. pretraining: masked, with a pooler and a sentence-order classifier. encoder: a
     pooler alone. classes: a pooler and a classifier. spans: first and last token of an answer (question answering)."""
     classes: int = Field(default=0, ge=0, le=MAX_DIM)
-    """Number of classes (top = classes)."""
+    """Number of classes (task_head = classes)."""
     moe: MoeConfig | None = None
     """Mixture of experts instead of the feed-forward network, in some or all layers; None: a dense model."""
     lora: LoraConfig | None = None
@@ -261,21 +261,23 @@ class ModelConfig(Config):
             )
 
     def _validate_top(self) -> None:
-        if self.causal and self.top != "unembed":
+        if self.causal and self.task_head != "unembed":
             raise ConfigError(
-                f"causal = True and top = '{self.top}' do not belong together; a causal model needs the top 'unembed'"
+                f"causal = True and task_head = '{self.task_head}' do not belong together; a causal model "
+                f"needs task_head 'unembed'"
             )
         if not self.causal and self.window is not None:
             raise ConfigError(
                 f"causal = False and window = {self.window} do not belong together: a window in both directions is "
                 "not implemented; remove the window if your texts are no longer than it, or set causal to true"
             )
-        if bool(self.classes) != (self.top == "classes"):
+        if bool(self.classes) != (self.task_head == "classes"):
             raise ConfigError(
-                f"top = '{self.top}' and classes = {self.classes} do not belong together; set both or neither"
+                f"task_head = '{self.task_head}' and classes = {self.classes} do not belong together; set "
+                f"both or neither"
             )
-        if not self.tied and self.top in ("encoder", "classes", "spans"):
-            raise ConfigError(f"top = '{self.top}' has no output projection to untie; set tied to true")
+        if not self.tied and self.task_head in ("encoder", "classes", "spans"):
+            raise ConfigError(f"task_head = '{self.task_head}' has no output projection to untie; set tied to true")
 
     @property
     def group(self) -> int:
@@ -315,17 +317,17 @@ class ModelConfig(Config):
     @property
     def has_pooler(self) -> bool:
         """Whether the model has BERT's pooler, a tanh layer on each sequence's first token."""
-        return self.top in ("pretraining", "encoder", "classes")
+        return self.task_head in ("pretraining", "encoder", "classes")
 
     @property
     def has_transform(self) -> bool:
         """Whether BERT's transform (dense, activation, norm) precedes the output projection."""
-        return self.top in ("masked", "pretraining")
+        return self.task_head in ("masked", "pretraining")
 
     @property
     def predicts_masked(self) -> bool:
         """Whether the training objective is masked language modelling."""
-        return not self.causal and (self.has_transform or self.top == "unembed")
+        return not self.causal and (self.has_transform or self.task_head == "unembed")
 
     @property
     def parameters(self) -> int:
@@ -351,7 +353,7 @@ class ModelConfig(Config):
         outside += self.context * d if self.positions == "learned" else 0
         square = d * d + d
         outside += (square + norm + self.vocab_size) * self.has_transform + square * self.has_pooler
-        outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.top, 0)
+        outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.task_head, 0)
         if self.relative_positions:
             outside += self.relative_positions.buckets * self.heads * (1 if self.encoder is None else 2)
         cross = 0

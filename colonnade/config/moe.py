@@ -59,7 +59,7 @@ class RouterConfig(Config):
     """task: the task of tokens that come without one, as in generation; None: it must be set to generate."""
     nodes: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     """topology: nodes over which tokens and experts are assumed to be spread, whatever the plan (FasterMoE)."""
-    away: float = Field(default=0.14, ge=0, le=1)
+    outgoing_fraction: float = Field(default=0.14, ge=0, le=1)
     """topology: in training, largest share of a node's tokens whose first choice may be an expert of another node."""
 
 
@@ -82,11 +82,11 @@ class MoeConfig(Config):
     """Total hidden width of the shared experts, which process every token; 0: none."""
     shared_gate: bool = False
     """Multiply the shared experts' output by σ(w·x) (Qwen2-MoE)."""
-    first: int = Field(default=0, ge=0, le=1 << 20)
+    first_k_dense_replace: int = Field(default=0, ge=0, le=1 << 20)
     """The first layer with experts; the layers before it are dense."""
-    every: int = Field(default=1, ge=1, le=1 << 20)
+    layer_freq: int = Field(default=1, ge=1, le=1 << 20)
     """From the first one on, every n-th layer has experts (2: GShard and Switch)."""
-    dense: tuple[Annotated[int, Field(ge=0, le=1 << 20)], ...] = ()
+    mlp_only_layers: tuple[Annotated[int, Field(ge=0, le=1 << 20)], ...] = ()
     """Layers that are dense nevertheless (Qwen's mlp_only_layers)."""
     router: RouterConfig = RouterConfig()
     """How tokens are assigned to experts."""
@@ -99,7 +99,7 @@ class MoeConfig(Config):
     priority: bool = False
     """If an expert is over capacity, keep the tokens of the highest probability instead of the first ones
     (batch-prioritised routing)."""
-    dropped: Literal["zero", "residual"] = "zero"
+    dropped_token_output: Literal["zero", "residual"] = "zero"
     """Output for a dropped token. zero: nothing. residual: its own input, at the weight of the expert."""
     balance: Balance = "switch"
     """The load-balancing loss. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
@@ -179,9 +179,13 @@ class MoeConfig(Config):
 
     def count_expert_layers(self, layers: int) -> int:
         """How many of ``layers`` blocks have experts; computed without a loop, because the number may be absurd."""
-        candidates = range(self.first, layers, self.every)
-        return len(candidates) - sum(i in candidates for i in set(self.dense))
+        candidates = range(self.first_k_dense_replace, layers, self.layer_freq)
+        return len(candidates) - sum(i in candidates for i in set(self.mlp_only_layers))
 
     def has_experts(self, layer: int) -> bool:
         """Whether block ``layer`` has experts instead of a feed-forward network."""
-        return layer >= self.first and (layer - self.first) % self.every == 0 and layer not in self.dense
+        return (
+            layer >= self.first_k_dense_replace
+            and (layer - self.first_k_dense_replace) % self.layer_freq == 0
+            and layer not in self.mlp_only_layers
+        )

@@ -59,10 +59,10 @@ class Plan(Config):
     ep: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Expert parallelism: ranks of a pipeline stage over which each layer's experts are distributed; they overlap with
     the other axes of the stage."""
-    sh: int = Field(default=1, ge=1, le=MAX_RANKS)
+    etp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Expert sharding: ranks over which each expert's hidden units are sharded."""
-    degree: Annotated[int, Field(ge=0, le=MAX_RANKS)] | Literal["auto"] = 1
-    """r of Tutel's adaptive expert parallelism. 0: gather all experts' weights on every rank. A divisor of sh: send
+    adaptive_r: Annotated[int, Field(ge=0, le=MAX_RANKS)] | Literal["auto"] = 1
+    """r of Tutel's adaptive expert parallelism. 0: gather all experts' weights on every rank. A divisor of etp: send
     each token to r ranks of its expert. auto: choose degree and overlap per layer, by measured bandwidth and the load.
     The weights' placement is the same for all values."""
     overlap: int = Field(default=1, ge=1, le=1 << 10)
@@ -71,7 +71,7 @@ class Plan(Config):
     shadows: int = Field(default=0, ge=0, le=MAX_EXPERTS)
     """Shadow experts: gather the weights of this many of the busiest experts on every rank at each step, so that their
     tokens are not sent (FasterMoE)."""
-    near: int = Field(default=0, ge=0, le=MAX_RANKS)
+    hierarchical_a2a_size: int = Field(default=0, ge=0, le=MAX_RANKS)
     """Hierarchical all-to-all: exchange tokens first among this many neighbouring ranks (those of a machine), then
     between machines (Tutel's 2DH); 0: one all-to-all."""
 
@@ -84,21 +84,22 @@ class Plan(Config):
                 "tp_overlap needs the tokens sharded over tensor-parallel ranks; set --plan.sequence_parallel too, or "
                 "leave tp_overlap out"
             )
-        if self.near and (self.ep * self.sh) % self.near:
+        if self.hierarchical_a2a_size and (self.ep * self.etp) % self.hierarchical_a2a_size:
             raise PlanError(
-                f"near={self.near} does not divide the {self.ep * self.sh} ranks that exchange tokens (ep · sh); "
-                f"use one of {divisors(self.ep * self.sh)}"
+                f"hierarchical_a2a_size={self.hierarchical_a2a_size} does not divide the {self.ep * self.etp} "
+                f"ranks that exchange tokens (ep · etp); "
+                f"use one of {divisors(self.ep * self.etp)}"
             )
-        if self.stage_ranks % (self.ep * self.sh):
+        if self.stage_ranks % (self.ep * self.etp):
             raise PlanError(
-                f"ep={self.ep} times sh={self.sh} does not divide the {self.stage_ranks} of a pipeline stage "
+                f"ep={self.ep} times etp={self.etp} does not divide the {self.stage_ranks} of a pipeline stage "
                 "(replicate · dp · cp · tp), over which experts are distributed; "
-                f"set --plan.dp {self.ep * self.sh}, or ep · sh to one of {divisors(self.stage_ranks)}"
+                f"set --plan.dp {self.ep * self.etp}, or ep · etp to one of {divisors(self.stage_ranks)}"
             )
-        if self.degree not in ("auto", 0) and self.sh % self.degree:
+        if self.adaptive_r not in ("auto", 0) and self.etp % self.adaptive_r:
             raise PlanError(
-                f"degree={self.degree} does not divide the sh={self.sh} ranks of an expert; use 0 or one of "
-                f"{divisors(self.sh)}"
+                f"adaptive_r={self.adaptive_r} does not divide the etp={self.etp} ranks of an expert; use 0 or one of "
+                f"{divisors(self.etp)}"
             )
         if self.stages > 1 and self.pp == 1:
             raise PlanError(f"{self.stages} stages per rank need a pipeline; set --plan.pp 2 or --plan.stages 1")
@@ -116,7 +117,7 @@ class Plan(Config):
     @property
     def _expert_setting(self) -> str:
         """``"overlap 2"``: the first setting of expert parallelism that is not its default, or ""."""
-        for name in ("degree", "overlap", "shadows", "near"):
+        for name in ("adaptive_r", "overlap", "shadows", "hierarchical_a2a_size"):
             if (value := getattr(self, name)) != Plan.model_fields[name].default:
                 return f"{name} {value}"
         return ""
@@ -134,7 +135,7 @@ class Plan(Config):
     @property
     def expert_replicas(self) -> int:
         """Ranks of a stage that have the same shards of the same experts."""
-        return self.stage_ranks // (self.ep * self.sh)
+        return self.stage_ranks // (self.ep * self.etp)
 
     @property
     def total_stages(self) -> int:
@@ -175,21 +176,23 @@ class Plan(Config):
                     raise PlanError(
                         f"{name} is not proven for a model with {what}; use tp, sequence_parallel, dp and replicate"
                     )
-        if model.moe is None and self.ep * self.sh > 1:
+        if model.moe is None and self.ep * self.etp > 1:
             raise PlanError(
-                f"ep={self.ep} and sh={self.sh} distribute experts, and this model has none; leave them at 1"
+                f"ep={self.ep} and etp={self.etp} distribute experts, and this model has none; leave them at 1"
             )
         if model.moe is None and (setting := self._expert_setting):
             raise PlanError(f"plan.{setting} is about experts, and this model has none; leave it out")
         if model.moe is not None:
             for what, size, ranks in (
-                ("experts", model.moe.experts, self.ep), ("hidden units of an expert", model.moe.ffn_width, self.sh)
+                ("experts", model.moe.experts, self.ep), ("hidden units of an expert", model.moe.ffn_width, self.etp)
             ):  # fmt: skip
                 if size % ranks:
-                    name = "ep" if what == "experts" else "sh"
+                    name = "ep" if what == "experts" else "etp"
                     raise PlanError(f"{size} {what} do not divide over {name}={ranks}; use {name} of {divisors(size)}")
             if self.shadows >= model.moe.experts:
-                raise PlanError(f"{self.shadows} shadows of {model.moe.experts} experts are all; use --plan.degree 0")
+                raise PlanError(
+                    f"{self.shadows} shadows of {model.moe.experts} experts are all; use --plan.adaptive_r 0"
+                )
         if model.layers < self.total_stages:
             raise PlanError(
                 f"{model.layers} layers do not fill {self.total_stages} pipeline stages; use a lower pp or stages"
@@ -230,9 +233,9 @@ class Plan(Config):
         if self.pp > 1:
             words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
         words += ["no_reshard"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
-        words += [f"{name}={size}" for name in ("ep", "sh", "overlap") if (size := getattr(self, name)) > 1]
-        words += [f"{name}={size}" for name in ("near", "shadows") if (size := getattr(self, name))]
-        words += [f"degree={self.degree}"] if self.degree != 1 else []
+        words += [f"{name}={size}" for name in ("ep", "etp", "overlap") if (size := getattr(self, name)) > 1]
+        words += [f"{name}={size}" for name in ("hierarchical_a2a_size", "shadows") if (size := getattr(self, name))]
+        words += [f"adaptive_r={self.adaptive_r}"] if self.adaptive_r != 1 else []
         return " ".join(words) or "one process"
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:
@@ -264,14 +267,14 @@ class Plan(Config):
         if moe is None:
             return []
         how = {0: "weights are gathered", "auto": "tokens are sent or weights gathered, whichever is faster"}.get(
-            self.degree, f"each token is sent to {self.degree} of the ranks of its expert"
+            self.adaptive_r, f"each token is sent to {self.adaptive_r} of the ranks of its expert"
         )
         return [
             ("ep", self.ep, f"{moe.experts // self.ep} of {moe.experts} experts in each layer that has some; {how}"),
-            ("sh", self.sh, f"{moe.ffn_width // self.sh} of {moe.ffn_width} hidden units of each expert"),
+            ("etp", self.etp, f"{moe.ffn_width // self.etp} of {moe.ffn_width} hidden units of each expert"),
         ]
 
     def _parameters_per_rank(self, model: ModelConfig) -> float:
         """Parameters that a rank stores, on average."""
         experts = model.expert_parameters
-        return (model.parameters - experts) / self.world * self.replicate + experts / (self.pp * self.ep * self.sh)
+        return (model.parameters - experts) / self.world * self.replicate + experts / (self.pp * self.ep * self.etp)

@@ -132,7 +132,7 @@ class TrainConfig(Config):
     host. Needs one micro-batch per step and no parallelism but tp; keeps the memory of a step allocated."""
     seed: int = Field(default=0, ge=0)
     """Seed of the initial weights and of dropout."""
-    start: str = ""
+    pretrained_checkpoint: str = ""
     """Model whose weights initialise a new run (a run, a checkpoint, a Hugging Face folder, a GGUF file); empty: random
     weights. Its shape and tokenizer must be the run's."""
     log_every: int = Field(default=10, gt=0)
@@ -328,7 +328,7 @@ class RunConfig(Config):
                 "as they arrive; set train.float8 none or plan.tp_overlap False"
             )
         if self.train.float8 != "none":
-            feature_checks.check_float8(self.model, self.plan.tp, self.plan.sh)
+            feature_checks.check_float8(self.model, self.plan.tp, self.plan.etp)
         if self.data.sequence > self.model.context:
             raise ConfigError(
                 f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "

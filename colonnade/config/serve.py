@@ -71,7 +71,7 @@ class ServeConfig(Config):
     prefix_cache: bool = True
     """Keep the pages of finished requests until their memory is needed; a request with the same beginning reuses
     them."""
-    shared_reading: bool = True
+    cascade_attention: bool = True
     """Read the keys of a prefix that several requests share only once per step (cascade attention), where Colonnade's
     kernels support it and it is faster."""
     max_requests: int = Field(default=64, gt=0, le=1 << 16)
@@ -80,10 +80,10 @@ class ServeConfig(Config):
     """Maximum number of tokens in one forward pass: decoding requests first, then chunks of prompts (chunked prefill);
     None: 512 on
     a CPU, 2048 on a GPU."""
-    run_ahead: bool | None = None
+    async_scheduling: bool | None = None
     """Launch the next forward pass before the tokens of the last one are known on the host (asynchronous scheduling);
     None: only on a GPU."""
-    fixed_steps: bool | None = None
+    graph_capture: bool | None = None
     """Pad decoding steps to a few batch sizes; on a GPU each size is captured once as a CUDA graph and replayed, on a
     CPU recorded once and replayed in one call. None: for models and layouts whose steps can be captured or recorded."""
     batch_invariant: bool = False

@@ -110,7 +110,7 @@ def _local_share(
     """This rank's share of a drawn tensor; a rank draws its own experts only."""
     if not isinstance(placement, Experts):
         return local_part(draw("", shape), placement, axes)
-    units = slice(None) if placement.hidden is None else slice(*axes.experts.sh.part(shape[1]))
+    units = slice(None) if placement.hidden is None else slice(*axes.experts.etp.part(shape[1]))
     return torch.stack([draw(f".{e}", shape[1:])[units] for e in range(*axes.experts.ep.part(shape[0]))])
 
 
@@ -121,7 +121,7 @@ def replace_head(model: Transformer, top: TaskHead, *, classes: int = 0, seed: i
     Parameters that both have are copied, also the pooler's; new ones are drawn from ``seed``. Raises
     :class:`ConfigError` for a head that this model cannot have.
     """
-    config = model.config.replace(top=top, classes=classes)
+    config = model.config.replace(task_head=top, classes=classes)
     old = dict(model.named_parameters())
     first = next(iter(old.values()))
     new = initialise(Transformer(config, model.axes, device=first.device, dtype=first.dtype), seed)

@@ -32,7 +32,7 @@ from colonnade.parallel.layout import WHOLE, Placement
 
 
 class BertLayers(nn.Module):
-    """The layers that ``config.top`` names."""
+    """The layers that ``config.task_head`` names."""
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -53,9 +53,9 @@ class BertLayers(nn.Module):
             self.bias = nn.Parameter(torch.empty(stop - start, device=device, dtype=dtype))
             self.layout["bias"] = 0
         self.pooler = dense("pooler", config.has_pooler, config.width)
-        self.order = dense("order", config.top == "pretraining", 2)
-        self.classes = dense("classes", config.top == "classes", config.classes)
-        self.spans = dense("spans", config.top == "spans", 2)
+        self.order = dense("order", config.task_head == "pretraining", 2)
+        self.classes = dense("classes", config.task_head == "classes", config.classes)
+        self.spans = dense("spans", config.task_head == "spans", 2)
 
     def transform_masked(self, x_RD: Tensor) -> Tensor:
         """The input of the vocabulary projection."""
@@ -191,7 +191,7 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Classes:
-    """A classifier's logits of each sequence (``top = classes``)."""
+    """A classifier's logits of each sequence (``task_head = classes``)."""
 
     first_R: Tensor
 
@@ -202,7 +202,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """The summed cross-entropy of a classifier, and the number of labels (``top = classes``)."""
+    """The summed cross-entropy of a classifier, and the number of labels (``task_head = classes``)."""
 
     first_R: Tensor
     labels_R: Tensor
@@ -219,7 +219,7 @@ class ClassLoss:
 
 @dataclass(frozen=True)
 class Spans:
-    """Logits of each token as the first, and as the last token of an answer (``top = spans``)."""
+    """Logits of each token as the first, and as the last token of an answer (``task_head = spans``)."""
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """logits_T2."""
@@ -279,7 +279,7 @@ def sequence_logits(logits_T2: Tensor, cu_seqlens: Tensor, longest: int, first_R
 
 @dataclass(frozen=True)
 class SentenceOrders:
-    """Logits of (in order, swapped) for each pair of segments (``top = pretraining``)."""
+    """Logits of (in order, swapped) for each pair of segments (``task_head = pretraining``)."""
 
     first_R: Tensor
 

@@ -176,7 +176,7 @@ class Transformer(nn.Module):
         if last:  # in post-norm order the last block ends with its norm
             pre = config.norm_order == "pre"
             self.norm = Norm(config, config.width, placement=residual_placement(axes), **on) if pre else nn.Identity()
-        self.top = BertLayers(config, axes, **on) if last and config.top != "unembed" else None
+        self.top = BertLayers(config, axes, **on) if last and config.task_head != "unembed" else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
         if last and not config.tied:

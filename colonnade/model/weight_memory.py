@@ -23,7 +23,7 @@ class WeightMemory:
     dtype: torch.dtype
     device: torch.device
     plan: Plan = Plan()
-    resident: int | None = None
+    layers_on_device: int | None = None
     """Number of layers with their experts on the device; the others' are in host memory."""
     weights: WeightFormat = "stored"
     group: WeightGroup = 64
@@ -35,13 +35,13 @@ class WeightMemory:
     def bytes(self) -> tuple[int, int]:
         """(on the device, on a GPU's host), of the rank with most weights."""
         plan = self.plan
-        grid = ExpertAxes(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
+        grid = ExpertAxes(ep=Axis("ep", plan.ep), etp=Axis("etp", plan.etp))
         shape = Transformer(self.config, Axes(tp=Axis("tp", plan.tp), experts=grid), device="meta", dtype=self.dtype)
         count = partial(weight_bytes_as, weights=self.weights, group=self.group, formats=self.formats)
-        whole, here = count(shape), device_bytes(shape, self.resident, count)
+        whole, here = count(shape), device_bytes(shape, self.layers_on_device, count)
         if self.device.type == "cuda":
             return here + self.reserved, whole - here
-        buffers = here - device_bytes(shape, 0, count) if self.resident is not None else 0
+        buffers = here - device_bytes(shape, 0, count) if self.layers_on_device is not None else 0
         return whole + buffers + self.reserved, 0
 
     def fits(self, free: int, host: int) -> bool:
@@ -86,10 +86,10 @@ class WeightMemory:
                 (f"--serve.weights {kind} of generate and serve", replace(self, weights=kind)) for kind in kinds
             ]
         if self.device.type == "cuda":  # ranks of one CPU host share its memory, offloaded experts too
-            if self.config.moe is not None and self.resident is None and self.config.expert_layers > 2:
-                alternatives.append(("--experts.resident 2", replace(self, resident=2)))
+            if self.config.moe is not None and self.layers_on_device is None and self.config.expert_layers > 2:
+                alternatives.append(("--experts.layers_on_device 2", replace(self, layers_on_device=2)))
             for tp in (2, 4, 8):
-                flags, plan = f"--plan.tp {tp}", self.plan.replace(tp=max(tp, self.plan.tp), ep=1, sh=1)
+                flags, plan = f"--plan.tp {tp}", self.plan.replace(tp=max(tp, self.plan.tp), ep=1, etp=1)
                 if self.config.moe is not None:
                     flags, plan = f"{flags} --plan.ep {tp}", plan.replace(ep=plan.tp)
                 if tp > self.plan.tp:
@@ -101,7 +101,7 @@ class WeightMemory:
         """Whether the model supports this plan and format."""
         try:
             self.plan.check(self.config)
-            check_quantised(self.config, self.weights, self.group, self.plan.tp, self.plan.sh)
+            check_quantised(self.config, self.weights, self.group, self.plan.tp, self.plan.etp)
         except ColonnadeError:
             return False
         return True

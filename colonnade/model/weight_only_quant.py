@@ -106,7 +106,7 @@ def build(
         elif isinstance(value, Quantised):
             assign_quantised(layer, name, value, layer.storage_device if isinstance(layer, Experts) else device)
         elif isinstance(layer, Experts):
-            layer.quantise(_part(name), value, kind, group, axes.experts.sh, device)
+            layer.quantise(_part(name), value, kind, group, axes.experts.etp, device)
         else:
             over = axes.tp if layout[name] == 1 else SOLO
             layer.quantise(value.to(device), kind_of(name, kind), group, over.max_)
@@ -177,7 +177,7 @@ class Requantise:
         if current is None or current.kind == "int4":
             return False
         if isinstance(self._layers[name], Experts):
-            return _part(name) == "down" and self._axes.experts.sh.size > 1
+            return _part(name) == "down" and self._axes.experts.etp.size > 1
         return self._over(name).size > 1
 
     def __call__(self, name: str, value: Tensor) -> Quantised:
@@ -186,7 +186,7 @@ class Requantise:
         assert current is not None, name
         if isinstance(layer, Experts):
             return layer.quantise_stack(
-                _part(name), value, current.kind, current.group, self._axes.experts.sh, cpu, cpu
+                _part(name), value, current.kind, current.group, self._axes.experts.etp, cpu, cpu
             )
         return quantise_finite(value, current.kind, current.group, self._over(name).max_)
 

@@ -180,27 +180,27 @@ SOLO = Axis("solo")
 class ExpertAxes:
     """The axes of expert parallelism, over the data, context and tensor ranks of one pipeline stage.
 
-    The ranks are copies × ep × sh, ``sh`` innermost: each ep rank holds a shard of the experts, and each sh rank below
-    it a shard of their hidden units. This placement never changes with the degree at which a step runs.
+    The ranks are copies × ep × etp, ``etp`` innermost: each ep rank holds a shard of the experts, and each etp rank
+    below it a shard of their hidden units. This placement never changes with the degree at which a step runs.
     """
 
     ep: Axis = SOLO
-    sh: Axis = SOLO
+    etp: Axis = SOLO
     all: Axis = SOLO
-    """The ep × sh ranks of the token all-to-all; rank = ep rank · sh + sh rank."""
+    """The ep × etp ranks of the token all-to-all; rank = ep rank · etp + etp rank."""
     copies: Axis = SOLO
     """Replicas: ranks that hold the same shards of the same experts."""
     tokens: Axis = SOLO
     """All ranks of the stage; no two route the same tokens."""
-    near: Axis | None = None
+    intra_node: Axis | None = None
     """For a hierarchical all-to-all: the ranks of this node."""
-    far: Axis | None = None
+    inter_node: Axis | None = None
     """For a hierarchical all-to-all: the ranks with this rank's index on their nodes."""
     strided: tuple[tuple[int, Axis], ...] = ()
-    """For each divisor r of sh, the sh ranks that are equal modulo r: together they hold 1/r of the hidden units."""
+    """For each divisor r of etp, the etp ranks that are equal modulo r: together they hold 1/r of the hidden units."""
 
     def hidden_slice(self, r: int) -> Axis:
-        """The axis of sh ranks that together hold this rank's 1/r of the hidden units."""
+        """The axis of etp ranks that together hold this rank's 1/r of the hidden units."""
         return dict(self.strided).get(r, SOLO)
 
 

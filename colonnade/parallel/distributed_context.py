@@ -42,7 +42,7 @@ class DistributedContext:
     rank: int = 0
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
-    """(pp, copies, ep, sh), with expert parallelism."""
+    """(pp, copies, ep, etp), with expert parallelism."""
 
     @property
     def world(self) -> int:
@@ -60,9 +60,9 @@ class DistributedContext:
 
     @property
     def expert_storage_mesh(self) -> DeviceMesh:
-        """(copies, ep, sh): the same for experts."""
+        """(copies, ep, etp): the same for experts."""
         assert self.expert_mesh is not None, "experts are not sharded"
-        return self.expert_mesh["copies", "ep", "sh"]
+        return self.expert_mesh["copies", "ep", "etp"]
 
     @cached_property
     def host_storage_mesh(self) -> DeviceMesh:
@@ -162,10 +162,10 @@ def _build(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Distribu
     order = torch.arange(plan.world).view(plan.pp, plan.replicate, plan.dp, plan.cp, plan.tp)
     ranks = order.flatten(2, 3).permute(0, 3, 1, 2)
     mesh = DeviceMesh(kind, ranks, mesh_dim_names=("pp", "tp", "replicate", "shard"))
-    experts = order.view(plan.pp, plan.expert_replicas, plan.ep, plan.sh)
+    experts = order.view(plan.pp, plan.expert_replicas, plan.ep, plan.etp)
     expert_mesh = None
-    if plan.ep * plan.sh > 1:
-        expert_mesh = DeviceMesh(kind, experts, mesh_dim_names=("pp", "copies", "ep", "sh"))
+    if plan.ep * plan.etp > 1:
+        expert_mesh = DeviceMesh(kind, experts, mesh_dim_names=("pp", "copies", "ep", "etp"))
 
     by_ranks: dict[str, dist.ProcessGroup] = {}
     groups = [group for made in (mesh, expert_mesh) if made is not None for group in made.get_all_groups()]
@@ -188,22 +188,22 @@ def _build(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Distribu
 
     def expert_axes() -> ExpertAxes:
         strided: list[tuple[int, Axis]] = []
-        for r in divisors(plan.sh):
-            by_r = experts.unflatten(3, (plan.sh // r, r))
-            strided.append((r, axis(f"sh mod {r}", 3, of=by_r)))
-        near = far = None
-        if plan.near:
-            nodes = experts.flatten(2, 3).unflatten(2, (-1, plan.near))
-            near, far = axis("near", 3, of=nodes), axis("far", 2, of=nodes)
+        for r in divisors(plan.etp):
+            by_r = experts.unflatten(3, (plan.etp // r, r))
+            strided.append((r, axis(f"etp mod {r}", 3, of=by_r)))
+        intra_node = inter_node = None
+        if plan.hierarchical_a2a_size:
+            nodes = experts.flatten(2, 3).unflatten(2, (-1, plan.hierarchical_a2a_size))
+            intra_node, inter_node = axis("intra_node", 3, of=nodes), axis("inter_node", 2, of=nodes)
         return ExpertAxes(
             ep=axis("ep", 2, of=experts),
-            sh=axis("sh", 3, of=experts),
+            etp=axis("etp", 3, of=experts),
             all=axis("experts", 2, 3, of=experts),
             copies=axis("copies", 1, of=experts),
             tokens=axis("tokens", 1, 2, 3, of=experts),
             strided=tuple(strided),
-            near=near,
-            far=far,
+            intra_node=intra_node,
+            inter_node=inter_node,
         )
 
     def embedding() -> Axis:

@@ -35,7 +35,7 @@ WHOLE, PARTIAL = Replicated.WHOLE, Replicated.PARTIAL
 
 @dataclass(frozen=True)
 class Experts:
-    """A stack of experts: dimension 0 is sharded over ep, dimension ``hidden`` over sh (None: no dimension)."""
+    """A stack of experts: dimension 0 is sharded over ep, dimension ``hidden`` over etp (None: no dimension)."""
 
     hidden: int | None = None
 
@@ -79,7 +79,7 @@ def local_part(whole: Tensor, placement: Placement, axes: Axes) -> Tensor:
         return whole
     if isinstance(placement, Experts):
         part = _narrow(whole, 0, axes.experts.ep)
-        return part if placement.hidden is None else _narrow(part, placement.hidden, axes.experts.sh)
+        return part if placement.hidden is None else _narrow(part, placement.hidden, axes.experts.etp)
     return _narrow(whole, placement, axes.tp)
 
 

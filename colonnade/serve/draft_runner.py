@@ -82,12 +82,12 @@ def build_draft_model(
     """Drafts by ``draft`` for ``target`` in an engine with the resolved ``config``."""
     own, graphs = draft_config(config, EngineTraits.of(draft)), None
     context = min(draft.config.context, pool.tokens)
-    if own.fixed_steps:
-        graphs = CudaGraphRunner(draft, cache, config.max_requests, context, share=config.shared_reading)
+    if own.graph_capture:
+        graphs = CudaGraphRunner(draft, cache, config.max_requests, context, share=config.cascade_attention)
     ratio = weight_bytes(draft) / max(1, weight_bytes(target))
     times = PassTimes(ratio, CPU_ROW_SHARE if cache.k[0].device.type == "cpu" else 0.0)
     return DraftModel(
-        ModelRunner(draft, cache, graphs, share=config.shared_reading),
+        ModelRunner(draft, cache, graphs, share=config.cascade_attention),
         pool,
         times,
         most=config.draft_tokens,

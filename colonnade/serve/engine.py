@@ -4,11 +4,11 @@
     tokens  = run(work)         the model, and a token per request    model_runner.py, cuda_graph_runner.py, sampler.py
     outputs = commit(tokens)    text, stop strings, finished ones     text_stream.py
 
-With ``run_ahead`` the next step is launched before the host reads the last one's tokens, so that a GPU never waits for
-the host: outputs come one step later, and a request that ends with an end token has run one step too many. On several
-ranks, rank 0 does all three and broadcasts each :class:`Work` before running it; the other ranks :meth:`~Engine.follow`
-and run the same forward pass on their shards of the model and vocabulary (tp) and of the cache (tp: heads, cp: pages).
-An engine is not thread-safe.
+With ``async_scheduling`` the next step is launched before the host reads the last one's tokens, so that a GPU never
+waits for the host: outputs come one step later, and a request that ends with an end token has run one step too many.
+On several ranks, rank 0 does all three and broadcasts each :class:`Work` before running it; the other ranks
+:meth:`~Engine.follow` and run the same forward pass on their shards of the model and vocabulary (tp) and of the cache
+(tp: heads, cp: pages). An engine is not thread-safe.
 """
 
 import time
@@ -54,7 +54,7 @@ from colonnade.serve.request import (
     TokenLogprob,
     failure,
 )
-from colonnade.serve.resolve_config import EngineTraits, check_fixed_steps, check_plan, resolve_config
+from colonnade.serve.resolve_config import EngineTraits, check_graph_capture, check_plan, resolve_config
 from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
@@ -111,7 +111,7 @@ class Engine:
         check_generates(model.config)
         check_plan(model)
         traits, config = EngineTraits.of(model), config or ServeConfig()
-        check_fixed_steps(config, traits)
+        check_graph_capture(config, traits)
         self.config = resolve_config(config, traits)
         check_model(model, self.config)
         if (self.config.draft_model is None) == (draft is not None) and model.axes.token_replicas.rank == 0:
@@ -129,9 +129,9 @@ class Engine:
         if self.config.pages is None:
             page_bytes = self.cache.bytes // self.cache.pages
             page_bytes += 0 if draft_cache is None else ranks * (draft_cache.bytes // draft_cache.pages)
-        if self.config.fixed_steps:
+        if self.config.graph_capture:
             context = min(model.config.context, pages * self.cache.page_tokens)
-            share = self.config.shared_reading and not invariant
+            share = self.config.cascade_attention and not invariant
             graphs = CudaGraphRunner(
                 model, self.cache, self.config.max_requests, context, share=share, kernels=invariant
             )
@@ -148,7 +148,7 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
             speculator=speculator,
         )
-        self._runner = ModelRunner(model, self.cache, graphs, share=self.config.shared_reading, invariant=invariant,
+        self._runner = ModelRunner(model, self.cache, graphs, share=self.config.cascade_attention, invariant=invariant,
                                    adapters=self.adapters.choice if self.adapters.names else None)  # fmt: skip
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         """Used by :meth:`add`; another thread may compile a request's grammar before."""
@@ -240,12 +240,12 @@ class Engine:
         return outputs
 
     def _step(self) -> list[Output]:
-        """Run one forward pass; returns its outputs, with ``run_ahead`` those of the pass before."""
+        """Run one forward pass; returns its outputs, with ``async_scheduling`` those of the pass before."""
         if not self.scheduler.busy:
             return []
         work = self.scheduler.schedule(time.monotonic())
         ready = (work, self._run(work)) if work.slices else None
-        if self.config.run_ahead:
+        if self.config.async_scheduling:
             ready, self._in_flight = self._in_flight, ready
         outputs = self._commit(*ready) if ready else []
         if not self.scheduler.busy:

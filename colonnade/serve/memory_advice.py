@@ -116,8 +116,8 @@ class _Search:
         if key not in self._estimates:
             spec = self.changed(changes)
             try:
-                Plan(tp=spec.tp, cp=spec.cp, ep=spec.ep, sh=spec.sh).check(spec.model)
-                check_quantised(spec.model, spec.serve.weights, spec.serve.weight_group, spec.tp, spec.sh)
+                Plan(tp=spec.tp, cp=spec.cp, ep=spec.ep, etp=spec.etp).check(spec.model)
+                check_quantised(spec.model, spec.serve.weights, spec.serve.weight_group, spec.tp, spec.etp)
                 self._estimates[key] = spec.needs()
             except ColonnadeError:
                 self._estimates[key] = None
@@ -191,7 +191,7 @@ def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
     if serve.max_requests > 1:
         options.append(("serve.max_requests", max(1, serve.max_requests // 4), "more wait"))
     if needs.graphs:
-        options.append(("serve.fixed_steps", "False", "slower steps"))  # the flag takes None, True or False
+        options.append(("serve.graph_capture", "False", "slower steps"))  # the flag takes None, True or False
     kind = "float8" if spec.model.latent is None else "int8"
     if serve.cache == "stored" and (kind == "int8" or supports_float8(spec.device)):
         options.append(("serve.cache", kind, "rounded"))
@@ -202,8 +202,8 @@ def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
         options.append(("serve.draft", None, "no draft model"))
     if spec.model.moe is None:
         options.append(("plan.tp", 2 * spec.tp, f"{2 * spec.tp} processes"))
-    elif (layers := len(expert_modules(Transformer(spec.model, device="meta")))) > 2 and spec.resident is None:
-        options.append(("experts.resident", 2, f"of {layers} layers' experts"))
+    elif (layers := len(expert_modules(Transformer(spec.model, device="meta")))) > 2 and spec.layers_on_device is None:
+        options.append(("experts.layers_on_device", 2, f"of {layers} layers' experts"))
     if spec.dtype in (torch.float32, torch.float64):
         options.append(("dtype", "bfloat16", "other rounding"))
     return [Option(cost, [{name: value}]) for name, value, cost in options]

@@ -74,8 +74,8 @@ class EngineSpec:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    sh: int = 1
-    resident: int | None = None
+    etp: int = 1
+    layers_on_device: int | None = None
     """Layers whose experts are on the device."""
     weights: int | None = None
     """Bytes of a loaded model's weights; None: estimated from its shape."""
@@ -87,13 +87,13 @@ class EngineSpec:
     @property
     def axes(self) -> Axes:
         """The parallel axes of the first rank."""
-        grid = ExpertAxes(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
+        grid = ExpertAxes(ep=Axis("ep", self.ep), etp=Axis("etp", self.etp))
         return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), experts=grid)
 
     @cached_property
     def resolved(self) -> ServeConfig:
         """``serve`` with defaults resolved for this model and device."""
-        waiting = self.resident is not None and self.resident < self.model.expert_layers
+        waiting = self.layers_on_device is not None and self.layers_on_device < self.model.expert_layers
         return resolve_config(
             self.serve, EngineTraits(self.model, self.dtype, self.device, self.cp, offloads_experts=waiting)
         )
@@ -138,7 +138,7 @@ class EngineSpec:
         return replace(own, activations=max(activations, needs.activations), draft=needs.weights + needs.graphs)
 
     def _graph_bytes(self, context: int) -> int:
-        if not self.resolved.fixed_steps or self.device.type != "cuda":
+        if not self.resolved.graph_capture or self.device.type != "cuda":
             return 0
         most = self.serve.max_requests
         sizes = {padded_batch_size(n, most) for n in range(1, most + 1)}
@@ -162,7 +162,7 @@ class EngineSpec:
         if self.weights is not None:
             return self.weights
         storage = partial(weight_bytes_as, weights=self.serve.weights, group=self.serve.weight_group)
-        return device_bytes(self._shape, self.resident, storage)
+        return device_bytes(self._shape, self.layers_on_device, storage)
 
     def _layer_bytes(self, tokens: int) -> int:
         """Peak activations of ``tokens`` tokens in a layer [bytes]."""
@@ -214,8 +214,8 @@ def scratch_pages(axes: Axes, serve: ServeConfig) -> int:
 
     It takes padded writes, and writes to pages of other ranks.
     """
-    assert serve.fixed_steps is not None, "resolved"
-    return int(serve.fixed_steps or axes.cp.size > 1)
+    assert serve.graph_capture is not None, "resolved"
+    return int(serve.graph_capture or axes.cp.size > 1)
 
 
 def supports_float8(device: torch.device) -> bool:

@@ -49,9 +49,10 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             raise ConfigError("this model reads audio; transcribe files with: colonnade speech transcribe FILE")
     if config.batch_invariant:
         check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
-    if config.batch_invariant and config.fixed_steps and device.type == "cpu":
+    if config.batch_invariant and config.graph_capture and device.type == "cpu":
         raise ConfigError(
-            "serve.batch_invariant runs one token at a time on a CPU, which serve.fixed_steps cannot pad; leave one out"
+            "serve.batch_invariant runs one token at a time on a CPU, which serve.graph_capture cannot pad; "
+            "leave one out"
         )
 
 
@@ -68,7 +69,7 @@ def build_caches(
     weight_bytes, draft_bytes = (0 if each is None else _device_bytes(each) for each in (model, draft))
     asked = EngineSpec(
         model.config, config.replace(weights=quantised_kind(model) or "stored"), weight.dtype, weight.device,
-        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.experts.ep.size, sh=model.axes.experts.sh.size,
+        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.experts.ep.size, etp=model.axes.experts.etp.size,
         weights=weight_bytes, draft=None if draft is None else draft.config, draft_weights=draft_bytes,
     )  # fmt: skip
     in_use = weight_bytes + draft_bytes

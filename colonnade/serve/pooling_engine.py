@@ -5,8 +5,8 @@
     outputs = commit(rows)    base64 of each row
 
 No timer collects a batch: while a pass runs, texts arrive, and the next pass takes them. Each text attends to itself
-only, so its row does not depend on the others, apart from rounding. With ``run_ahead`` a pass is launched before the
-rows of the last one are read. On several ranks, rank 0 broadcasts the texts, and the others
+only, so its row does not depend on the others, apart from rounding. With ``async_scheduling`` a pass is launched
+before the rows of the last one are read. On several ranks, rank 0 broadcasts the texts, and the others
 :meth:`~PoolingEngine.follow`.
 """
 
@@ -86,10 +86,12 @@ class PoolingEngine:
         self._live.update(dict.fromkeys(ids, ids[0]))
 
     def step(self) -> list[PoolingOutput]:
-        """Run one forward pass over as many texts as fit; returns its results, with ``run_ahead`` the last pass's."""
+        """Run one forward pass over as many texts as fit; returns its results, with ``async_scheduling`` the "
+        "last pass's.
+        """
         work = self._schedule()
         ready = (work, self._run(work)) if work.lengths else None
-        if self.config.run_ahead:
+        if self.config.async_scheduling:
             ready, self._in_flight = self._in_flight, ready
         return self._commit(*ready) if ready else []
 

@@ -2,8 +2,8 @@
 
     ids = prompt + output          ids[:computed] are in the cache, ids[computed:] are still to be run
 
-A decode step is the special case of one token left to run. With ``run_ahead`` a step is launched before the last one's
-tokens have reached the host: the request's next token is then unknown here, and is filled in on the device.
+A decode step is the special case of one token left to run. With ``async_scheduling`` a step is launched before the
+last one's tokens have reached the host: the request's next token is then unknown here, and is filled in on the device.
 """
 
 from array import array

@@ -2,8 +2,8 @@
 
     page_tokens    16; on a GPU 64, which are whole tiles of keys for its copy engine (TMA)
     token_budget   512; on a GPU 2048, since it runs a pass of 512 faster than the host prepares the next one
-    run_ahead      on a GPU
-    fixed_steps    on a GPU, if its decode steps can be captured as CUDA graphs and padding changes no result; on a
+    async_scheduling      on a GPU
+    graph_capture    on a GPU, if its decode steps can be captured as CUDA graphs and padding changes no result; on a
                    CPU, if C++ kernels run its decode steps, which are then recorded
 
 A CUDA graph replays the same kernels with the same arguments: nothing in it may synchronise with the host, and kernels
@@ -64,9 +64,9 @@ class EngineTraits:
         if config.latent is None and config.head_width > MAX_FUSED_HEAD_WIDTH:
             return f"of heads {config.head_width} wide (at most {MAX_FUSED_HEAD_WIDTH})", "use --device cpu"
         if config.encoder is not None or config.relative_positions is not None:
-            return "of encoder–decoders and of relative positions", "leave --serve.fixed_steps out"
+            return "of encoder–decoders and of relative positions", "leave --serve.graph_capture out"
         if self.offloads_experts:
-            return "of experts offloaded to host memory", "leave --experts.resident out"
+            return "of experts offloaded to host memory", "leave --experts.layers_on_device out"
         if self.exchanges_tokens:
             return "that exchange tokens between expert ranks", "build the model with ground.axes.serving()"
         return None
@@ -91,32 +91,32 @@ class EngineTraits:
 
 def resolve_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
     """``serve`` with every open field decided."""
-    on_gpu, run_ahead, fixed_steps = traits.device.type == "cuda", serve.run_ahead, serve.fixed_steps
-    if fixed_steps is None:
+    on_gpu, async_scheduling, graph_capture = traits.device.type == "cuda", serve.async_scheduling, serve.graph_capture
+    if graph_capture is None:
         recorded = traits.records_steps and not serve.batch_invariant
-        fixed_steps = traits.graph_limitation is None and traits.padding_safe if on_gpu else recorded
+        graph_capture = traits.graph_limitation is None and traits.padding_safe if on_gpu else recorded
     return serve.replace(
         page_tokens=serve.page_tokens or (64 if on_gpu else 16),
         token_budget=serve.token_budget or (2048 if on_gpu else 512),
-        run_ahead=on_gpu if run_ahead is None else run_ahead,
-        fixed_steps=fixed_steps,
+        async_scheduling=on_gpu if async_scheduling is None else async_scheduling,
+        graph_capture=graph_capture,
     )
 
 
 def draft_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
     """How the draft model of the resolved ``serve`` runs: on one rank, with CUDA graphs if both models allow them."""
     capturable = traits.device.type == "cpu" or traits.graph_limitation is None
-    fixed_steps = serve.fixed_steps and traits.padding_safe and capturable
+    graph_capture = serve.graph_capture and traits.padding_safe and capturable
     cache = "stored" if serve.cache == "int8" and traits.model.latent is None else serve.cache
-    return serve.replace(draft=None, fixed_steps=fixed_steps, cache=cache, batch_invariant=False)
+    return serve.replace(draft=None, graph_capture=graph_capture, cache=cache, batch_invariant=False)
 
 
-def check_fixed_steps(serve: ServeConfig, traits: EngineTraits) -> None:
+def check_graph_capture(serve: ServeConfig, traits: EngineTraits) -> None:
     """Raise :class:`ConfigError` if ``serve`` asks for CUDA graphs that cannot be captured."""
-    if serve.fixed_steps and traits.device.type == "cuda" and (limitation := traits.graph_limitation):
+    if serve.graph_capture and traits.device.type == "cuda" and (limitation := traits.graph_limitation):
         steps, remedy = limitation
         raise ConfigError(
-            f"steps {steps} cannot be captured as CUDA graphs yet; leave --serve.fixed_steps out, or {remedy}"
+            f"steps {steps} cannot be captured as CUDA graphs yet; leave --serve.graph_capture out, or {remedy}"
         )
 
 

@@ -37,7 +37,7 @@ def resolve_pooler(model: ModelConfig, folder: Path, serve: ServeConfig, name: s
         )
     if serve.batch_invariant:
         raise ConfigError("serve.batch_invariant applies to generation only; leave it out")
-    if model.top == "classes" and serve.task == "auto":
+    if model.task_head == "classes" and serve.task == "auto":
         return _classifier(model, read_pooling(folder, kind=False), serve)
     stored = read_pooling(folder, kind=serve.pooling is None)
     default: Pooling = "last" if model.causal else "mean"

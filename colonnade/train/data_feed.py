@@ -110,8 +110,9 @@ class CorpusFeed:
     def __init__(self, run: RunConfig, rank: int = 0, ranks: int = 1):
         if not (run.model.causal or run.model.predicts_masked):
             raise ConfigError(
-                f"a model with top = '{run.model.top}' predicts no tokens, so it cannot be trained on text; set "
-                "--model.top pretraining, or fine-tune it with colonnade.tune"
+                f"a model with task_head = '{run.model.task_head}' predicts no tokens, so it cannot be "
+                f"trained on text; set "
+                "--model.task_head pretraining, or fine-tune it with colonnade.tune"
             )
         self.name = str(run.data.path)
         self.sample_tokens: float = run.data.sequence
@@ -120,8 +121,8 @@ class CorpusFeed:
         corpus_vocab, model_vocab = self.corpus.manifest.vocab_size, run.model.vocab_size
         if corpus_vocab > model_vocab:
             remedy = f"set --model.vocab_size {corpus_vocab}"
-            if run.train.start:  # its vocabulary cannot change
-                remedy = f"make it again with colonnade corpus … --tokenizer {run.train.start}"
+            if run.train.pretrained_checkpoint:  # its vocabulary cannot change
+                remedy = f"make it again with colonnade corpus … --tokenizer {run.train.pretrained_checkpoint}"
             raise ConfigError(
                 f"{run.data.path} has a vocabulary of {corpus_vocab} tokens, the model of {model_vocab}; {remedy}"
             )

@@ -62,11 +62,11 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
         )
     forms = opened.formats.values() if opened.formats and weights == "stored" else ()
     for form in forms:
-        check_quantised(opened.config, form.kind, form.group, plan.tp, plan.sh)
-    check_quantised(opened.config, weights, run.distill.weight_group, plan.tp, plan.sh)
-    if opened.config.moe is not None and plan.ep * plan.sh > 1 and (forms or weights not in ("stored", "dense")):
+        check_quantised(opened.config, form.kind, form.group, plan.tp, plan.etp)
+    check_quantised(opened.config, weights, run.distill.weight_group, plan.tp, plan.etp)
+    if opened.config.moe is not None and plan.ep * plan.etp > 1 and (forms or weights not in ("stored", "dense")):
         raise PlanError(
-            f"quantised experts are not trained beside on ep={plan.ep} and sh={plan.sh}; set --distill.weights dense"
+            f"quantised experts are not trained beside on ep={plan.ep} and etp={plan.etp}; set --distill.weights dense"
         )
     return opened
 
@@ -106,7 +106,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
             f"distill.teacher {name} has a vocabulary of {teacher.vocab_size}, and the run's model one of "
             f"{model.vocab_size}; use a teacher with the same tokenizer"
         )
-    if not (teacher.causal and model.causal) or (teacher.top, model.top) != ("unembed", "unembed"):
+    if not (teacher.causal and model.causal) or (teacher.task_head, model.task_head) != ("unembed", "unembed"):
         raise ConfigError("distillation is for models that predict the next token; leave distill.teacher out")
     if teacher.positions == "learned" and teacher.context < run.data.sequence:
         raise ConfigError(

@@ -1,8 +1,10 @@
-"""Initial weights of a run: random, or those of an existing model (``train.start``); and which ones are frozen.
+"""Initial weights of a run: random, or those of an existing model (``train.pretrained_checkpoint``); and which ones
+are frozen.
 
-``train.start`` serves fine-tuning, upcycled experts, or unfreezing. Only its weights are used: the run has its own
-moments, learning-rate schedule and data cursor, and its own settings for routing, balancing, dropping and context
-length. Settings that define what a weight means (norms, activations, positions) must match, and so must the tokenizer.
+``train.pretrained_checkpoint`` serves fine-tuning, upcycled experts, or unfreezing. Only its weights are used: the run
+has its own moments, learning-rate schedule and data cursor, and its own settings for routing, balancing, dropping and
+context length. Settings that define what a weight means (norms, activations, positions) must match, and so must the
+tokenizer.
 """
 
 import difflib
@@ -27,8 +29,8 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 
-OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "top", "classes", "lora")
-"""Model fields that may differ from those of ``train.start``; where they change tensors, the shapes show it."""
+OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "task_head", "classes", "lora")
+"""Fields that may differ from those of ``train.pretrained_checkpoint``; tensors that change show in the shapes."""
 GROUP = 32
 """Inputs that share a scale in an int4 base."""
 PROBE_TOKENS = 512
@@ -36,17 +38,17 @@ PROBE_TOKENS = 512
 
 
 def initialise_masters(model: Transformer, run: RunConfig, context: DistributedContext, masters: Masters) -> None:
-    """Fill ``masters`` with this rank's part of the weights of ``train.start``, or with random ones.
+    """Fill ``masters`` with this rank's part of the weights of ``train.pretrained_checkpoint``, or with random ones.
 
-    A new classification head that ``train.start`` lacks is drawn randomly.
+    A new classification head that ``train.pretrained_checkpoint`` lacks is drawn randomly.
     """
-    if run.model.lora is not None and not run.train.start:
-        raise ConfigError("adapters need a trained model; set train.start to one")
-    if not run.train.start:
+    if run.model.lora is not None and not run.train.pretrained_checkpoint:
+        raise ConfigError("adapters need a trained model; set train.pretrained_checkpoint to one")
+    if not run.train.pretrained_checkpoint:
         initialise(model, run.train.seed, masters.assign)
         masters.update_model()
         return
-    opened = open_model(run.train.start)
+    opened = open_model(run.train.pretrained_checkpoint)
     if run.model.lora is not None:
         base = [name for name, _ in _tensors(model) if not is_adapter(name)]
         initialise(model, run.train.seed, masters.assign, leave=base)
@@ -73,7 +75,8 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
 def load_quantised_base(
     run: RunConfig, context: DistributedContext, dtype: torch.dtype, spans: Sequence[range]
 ) -> Transformer:
-    """A model whose frozen matrices are those of ``train.start``, quantised while they are read; no new adapters yet.
+    """A model whose frozen matrices are those of ``train.pretrained_checkpoint``, quantised while they are read; no
+    new adapters yet.
 
     Raises :class:`ConfigError` for a layout in which they cannot be quantised.
     """
@@ -85,8 +88,8 @@ def load_quantised_base(
         raise ConfigError(
             f"train.float8 {run.train.float8} and lora.base {lora.base} exclude each other; leave one out"
         )
-    opened = open_model(run.train.start)
-    check_quantised(run.model, lora.base, GROUP, run.plan.tp, run.plan.sh)
+    opened = open_model(run.train.pretrained_checkpoint)
+    check_quantised(run.model, lora.base, GROUP, run.plan.tp, run.plan.etp)
     model, store = build(
         run.model, context.axes, device=context.device, dtype=dtype, kind=lora.base, group=GROUP, spans=spans
     )
@@ -99,8 +102,8 @@ def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:
 
 
 def _has_new_head(start: ModelConfig, ours: ModelConfig) -> bool:
-    """Whether the run trains a head for a task that ``train.start`` lacks."""
-    return ours.top in ("classes", "spans") and (start.top, start.classes) != (ours.top, ours.classes)
+    """Whether the run trains a head for a task that ``train.pretrained_checkpoint`` lacks."""
+    return ours.task_head in ("classes", "spans") and (start.task_head, start.classes) != (ours.task_head, ours.classes)
 
 
 def freeze(model: Transformer, patterns: Sequence[str]) -> None:
@@ -163,26 +166,27 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def check_start(run: RunConfig, corpus: Corpus | None) -> None:
-    """Check that ``train.start`` exists and matches the run's model and tokens.
+    """Check that ``train.pretrained_checkpoint`` exists and matches the run's model and tokens.
 
     Raises :class:`ConfigError` for a different model or tokenizer, :class:`CheckpointError` when there is no model.
     """
-    opened = open_model(run.train.start)
+    opened = open_model(run.train.pretrained_checkpoint)
     if opened.adapters:
         raise ConfigError(
-            f"train.start {run.train.start} is a run with adapters; merge them first with colonnade convert "
-            f"{run.train.start} OUT, and start from OUT"
+            f"train.pretrained_checkpoint {run.train.pretrained_checkpoint} is a run with adapters; merge "
+            f"them first with colonnade convert {run.train.pretrained_checkpoint} OUT, and start from OUT"
         )
-    _check_same_model(run.train.start, opened.config, run.model)
+    _check_same_model(run.train.pretrained_checkpoint, opened.config, run.model)
     if corpus is not None:
-        check_same_tokenizer(opened, run.train.start, "train.start", corpus)
+        check_same_tokenizer(opened, run.train.pretrained_checkpoint, "train.pretrained_checkpoint", corpus)
 
 
 def _check_same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     if theirs.moe is None and ours.moe is not None:
         raise ConfigError(
-            f"train.start {start} has no experts, and the run has {ours.moe.experts} in a layer; upcycle it first: "
-            f"colonnade convert {start} OUT --format colonnade --upcycle {ours.moe.experts}, then --train.start OUT"
+            f"train.pretrained_checkpoint {start} has no experts, and the run has {ours.moe.experts} in a "
+            f"layer; upcycle it first: colonnade convert {start} OUT --format colonnade --upcycle "
+            f"{ours.moe.experts}, then --train.pretrained_checkpoint OUT"
         )
     new_head = _has_new_head(theirs, ours)
     different = differences(theirs, ours, ignore=(*OVERRIDABLE_FIELDS, "tied") if new_head else OVERRIDABLE_FIELDS)
@@ -195,8 +199,9 @@ def _check_same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> Non
     if different:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ConfigError(
-            f"train.start {start} is another model than the run's: {', '.join(different[:3])}{more}; give the run that "
-            "model: leave --preset and --model out, and give --train.start on the command line"
+            f"train.pretrained_checkpoint {start} is another model than the run's: "
+            f"{', '.join(different[:3])}{more}; give the run that model: leave --preset and --model out, and give "
+            "--train.pretrained_checkpoint on the command line"
         )
 
 

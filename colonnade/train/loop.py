@@ -49,7 +49,8 @@ def check_settings(run: RunConfig) -> None:
 
 
 def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
-    """Check the data, ``train.start``, the checkpoint to resume from and ``train.freeze`` against the model.
+    """Check the data, ``train.pretrained_checkpoint``, the checkpoint to resume from and ``train.freeze`` against the
+    model.
 
     Raises :class:`~colonnade.errors.ColonnadeError` for the first that does not match.
     """
@@ -59,7 +60,7 @@ def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
     check_teacher(run, data.corpus)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
-    elif run.train.start:
+    elif run.train.pretrained_checkpoint:
         check_start(run, data.corpus)
 
 
@@ -207,7 +208,7 @@ class StopSignal:
 
 def _shared_settings(run: RunConfig) -> dict[str, str]:
     """The settings that all ranks must share; paths and devices may differ by machine."""
-    per_machine = ("runs", "device", "data.path", "train.start", "distill.teacher")
+    per_machine = ("runs", "device", "data.path", "train.pretrained_checkpoint", "distill.teacher")
     return {name: value for name, value in flattened(run.model_dump(mode="json")).items() if name not in per_machine}
 
 

@@ -252,7 +252,7 @@ def _more_ranks(run: RunConfig, machine: Machine, axis: str, extra: Changes) -> 
 
 def _smaller_model(run: RunConfig, machine: Machine) -> list[Remedy]:
     """The largest preset of the same kind that fits."""
-    if run.train.start:
+    if run.train.pretrained_checkpoint:
         return []
     models = {name: preset(name).replace(vocab_size=run.model.vocab_size) for name in PRESETS}
     for name, model in sorted(models.items(), key=lambda item: -item[1].parameters):

@@ -186,7 +186,7 @@ def _hidden_bytes(run: RunConfig, layer: int, each: int) -> int:
         return dense * -(-model.ffn_width // plan.tp) * each
     chosen = moe.active * max(1.0, moe.capacity or 1.0)
     experts = chosen * (2 if model.gated else 1) * moe.ffn_width
-    if plan.ep * plan.sh > 1:
+    if plan.ep * plan.etp > 1:
         experts += 2 * chosen * model.width  # received tokens, and returned ones
     scores = 4 * model.width if each < 4 else 0  # the router reads the stream in float32
     return int((experts + dense * moe.shared_width) * each) + scores
@@ -209,7 +209,7 @@ def quantised_bytes(model: ModelConfig, plan: Plan, rank: int, kind: Kind) -> in
 @functools.lru_cache(maxsize=256)
 def count_parameters(model: ModelConfig, plan: Plan, rank: int, frozen: str) -> ParameterCounts:
     """Elements of ``model`` on data rank 0 of pipeline rank ``rank``, counted on the meta device."""
-    grid = ExpertAxes(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
+    grid = ExpertAxes(ep=Axis("ep", plan.ep), etp=Axis("etp", plan.etp))
     axes = Axes(tp=Axis("tp", plan.tp), cp=Axis("cp", plan.cp), experts=grid)
     local_model = Transformer(model, axes, spans=plan.stage_layers(model.layers)[rank :: plan.pp], device="meta")
     freeze(local_model, frozen)

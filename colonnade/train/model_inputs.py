@@ -131,7 +131,7 @@ def model_inputs(
             attend,
             PolicyLoss(targets_R, advantages_R, old_R, rows_R, PolicyClip(*batch.clip), batch.observed),
         )
-    if config.top == "classes":
+    if config.task_head == "classes":
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
         pooler_dropout = dropout and dropout.rows(batch.predicted_R[: len(rows_R)]).at_embedding
@@ -141,13 +141,13 @@ def model_inputs(
             labels_Q = targets_R[::choices]
             return stream, attend, ChoiceLoss(rows_R, choices, labels_Q, step.label_smoothing, pooler_dropout)
         return stream, attend, ClassLoss(rows_R, targets_R, step.label_smoothing, pooler_dropout)
-    if config.top == "spans":
+    if config.task_head == "spans":
         assert first_R is not None, "span targets belong to sequences"
         return stream, attend, SpanLoss(cu, longest, first_R, targets_R.reshape(-1, 2))
     if step.distiller is not None:
         return stream, attend, step.distiller.head(stream, attend, targets_R)
     tokens = Loss(targets_R, step.label_smoothing, rows_R)
-    if config.top != "pretraining":
+    if config.task_head != "pretraining":
         return stream, attend, tokens
     assert first_R is not None, "this model trains on pairs"
     assert orders_R is not None

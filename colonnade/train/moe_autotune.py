@@ -1,10 +1,10 @@
 """Autotunes degree r and overlap p of each MoE layer, from measured link speeds and the layer's actual load.
 
 Modelled cost of a step at (r, p), forward and backward, on the slowest rank; b are the bytes of this rank's weight
-shards, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens, m those of the busiest ep rank:
+shards, c those of a token, W = ep·etp ranks, n the choices of a rank's tokens, m those of the busiest ep rank:
 
     r = 0    3 · gather(b·(W − 1))                                         + compute(n)
-    r ≥ 1    3p · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)     + compute(m/sh)
+    r ≥ 1    3p · gather(b·(etp/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)     + compute(m/etp)
 
 Overlap in p parts hides the shorter of exchange and compute, except for the first part's share, which is smaller than
 1/p (:func:`colonnade.model.moe.dispatch.part_sizes`), and costs the latency of the exchange p times. (Tutel, arXiv
@@ -124,7 +124,7 @@ class MeasuredCosts:
             layer.experts(ExpertRows(x_RD, x_RD.new_ones(len(x_RD), 1), order=(order_R, ends_e)))
 
         seconds = link_bandwidth.slowest_seconds(run_experts, device, grid.tokens)
-        gathers = {r: link_bandwidth.all_gather_link(grid.hidden_slice(r), device) for r in divisors(grid.sh.size)}
+        gathers = {r: link_bandwidth.all_gather_link(grid.hidden_slice(r), device) for r in divisors(grid.etp.size)}
         gathers[0] = link_bandwidth.all_gather_link(grid.all, device)
         flops = 2 * len(layer.experts.matrices) * e * PROBE_ROWS * f * D
         return MeasuredCosts(link_bandwidth.all_to_all_link(grid.all, device), gathers, flops / seconds)
@@ -135,11 +135,11 @@ class LayerLoad:
     """The sizes and the load that determine a layer's cost."""
 
     ep: int
-    sh: int
+    etp: int
     choices: float
     """Of one rank's tokens."""
     busiest: float
-    """Choices of the busiest ep rank, all its sh ranks together."""
+    """Choices of the busiest ep rank, all its etp ranks together."""
     token_bytes: int
     weight_bytes: int
     """This rank's shards."""
@@ -149,23 +149,23 @@ class LayerLoad:
 
 def modelled_seconds(spread: DispatchOptions, layer: LayerLoad, costs: MeasuredCosts) -> float:
     """The modelled cost of one step of ``layer``, as far as it depends on ``spread``."""
-    ranks, r = layer.ep * layer.sh, spread.degree
+    ranks, r = layer.ep * layer.etp, spread.adaptive_r
     if r == 0:
         gathered_s = 3 * costs.gathers[0].seconds(layer.weight_bytes * (ranks - 1))
         return gathered_s + 3 * layer.choices * layer.flops / costs.flops_per_s
-    others = layer.sh // r - 1
+    others = layer.etp // r - 1
     gathered_s = 3 * spread.overlap * costs.gathers[r].seconds(layer.weight_bytes * others) if others else 0.0
     sent_bytes = layer.token_bytes * layer.choices * r * (ranks - 1) / ranks
     latency_s = 4 * costs.exchange.latency_s * spread.overlap
     exchange_s = 4 * sent_bytes / costs.exchange.bytes_per_s
-    compute_s = 3 * layer.busiest / layer.sh * layer.flops / costs.flops_per_s
+    compute_s = 3 * layer.busiest / layer.etp * layer.flops / costs.flops_per_s
     hidden_s = (1 - 1 / sum(part_sizes(spread.overlap))) * min(exchange_s, compute_s)
     return gathered_s + latency_s + exchange_s + compute_s - hidden_s
 
 
 def candidates(current: DispatchOptions, layer: LayerLoad, costs: MeasuredCosts) -> list[DispatchOptions]:
     """The current spread, then all whose modelled cost is nearly the least, cheapest first."""
-    spreads = [DispatchOptions(0, 1)] + [DispatchOptions(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
+    spreads = [DispatchOptions(0, 1)] + [DispatchOptions(r, p) for r in divisors(layer.etp) for p in OVERLAPS]
     cost = {spread: modelled_seconds(spread, layer, costs) for spread in spreads}
     limit = CANDIDATE_FACTOR * min(cost.values())
     near = sorted((spread for spread in spreads if cost[spread] <= limit), key=lambda spread: cost[spread])
@@ -200,7 +200,7 @@ class MoeAutotuner:
             best = pick_spread(current, seconds)
             if best != current:
                 changes.append(
-                    f"layer {number}: degree {current.degree} -> {best.degree}, "
+                    f"layer {number}: adaptive_r {current.adaptive_r} -> {best.adaptive_r}, "
                     f"overlap {current.overlap} -> {best.overlap} "
                     f"({seconds[current] * 1e3:.2f} -> {seconds[best] * 1e3:.2f} ms, measured)"
                 )
@@ -216,12 +216,12 @@ def _layer_load(module: MixtureOfExperts, load: Sequence[int], grid: ExpertAxes,
     _, f, D = experts.up.shape
     return LayerLoad(
         ep=grid.ep.size,
-        sh=grid.sh.size,
+        etp=grid.etp.size,
         choices=sum(by_rank) / grid.all.size,
         busiest=max(by_rank),
         token_bytes=D * experts.up.itemsize,
         weight_bytes=experts.size_bytes,
-        flops=2.0 * math.prod((len(experts.matrices), f * grid.sh.size, D)),
+        flops=2.0 * math.prod((len(experts.matrices), f * grid.etp.size, D)),
     )
 
 

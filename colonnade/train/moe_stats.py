@@ -114,7 +114,7 @@ def gather_routing_table(
     all_LC = torch.zeros(len(layers), E + 6, dtype=torch.float64, device=device)
     if stats is not None:
         rows = torch.tensor([layers.index(layer) for layer in stats.layers], device=device)
-        spread_L2 = torch.tensor([(spread.degree, spread.overlap) for spread in stats.spread_L], device=device)
+        spread_L2 = torch.tensor([(spread.adaptive_r, spread.overlap) for spread in stats.spread_L], device=device)
         columns = (stats.dropped_L, stats.balance_L, stats.z_L, stats.sent_bytes_L, *spread_L2.unbind(1))
         all_LC[rows] = torch.cat((stats.load_LE, *(column[:, None] for column in columns)), 1).double()
     if balance is not None:
@@ -126,7 +126,7 @@ def gather_routing_table(
             "balance": row[E + 1],
             "z": row[E + 2],
             "sent_bytes": int(row[E + 3]),
-            "degree": int(row[E + 4]),
+            "adaptive_r": int(row[E + 4]),
             "overlap": int(row[E + 5]),
         }
         for layer, row in zip(layers, pp.sum_(all_LC).tolist(), strict=True)
@@ -160,7 +160,7 @@ def tracker_row(table: RoutingTable) -> dict[str, float]:
             f"moe/{layer}/idle": float(stats["load"].count(0)),
             f"moe/{layer}/entropy": -sum(p * math.log(p) for p in shares if p) / uniform_entropy,
             f"moe/{layer}/sent_bytes": float(stats["sent_bytes"]),
-            f"moe/{layer}/degree": float(stats["degree"]),
+            f"moe/{layer}/adaptive_r": float(stats["adaptive_r"]),
             f"moe/{layer}/overlap": float(stats["overlap"]),
         }
     totals = {

@@ -100,9 +100,9 @@ def sum_partial_grads(weights: Mapping[str, Tensor], layout: Mapping[str, Placem
 def sum_expert_grads(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], grid: ExpertAxes) -> None:
     """Sum the gradients of experts over the ranks with copies of them.
 
-    An expert's output bias is whole on each of its sh ranks, so its gradient is summed over those too.
+    An expert's output bias is whole on each of its etp ranks, so its gradient is summed over those too.
     """
-    for axis, hidden_dims in ((grid.copies, (1, None)), (grid.sh, (None,))):
+    for axis, hidden_dims in ((grid.copies, (1, None)), (grid.etp, (None,))):
         shared = [
             w for name, w in weights.items() if isinstance(at := layout[name], Experts) and at.hidden in hidden_dims
         ]
@@ -155,7 +155,7 @@ def gradient_norm(
 def _owns(placement: Placement, axes: Axes) -> bool:
     """Whether this rank counts its part of a parameter."""
     if isinstance(placement, Experts):
-        return axes.experts.copies.rank == 0 and (placement.hidden is not None or axes.experts.sh.rank == 0)
+        return axes.experts.copies.rank == 0 and (placement.hidden is not None or axes.experts.etp.rank == 0)
     return axes.replicate.rank == 0 and (isinstance(placement, int) or axes.tp.rank == 0)
 
 

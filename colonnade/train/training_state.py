@@ -110,7 +110,7 @@ class TrainingState:
                 self.feed.prepare(self.model, self.pipeline, self.world, context.device)
             self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, context.device) if run.train.dtype == "float16" else None
-        degree = run.plan.degree
+        degree = run.plan.adaptive_r
         spread = DispatchOptions() if degree == "auto" else DispatchOptions(degree, run.plan.overlap, run.plan.shadows)
         self._moe_autotuner = MoeAutotuner(self.model) if degree == "auto" and has_moe_layers(self.model) else None
         self._step = TrainStep(
@@ -118,7 +118,7 @@ class TrainingState:
             run.train.cuda_graph, load_distiller(run, context),
         )  # fmt: skip
         self.spread_changes: list[str] = []
-        """Changes by the MoE autotuner (plan.degree auto) that were not shown yet."""
+        """Changes by the MoE autotuner (plan.adaptive_r auto) that were not shown yet."""
         self.steps_taken = 0
         """Optimizer steps taken."""
         self.samples_seen = 0

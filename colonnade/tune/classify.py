@@ -1,6 +1,7 @@
 """Fine-tuning an encoder to classify texts, or pairs of texts (Devlin 2019, section 4.1).
 
-    run = RunConfig(name="mnli", model=classifier("bert-base", classes=3), train=TrainConfig(start="bert-base", …))
+    run = RunConfig(name="mnli", model=classifier("bert-base", classes=3),
+                    train=TrainConfig(pretrained_checkpoint="bert-base", …))
     fit(run, examples, held_out)
     accuracy(colonnade.load(run.folder).transformer, test)
 
@@ -161,7 +162,11 @@ class ExampleFeed:
         def loader(part: Examples) -> Loader:
             t = run.train
             objective = LabelledSamples(
-                part, run.data, segments=run.model.segments > 0, fixed_shape=fixed_shape, spans=run.model.top == "spans"
+                part,
+                run.data,
+                segments=run.model.segments > 0,
+                fixed_shape=fixed_shape,
+                spans=run.model.task_head == "spans",
             )
             return Loader(None, run.data, t.batch, t.micro_batch, rank, ranks, objective)
 
@@ -193,7 +198,7 @@ def check_examples(
     for number, (tokens, label, segments, end) in enumerate(examples):
         if not 0 < len(tokens) <= longest:
             raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}, cut where need be")
-        if model.top == "spans":
+        if model.task_head == "spans":
             if end is None or len(tokens) < 2 or not 0 <= label <= end < len(tokens):
                 raise DataError(
                     f"{what} {number} has the answer {label} to {end} in {len(tokens)} tokens; give its first and last "
@@ -228,14 +233,15 @@ def check_settings(run: RunConfig) -> bool:
     Returns whether all micro-batches must have the same shape.
     """
     model, t, defaults = run.model, run.train, DataConfig()
-    if run.plan.cp > 1 and (model.top == "spans" or model.classes == 1):
+    if run.plan.cp > 1 and (model.task_head == "spans" or model.classes == 1):
         raise ConfigError(
             f"plan.cp is {run.plan.cp}, and the choices of a question, or the tokens of an answer, are compared within "
             "one rank; leave it out"
         )
-    if model.top not in ("classes", "spans"):
+    if model.task_head not in ("classes", "spans"):
         raise ConfigError(
-            f"fine-tuning a classifier needs a model with top = 'classes', not '{model.top}'; make its config with "
+            f"fine-tuning a classifier needs a model with task_head = 'classes', not '{model.task_head}'; "
+            f"make its config with "
             "colonnade.tune.classifier(START, classes)"
         )
     for name in ("path", "separate_documents", "mask_share", "mask_ngram", "short_seq_prob"):
@@ -261,18 +267,18 @@ def check_settings(run: RunConfig) -> bool:
 
 
 def start_tokenizer(run: RunConfig) -> Tokenizer | None:
-    """The tokenizer of the resumed checkpoint, or of ``train.start``."""
-    source = native.newest(run.folder) or run.train.start
+    """The tokenizer of the resumed checkpoint, or of ``train.pretrained_checkpoint``."""
+    source = native.newest(run.folder) or run.train.pretrained_checkpoint
     return Tokenizer.from_model(open_model(source).tokenizer_source) if source else None
 
 
 def classifier(start: str | Path, classes: int) -> ModelConfig:
     """The config of the encoder ``start`` (anything that load takes) with a classifier on its pooler.
 
-    A run starts from the weights of ``train.start``; new parameters are drawn from ``train.seed``. Raises
-    :class:`CheckpointError` if there is no such model, :class:`ConfigError` if it is not an encoder.
+    A run starts from the weights of ``train.pretrained_checkpoint``; new parameters are drawn from ``train.seed``.
+    Raises :class:`CheckpointError` if there is no such model, :class:`ConfigError` if it is not an encoder.
     """
-    return open_model(start).config.replace(top="classes", classes=classes, tied=True)
+    return open_model(start).config.replace(task_head="classes", classes=classes, tied=True)
 
 
 def fit(

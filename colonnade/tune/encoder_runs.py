@@ -151,7 +151,7 @@ def predict_with(folder: Path, task: EncoderTask, rows: Sequence[Any], device: D
     """The predictions of a trained run, in this process."""
     context = DistributedContext.solo(choose_device(Plan(), device))
     opened = open_for_plan(str(folder), Plan())
-    model: Transformer = load_model(opened, context, "float32", str(folder), AS_TRAINED.resident, "stored", 64)
+    model: Transformer = load_model(opened, context, "float32", str(folder), AS_TRAINED.layers_on_device, "stored", 64)
     return task.predict(model, rows)
 
 
@@ -177,8 +177,9 @@ def _run_config(
     steps = max(1, math.ceil(samples * settings.epochs / batch))
     name = settings.name or settings.method
     train = settings.train.replace(
-        start=settings.start, steps=steps, lr=lr, min_lr=0.0, batch=batch, micro_batch=min(settings.micro_batch, batch),
-        warmup=steps // 10, schedule="linear", seed=seed, eval_every=0, save_every=steps,
+        pretrained_checkpoint=settings.start, steps=steps, lr=lr, min_lr=0.0, batch=batch,
+        micro_batch=min(settings.micro_batch, batch), warmup=steps // 10, schedule="linear", seed=seed, eval_every=0,
+        save_every=steps,
     )  # fmt: skip
     return RunConfig(
         name=f"lr{lr:g}-batch{batch}-seed{seed}", runs=settings.runs / name, device=settings.device, model=model,

@@ -95,7 +95,7 @@ class ClassifyTask:
 
     def config(self, start: ModelConfig) -> ModelConfig:
         """With a classifier on the pooler."""
-        return start.replace(top="classes", classes=len(self.labels), tied=True)
+        return start.replace(task_head="classes", classes=len(self.labels), tied=True)
 
     def examples(self, rows: Sequence[Text]) -> list[Example]:
         """One sequence for each text or pair."""
@@ -130,7 +130,7 @@ class ChoiceTask:
 
     def config(self, start: ModelConfig) -> ModelConfig:
         """With one logit on the pooler."""
-        return start.replace(top="classes", classes=1, tied=True)
+        return start.replace(task_head="classes", classes=1, tied=True)
 
     def examples(self, rows: Sequence[Question]) -> list[Example]:
         """A sequence for each answer; the question's label is that of the first."""

@@ -206,7 +206,7 @@ class RewardFeed:
             own = Transformer(
                 config, model.axes.serving(), device=weight.device, dtype=compute_dtype(self._run, weight)
             )
-            serve = ServeConfig(max_requests=min(self._run.train.batch, 64), run_ahead=False)
+            serve = ServeConfig(max_requests=min(self._run.train.batch, 64), async_scheduling=False)
             own = own.eval().requires_grad_(False)
             _copy(model, own)
             self._engine = Engine(own, self.tokenizer, serve)
@@ -242,7 +242,9 @@ def _logp(completion: Completion) -> list[float]:
 def _tokenizer(run: RunConfig) -> Tokenizer:
     tokenizer = start_tokenizer(run)
     if tokenizer is None:
-        raise DataError(f"{run.train.start} has no tokenizer, and answers are text; use a model with one")
+        raise DataError(
+            f"{run.train.pretrained_checkpoint} has no tokenizer, and answers are text; use a model with one"
+        )
     return tokenizer
 
 

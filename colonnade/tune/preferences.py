@@ -133,7 +133,7 @@ def _score(model: Transformer, pipeline: PipelineStep | None, batch: Batch) -> T
 
 
 def _file(run: RunConfig, rows: Conversations) -> Path:
-    key = hashlib.sha256(f"{rows.sha256} {run.train.start} {run.train.dtype}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(f"{rows.sha256} {run.train.pretrained_checkpoint} {run.train.dtype}".encode()).hexdigest()[:12]
     return run.folder / f"reference-{key}.npy"
 
 

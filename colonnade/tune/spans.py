@@ -60,7 +60,7 @@ class SpanTask:
 
     def config(self, start: ModelConfig) -> ModelConfig:
         """With two logits for each token."""
-        return start.replace(top="spans", classes=0, tied=True)
+        return start.replace(task_head="spans", classes=0, tied=True)
 
     def windows(self, rows: Sequence[SpanQuestion]) -> list[Window]:
         """The windows of all questions."""

@@ -44,9 +44,12 @@ def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: in
     config = open_model(model).config
     data = DataConfig(sequence=sequence or min(SEQUENCE, config.context))
     train = settings.pop("train", TrainConfig())
-    if train.start not in ("", str(model)):
-        raise ConfigError(f"train.start {train.start} is not the model {model} to fine-tune; leave it out")
-    train = train.replace(start=str(model))
+    if train.pretrained_checkpoint not in ("", str(model)):
+        raise ConfigError(
+            f"train.pretrained_checkpoint {train.pretrained_checkpoint} is not the model {model} to "
+            f"fine-tune; leave it out"
+        )
+    train = train.replace(pretrained_checkpoint=str(model))
     return RunConfig(model=config.replace(lora=lora), data=data, train=train, **{"name": "tuned", **settings})
 
 
@@ -141,7 +144,7 @@ class Tuner:
             raise ConfigError(f"method {method} is unknown{did_you_mean(method, list(methods))}")
         tune = tune or TuneConfig()
         check_tune_settings(run)
-        tokenizer = _tokenizer(run.train.start)
+        tokenizer = _tokenizer(run.train.pretrained_checkpoint)
         self.data = methods[method](run, tune, data, held_out, tokenizer)
         if set_steps:
             steps = max(1, math.ceil(tune.epochs * self.data.rows / run.train.batch))

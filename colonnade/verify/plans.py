@@ -40,15 +40,22 @@ def all_plans(world: int, model: ModelConfig | None = None) -> list[Plan]:
 
 
 def _with_experts(plan: Plan) -> Iterator[Plan]:
-    """Yield ``plan`` with each ep, sh, degree and overlap; without an all-to-all there is one overlap."""
-    for ep, sh in itertools.product(divisors(plan.stage_ranks), divisors(plan.stage_ranks)):
-        if plan.stage_ranks % (ep * sh) == 0:
-            for degree in (0, *divisors(sh)) if ep * sh > 1 else (1,):
-                exchanges = degree and ep * sh > 1
-                nears = (0, *divisors(ep * sh)[1:-1][:1]) if exchanges else (0,)
+    """Yield ``plan`` with each ep, etp, degree and overlap; without an all-to-all there is one overlap."""
+    for ep, etp in itertools.product(divisors(plan.stage_ranks), divisors(plan.stage_ranks)):
+        if plan.stage_ranks % (ep * etp) == 0:
+            for degree in (0, *divisors(etp)) if ep * etp > 1 else (1,):
+                exchanges = degree and ep * etp > 1
+                node_sizes = (0, *divisors(ep * etp)[1:-1][:1]) if exchanges else (0,)
                 overlaps, shadows = ((1, OVERLAP), (0, SHADOWS)) if exchanges else ((1,), (0,))
-                for overlap, near, shadow in itertools.product(overlaps, nears, shadows):
-                    laid = {"ep": ep, "sh": sh, "degree": degree, "overlap": overlap, "near": near, "shadows": shadow}
+                for overlap, node_size, shadow in itertools.product(overlaps, node_sizes, shadows):
+                    laid = {
+                        "ep": ep,
+                        "etp": etp,
+                        "adaptive_r": degree,
+                        "overlap": overlap,
+                        "hierarchical_a2a_size": node_size,
+                        "shadows": shadow,
+                    }
                     with suppress(PlanError):  # some do not go together
                         yield plan.replace(**laid)
 
@@ -127,7 +134,9 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
         ),
         window=None if model.window is None else min(model.window, 7),
         window_from_layer=min(model.window_from_layer, layers - 1),
-        top=model.top if model.causal or model.predicts_masked else "pretraining",  # verify trains, on tokens
+        task_head=model.task_head
+        if model.causal or model.predicts_masked
+        else "pretraining",  # verify trains, on tokens
         classes=0,
     )
 
@@ -142,7 +151,7 @@ def _shrink_experts(moe: MoeConfig) -> MoeConfig:
         active=min(moe.active, kept * (experts // groups)),
         ffn_width=EXPERT_WIDTH,
         shared_width=moe.shared_width and EXPERT_WIDTH + 1,
-        first=min(moe.first, 1),
+        first_k_dense_replace=min(moe.first_k_dense_replace, 1),
         # The texts of verify have no task.
         router=router.replace(groups=groups, groups_kept=kept, task=0 if router.kind == "task" else router.task),
     )

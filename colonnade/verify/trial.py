@@ -105,7 +105,7 @@ class Trial:
 
     def _step(self, number: int) -> None:
         train = TRAIN if number == 0 else TRAIN.replace(clip=CLIP)
-        degree = self.context.plan.degree
+        degree = self.context.plan.adaptive_r
         assert degree != "auto", "verify runs every degree as a plan of its own"
         spread = [DispatchOptions(degree, self.context.plan.overlap, self.context.plan.shadows)]
         step = TrainStep(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)

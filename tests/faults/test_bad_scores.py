@@ -40,7 +40,7 @@ def _diagnoses(config: RunConfig, bad_rank: int, layer: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("plan", "bad_rank", "layer"),
-    [(Plan(dp=2, ep=2), 1, 0), (Plan(tp=2), 0, 1), (Plan(pp=2, dp=2, sh=2), 3, 1)],
+    [(Plan(dp=2, ep=2), 1, 0), (Plan(tp=2), 0, 1), (Plan(pp=2, dp=2, etp=2), 3, 1)],
     ids=str,
 )
 def test_layer_and_rank_are_named_on_all_ranks(plan: Plan, bad_rank: int, layer: int, config: RunConfig) -> None:

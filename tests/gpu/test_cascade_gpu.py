@@ -250,7 +250,7 @@ def test_latent_model_generates_same_tokens_as_cpu(cache: CacheFormat, graphed: 
             model = other.requires_grad_(False)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, token_budget=7, cache=cache)
         fixed = graphed and device == "cuda"
-        engine = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
+        engine = Engine(model, tiny.tokenizer(), limits.replace(graph_capture=fixed))
         outputs.append([c.token_ids for c in engine.generate([[1, 2, 3], list(range(20)), [9]], params)])
     assert outputs[0] == outputs[1]
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 MODEL = ModelConfig(
     family="bert", vocab_size=100, layers=2, width=128, heads=4, ffn_width=256, context=64, causal=False, segments=2,
     positions="learned", norm="layernorm", norm_order="post", embed_norm=True, gated=False, activation="gelu",
-    qkv_bias=True, out_bias=True, ffn_bias=True, tied=True, top="classes", classes=3,
+    qkv_bias=True, out_bias=True, ffn_bias=True, tied=True, task_head="classes", classes=3,
 )  # fmt: skip
 TRAIN = TrainConfig(
     steps=8, batch=8, micro_batch=8, lr=1e-3, min_lr=1e-4, warmup=2, dtype="bfloat16", eval_every=0, save_every=0,

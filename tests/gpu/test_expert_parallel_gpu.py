@@ -55,7 +55,7 @@ def _check(plan: Plan) -> dict[str, float]:
         leaves = [x, weights, *experts.matrices]
         worst: dict[str, float] = {}
         exact: list[Tensor] = []
-        for r in [d for d in (0, 1, 2) if d == 0 or plan.sh % d == 0]:
+        for r in [d for d in (0, 1, 2) if d == 0 or plan.etp % d == 0]:
             for p in (1, 2, 4, 6) if r else (1,):
 
                 def forward(r: int = r, p: int = p) -> list[Tensor]:
@@ -77,7 +77,7 @@ def _check(plan: Plan) -> dict[str, float]:
         return worst
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), Plan(dp=2, sh=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), Plan(dp=2, etp=2)], ids=str)
 def test_degrees_and_parts_agree_and_synchronise_once(plan: Plan) -> None:
     for case, error in launch(_check, (plan,), plan).items():
         assert error < 1e-2, (case, error)

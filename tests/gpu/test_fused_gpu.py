@@ -211,7 +211,7 @@ def test_engine_generates_same_tokens_as_cpu(name: str, graphed: bool, weights: 
             for layer in quantisable_modules(model).values():
                 layer.quantise(layer.weight.detach().to(device), weights, 32, lambda x: x)
         fixed = graphed and device == "cuda"
-        limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, fixed_steps=fixed)
+        limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, graph_capture=fixed)
         engine = Engine(model.to(device), tiny.tokenizer(), limits)
         assert all(block.fused for block in model.blocks) == (device == "cuda")
         outputs.append(engine.generate([[1, 2, 3], [50, 7], [9, *range(20, 60)]], params))

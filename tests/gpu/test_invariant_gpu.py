@@ -81,23 +81,23 @@ def test_attention(chunks: int, group: int) -> None:
 def test_requests(name: str, dtype: torch.dtype, graphed: bool) -> None:
     """As on a CPU; with CUDA graphs, whose steps are padded to varying sizes, and mixed with eager steps."""
     model = cpu.model(name, dtype).to("cuda")
-    alone = cpu.bits(model, fixed_steps=graphed)
-    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=0, fixed_steps=graphed), alone)
-    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=6, token_budget=7, fixed_steps=graphed), alone)
+    alone = cpu.bits(model, graph_capture=graphed)
+    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=0, graph_capture=graphed), alone)
+    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=6, token_budget=7, graph_capture=graphed), alone)
     assert cpu.same(
-        cpu.bits(model, cpu.other_requests(6, seed=1), at=5, after=3, prefix_cache=False, fixed_steps=False), alone
+        cpu.bits(model, cpu.other_requests(6, seed=1), at=5, after=3, prefix_cache=False, graph_capture=False), alone
     )
     # CUDA graphs are the default.
     assert cpu.same(cpu.bits(model, cpu.other_requests(6, seed=3), at=4, pages=14, max_requests=5), alone)
-    drawn = cpu.bits(model, params=cpu.SAMPLED, fixed_steps=False)
-    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=3, params=cpu.SAMPLED, fixed_steps=graphed), drawn)
+    drawn = cpu.bits(model, params=cpu.SAMPLED, graph_capture=False)
+    assert cpu.same(cpu.bits(model, cpu.other_requests(6), at=3, params=cpu.SAMPLED, graph_capture=graphed), drawn)
 
 
 def test_request_in_a_batch_of_256() -> None:
     model = cpu.model("llama", torch.bfloat16).to("cuda")
-    alone = cpu.bits(model, fixed_steps=False)
+    alone = cpu.bits(model, graph_capture=False)
     for at in (0, 100, 255):
-        assert cpu.same(cpu.bits(model, cpu.other_requests(255, seed=at), at=at, fixed_steps=False), alone)
+        assert cpu.same(cpu.bits(model, cpu.other_requests(255, seed=at), at=at, graph_capture=False), alone)
 
 
 @pytest.mark.parametrize(("name", "what"), [("experts", "experts"), ("latent", "latent attention")])

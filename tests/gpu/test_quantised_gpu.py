@@ -72,7 +72,7 @@ def test_model_generates_same_tokens_as_cpu(weights: str, graphed: bool, plain_c
         model = api.load(tmp_path / "m", dtype="float32", device=device, weights=weights, weight_group=32)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, weights=weights)
         fixed = graphed and device == "cuda"
-        engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
+        engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(graph_capture=fixed))
         outputs.append(engine.generate([[1, 2, 3], [50, 7], [9]], params))
     assert outputs[0] == outputs[1]
 
@@ -127,11 +127,11 @@ def test_moe_generates_same_tokens_as_cpu(weights: str, how: str, plain_cpu: Non
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = []
     for device in ("cpu", "cuda"):
-        experts = ExpertsConfig(resident=2) if how == "offloaded" and device == "cuda" else ExpertsConfig()
+        experts = ExpertsConfig(layers_on_device=2) if how == "offloaded" and device == "cuda" else ExpertsConfig()
         options = {"dtype": "float32", "device": device, "weights": weights, "weight_group": 32}
         model = api.load(tmp_path / "m", **options, experts=experts)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, weights=weights)
         fixed = how == "graphs" and device == "cuda"
-        engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
+        engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(graph_capture=fixed))
         outputs.append([c.token_ids for c in engine.generate([[1, 2, 3], [50, 7], [9]], params)])
     assert outputs[0] == outputs[1]

@@ -108,14 +108,14 @@ MOE = {"moe": MoeConfig(experts=4, active=2, ffn_width=8, shared_width=3, shared
 
 
 def generated_tokens(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
-    """Generated tokens: twice with eager steps, then three times with CUDA graphs and run_ahead."""
+    """Generated tokens: twice with eager steps, then three times with CUDA graphs and async_scheduling."""
     with DistributedContext.build(plan, "cuda") as context:
         axes = with_small_allreduce(context.axes.serving(), context.device)
         assert (axes.tp if plan.tp > 1 else axes.cp).small_collectives is not None
         model = tiny.model(axes, dtype=torch.float32, **changes).to(context.device)
         texts = []
         for fixed, times in ((False, 2), (True, 3)):
-            engine = Engine(model, tiny.tokenizer(), LIMITS.replace(fixed_steps=fixed, run_ahead=fixed))
+            engine = Engine(model, tiny.tokenizer(), LIMITS.replace(graph_capture=fixed, async_scheduling=fixed))
             if context.rank:
                 engine.follow()
                 continue
@@ -132,7 +132,7 @@ def generated_tokens(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
         (Plan(cp=2), {}),
         (Plan(tp=2), MOE),
         (Plan(tp=2, ep=2), MOE),
-        (Plan(tp=2, sh=2), MOE),
+        (Plan(tp=2, etp=2), MOE),
         (Plan(cp=2, ep=2), MOE),
     ],
     ids=str,
@@ -145,11 +145,11 @@ def test_two_gpus_generate_same_tokens_as_cpu(plan: Plan, changes: dict) -> None
 
 
 def test_unsupported_capture_is_refused() -> None:
-    """Sliding-window layers over a split cache: explicit fixed_steps is refused, the default leaves it off."""
+    """Sliding-window layers over a split cache: explicit graph_capture is refused, the default leaves it off."""
     axes = Axes(cp=Axis("cp", 2), model=Axis("model", 2), cp_replicated=True)
     model = tiny.model(axes, dtype=torch.float32, window=7).to("cuda")
     with pytest.raises(
         ConfigError, match=r"steps of attention with a window over cp=2 cannot be captured as CUDA graphs yet"
     ):
-        Engine(model, tiny.tokenizer(), LIMITS.replace(fixed_steps=True))
-    assert resolve_config(LIMITS, EngineTraits.of(model)).fixed_steps is False
+        Engine(model, tiny.tokenizer(), LIMITS.replace(graph_capture=True))
+    assert resolve_config(LIMITS, EngineTraits.of(model)).graph_capture is False

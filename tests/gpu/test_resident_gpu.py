@@ -80,9 +80,9 @@ def test_serving_with_offloaded_experts() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     limits = ServeConfig(pages=12, page_tokens=4, token_budget=9, max_requests=3)
     prompts = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
-    resident = Engine(on_gpu(model), tiny.tokenizer(), limits.replace(fixed_steps=False))
+    resident = Engine(on_gpu(model), tiny.tokenizer(), limits.replace(graph_capture=False))
     fetched = Engine(offloaded(model, 2), tiny.tokenizer(), limits)
-    assert not fetched.config.fixed_steps, "a layer that waits for its router's choice cannot be captured"
+    assert not fetched.config.graph_capture, "a layer that waits for its router's choice cannot be captured"
     texts = [engine.generate(prompts, greedy) for engine in (resident, fetched)]
     assert [done.token_ids for done in texts[0]] == [done.token_ids for done in texts[1]]
 
@@ -92,7 +92,9 @@ def test_loading_with_offload_takes_predicted_memory(tmp_path: Path) -> None:
     colonnade.save(api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "it"), tmp_path / "it")
     gc.collect()  # or tensors of earlier tests are freed while this one measures
     before = torch.cuda.memory_allocated()
-    with colonnade.load(tmp_path / "it", dtype="float32", device="cuda", experts=ExpertsConfig(resident=2)) as it:
+    with colonnade.load(
+        tmp_path / "it", dtype="float32", device="cuda", experts=ExpertsConfig(layers_on_device=2)
+    ) as it:
         allocated, predicted = torch.cuda.memory_allocated() - before, device_bytes(model, 2)
         assert predicted <= allocated < predicted * 1.05 + 2**20
         assert allocated < device_bytes(model) / 2

@@ -24,7 +24,7 @@ def test_greedy_text_equals_cpu():
     assert on_gpu.generate(PROMPTS, greedy) == Engine(tiny.model(), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
     assert on_gpu.stats.preemptions > 0
     on_gpu.scheduler.audit()
-    assert not on_gpu.config.fixed_steps, "no Triton kernel supports float64"
+    assert not on_gpu.config.graph_capture, "no Triton kernel supports float64"
 
 
 def test_cuda_graphs_and_dispatch_are_the_default(monkeypatch: pytest.MonkeyPatch):
@@ -53,8 +53,8 @@ def test_cuda_graphs_and_dispatch_are_the_default(monkeypatch: pytest.MonkeyPatc
             for output in engine.step():
                 tokens[int(output.id)].append(output.token)
         outputs.append(tokens)
-        assert engine.config.run_ahead is (device == "cuda")
-        assert engine.config.fixed_steps or device == "cpu"
+        assert engine.config.async_scheduling is (device == "cuda")
+        assert engine.config.graph_capture or device == "cpu"
         assert engine._runner.graphs is not None or device == "cpu"
     assert outputs[0] == outputs[1]
     assert all(size._graphs for size in engine._runner.graphs._batches.values())
@@ -68,7 +68,7 @@ def test_penalties_and_grammars_give_the_text_of_a_cpu():
     prompts, params = test_speculation.requests(21)
     limits = ServeConfig(pages=90, page_tokens=4, max_requests=8)
     on_gpu = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
-    assert on_gpu.config.run_ahead and on_gpu.config.fixed_steps
+    assert on_gpu.config.async_scheduling and on_gpu.config.graph_capture
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(prompts, params)
     got = on_gpu.generate(prompts, params)
     assert [each.token_ids for each in got] == [each.token_ids for each in expected]
@@ -81,7 +81,7 @@ def test_speculation_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: boo
     monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
     prompts, params = test_speculation.requests(35)
     model = tiny.model(dtype=torch.float32).to("cuda")
-    limits = ServeConfig(pages=90, page_tokens=4, max_requests=8, fixed_steps=fixed)
+    limits = ServeConfig(pages=90, page_tokens=4, max_requests=8, graph_capture=fixed)
     plain, drafted = (Engine(model, tiny.tokenizer(), limits.replace(draft=draft)) for draft in (None, "ngram"))
     expected, got = (engine.generate(prompts, params) for engine in (plain, drafted))
     assert [each.token_ids for each in got] == [each.token_ids for each in expected]
@@ -95,7 +95,7 @@ def test_a_draft_model_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: b
     test_draft_model.make_cheap(monkeypatch)
     prompts, params = test_draft_model.mixed(40)
     model, draft = (it.to("cuda") for it in (tiny.model(dtype=torch.float32), tiny.noisy(0.05, dtype=torch.float32)))
-    limits = ServeConfig(pages=200, page_tokens=4, max_requests=16, fixed_steps=fixed)
+    limits = ServeConfig(pages=200, page_tokens=4, max_requests=16, graph_capture=fixed)
     plain = Engine(model, tiny.tokenizer(), limits)
     drafted = Engine(model, tiny.tokenizer(), limits.replace(draft="small"), draft)
     expected, got = (engine.generate(prompts, params) for engine in (plain, drafted))
@@ -107,7 +107,7 @@ def test_a_draft_model_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: b
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_seed_repeats_in_any_batch(dtype, fixed: bool):
-    limits = LIMITS.replace(fixed_steps=fixed)
+    limits = LIMITS.replace(graph_capture=fixed)
     sampling = SamplingParams(temperature=1.2, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
     model = tiny.model(dtype=dtype).to("cuda")
     alone = Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], sampling)
@@ -131,7 +131,7 @@ def test_seeded_sampling_equals_cpu():
 def test_cuda_graphs_generate_same_tokens_as_cpu(ahead: bool):
     """One graph per batch size, replayed while requests arrive, finish and are preempted."""
     greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 3, 30, 7)]
-    limits = LIMITS.replace(pages=24, max_requests=4, fixed_steps=True, run_ahead=ahead)
+    limits = LIMITS.replace(pages=24, max_requests=4, graph_capture=True, async_scheduling=ahead)
     graphed = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
     for _ in range(3):
@@ -153,11 +153,11 @@ def test_cuda_graphs_read_a_shared_prefix_once(ahead: bool, monkeypatch: pytest.
     prefix = [(3 * i + 1) % 60 for i in range(80)]
     prompts = [[*prefix, i + 1, 2 * i] for i in range(4)] + [[5, 6, 7 + i] for i in range(4)]
     greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 20, 3, 9, 12, 4, 7, 20)]
-    limits = ServeConfig(pages=200, page_tokens=4, max_requests=4, token_budget=128, run_ahead=ahead)
+    limits = ServeConfig(pages=200, page_tokens=4, max_requests=4, token_budget=128, async_scheduling=ahead)
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(prompts, greedy)
     model = tiny.model(dtype=torch.float32).to("cuda")
     for share, kinds in ((True, {False, True}), (False, {False})):
-        graphed = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=True, shared_reading=share))
+        graphed = Engine(model, tiny.tokenizer(), limits.replace(graph_capture=True, cascade_attention=share))
         for _ in range(3):
             assert graphed.generate(prompts, greedy) == expected
         assert {kind for size in graphed._runner.graphs._batches.values() for kind in size._graphs} == kinds
@@ -173,7 +173,7 @@ def test_cuda_graphs_of_latent_attention():
     limits = LIMITS.replace(pages=24, max_requests=4)
     expected = Engine(tiny.model(dtype=torch.float32, **latent), tiny.tokenizer(), limits).generate(PROMPTS, greedy)
     on_gpu = Engine(
-        tiny.model(dtype=torch.float32, **latent).to("cuda"), tiny.tokenizer(), limits.replace(fixed_steps=True)
+        tiny.model(dtype=torch.float32, **latent).to("cuda"), tiny.tokenizer(), limits.replace(graph_capture=True)
     )
     assert on_gpu.generate(PROMPTS, greedy) == expected
 
@@ -199,7 +199,7 @@ def test_float8_cache_generates_same_tokens_as_cpu(fixed: bool):
     limits = ServeConfig(pages=24, page_tokens=4, token_budget=9, max_requests=4, cache="float8")
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(PROMPTS, greedy)
     model = tiny.model(dtype=torch.float32).to("cuda")
-    got = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed)).generate(PROMPTS, greedy)
+    got = Engine(model, tiny.tokenizer(), limits.replace(graph_capture=fixed)).generate(PROMPTS, greedy)
     assert [done.token_ids for done in got] == [done.token_ids for done in expected]
 
 
@@ -209,7 +209,9 @@ def test_float8_cache_generates_same_tokens_as_cpu(fixed: bool):
 )
 def test_decode_step_does_not_synchronise(how: dict):
     """Except for the previous step's tokens, after this step is launched; plans are rebuilt meanwhile."""
-    limits = ServeConfig(pages=200, page_tokens=4, max_requests=4, token_budget=64, fixed_steps=True, run_ahead=True)
+    limits = ServeConfig(
+        pages=200, page_tokens=4, max_requests=4, token_budget=64, graph_capture=True, async_scheduling=True
+    )
     engine = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
     params = SamplingParams(**({"temperature": 1.0} | how), max_tokens=70, ignore_eos=True)
     for prompt in PROMPTS:
@@ -234,6 +236,6 @@ def test_smollm2_generates_same_tokens_as_cpu(fixed: bool):
             model = colonnade.load("smollm2", device=device, dtype="float32")
         except CheckpointError as why:
             pytest.skip(f"SmolLM2 is not installed (make install): {why}")
-        limits = ServeConfig(max_requests=4, fixed_steps=fixed and device == "cuda")
+        limits = ServeConfig(max_requests=4, graph_capture=fixed and device == "cuda")
         outputs.append([done.token_ids for done in colonnade.Engine(model, limits).generate(prompts, greedy)])
     assert outputs[0] == outputs[1]

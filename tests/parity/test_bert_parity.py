@@ -263,7 +263,7 @@ def test_old_tensorflow_style_files_load(tmp_path: Path) -> None:
 )
 def test_unsupported_bert_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     raw = {"model_type": "bert", **SIZES, "architectures": ["BertModel"]}
-    assert config_from_hf(raw).top == "encoder"
+    assert config_from_hf(raw).task_head == "encoder"
     with pytest.raises(CheckpointError, match=message):
         config_from_hf(raw | changes)
 
@@ -271,11 +271,11 @@ def test_unsupported_bert_configs_are_refused(changes: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"causal": True}, "causal = True and top = 'pretraining' do not belong together"),
+        ({"causal": True}, "causal = True and task_head = 'pretraining' do not belong together"),
         ({"window": 5}, "causal = False and window = 5 do not belong together"),
-        ({"top": "classes"}, "top = 'classes' and classes = 0"),
-        ({"classes": 3}, "top = 'pretraining' and classes = 3"),
-        ({"top": "spans", "tied": False}, "no output projection to untie"),
+        ({"task_head": "classes"}, "task_head = 'classes' and classes = 0"),
+        ({"classes": 3}, "task_head = 'pretraining' and classes = 3"),
+        ({"task_head": "spans", "tied": False}, "no output projection to untie"),
     ],
 )
 def test_inconsistent_encoder_configs_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -147,8 +147,8 @@ def test_learns_and_predicts_masked_tokens(family: str, tmp_path: Path) -> None:
 
 def test_untrainable_models_and_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
     good = config(corpus, tmp_path)
-    with pytest.raises(ConfigError, match="top = 'encoder' predicts no tokens"):
-        Trainer(good.replace(model=good.model.replace(top="encoder")))
+    with pytest.raises(ConfigError, match="task_head = 'encoder' predicts no tokens"):
+        Trainer(good.replace(model=good.model.replace(task_head="encoder")))
     build([("", TEXT), ("", TEXT[::-1])], tmp_path / "bytes", vocab_size=257, validation_share=0)
     other = good.replace(
         data=good.data.replace(path=tmp_path / "bytes"),

@@ -61,7 +61,7 @@ def start(folder: Path, name: str = "post_encoder") -> Path:
 def config(runs: Path, start_folder: Path, **train: object) -> RunConfig:
     return RunConfig(
         name="it", runs=runs, device="cpu", model=classifier(start_folder, classes=3), data=DataConfig(sequence=32),
-        train=TRAIN.replace(start=str(start_folder), **train),
+        train=TRAIN.replace(pretrained_checkpoint=str(start_folder), **train),
     )  # fmt: skip
 
 
@@ -160,9 +160,11 @@ def test_moe_fine_tuning_is_the_same_on_any_grid(tmp_path: Path) -> None:
         experts=4, active=2, ffn_width=12, balance_weight=0.1, bias_rate=0.01, router=RouterConfig(noise=1.0)
     )
     alone = config(tmp_path / "alone", start(tmp_path))
-    alone = alone.replace(model=alone.model.replace(moe=moe), train=alone.train.replace(start="", expert_dropout=0.1))
+    alone = alone.replace(
+        model=alone.model.replace(moe=moe), train=alone.train.replace(pretrained_checkpoint="", expert_dropout=0.1)
+    )
     _fit(alone)
-    for number, plan in enumerate((Plan(dp=2, ep=2), Plan(tp=2, sh=2))):
+    for number, plan in enumerate((Plan(dp=2, ep=2), Plan(tp=2, etp=2))):
         several = alone.replace(
             runs=tmp_path / str(number), plan=plan, train=alone.train.replace(micro_batch=6 // plan.data_ranks)
         )
@@ -217,7 +219,7 @@ def test_replace_head_keeps_the_other_weights(name: str) -> None:
     one, two = (replace_head(model, "classes", classes=7, seed=seed) for seed in (0, 1))
     assert torch.equal(one.top.pooler.weight, model.top.pooler.weight)
     assert not torch.equal(one.top.classes.weight, two.top.classes.weight)
-    with pytest.raises(ConfigError, match=r"top = 'classes' and classes = 0"):
+    with pytest.raises(ConfigError, match=r"task_head = 'classes' and classes = 0"):
         replace_head(model, "classes")
 
 

@@ -24,7 +24,7 @@ from tests.parity.test_classify import examples, start
 MODEL = ModelConfig(
     family="bert", vocab_size=67, layers=2, width=32, heads=4, ffn_width=32, context=64, causal=False, segments=2,
     positions="learned", norm="layernorm", norm_order="post", embed_norm=True, gated=False, activation="gelu",
-    qkv_bias=True, out_bias=True, ffn_bias=True, tied=True, top="classes", classes=3,
+    qkv_bias=True, out_bias=True, ffn_bias=True, tied=True, task_head="classes", classes=3,
 )  # fmt: skip
 TRAIN = TrainConfig(
     steps=4, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=1, dtype="float64", clip=0.5, save_every=2,
@@ -246,8 +246,8 @@ def test_memory_is_checked_unless_disabled(tmp_path: Path, monkeypatch: pytest.M
 
 def test_unsuitable_models_and_plans_are_refused(tmp_path: Path) -> None:
     good = config(tmp_path, {}, {}, {})
-    with pytest.raises(ConfigError, match=r"needs a model with top = 'classes', not 'encoder'"):
-        fit(good.replace(model=MODEL.replace(top="encoder", classes=0)), examples())
+    with pytest.raises(ConfigError, match=r"needs a model with task_head = 'classes', not 'encoder'"):
+        fit(good.replace(model=MODEL.replace(task_head="encoder", classes=0)), examples())
     mixed = good.replace(model=MODEL.replace(**MOE), plan=Plan(pp=2))
     with pytest.raises(ConfigError, match=r"plan.pp needs micro-batches of one shape"):
         fit(mixed, examples())

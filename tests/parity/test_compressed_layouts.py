@@ -67,8 +67,8 @@ def test_two_ranks_load_what_one_process_compressed(config, settings, tmp_path) 
     ("name", "settings", "plan"),
     [
         ("gated", {"weights": "int4", "grid": "zero"}, Plan(tp=2, ep=2)),
-        ("gated", {"weights": "int4"}, Plan(tp=2, sh=2)),
-        ("biased", {"weights": "int8", "by": "nearest"}, Plan(tp=4, ep=2, sh=2)),
+        ("gated", {"weights": "int4"}, Plan(tp=2, etp=2)),
+        ("biased", {"weights": "int8", "by": "nearest"}, Plan(tp=4, ep=2, etp=2)),
     ],
     ids=str,
 )
@@ -79,10 +79,10 @@ def test_experts_are_cut_in_whole_groups(name, settings, plan, tmp_path) -> None
     ranks = run(plan.world, _load_experts, tmp_path / "m", plan, "stored")
     for rank, (logits, _, mine) in enumerate(ranks):
         assert_same(logits, alone, 1e-12)
-        ep, sh = rank // plan.sh % plan.ep, rank % plan.sh
+        ep, etp = rank // plan.etp % plan.ep, rank % plan.etp
         for part, held in mine.items():
             share, cut = bits[part].chunk(plan.ep)[ep], 2 if part.startswith("down") else 1
-            assert torch.equal(held, share.chunk(plan.sh, cut)[sh] if share.shape[cut] > 1 else share), part
+            assert torch.equal(held, share.chunk(plan.etp, cut)[etp] if share.shape[cut] > 1 else share), part
     assert ranks[0][1] == tokens
 
 

@@ -81,14 +81,14 @@ def span_examples(count: int = 8) -> list[Example]:
 def config(runs: Path, start: Path, method: str, **changes: object) -> RunConfig:
     model = open_model(start).config
     model = (
-        model.replace(top="spans", tied=True)
+        model.replace(task_head="spans", tied=True)
         if method == "span"
-        else model.replace(top="classes", classes=1, tied=True)
+        else model.replace(task_head="classes", classes=1, tied=True)
     )
     plan = changes.pop("plan", Plan())
     return RunConfig(
         name="it", runs=runs, device="cpu", model=model, data=DataConfig(sequence=32), plan=plan,
-        train=TRAIN.replace(start=str(start), **changes),
+        train=TRAIN.replace(pretrained_checkpoint=str(start), **changes),
     )  # fmt: skip
 
 

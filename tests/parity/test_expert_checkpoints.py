@@ -23,10 +23,10 @@ MODEL = ModelConfig(
 )  # fmt: skip
 PLANS = [
     Plan(),
-    *(Plan(dp=2, ep=ep, sh=sh) for ep, sh in ((1, 1), (2, 1), (1, 2))),
-    *(Plan(dp=4, ep=ep, sh=sh) for ep, sh in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4))),
-    Plan(tp=2, dp=2, ep=2, sh=2),
-    Plan(pp=2, replicate=2, sh=2),
+    *(Plan(dp=2, ep=ep, etp=etp) for ep, etp in ((1, 1), (2, 1), (1, 2))),
+    *(Plan(dp=4, ep=ep, etp=etp) for ep, etp in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4))),
+    Plan(tp=2, dp=2, ep=2, etp=2),
+    Plan(pp=2, replicate=2, etp=2),
 ]
 """Every (W, E, Sh) of one, two and four processes, and two grids with other axes."""
 STEPS = 3

@@ -126,7 +126,7 @@ def test_task_override_applies_to_all_tokens(tmp_path: Path) -> None:
         (CONFIG, {"task": 1}, "router 'softmax' knows no tasks; leave --experts.task out"),
         (with_tasks(), {"task": 3}, "no task 3 among 3; set --experts.task to one of 0 to 2"),
         (with_tasks(), {"task": "web"}, "called 'web': the names of this model's tasks are not stored; set .* 0 to 2"),
-        (CONFIG, {"resident": 3}, "3 is more than the 2 layers of experts .* or set it to 1 or less"),
+        (CONFIG, {"layers_on_device": 3}, "3 is more than the 2 layers of experts .* or set it to 1 or less"),
         (CONFIG.replace(moe=None), {"active": 1, "capacity": 2.0},
          "--experts.active and --experts.capacity would change"),
         (with_overrides(CONFIG, active=1, router=RouterConfig(kind="switch")), {"active": 2},

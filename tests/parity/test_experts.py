@@ -23,8 +23,8 @@ pytestmark = pytest.mark.xdist_group("worlds")
 NONE = DropoutRates()
 
 
-def _steps(sh: int) -> list[DispatchOptions]:
-    degrees = [0] + [r for r in range(1, sh + 1) if sh % r == 0]
+def _steps(etp: int) -> list[DispatchOptions]:
+    degrees = [0] + [r for r in range(1, etp + 1) if etp % r == 0]
     options = [DispatchOptions(r, p) for r, p in itertools.product(degrees, (1, 3))]
     return [*options, DispatchOptions(degrees[-1], 1, shadows=1), DispatchOptions(1, 2, shadows=4)]
 
@@ -58,7 +58,7 @@ def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
         expected = torch.tensor(_forward(whole, stream, attend, targets, DispatchOptions(), rates))
         plain = torch.tensor(_forward(build(config), stream, attend, targets, DispatchOptions()))
         assert rates.expert == 0 or (expected - plain).abs()[0] > 1e-8, "dropout has an effect"
-        for step in _steps(plan.sh):
+        for step in _steps(plan.etp):
             found = torch.tensor(_forward(mine, stream, attend, targets, step, rates))
             assert_same(found, expected, what=f"losses, {step}")
             sum_expert_grads(dict(mine.named_parameters()), layout, axes.experts)
@@ -78,17 +78,17 @@ def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
 
 PLANS = [
     (Plan(tp=2, ep=2), ["gated"]),
-    (Plan(tp=2, sh=2, sequence_parallel=True), ["gated", "biased_shared"]),
+    (Plan(tp=2, etp=2, sequence_parallel=True), ["gated", "biased_shared"]),
     (Plan(tp=3, ep=3), ["capacity"]),
-    (Plan(tp=4, ep=2, sh=2), ["gated"]),
-    (Plan(tp=4, sh=4, sequence_parallel=True), ["biased_shared"]),
+    (Plan(tp=4, ep=2, etp=2), ["gated"]),
+    (Plan(tp=4, etp=4, sequence_parallel=True), ["biased_shared"]),
     (Plan(tp=4, ep=2, sequence_parallel=True), ["capacity"]),
-    (Plan(tp=4, ep=2, sh=2, near=2), ["gated", "capacity"]),
-    (Plan(tp=6, ep=6, near=3), ["biased_shared"]),
-    (Plan(tp=6, ep=3, sh=2, near=2, sequence_parallel=True), ["capacity"]),
-    (Plan(tp=3, ep=3, near=1), ["gated"]),
+    (Plan(tp=4, ep=2, etp=2, hierarchical_a2a_size=2), ["gated", "capacity"]),
+    (Plan(tp=6, ep=6, hierarchical_a2a_size=3), ["biased_shared"]),
+    (Plan(tp=6, ep=3, etp=2, hierarchical_a2a_size=2, sequence_parallel=True), ["capacity"]),
+    (Plan(tp=3, ep=3, hierarchical_a2a_size=1), ["gated"]),
 ]
-"""Every grid, and the kinds of models that CI runs with it: each kind meets ep, sh, near and sequence parallelism. The
+"""Every grid, and the kinds of models that CI runs with it: each kind meets ep, etp, near and sequence parallelism. The
 rest of the product is `long`.
 """
 
@@ -107,7 +107,9 @@ def test_any_grid_equals_one_process(name: str, plan: Plan) -> None:
     run(plan.world, _check, MOES[name], plan, rates)
 
 
-@pytest.mark.parametrize("plan", [Plan(tp=4, ep=2, sh=2), Plan(tp=4, ep=2, sh=2, near=2, sequence_parallel=True)])
+@pytest.mark.parametrize(
+    "plan", [Plan(tp=4, ep=2, etp=2), Plan(tp=4, ep=2, etp=2, hierarchical_a2a_size=2, sequence_parallel=True)]
+)
 def test_expert_dropout_equals_one_process(plan: Plan) -> None:
     run(plan.world, _check, MOES["biased_shared"], plan, DropoutRates(expert=0.4))
 
@@ -124,9 +126,13 @@ def _refusal(plan: Plan, step: DispatchOptions) -> str:
 @pytest.mark.parametrize(
     ("plan", "step", "message_pattern"),
     [
-        (Plan(tp=4, sh=4), DispatchOptions(3), r"degree 3 does not divide the sh=4 .* use 0 or one of \[1, 2, 4\]"),
-        (Plan(tp=2, ep=2), DispatchOptions(2), r"degree 2 does not divide the sh=1 .* use 0 or one of \[1\]"),
-        (Plan(tp=2, sh=2), DispatchOptions(-1), "degree -1 does not divide"),
+        (
+            Plan(tp=4, etp=4),
+            DispatchOptions(3),
+            r"adaptive_r 3 does not divide the etp=4 .* use 0 or one of \[1, 2, 4\]",
+        ),
+        (Plan(tp=2, ep=2), DispatchOptions(2), r"adaptive_r 2 does not divide the etp=1 .* use 0 or one of \[1\]"),
+        (Plan(tp=2, etp=2), DispatchOptions(-1), "adaptive_r -1 does not divide"),
         (Plan(tp=2, ep=2), DispatchOptions(1, 0), "cannot travel in 0 parts"),
         (Plan(tp=2, ep=2), DispatchOptions(1, 1, 7), "7 of 6 experts cannot be shadowed"),
     ],
@@ -141,13 +147,13 @@ def _dispatch_and_return(plan: Plan) -> int:
     """Dispatch and return rows in one step and in two; returns the number of received rows."""
     with DistributedContext.build(plan) as context:
         grid = context.axes.experts
-        assert grid.near is not None
+        assert grid.intra_node is not None
         table = torch.randint(0, 4, (plan.ep, plan.ep), generator=torch.Generator().manual_seed(0))
         table[1], table[:, 2] = 0, 0  # a rank that sends nothing, and one that receives nothing
         send = table[grid.all.rank]
         x_RD = torch.randn(int(send.sum()), 3, generator=torch.Generator().manual_seed(grid.all.rank))
         found: list[list[torch.Tensor]] = []
-        for web in (HierarchicalAllToAll(grid.all), HierarchicalAllToAll(grid.all, grid.near, grid.far)):
+        for web in (HierarchicalAllToAll(grid.all), HierarchicalAllToAll(grid.all, grid.intra_node, grid.inter_node)):
             theirs, between = web.exchange_counts(send)
             crossing = [] if between is None else web.intermediate_counts(between.flatten().tolist())
             sizes = ExchangeSizes(send.tolist(), theirs.tolist(), *crossing)
@@ -162,7 +168,9 @@ def _dispatch_and_return(plan: Plan) -> int:
         return len(found[0][1])
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=6, ep=6, near=3), Plan(dp=6, ep=6, near=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [Plan(dp=6, ep=6, hierarchical_a2a_size=3), Plan(dp=6, ep=6, hierarchical_a2a_size=2)], ids=str
+)
 def test_two_step_exchange_is_bitwise_equal_to_one_step(plan: Plan) -> None:
     received = run(plan.world, _dispatch_and_return, plan)
     assert received[2] == 0 and min(received[:2] + received[3:]) > 0

@@ -55,7 +55,9 @@ MODELS: dict[str, ModelConfig] = {
     **{name: CASES[name] for name in ("gpt2", "qwen3", "bert")},
     **{name: CONFIGS[name] for name in ("olmoe_clipped", "latent_yarn_biased")},
     **{name: config_of(moe_of(name)) for name in KINDS},
-    "capacity": config_of(moe_of("softmax", capacity=1.0, dropped="residual", priority=True, shared_width=5)),
+    "capacity": config_of(
+        moe_of("softmax", capacity=1.0, dropped_token_output="residual", priority=True, shared_width=5)
+    ),
 }
 
 
@@ -76,7 +78,7 @@ def batch(made: Batch, name: str) -> Batch:
 
 
 def test_fine_tuning_stays_in_float64(tmp_path: Path) -> None:
-    model = BERTS["post_encoder"].replace(top="classes", classes=3)
+    model = BERTS["post_encoder"].replace(task_head="classes", classes=3)
     train = TRAIN.replace(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
     with (

@@ -24,7 +24,7 @@ from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
-MOE = MoeConfig(experts=4, active=2, ffn_width=12, first=1, balance_weight=0.1, bias_rate=0.01)
+MOE = MoeConfig(experts=4, active=2, ffn_width=12, first_k_dense_replace=1, balance_weight=0.1, bias_rate=0.01)
 LOWER = ("embed", "blocks.[01]")
 """The first of two pipeline ranks has nothing to train."""
 SOME = ("embed.tokens.weight", "blocks.2", "*.norm1.weight", r"re:.*\.(qkv|out)\.weight", "*.router")
@@ -60,7 +60,7 @@ def _history(run: RunConfig) -> list[tuple[float, float]]:
     ("freeze", "plan", "options"),
     [
         (SOME, Plan(tp=2, dp=2, ep=2, sequence_parallel=True), {}),
-        (SOME, Plan(pp=2, replicate=2, sh=2), {"skip_bad_batches": 1}),
+        (SOME, Plan(pp=2, replicate=2, etp=2), {"skip_bad_batches": 1}),
         (LOWER, Plan(dp=2, ep=2), {}),
         (LOWER, Plan(pp=2, schedule="gpipe"), {"offload": "optimizer"}),
         (LOWER, Plan(pp=2, dp=2), {"fused_adamw": True}),

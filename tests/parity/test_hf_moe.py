@@ -161,9 +161,9 @@ def test_any_dense_layout_loads_and_saves_the_same_model(case: str, plan: Plan, 
     ("case", "plan"),
     [
         ("mixtral", Plan(dp=2, ep=2)),
-        ("qwen2_moe", Plan(dp=2, sh=2)),
+        ("qwen2_moe", Plan(dp=2, etp=2)),
         ("qwen3_moe", Plan(dp=3, ep=3)),
-        ("deepseek_v2-lite", Plan(tp=2, dp=2, ep=2, sh=2)),
+        ("deepseek_v2-lite", Plan(tp=2, dp=2, ep=2, etp=2)),
         ("olmoe", Plan(tp=3, ep=3)),
         ("mixtral", Plan(dp=2, tp=1, replicate=2, ep=4)),
     ],
@@ -174,7 +174,7 @@ def test_expert_layouts_load_their_slices_and_save_the_same_file(case: str, plan
     expected = their_logits(theirs, documents(theirs.config.vocab_size))
     whole = {name: p.numel() for name, p in load(tmp_path / "hf").named_parameters() if ".experts." in name}
     for saved_tensors, logits in run(plan.world, pass_on, tmp_path / "hf", plan, tmp_path / "out"):
-        assert saved_tensors == {name: n // (plan.ep * plan.sh) for name, n in whole.items()}
+        assert saved_tensors == {name: n // (plan.ep * plan.etp) for name, n in whole.items()}
         assert_same(logits, expected, TOLERANCE, "logits")
     assert same_files(tmp_path / "hf", tmp_path / "out")
 
@@ -215,7 +215,7 @@ def test_files_with_stacked_experts_load(case: str, tmp_path: Path) -> None:
     for name, parameter in one_by_one.named_parameters():
         assert torch.equal(parameter, at_once.get_parameter(name)), name
 
-    grid = Plan(dp=4, ep=2, sh=2)
+    grid = Plan(dp=4, ep=2, etp=2)
     run(grid.world, pass_on, tmp_path / "stacked", grid, tmp_path / "out")
     assert same_files(tmp_path / "hf", tmp_path / "out")
 

@@ -132,7 +132,7 @@ def test_any_plan_gives_the_same_losses(plan: Plan, tmp_path: Path) -> None:
     "plan",
     [
         Plan(dp=2, ep=2),
-        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan(tp=2, sh=2), Plan(dp=2, sh=2, degree=1))),
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan(tp=2, etp=2), Plan(dp=2, etp=2, adaptive_r=1))),
     ],
     ids=str,
 )

@@ -63,7 +63,9 @@ def test_no_rank_ever_holds_the_whole_model(config: RunConfig, plan: Plan) -> No
 def test_loading_weights_or_resuming_never_holds_the_whole_model(config: RunConfig, tmp_path: Path) -> None:
     one = config.replace(name="one", runs=tmp_path)
     train(one)
-    from_weights = one.replace(name="began", plan=Plan(dp=4), train=TRAIN.replace(start=str(one.folder)))
+    from_weights = one.replace(
+        name="began", plan=Plan(dp=4), train=TRAIN.replace(pretrained_checkpoint=str(one.folder))
+    )
     resumed = one.replace(plan=Plan(dp=4), train=TRAIN.replace(steps=2))
     for run in (from_weights, resumed):
         for share in in_world(4, _peak, run, False):

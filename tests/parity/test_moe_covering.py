@@ -34,7 +34,7 @@ DROPS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "tight": {"capacity": 1.0},
     "tight by probability": {"capacity": 1.0, "priority": True},
-    "dropped to the residual": {"capacity": 0.5, "dropped": "residual"},
+    "dropped to the residual": {"capacity": 0.5, "dropped_token_output": "residual"},
     "as large as the largest load": {"capacity": 0.0, "priority": True},
     "bounded": {"capacity": -1.5},
 }
@@ -43,10 +43,10 @@ COMPUTES = {"loop": torch.float64, "grouped": torch.float32}
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLANS = [
     Plan(dp=3, ep=3),
-    Plan(dp=4, ep=2, sh=2),
-    Plan(dp=2, tp=2, ep=2, sh=2, sequence_parallel=True, near=2),
-    Plan(dp=2, tp=2, sh=2),
-    Plan(tp=4, sh=4),
+    Plan(dp=4, ep=2, etp=2),
+    Plan(dp=2, tp=2, ep=2, etp=2, sequence_parallel=True, hierarchical_a2a_size=2),
+    Plan(dp=2, tp=2, etp=2),
+    Plan(tp=4, etp=4),
 ]
 """Experts over data and tensor ranks, copies of experts, and node groups; with three or four data ranks one is empty.
 """
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     drop: str
     compute: str
     plan: Plan
-    degree: int
+    adaptive_r: int
     overlap: int
     shadows: int
 
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 def all_cases() -> list[Case]:
     cases: list[Case] = []
     for router, drop, compute, plan in itertools.product(KINDS, DROPS, COMPUTES, PLANS):
-        for degree in (0, *divisors(plan.sh)):
+        for degree in (0, *divisors(plan.etp)):
             overlaps_and_shadows = [(1, 0)] if degree == 0 else list(itertools.product((1, 3), (0, 1)))
             cases += [Case(router, drop, compute, plan, degree, *way) for way in overlaps_and_shadows]
     return cases
@@ -184,7 +184,7 @@ def check(plan: Plan, cases: Sequence[Case]) -> None:
             wholes[key] = whole
             patch.setattr(experts, "choose", use_kernel(case.compute))
             layer = layer_of(case.router, case.drop, axes, dtype)
-            outputs = run_layer(layer, mine, DispatchOptions(case.degree, case.overlap, case.shadows))
+            outputs = run_layer(layer, mine, DispatchOptions(case.adaptive_r, case.overlap, case.shadows))
             same = functools.partial(assert_same, tolerance=TOLERANCES[dtype])
             here = mine[axes.rows(len(mine))]
             same(outputs.y, whole.y[here], what=f"{description}: y")
@@ -214,7 +214,7 @@ def test_each_pair_of_choices_equals_one_process(plan: Plan) -> None:
 def test_cases_cover_all_pairs_and_drop_tokens() -> None:
     met = set().union(*map(pairs, covering()))
     assert met == set().union(*map(pairs, all_cases())) and len(covering()) < 150
-    assert (("router", "gshard"), ("drop", "tight")) in met and (("degree", "2"), ("overlap", "3")) in met
+    assert (("router", "gshard"), ("drop", "tight")) in met and (("adaptive_r", "2"), ("overlap", "3")) in met
     with pytest.MonkeyPatch.context() as patch:
         lost = {drop: reference_outputs("softmax", drop, torch.float64, patch).dropped for drop in DROPS}
     assert {drop for drop, count in lost.items() if not count} == {"dropless", "as large as the largest load"}

@@ -26,8 +26,8 @@ from tests.worlds import run as in_world
 pytestmark = pytest.mark.xdist_group("worlds")
 
 MOE = MoeConfig(
-    experts=4, active=2, ffn_width=12, shared_width=5, first=1, balance_weight=0.1, z_weight=0.01, bias_rate=0.01,
-    router=RouterConfig(noise=1.0),
+    experts=4, active=2, ffn_width=12, shared_width=5, first_k_dense_replace=1, balance_weight=0.1, z_weight=0.01,
+    bias_rate=0.01,     router=RouterConfig(noise=1.0),
 )  # fmt: skip
 TRAIN = TrainConfig(
     steps=8, batch=8, micro_batch=4, lr=1e-2, min_lr=1e-3, warmup=2, dtype="float64", eval_every=4, eval_samples=5,
@@ -60,10 +60,10 @@ def history(run: RunConfig, keys: tuple[str, ...] = (*LOSSES, "moe/balance")) ->
 @pytest.mark.parametrize(
     ("plan", "then", "over"),
     [
-        (Plan(dp=2, ep=2), Plan(tp=2, sh=2, degree=2), "layer"),
-        (Plan(dp=4, ep=2, sh=2, degree=0), Plan(), "model"),
+        (Plan(dp=2, ep=2), Plan(tp=2, etp=2, adaptive_r=2), "layer"),
+        (Plan(dp=4, ep=2, etp=2, adaptive_r=0), Plan(), "model"),
         (Plan(tp=2, dp=2, ep=4, sequence_parallel=True, overlap=2), Plan(dp=2), "layer"),
-        (Plan(pp=2, dp=2, sh=2, degree=2), Plan(replicate=2, dp=2, ep=2), "model"),
+        (Plan(pp=2, dp=2, etp=2, adaptive_r=2), Plan(replicate=2, dp=2, ep=2), "model"),
         (Plan(cp=2, replicate=2, ep=2, reshard=False), Plan(pp=2, schedule="gpipe"), "layer"),
     ],
     ids=str,
@@ -76,7 +76,7 @@ def test_any_plan_gives_the_same_run(plan: Plan, then: Plan, over: str, corpus: 
     several = alone.replace(runs=tmp_path / "several")
     for leg_plan in (plan, then):
         # The pooled balance loss is over the micro-batches of all data ranks.
-        kept = "full" if leg_plan.overlap > 1 or leg_plan.degree == 0 else "none"
+        kept = "full" if leg_plan.overlap > 1 or leg_plan.adaptive_r == 0 else "none"
         leg = several.replace(
             plan=leg_plan, train=alone.train.replace(micro_batch=4 // leg_plan.data_ranks, recompute=kept)
         )
@@ -94,9 +94,10 @@ def test_any_plan_gives_the_same_run(plan: Plan, then: Plan, over: str, corpus: 
         assert_same(mine[name], x, 1e-9, name)
     assert mine["blocks.1.ffn.router.bias_E"].abs().max() > 0, "the load changed the bias"
     reported = {
-        row["step"]: [(row[i]["degree"], row[i]["overlap"]) for i in "12"] for row in read_rows(several.folder, ROUTING)
+        row["step"]: [(row[i]["adaptive_r"], row[i]["overlap"]) for i in "12"]
+        for row in read_rows(several.folder, ROUTING)
     }
-    assert reported == {4: [(plan.degree, plan.overlap)] * 2, 8: [(then.degree, then.overlap)] * 2}
+    assert reported == {4: [(plan.adaptive_r, plan.overlap)] * 2, 8: [(then.adaptive_r, then.overlap)] * 2}
 
 
 def test_expert_loads_are_logged(corpus: Path, tmp_path: Path) -> None:
@@ -111,19 +112,19 @@ def test_expert_loads_are_logged(corpus: Path, tmp_path: Path) -> None:
             share = max(row[layer]["load"]) / (8 * 16 * 2)
             assert rows[row["step"]][f"moe/{layer}/busiest"] == pytest.approx(4 * share)
         assert row.keys() == {"step", "1", "2"} and row["1"]["dropped"] == 0
-        assert (row["1"]["degree"], row["1"]["overlap"]) == (1, 1)
+        assert (row["1"]["adaptive_r"], row["1"]["overlap"]) == (1, 1)
         assert rows[row["step"]]["moe/balance"] == pytest.approx((row["1"]["balance"] + row["2"]["balance"]) / 2)
     events = EventAccumulator(str(run.folder / "tensorboard"), {"scalars": 0, "histograms": 0}).Reload()
     shown = {event.step: event.histogram_value.bucket for event in events.Histograms("moe/1/load")}
     assert shown == {row["step"]: row["1"]["load"] for row in routing}, "tokens per expert"
-    assert [event.value for event in events.Scalars("moe/2/degree")] == [1.0] * 4
+    assert [event.value for event in events.Scalars("moe/2/adaptive_r")] == [1.0] * 4
 
 
 def test_adaptive_run_gives_the_same_values(corpus: Path, tmp_path: Path) -> None:
     """It chooses new options after every step; the values do not change."""
     alone = config(corpus, tmp_path / "alone")
     Trainer(alone).fit()
-    plan = Plan(dp=2, sh=2, degree="auto")
+    plan = Plan(dp=2, etp=2, adaptive_r="auto")
     several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=2, log_every=1))
     messages, _ = in_world(2, _adapting, several)
     assert history(several, LOSSES) == pytest.approx(history(alone, LOSSES), rel=1e-9)
@@ -131,8 +132,8 @@ def test_adaptive_run_gives_the_same_values(corpus: Path, tmp_path: Path) -> Non
     ways = [(2, 4), (0, 1), (1, 2)]
     turns = [ways[i % 3] for i in range(2 * 8)]
     expected = [((1, 1), (1, 1)), *zip(turns[::2], turns[1::2], strict=True)][:8]
-    rows = [row for row in read_rows(several.folder) if "moe/1/degree" in row]
-    assert [tuple((row[f"moe/{i}/degree"], row[f"moe/{i}/overlap"]) for i in (1, 2)) for row in rows] == expected
+    rows = [row for row in read_rows(several.folder) if "moe/1/adaptive_r" in row]
+    assert [tuple((row[f"moe/{i}/adaptive_r"], row[f"moe/{i}/overlap"]) for i in (1, 2)) for row in rows] == expected
     assert messages[0].startswith("layer 1: degree 1 -> 2, overlap 1 -> 4 (")
     assert messages[1].startswith("layer 2: degree 1 -> 0, overlap 1 -> 1 (") and len(messages) == 16
 
@@ -208,7 +209,7 @@ def test_trained_moe_model_loads_and_generates(corpus: Path, tmp_path: Path) -> 
         (lambda: TRAIN.replace(eval_capacity=float("nan")), "eval_capacity.* is nan"),
         (lambda: MOE.replace(router=RouterConfig(groups=3)), "4 experts do not divide into 3 groups"),
         (lambda: Plan(dp=2, ep=3), "does not divide the 2 of a pipeline stage .* set --plan.dp 3"),
-        (lambda: Plan(dp=4, sh=4, degree=3), "degree=3 does not divide the sh=4 ranks"),
+        (lambda: Plan(dp=4, etp=4, adaptive_r=3), "adaptive_r=3 does not divide the etp=4 ranks"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8),
                            train=TrainConfig(expert_dropout=0.1)), "expert_dropout 0.1 is about experts"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE),
@@ -216,8 +217,8 @@ def test_trained_moe_model_loads_and_generates(corpus: Path, tmp_path: Path) -> 
          "kernels of experts do not support dropout"),
         (lambda: Plan(dp=3, ep=3).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),
          "4 experts do not divide over ep=3"),
-        (lambda: Plan(dp=5, sh=5).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),
-         "12 hidden units of an expert do not divide over sh=5"),
+        (lambda: Plan(dp=5, etp=5).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),
+         "12 hidden units of an expert do not divide over etp=5"),
         (lambda: Plan(dp=2, ep=2).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8)),
          "this model has none"),
         (lambda: Plan(overlap=2).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8)),

@@ -106,11 +106,11 @@ def _check_training(plan: Plan, moe: MoeConfig) -> None:
     [
         (Plan(tp=2), EXPERTS),
         (Plan(dp=2, ep=2), EXPERTS),
-        (Plan(dp=2, sh=2), EXPERTS.replace(shared_width=6, balance="importance")),
+        (Plan(dp=2, etp=2), EXPERTS.replace(shared_width=6, balance="importance")),
         (Plan(dp=2, ep=2), EXPERTS.replace(balance="sequence", capacity=0.75)),
-        (Plan(tp=2, dp=2, ep=2, sh=2), EXPERTS.replace(router=RouterConfig(noise=1.0), balance="gshard")),
+        (Plan(tp=2, dp=2, ep=2, etp=2), EXPERTS.replace(router=RouterConfig(noise=1.0), balance="gshard")),
     ],
-    ids=["tp", "ep", "sh", "capacity", "tp_dp_ep_sh"],
+    ids=["tp", "ep", "etp", "capacity", "tp_dp_ep_etp"],
 )
 def test_model_of_these_blocks_trains_the_same_over_ranks(plan: Plan, moe: MoeConfig) -> None:
     run(plan.world, _check_training, plan, moe)

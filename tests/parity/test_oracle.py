@@ -26,15 +26,17 @@ STEPS, MICRO_BATCHES = 3, 4
 PLANS = {
     1: [Plan()],
     2: [
-        Plan(dp=2, ep=2), Plan(tp=2), Plan(pp=2), Plan(cp=2, ep=2), Plan(tp=2, sequence_parallel=True, sh=2, degree=2),
-        Plan(replicate=2, sh=2, degree=0), Plan(dp=2, ep=2, shadows=1, overlap=2),
+        Plan(dp=2, ep=2), Plan(tp=2), Plan(pp=2), Plan(cp=2, ep=2),
+        Plan(tp=2, sequence_parallel=True, etp=2, adaptive_r=2),
+        Plan(replicate=2, etp=2, adaptive_r=0), Plan(dp=2, ep=2, shadows=1, overlap=2),
     ],
     4: [
-        Plan(tp=2, dp=2, ep=2, sh=2), Plan(pp=2, dp=2, ep=2), Plan(dp=4, ep=4), Plan(cp=2, tp=2, ep=2),
-        Plan(tp=4, sequence_parallel=True, sh=4, degree=2), Plan(replicate=2, dp=2, sh=2), Plan(pp=2, tp=2, sh=2),
+        Plan(tp=2, dp=2, ep=2, etp=2), Plan(pp=2, dp=2, ep=2), Plan(dp=4, ep=4), Plan(cp=2, tp=2, ep=2),
+        Plan(tp=4, sequence_parallel=True, etp=4, adaptive_r=2), Plan(replicate=2, dp=2, etp=2),
+        Plan(pp=2, tp=2, etp=2),
     ],
 }  # fmt: skip
-"""Plans by number of processes; a model without experts omits ep, sh and related fields."""
+"""Plans by number of processes; a model without experts omits ep, etp and related fields."""
 CI_CASES = {1: range(12), 2: range(8), 4: range(5)}
 """The cases that CI runs, by number of processes."""
 
@@ -65,7 +67,7 @@ def draw(seed: int, world: int) -> tuple[ModelConfig, TrainConfig, Plan]:
             common["vocab_size"] = 2003  # equal tokens at the start of two sequences have equal priorities
         model = ModelConfig(**common, **window, **query, **clip, **moe)
     if model.moe is None:
-        plan = plan.replace(ep=1, sh=1, degree=1, overlap=1, shadows=0)
+        plan = plan.replace(ep=1, etp=1, adaptive_r=1, overlap=1, shadows=0)
     train = TrainConfig(
         steps=r.choice([3, 20]), warmup=r.choice([0, 2]), lr=3e-3, min_lr=1e-4, dtype="float64",
         schedule=r.choice(["cosine", "linear", "constant"]), weight_decay=r.choice([0, 0.1]),
@@ -84,8 +86,9 @@ def draw_experts(r: random.Random, plan: Plan) -> MoeConfig:
     return MoeConfig(
         experts=experts, active=r.choice([1, 2, 3] if groups == 1 else [1, 2]), ffn_width=r.choice([4, 8]),
         shared_width=(shared := r.choice([0, 5])), shared_gate=shared > 0 and r.random() < 0.5,
-        first=r.choice([0, 0, 1]), every=r.choice([1, 1, 2]), capacity=capacity, priority=r.random() < 0.3,
-        dropped=r.choice(["zero", "residual"]), balance=balance, balance_weight=r.choice([0.03, 0.7]),
+        first_k_dense_replace=r.choice([0, 0, 1]), layer_freq=r.choice([1, 1, 2]), capacity=capacity,
+        priority=r.random() < 0.3,
+        dropped_token_output=r.choice(["zero", "residual"]), balance=balance, balance_weight=r.choice([0.03, 0.7]),
         z_weight=r.choice([0, 0.01, 0.3]), bias_rate=0 if plain else r.choice([0, 0.003]),
         router=RouterConfig(
             kind=kind, bias=r.random() < 0.3, normalise=r.random() < 0.6, scale=r.choice([1.0, 1.7]), groups=groups,

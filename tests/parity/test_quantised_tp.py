@@ -64,7 +64,7 @@ def test_quantised_weights_on_two_ranks_are_bitwise_equal(
         assert torch.equal(torch.cat([part["scales"] for _, _, part in both], 1), bits["scales"])
 
 
-SHARED = MoeConfig(experts=4, active=2, ffn_width=64, first=1, shared_width=64, shared_gate=True)
+SHARED = MoeConfig(experts=4, active=2, ffn_width=64, first_k_dense_replace=1, shared_width=64, shared_gate=True)
 _GATED = CONFIG.replace(layers=3, init_std=0.3, moe=SHARED)
 MIXTURES = {
     "gated": _GATED,
@@ -99,11 +99,11 @@ def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[
     [
         ("int8", "biased", Plan(tp=2)),
         ("int4", "gated", Plan(tp=2, ep=2)),
-        ("int8", "biased", Plan(tp=2, sh=2)),
-        ("float8", "biased", Plan(tp=4, ep=2, sh=2)),
-        pytest.param("int4", "gated", Plan(tp=2, sh=2), marks=pytest.mark.long),
+        ("int8", "biased", Plan(tp=2, etp=2)),
+        ("float8", "biased", Plan(tp=4, ep=2, etp=2)),
+        pytest.param("int4", "gated", Plan(tp=2, etp=2), marks=pytest.mark.long),
         pytest.param("int8", "gated", Plan(tp=2, ep=2, sequence_parallel=True), marks=pytest.mark.long),
-        pytest.param("int8", "biased", Plan(tp=4, ep=2, sh=2, sequence_parallel=True), marks=pytest.mark.long),
+        pytest.param("int8", "biased", Plan(tp=4, ep=2, etp=2, sequence_parallel=True), marks=pytest.mark.long),
         pytest.param("float8", "gated", Plan(tp=2, cp=2, ep=4), marks=pytest.mark.long),
     ],
     ids=str,
@@ -122,12 +122,12 @@ def test_sharded_experts_give_the_output_of_one_process(weights: str, name: str,
     ranks = run(plan.world, _load_experts, tmp_path / "m", plan, weights)
     for rank, (logits, _, mine) in enumerate(ranks):
         assert_same(logits, alone, 1e-12)
-        ep, sh = rank // plan.sh % plan.ep, rank % plan.sh
+        ep, etp = rank // plan.etp % plan.ep, rank % plan.etp
         for part, held in mine.items():
             share = bits[part].chunk(plan.ep)[ep]
             cut = 2 if part.startswith("down") else 1  # the hidden units are inputs of W_down
             if share.shape[cut] > 1:  # a single scale for all inputs is the same on every rank
-                share = share.chunk(plan.sh, cut)[sh]
+                share = share.chunk(plan.etp, cut)[etp]
             assert torch.equal(held, share), part
     assert ranks[0][1] == tokens
     assert len({token for text in tokens for token in text}) > 5

@@ -23,10 +23,14 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 CPU = torch.device("cpu")
-MOE = MoeConfig(experts=4, active=2, ffn_width=10, first=1, shared_width=5)
+MOE = MoeConfig(experts=4, active=2, ffn_width=10, first_k_dense_replace=1, shared_width=5)
 SIZES: dict[str, Any] = {"layers": 5, "moe": MOE, "family": "deepseek_v2"}
 """Four of five layers have experts."""
-PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.replace(first=0, shared_width=0, ffn_width=35)}
+PLAIN: dict[str, Any] = {
+    "layers": 4,
+    "family": "mixtral",
+    "moe": MOE.replace(first_k_dense_replace=0, shared_width=0, ffn_width=35),
+}
 """A model that Mixtral files can express."""
 
 
@@ -131,7 +135,9 @@ def saved(place: Path, format: api.Format) -> Transformer:
 def test_load_offloads_experts(format: api.Format, number: int, tmp_path: Path) -> None:
     """With as many buffers as layers, all experts stay on the model's device."""
     model = saved(tmp_path / "it", format)
-    with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(resident=number)) as it:
+    with colonnade.load(
+        tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(layers_on_device=number)
+    ) as it:
         assert torch.equal(it.logits([3, 1, 2]), tiny.logits(model, [3, 1, 2]))
         assert all((layer.fetch is not None) == (number < 4) for layer in expert_modules(it.transformer))
         text = it.generate([7, 8, 9], max_tokens=6, temperature=0, ignore_eos=True)
@@ -143,7 +149,9 @@ def test_load_offloads_experts(format: api.Format, number: int, tmp_path: Path) 
 
 def _on_ranks(place: Path, plan: Plan) -> torch.Tensor:
     with DistributedContext.build(plan) as context:
-        it = colonnade.load(place, dtype="float64", context=context, experts=ExpertsConfig(resident=2, active=3))
+        it = colonnade.load(
+            place, dtype="float64", context=context, experts=ExpertsConfig(layers_on_device=2, active=3)
+        )
         return torch.stack([it.logits([3, 1, 2, 9]) for _ in range(3)])
 
 
@@ -165,7 +173,7 @@ def test_device_memory_is_predicted() -> None:
     assert [device_bytes(model, n) for n in (None, 4, 3, 1)] == [whole, whole, whole - layer, whole - 3 * layer]
 
 
-@pytest.mark.parametrize("experts", [{}, {"resident": 2}, {"resident": 1}])
+@pytest.mark.parametrize("experts", [{}, {"layers_on_device": 2}, {"layers_on_device": 1}])
 def test_out_of_memory_error_names_size_and_remedy(
     experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,12 +189,14 @@ def test_out_of_memory_error_names_size_and_remedy(
     with pytest.raises(CapacityError) as refusal:
         colonnade.load(place, dtype="float64", device="cpu", experts=ExpertsConfig(**experts))
     # On a CPU, offloaded experts share the memory with the buffers.
-    offloaded = device_bytes(model) + device_bytes(model, experts.get("resident", 0)) - device_bytes(model, 0)
+    offloaded = device_bytes(model) + device_bytes(model, experts.get("layers_on_device", 0)) - device_bytes(model, 0)
     assert f"{place} does not fit: it takes {format_bytes(offloaded)} of a rank's memory (cpu)" in str(refusal.value)
     assert f"enough would be: --dtype bfloat16 ({format_bytes(offloaded // 4)})" in str(refusal.value)
 
 
 def test_dense_model_cannot_offload_experts(tmp_path: Path) -> None:
     colonnade.save(api.Model(tiny.model(), None, DistributedContext.solo(CPU), "it"), tmp_path / "it")
-    with pytest.raises(ConfigError, match=r"--experts\.resident would change a mixture of experts, and this model"):
-        colonnade.load(tmp_path / "it", experts=ExpertsConfig(resident=2))
+    with pytest.raises(
+        ConfigError, match=r"--experts\.layers_on_device would change a mixture of experts, and this model"
+    ):
+        colonnade.load(tmp_path / "it", experts=ExpertsConfig(layers_on_device=2))

@@ -169,9 +169,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sequence", {}, Plan(cp=2, dp=2, ep=2)),
         ("expert_choice", {}, Plan(dp=2, ep=2)),
         ("noisy", {"capacity": 1.0, "priority": True}, Plan(tp=2, ep=2, sequence_parallel=True)),
-        ("gshard", {"jitter": 0.1}, Plan(pp=2, dp=2, sh=2)),
+        ("gshard", {"jitter": 0.1}, Plan(pp=2, dp=2, etp=2)),
         ("topology", {"balance": "sequence"}, Plan(tp=2, dp=2, ep=2)),
-        ("softmax", {"balance": "choices", "balance_over": "model", "dense": (1,)}, Plan(pp=2, dp=2, ep=2)),
+        ("softmax", {"balance": "choices", "balance_over": "model", "mlp_only_layers": (1,)}, Plan(pp=2, dp=2, ep=2)),
     ],
 )
 def test_run_is_the_same_under_any_plan(

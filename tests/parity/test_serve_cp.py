@@ -35,7 +35,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 )
 def test_greedy_tokens_equal_the_reference_forward(name: str, cp: int) -> None:
     """Prompt chunks beside decodes, preemption, a shared prefix, odd page sizes, ranks that hold no tokens."""
-    changes, limits = MODELS[name], LIMITS.replace(run_ahead=cp > 2, fixed_steps=cp > 2)
+    changes, limits = MODELS[name], LIMITS.replace(async_scheduling=cp > 2, graph_capture=cp > 2)
     (texts, preemptions, found, pages), *others = run(cp, serve, {"cp": cp}, limits, changes)
     assert texts == expected(changes)
     assert preemptions > 0
@@ -60,7 +60,10 @@ def test_greedy_tokens_equal_the_reference_forward(name: str, cp: int) -> None:
 def test_8_bit_cache_gives_the_tokens_of_one_process(cache: str, plan: dict[str, int]) -> None:
     """Prompt chunks (which do not read their own tokens from the cache) and decodes."""
     name, kind = cache.split()
-    limits, changes = LIMITS.replace(cache=kind, run_ahead="tp" in plan, fixed_steps="tp" in plan), MODELS[name]
+    limits, changes = (
+        LIMITS.replace(cache=kind, async_scheduling="tp" in plan, graph_capture="tp" in plan),
+        MODELS[name],
+    )
     alone = Engine(tiny.model(**changes), tiny.tokenizer(), limits.replace(pages=64, token_budget=64))
     greedy = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     expected_tokens = [done.token_ids for done in alone.generate(PROMPTS, [greedy] * len(PROMPTS))]
@@ -104,17 +107,17 @@ def test_chunk_attends_to_its_own_keys_as_cached(name: str, kind: CacheFormat) -
         pytest.param("gpt2", {"cp": 2, "tp": 2}, marks=pytest.mark.long),
         pytest.param("latent", {"cp": 2, "tp": 2}, marks=pytest.mark.long),
         pytest.param("experts", {"cp": 2, "ep": 2}, marks=pytest.mark.long),
-        pytest.param("experts", {"cp": 2, "tp": 2, "ep": 2, "sh": 2}, marks=pytest.mark.long),
+        pytest.param("experts", {"cp": 2, "tp": 2, "ep": 2, "etp": 2}, marks=pytest.mark.long),
         pytest.param("capacity", {"cp": 2, "tp": 2, "ep": 4}, marks=pytest.mark.long),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(f"{k}={v}" for k, v in x.items()),
 )
 def test_context_ranks_with_other_axes(name: str, plan: dict[str, int]) -> None:
     """Each token is dispatched to the experts by one rank only; a capacity would count duplicates."""
-    limits = LIMITS.replace(run_ahead=True, fixed_steps=True, page_tokens=2, pages=24)
+    limits = LIMITS.replace(async_scheduling=True, graph_capture=True, page_tokens=2, pages=24)
     changes = MODELS[name]
     if "capacity" in name:  # dropping depends on the other tokens of the step
-        limits = limits.replace(run_ahead=False, fixed_steps=False)
+        limits = limits.replace(async_scheduling=False, graph_capture=False)
     world = plan["cp"] * plan.get("tp", 1)
     texts, preemptions, found, _ = run(world, serve, plan, limits, changes)[0]
     if "capacity" in name:

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.xdist_group("worlds")
     [
         ("experts", {"tp": 2}, True),
         ("experts", {"tp": 2, "ep": 2}, True),
-        ("biased", {"tp": 2, "sh": 2}, False),
-        ("four_heads", {"tp": 4, "ep": 2, "sh": 2}, True),
+        ("biased", {"tp": 2, "etp": 2}, False),
+        ("four_heads", {"tp": 4, "ep": 2, "etp": 2}, True),
         pytest.param("experts", {"tp": 2, "ep": 2}, False, marks=pytest.mark.long),
         pytest.param("four_heads", {"tp": 4}, True, marks=pytest.mark.long),
         pytest.param("four_heads", {"tp": 4, "ep": 4}, False, marks=pytest.mark.long),
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 )
 def test_greedy_tokens_equal_the_reference_forward(name: str, plan: dict[str, int], ahead: bool) -> None:
     """With preemption and a shared prefix, waiting for each step or running ahead in steps of fixed shape."""
-    limits = LIMITS.replace(run_ahead=ahead, fixed_steps=ahead)
+    limits = LIMITS.replace(async_scheduling=ahead, graph_capture=ahead)
     texts, preemptions, found, _ = run(plan["tp"], serve, plan, limits, MODELS[name])[0]
     assert texts == expected(MODELS[name])
     assert preemptions > 0
@@ -96,8 +96,8 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
 @pytest.mark.parametrize(
     ("plan", "name", "fetched"),
     [
-        ({}, "biased", True), ({"tp": 2, "ep": 2}, "experts", True), ({"tp": 2, "sh": 2}, "biased", False),
-        ({"tp": 4, "ep": 2, "sh": 2}, "four_heads", False),
+        ({}, "biased", True), ({"tp": 2, "ep": 2}, "experts", True), ({"tp": 2, "etp": 2}, "biased", False),
+        ({"tp": 4, "ep": 2, "etp": 2}, "four_heads", False),
     ],
 )  # fmt: skip
 def test_few_token_path_gives_the_same_logits(plan: dict[str, int], name: str, *, fetched: bool) -> None:

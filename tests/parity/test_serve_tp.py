@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_e
 def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[int, ...]]:
     with DistributedContext.build(Plan(tp=world, **(grid or {}))) as context:
         # One process waits for each step's tokens; several run ahead, in steps of fixed shape.
-        limits = LIMITS.replace(run_ahead=world > 1, fixed_steps=world > 1)
+        limits = LIMITS.replace(async_scheduling=world > 1, graph_capture=world > 1)
         engine = Engine(tiny.model(context.axes, **changes), tiny.tokenizer(), limits)
         if context.rank:
             engine.follow()
@@ -66,7 +66,7 @@ FOUR_HEADS = {"heads": 4, "kv_heads": 4}
 def test_greedy_tokens_equal_the_reference_forward(name: str, tp: int) -> None:
     """With preemption, a shared prefix and odd pages; on four ranks running ahead in steps of fixed shape."""
     changes = ranks.MODELS[name] | (FOUR_HEADS if tp == 4 else {})
-    limits = ranks.LIMITS.replace(run_ahead=tp == 4, fixed_steps=tp == 4)
+    limits = ranks.LIMITS.replace(async_scheduling=tp == 4, graph_capture=tp == 4)
     texts, preemptions, found, _ = run(tp, ranks.serve, {"tp": tp}, limits, changes)[0]
     assert texts == ranks.expected(changes)
     assert preemptions > 0
@@ -87,7 +87,7 @@ def test_all_ranks_have_the_pages_of_the_one_with_least_memory() -> None:
     assert first == second == pytest.approx(affordable_pages(least, int(0.95 * (30 << 20))), rel=0.01)
 
 
-@pytest.mark.parametrize("grid", [{"ep": 2}, {"sh": 2}, {}], ids=["ep", "sh", "copies"])
+@pytest.mark.parametrize("grid", [{"ep": 2}, {"etp": 2}, {}], ids=["ep", "etp", "copies"])
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_with_experts_generate_the_tokens_of_one(grid: dict) -> None:
     """Also with fewer tokens than ranks: a decode step has one token per request."""

@@ -119,8 +119,8 @@ def test_refusals(tmp_path: Path) -> None:
     run = tuned_run(start, runs=tmp_path, device="cpu")
     with pytest.raises(ConfigError, match=r"method stf is unknown; did you mean 'sft'"):
         Tuner(run, file, "stf")
-    with pytest.raises(ConfigError, match=r"train.start other is not the model"):
-        tuned_run(start, train=tuning.TRAIN.replace(start="other"))
+    with pytest.raises(ConfigError, match=r"train.pretrained_checkpoint other is not the model"):
+        tuned_run(start, train=tuning.TRAIN.replace(pretrained_checkpoint="other"))
     with pytest.raises(DataError, match="has no rows"):
         Tuner(run, tuning.write_rows(tmp_path / "none.jsonl", []))
     with pytest.raises(DataError, match=r"row 1 has 2[0-9] tokens, and a sequence 8"):
@@ -145,7 +145,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         (["--lora.rank", "0"], "rank"),
         (["--tune.beta", "-1"], "beta"),
         (["--sequence", "4"], "has 2"),
-        (["--train.start", "x"], "train.start x is not the model"),
+        (["--train.pretrained_checkpoint", "x"], "train.pretrained_checkpoint x is not the model"),
     ):
         with pytest.raises(SystemExit) as end:
             main([*common, *flags])

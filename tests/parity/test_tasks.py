@@ -30,7 +30,12 @@ from tests.worlds import run as in_world
 pytestmark = pytest.mark.xdist_group("worlds")
 
 MOE = MoeConfig(
-    experts=4, active=1, ffn_width=12, first=1, balance_weight=0.1, router=RouterConfig(kind="task", tasks=4, noise=0.5)
+    experts=4,
+    active=1,
+    ffn_width=12,
+    first_k_dense_replace=1,
+    balance_weight=0.1,
+    router=RouterConfig(kind="task", tasks=4, noise=0.5),
 )
 
 
@@ -70,7 +75,7 @@ def test_any_plan_gives_the_same_run(corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "alone", log_every=1)
     Trainer(alone).fit()
     expected = colonnade.load(alone.folder, device="cpu", dtype="float64").transformer.state_dict()
-    for plan in (Plan(tp=2, cp=2, ep=2, sh=2), Plan(pp=2, dp=2, ep=2, schedule="gpipe")):
+    for plan in (Plan(tp=2, cp=2, ep=2, etp=2), Plan(pp=2, dp=2, ep=2, schedule="gpipe")):
         leg = alone.train.replace(micro_batch=4 // plan.data_ranks)
         several = alone.replace(plan=plan, runs=tmp_path / f"{plan.pp}-{plan.cp}-{plan.dp}", train=leg)
         in_world(plan.world, train, several)

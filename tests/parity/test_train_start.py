@@ -54,16 +54,16 @@ def first_step(run: RunConfig) -> tuple[float, float]:
         return float(context.axes.global_sum(outcome.loss_sum) / outcome.count), float(outcome.norm)
 
 
-@pytest.mark.parametrize("plan", [Plan(tp=2, sh=2), Plan(pp=2), Plan(dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(tp=2, etp=2), Plan(pp=2), Plan(dp=2, ep=2)], ids=str)
 @pytest.mark.parametrize("kind", ["colonnade", "hf"])
 def test_any_plan_starts_the_same(corpus: Path, finished_run: Path, tmp_path: Path, plan: Plan, kind: str) -> None:
     checkpoint = finished_run
     if kind == "hf":
         with colonnade.load(finished_run, device="cpu", dtype="float64") as model:
             checkpoint = colonnade.save(model, tmp_path / "hf", format="hf")
-    run = config(corpus, tmp_path, "again", start=str(checkpoint))
+    run = config(corpus, tmp_path, "again", pretrained_checkpoint=str(checkpoint))
     loss, norm = first_step(run)
-    drawn, _ = first_step(run.replace(train=run.train.replace(start="")))
+    drawn, _ = first_step(run.replace(train=run.train.replace(pretrained_checkpoint="")))
     assert abs(loss - drawn) > 1e-3
     with_plan = run.replace(plan=plan, train=run.train.replace(micro_batch=2 // plan.data_ranks))
     for theirs, their_norm in in_world(plan.world, first_step, with_plan):
@@ -74,10 +74,10 @@ def test_unfreezing_needs_a_new_run(corpus: Path, finished_run: Path) -> None:
     unfrozen = config(corpus, finished_run.parent, "there", steps=4)
     with pytest.raises(CheckpointError, match=r"no optimizer state .* with the same train\.freeze, or start"):
         Trainer(unfrozen).fit()
-    new_run = config(corpus, finished_run.parent, "thawed", start=str(finished_run), freeze="rest")
+    new_run = config(corpus, finished_run.parent, "thawed", pretrained_checkpoint=str(finished_run), freeze="rest")
     Trainer(new_run).fit()
     Trainer(
-        new_run.replace(train=new_run.train.replace(steps=3, start="nowhere"))
+        new_run.replace(train=new_run.train.replace(steps=3, pretrained_checkpoint="nowhere"))
     ).fit()  # resumed: the start checkpoint is no longer read
     before, after = (
         colonnade.load(folder, device="cpu", dtype="float64").transformer.state_dict()
@@ -88,7 +88,7 @@ def test_unfreezing_needs_a_new_run(corpus: Path, finished_run: Path) -> None:
 
 
 def test_unsuitable_start_checkpoints_are_refused(corpus: Path, finished_run: Path, tmp_path: Path) -> None:
-    run = config(corpus, tmp_path, "other", start=str(finished_run))
+    run = config(corpus, tmp_path, "other", pretrained_checkpoint=str(finished_run))
     for model, said in (
         (MODEL.replace(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; give the run that model"),
         (
@@ -99,10 +99,10 @@ def test_unsuitable_start_checkpoints_are_refused(corpus: Path, finished_run: Pa
         with pytest.raises(ConfigError, match=said):
             Trainer(run.replace(model=model))
     with pytest.raises(CheckpointError, match="nothing-here does not exist"):
-        Trainer(config(corpus, tmp_path, "other", start="nothing-here"))
+        Trainer(config(corpus, tmp_path, "other", pretrained_checkpoint="nothing-here"))
     build([(f"doc{i}", f"{i} {TEXT[::-1]}") for i in range(30)], tmp_path / "words", vocab_size=300)
     with pytest.raises(ConfigError, match=r"another tokenizer than that of train\.start .* --tokenizer"):
-        Trainer(config(tmp_path / "words", tmp_path, "other", start=str(finished_run)))
+        Trainer(config(tmp_path / "words", tmp_path, "other", pretrained_checkpoint=str(finished_run)))
     Trainer(run.replace(model=MODEL.replace(moe=MOE.replace(capacity=2.0, balance_weight=0.1))))
 
 
@@ -111,7 +111,7 @@ def test_command_line_takes_the_model_from_the_start_checkpoint(
 ) -> None:
     arguments = [
         "train",
-        "--train.start",
+        "--train.pretrained_checkpoint",
         str(finished_run),
         "--data.path",
         str(corpus),

@@ -176,15 +176,16 @@ def test_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> None
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 EXPERTS = CASES["llama"].replace(
-    ffn_bias=True, moe=MoeConfig(experts=4, active=2, ffn_width=8, first=1, balance_weight=0, z_weight=0)
+    ffn_bias=True,
+    moe=MoeConfig(experts=4, active=2, ffn_width=8, first_k_dense_replace=1, balance_weight=0, z_weight=0),
 )
 """Dropless and without a balance loss, so that a token's experts do not depend on the other tokens."""
 GRIDS = [
     Plan(dp=4),  # each rank has all experts
     Plan(dp=4, ep=2),  # two ranks have the same experts
     Plan(dp=2, tp=2, ep=4),  # sharded over other ranks than the rest
-    Plan(dp=2, tp=2, sh=2),  # hidden units are sharded, the output bias is not
-    Plan(dp=2, cp=2, ep=2, sh=2),
+    Plan(dp=2, tp=2, etp=2),  # hidden units are sharded, the output bias is not
+    Plan(dp=2, cp=2, ep=2, etp=2),
 ]
 
 

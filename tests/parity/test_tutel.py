@@ -124,18 +124,18 @@ def _load_importance(logits: Tensor, rows: list[list[int]], k: int, compared: st
     return torch.stack([v.var() / v.mean() ** 2 for v in (load, importance)]).sum() / 2
 
 
-def _cut(name: str, w: Tensor, rank: int, n: int, sh: int, kind: str) -> Tensor:
+def _cut(name: str, w: Tensor, rank: int, n: int, etp: int, kind: str) -> Tensor:
     """What Tutel stores of ``w`` on ``rank``."""
-    if sh == 1:
+    if etp == 1:
         mine = w[rank * n : (rank + 1) * n]
         return mine.flatten() if kind == "llama_ffn" else mine
-    e, s = divmod(rank, sh)
+    e, s = divmod(rank, etp)
     if kind == "llama_ffn":
-        flat = F.pad(w[e].flatten(), (0, -w[e].numel() % sh))
-        return flat.chunk(sh)[s]
+        flat = F.pad(w[e].flatten(), (0, -w[e].numel() % etp))
+        return flat.chunk(etp)[s]
     if name == "b2":
-        return F.pad(w[e : e + 1], (0, -OUT % sh)).chunk(sh, 1)[s]
-    return w[e : e + 1].chunk(sh, 1)[s]
+        return F.pad(w[e : e + 1], (0, -OUT % etp)).chunk(etp, 1)[s]
+    return w[e : e + 1].chunk(etp, 1)[s]
 
 
 NAMES = {
@@ -182,17 +182,17 @@ def _check(
     dropped = []
     for case in cases:
         layer = _layer(kind, local, case, group, **(options or {})).eval()
-        E, n, sh = layer.num_global_experts, layer.num_local_experts, layer.sharded_count
+        E, n, etp = layer.num_global_experts, layer.num_local_experts, layer.sharded_count
         w = _weights(kind, E)
         gate = _double(E, D, seed=9)
-        state = {f"experts.{NAMES[kind][name]}": _cut(name, v.detach(), rank, n, sh, kind) for name, v in w.items()}
+        state = {f"experts.{NAMES[kind][name]}": _cut(name, v.detach(), rank, n, etp, kind) for name, v in w.items()}
         layer.load_state_dict(state | {"gates.0.wg.weight": gate, "_num_global_experts": torch.tensor(E)})
         for r, p in itertools.product(layer.valid_rs, overlaps):
             what = f"{case}, r={r}, p={p}, {kind}, {local} experts, world {world}"
             xs = [_double(c, D, seed=20 + first + i).requires_grad_() for i, c in enumerate(counts)]
             mine = xs[rank].detach().clone().requires_grad_()
             gates = [gate.clone().requires_grad_() for _ in xs]
-            ys, losses, drops = _formula(xs, gates, w, case, kind, sh * p)
+            ys, losses, drops = _formula(xs, gates, w, case, kind, etp * p)
             wanted = [_double(*y.shape, seed=40 + first + i) for i, y in enumerate(ys)]
             for v in w.values():
                 v.grad = None
@@ -208,7 +208,7 @@ def _check(
             assert_same(layer.gates[0].wg.weight.grad, gates[rank].grad, what=f"gradient of the gate, {what}")
             for name, v in w.items():
                 found = layer.experts.get_parameter(NAMES[kind][name]).grad
-                assert_same(found, _cut(name, v.grad, rank, n, sh, kind), what=f"gradient of {name}, {what}")
+                assert_same(found, _cut(name, v.grad, rank, n, etp, kind), what=f"gradient of {name}, {what}")
             dropped.append(drops[rank])
     return dropped
 
@@ -240,7 +240,7 @@ def _two_step_exchange() -> None:
         process_groups.local_world_size,
     )  # as on two hosts of two ranks
     try:
-        assert process_groups.make_all_to_all(None, two_steps=True)[0].near is not None
+        assert process_groups.make_all_to_all(None, two_steps=True)[0].intra_node is not None
         _check("ffn", 1, [Case()], (1, 2), False, options={"use_2dh": True})
         x = _double(4, 8, 3, seed=net.get_world_rank()).requires_grad_()
         for i, j in ((0, 1), (1, 0), (2, 1)):

@@ -24,7 +24,9 @@ from tests.worlds import assert_same, run
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased", "qwen3_window_tied", "latent"])
-@pytest.mark.parametrize("fields", [{}, {"every": 2, "first": 1}, {"active": 3, "experts": 5}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"layer_freq": 2, "first_k_dense_replace": 1}, {"active": 3, "experts": 5}], ids=str
+)
 def test_upcycled_model_computes_the_same(name: str, fields: dict[str, int]) -> None:
     dense = build(CONFIGS[name])
     sparse = upcycle(dense, **({"experts": 4} | fields))
@@ -35,7 +37,7 @@ def test_upcycled_model_computes_the_same(name: str, fields: dict[str, int]) -> 
     assert moe is not None
     assert sum(p.numel() for p in sparse.parameters()) == sparse.config.parameters > dense.config.parameters
     gates = [p for name, p in sparse.named_parameters() if "router.gates" in name]
-    assert len(gates) == (1 if fields.get("every") == 2 else 2)
+    assert len(gates) == (1 if fields.get("layer_freq") == 2 else 2)
     assert all(gate.std() > 0 for gate in gates), "the router is initialised"
 
 
@@ -100,7 +102,7 @@ def test_upcycled_smollm2_equals_smollm2(smollm2: api.Model, tmp_path: Path) -> 
     assert "Paris" in expected_tokens
 
     api.save(sparse, tmp_path / "hf", format="hf")
-    for plan in (Plan(dp=2, ep=2), Plan(tp=3, sh=3)):
+    for plan in (Plan(dp=2, ep=2), Plan(tp=3, etp=3)):
         for logits in run(plan.world, _logits, tmp_path / "hf", plan, tokens):
             assert (logits - expected).abs().max() < 1e-3, str(plan)
     with api.load(tmp_path / "hf", dtype="float32", device="cpu") as again:
@@ -110,20 +112,20 @@ def test_upcycled_smollm2_equals_smollm2(smollm2: api.Model, tmp_path: Path) -> 
 GRIDS = [
     Plan(),
     Plan(dp=2, ep=2),
-    Plan(dp=2, sh=2),
+    Plan(dp=2, etp=2),
     Plan(dp=4, ep=2),
-    Plan(dp=4, sh=2),
+    Plan(dp=4, etp=2),
     Plan(dp=4, ep=4),
-    Plan(dp=4, ep=2, sh=2),
-    Plan(dp=4, ep=2, sh=2, near=2),
-    Plan(dp=4, sh=4),
+    Plan(dp=4, ep=2, etp=2),
+    Plan(dp=4, ep=2, etp=2, hierarchical_a2a_size=2),
+    Plan(dp=4, etp=4),
 ]
 """Every (W, Sh) of one, two and four processes."""
 
 
 def _max_difference(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int, float]:
     """The largest difference of the logits from the dense model's, by degree."""
-    degrees = (0, *divisors(plan.sh))
+    degrees = (0, *divisors(plan.etp))
     with DistributedContext.build(plan, "cpu") as context, torch.no_grad():
         model, T = load(folder, context.axes, torch.float32), len(tokens)
         found: dict[int, float] = {}
@@ -156,13 +158,13 @@ def test_upcycled_smollm2_on_every_grid_and_degree(smollm2: api.Model, tmp_path:
     expected = smollm2.logits(tokens)
     for plan in GRIDS:
         for differences in run(plan.world, _max_difference, tmp_path / "hf", plan, tokens, expected):
-            assert differences.keys() == {0, *divisors(plan.sh)} and max(differences.values()) < 1e-3, (
+            assert differences.keys() == {0, *divisors(plan.etp)} and max(differences.values()) < 1e-3, (
                 f"{plan}: {differences}"
             )
     prompt = smollm2.tokenizer.encode("The capital of France is")
     dense = Engine(smollm2.transformer, smollm2.tokenizer, ServeConfig(pages=16))
     (expected_tokens,) = dense.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    for plan in (Plan(cp=2, ep=2), Plan(cp=2, sh=2), Plan(cp=4, ep=2, sh=2), Plan(tp=3, sh=3)):
+    for plan in (Plan(cp=2, ep=2), Plan(cp=2, etp=2), Plan(cp=4, ep=2, etp=2), Plan(tp=3, etp=3)):
         assert run(plan.world, _generate, tmp_path / "hf", plan, prompt)[0] == expected_tokens.token_ids, str(plan)
 
 
@@ -174,7 +176,7 @@ ROUTERS = {"softmax": RouterConfig(), "scaled": RouterConfig(scale=1.7, bias=Tru
 
 def _routed(router: RouterConfig, unused: set[int]) -> Transformer:
     """A model whose tokens never go to the ``unused`` experts, because of a large negative bias."""
-    moe = MoeConfig(experts=6, active=2, ffn_width=8, first=1, router=router)
+    moe = MoeConfig(experts=6, active=2, ffn_width=8, first_k_dense_replace=1, router=router)
     model = build(ModelConfig(**_SIZES, moe=moe))
     with torch.no_grad():
         for layer in (1, 2):
@@ -241,7 +243,7 @@ def test_prune_refuses_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="no experts"):
         measure(dense, [])
     grouped = model.config.replace(
-        moe=MoeConfig(experts=6, ffn_width=8, first=1, router=RouterConfig(groups=3, groups_kept=2))
+        moe=MoeConfig(experts=6, ffn_width=8, first_k_dense_replace=1, router=RouterConfig(groups=3, groups_kept=2))
     )
     with pytest.raises(ConfigError, match="3 groups"):
         prune(build(grouped), load_LE, 4)

@@ -19,16 +19,17 @@ pytestmark = pytest.mark.xdist_group("worlds")
 MODEL = ModelConfig(
     vocab_size=53, layers=3, width=16, heads=4, head_width=4, ffn_width=29, context=64, tied=True, ffn_bias=True,
     moe=MoeConfig(
-        experts=4, active=2, ffn_width=8, shared_width=5, first=1, balance_weight=0.3, z_weight=0.1, bias_rate=0.01,
+        experts=4, active=2, ffn_width=8, shared_width=5, first_k_dense_replace=1, balance_weight=0.3, z_weight=0.1,
+        bias_rate=0.01,
         router=RouterConfig(noise=1.0, jitter=0.1),
     ),
 )  # fmt: skip
 FAULTS = [
     (faults.copies_not_summed, Plan(dp=2), "gradients", "experts"),
-    (faults.output_bias_of_own_tokens, Plan(dp=2, sh=2), "gradients", "experts.down_bias"),
+    (faults.output_bias_of_own_tokens, Plan(dp=2, etp=2), "gradients", "experts.down_bias"),
     (faults.copies_counted, Plan(dp=2), "norm", ""),
-    (faults.every_slice_adds_the_bias, Plan(tp=2, sh=2, degree=2), "loss", ""),
-    (faults.hidden_units_by_their_place_here, Plan(dp=2, sh=2, degree=2), "loss", ""),
+    (faults.every_slice_adds_the_bias, Plan(tp=2, etp=2, adaptive_r=2), "loss", ""),
+    (faults.hidden_units_by_their_place_here, Plan(dp=2, etp=2, adaptive_r=2), "loss", ""),
     (faults.own_tokens_balanced, Plan(dp=2, ep=2), "gradients", r"router|blocks\.[01]"),  # or an earlier layer
     (faults.bias_by_own_load, Plan(dp=2, ep=2), "step", ""),  # another bias changes the choices, and so all weights
     (faults.shadows_keep_their_gradient, Plan(dp=2, ep=2, shadows=1), "gradients", "experts"),
@@ -55,19 +56,19 @@ def test_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
 def test_first_covering_plans_of_four_processes(tmp_path: Path) -> None:
     """The plans that combine the most choices."""
     plans = covering(all_plans(4, MODEL.replace(layers=4)))[:1]
-    plans += [Plan(cp=2, dp=2, ep=2, sh=2, near=2, degree=2)]
-    plans += [Plan(pp=2, tp=2, sh=2, schedule="zero_bubble")]  # gathered weights, whose gradients arrive transposed
+    plans += [Plan(cp=2, dp=2, ep=2, etp=2, hierarchical_a2a_size=2, adaptive_r=2)]
+    plans += [Plan(pp=2, tp=2, etp=2, schedule="zero_bubble")]  # gathered weights, whose gradients arrive transposed
     in_parts(4, MODEL, list(filter(schedule_supported, plans)), tmp_path, 3)
 
 
 POOLED = MODEL.replace(
     layers=4,
-    moe=MODEL.moe.replace(balance_over="model", balance_weight=3.0, dense=(3,)),  # type: ignore[union-attr]
+    moe=MODEL.moe.replace(balance_over="model", balance_weight=3.0, mlp_only_layers=(3,)),  # type: ignore[union-attr]
 )
 """One balance loss over layers 1 and 2; the first and last of four stages have no experts."""
 POOLED_PLANS = [
     Plan(dp=2, ep=2),
-    Plan(cp=2, sh=2),
+    Plan(cp=2, etp=2),
     Plan(tp=2, ep=2, sequence_parallel=True),
     Plan(pp=2),
     Plan(pp=2, schedule="gpipe"),
@@ -104,7 +105,7 @@ def test_covering_set_of_four_processes(tmp_path: Path) -> None:
 
 
 ROUTERS: dict[str, dict[str, Any]] = {
-    "capacity": {"capacity": 0.75, "priority": True, "dropped": "residual"},
+    "capacity": {"capacity": 0.75, "priority": True, "dropped_token_output": "residual"},
     "gshard": {"router": RouterConfig(kind="gshard", jitter=0.1), "capacity": 1.0, "balance": "gshard"},
     "noisy": {"router": RouterConfig(kind="noisy"), "bias_rate": 0.0, "balance": "importance"},
     "cosine": {"router": RouterConfig(kind="cosine", projection=8, noise=1.0)},
@@ -117,7 +118,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 ROUTER_CASES = [
     Plan(cp=2, ep=2),
     Plan(pp=2),
-    Plan(dp=2, sh=2, degree=0),
+    Plan(dp=2, etp=2, adaptive_r=0),
     Plan(tp=2, ep=2, sequence_parallel=True, overlap=2),
 ]
 

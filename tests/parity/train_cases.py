@@ -24,7 +24,7 @@ COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
 BERT: dict[str, Any] = {
     "vocab_size": 101, "heads": 12, "head_width": 2, "ffn_width": 37, "positions": "learned", "norm": "layernorm",
     "activation": "gelu", "gated": False, "qkv_bias": True, "out_bias": True, "ffn_bias": True, "tied": True,
-    "causal": False, "segments": 2, "top": "pretraining", **COMMON,
+    "causal": False, "segments": 2, "task_head": "pretraining", **COMMON,
 }  # fmt: skip
 CASES = {
     "gpt2": ModelConfig(
@@ -97,8 +97,8 @@ class Run:
         optimizer = make_optimizer(weights, train)
         world = world_axis() if context.world > 1 else context.axes.dp
         plan = context.plan
-        assert plan.degree != "auto", "every degree is a separate plan here"
-        spread = [DispatchOptions(plan.degree, plan.overlap, plan.shadows)]
+        assert plan.adaptive_r != "auto", "every degree is a separate plan here"
+        spread = [DispatchOptions(plan.adaptive_r, plan.overlap, plan.shadows)]
         step = TrainStep(model, weights, optimizer, train, world, pipeline, spread=spread)
         return Run(model, weights, optimizer, step, context)
 

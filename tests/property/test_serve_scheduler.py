@@ -54,7 +54,7 @@ class Serving(RuleBasedStateMachine):
         token_budget=st.integers(1, 9),
         max_waiting=st.integers(1, 5),
         prefix_cache=st.booleans(),
-        run_ahead=st.booleans(),
+        async_scheduling=st.booleans(),
         draft_tokens=st.integers(0, 3),
         model_tokens=st.sampled_from([97, 2]),
         draft_model=st.booleans(),
@@ -68,14 +68,14 @@ class Serving(RuleBasedStateMachine):
         token_budget: int,
         max_waiting: int,
         prefix_cache: bool,
-        run_ahead: bool,
+        async_scheduling: bool,
         draft_tokens: int,
         model_tokens: int,
         draft_model: bool,
         end: int,
     ):
         self.begin(
-            pages, page_tokens, max_requests, token_budget, max_waiting, prefix_cache, run_ahead, draft_tokens,
+            pages, page_tokens, max_requests, token_budget, max_waiting, prefix_cache, async_scheduling, draft_tokens,
             model_tokens, draft_model, end,
         )  # fmt: skip
 
@@ -87,7 +87,7 @@ class Serving(RuleBasedStateMachine):
         token_budget: int,
         max_waiting: int,
         prefix_cache: bool,
-        run_ahead: bool,
+        async_scheduling: bool,
         draft_tokens: int,
         model_tokens: int,
         draft_model: bool,
@@ -119,7 +119,7 @@ class Serving(RuleBasedStateMachine):
         self.admitted: list[Request] = []
         self.now_s = 1000.0
         self.texts: list[list[int]] = []
-        self.run_ahead, self.flying, self.last = run_ahead, None, []
+        self.async_scheduling, self.flying, self.last = async_scheduling, None, []
 
     @precondition(lambda self: self.texts)
     @rule(
@@ -190,7 +190,7 @@ class Serving(RuleBasedStateMachine):
         assert sum(not r.complete for r in self.scheduler.running) <= self.scheduler.token_budget
         self.check_order(queued)
         ready = (work, self.run_work(work)) if work.slices else None
-        if self.run_ahead:
+        if self.async_scheduling:
             ready, self.flying = self.flying, ready
         assert ready or self.flying, "no step is finished and none is in flight"
         for request, token, _ in self.scheduler.commit(*ready) if ready else ():
@@ -295,15 +295,15 @@ class Drafting(Serving):
 
     @initialize(
         pages=st.integers(4, 24), page_tokens=st.integers(1, 4), max_requests=st.integers(4, 9),
-        prefix_cache=st.booleans(), run_ahead=st.booleans(), draft_tokens=st.integers(1, 4),
+        prefix_cache=st.booleans(), async_scheduling=st.booleans(), draft_tokens=st.integers(1, 4),
         draft_model=st.booleans(), end=st.sampled_from([END, 1]),
     )  # fmt: skip
     def start(
-        self, pages: int, page_tokens: int, max_requests: int, prefix_cache: bool, run_ahead: bool, draft_tokens: int,
-        draft_model: bool, end: int,
+        self, pages: int, page_tokens: int, max_requests: int, prefix_cache: bool, async_scheduling: bool,
+        draft_tokens: int, draft_model: bool, end: int,
     ):  # fmt: skip
         self.begin(
-            pages, page_tokens, max_requests, 2 * max_requests, 5, prefix_cache, run_ahead, draft_tokens, 2,
+            pages, page_tokens, max_requests, 2 * max_requests, 5, prefix_cache, async_scheduling, draft_tokens, 2,
             draft_model, end,
         )  # fmt: skip
 

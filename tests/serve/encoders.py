@@ -32,13 +32,13 @@ def tokenizer() -> Tokenizer:
 def config(**changes: object) -> ModelConfig:
     """A BERT with odd sizes and a context of 40 tokens."""
     sizes = {"layers": 2, "width": 24, "heads": 4, "ffn_width": 37, "context": CONTEXT, "init_std": 0.3}
-    encoder = {"top": "encoder", "vocab_size": tokenizer().vocab_size}
+    encoder = {"task_head": "encoder", "vocab_size": tokenizer().vocab_size}
     return preset("bert-base").replace(**{**sizes, **encoder, **changes})
 
 
 def classifier(classes: int) -> ModelConfig:
     """The same with a class head."""
-    return config(top="classes", classes=classes)
+    return config(task_head="classes", classes=classes)
 
 
 def model(it: ModelConfig, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float32, seed: int = 3) -> Transformer:

@@ -85,7 +85,7 @@ def check_texts(count: int, plain: Engine, drafted: Engine) -> Stats:
 @pytest.mark.parametrize("limits", [LIMITS, TIGHT], ids=["roomy", "tight"])
 def test_speculation_changes_no_text(limits: ServeConfig, noise: str, ahead: bool):
     model = tiny.model(dtype=torch.float32)
-    limits = limits.replace(run_ahead=ahead, fixed_steps=ahead)
+    limits = limits.replace(async_scheduling=ahead, graph_capture=ahead)
     drafted = serve(model, tiny.noisy(NOISE[noise], dtype=torch.float32), limits)
     stats = check_texts(48, serve(model, None, limits), drafted)
     assert (stats.preemptions > 0) == (limits.pages == TIGHT.pages)
@@ -154,7 +154,7 @@ def test_the_draft_model_runs_shared_prefixes_once():
 
 @pytest.mark.usefixtures("cheap")
 def test_cancelled_requests_free_their_pages():
-    drafted = serve(tiny.model(), tiny.noisy(0.05), LIMITS.replace(run_ahead=True))
+    drafted = serve(tiny.model(), tiny.noisy(0.05), LIMITS.replace(async_scheduling=True))
     params = SamplingParams(temperature=1, seed=3, max_tokens=60, ignore_eos=True)
     expected = [serve(tiny.model(), None).generate([[7, i]], params)[0].token_ids for i in range(3)]
     keys = [drafted.add([7, i], params) for i in range(6)]
@@ -246,7 +246,7 @@ def _serve(plan: dict[str, int], count: int, limits: ServeConfig) -> tuple[list[
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.xdist_group("worlds")
 def test_speculation_changes_no_text_on_two_ranks(plan: dict[str, int], count: int):
-    limits = LIMITS.replace(pages=120, page_tokens=3, fixed_steps=True)
+    limits = LIMITS.replace(pages=120, page_tokens=3, graph_capture=True)
     plain = serve(tiny.model(), None).generate(*mixed(count))
     completions, stats = run(2, _serve, plan, count, limits)[0]
     assert [each.token_ids for each in completions] == [each.token_ids for each in plain]

@@ -39,11 +39,11 @@ def numbers(it: PoolingEngine) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_packed_texts_equal_each_alone(pooling: Any, run_ahead: bool) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_packed_texts_equal_each_alone(pooling: Any, async_scheduling: bool) -> None:
     model = encoders.model(encoders.config())
     spec = PoolerSpec("embed", 24, CONTEXT, pooling=pooling)
-    it = engine(model, spec, token_budget=24, run_ahead=run_ahead)
+    it = engine(model, spec, token_budget=24, async_scheduling=async_scheduling)
     keys, cut = add(it, "a", ids()), add(it, "b", ids(), dimensions=5)
     found = numbers(it)
     assert it.stats.steps > 2 and it.stats.finished == {"stop": 2 * len(TEXTS)}
@@ -163,9 +163,9 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     assert it.stats.finished == {"error": 1, "stop": 1}
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_cancelled_texts_are_dropped(run_ahead: bool) -> None:
-    it = engine(encoders.model(encoders.config()), EMBED, token_budget=8, run_ahead=run_ahead)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_cancelled_texts_are_dropped(async_scheduling: bool) -> None:
+    it = engine(encoders.model(encoders.config()), EMBED, token_budget=8, async_scheduling=async_scheduling)
     gone, kept = add(it, "a", [[1, 5, 2]] * 50), add(it, "b", [[1, 6, 2]])
     first = it.step()
     assert it.cancel(gone[-1])
@@ -275,8 +275,8 @@ def test_of_a_pair_the_longer_text_is_truncated(lengths: tuple[int, int], kept: 
     ("serve", "changes", "error", "words"),
     [
         ({"task": "generate"}, {}, ConfigError, "cannot generate text"),
-        ({"pooling": "cls"}, {"causal": True, "top": "unembed"}, ConfigError, "add --serve.task embed"),
-        ({"pooling": "cls"}, {"top": "classes", "classes": 2}, ConfigError, "a pooler of its own"),
+        ({"pooling": "cls"}, {"causal": True, "task_head": "unembed"}, ConfigError, "add --serve.task embed"),
+        ({"pooling": "cls"}, {"task_head": "classes", "classes": 2}, ConfigError, "a pooler of its own"),
         ({"batch_invariant": True}, {}, ConfigError, "applies to generation only"),
         ({}, {}, PlanError, "no key/value cache to share over cp=2"),
     ],

@@ -73,7 +73,7 @@ def mixed(engine: Engine) -> dict[str | None, list[tuple[int, ...]]]:
     return {name: [tuple(tokens[keys[name, i]]) for i in range(len(PROMPTS))] for name in (None, *LORAS)}
 
 
-@pytest.mark.parametrize("settings", [{}, {"token_budget": 7, "max_requests": 4}, {"run_ahead": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"token_budget": 7, "max_requests": 4}, {"async_scheduling": True}], ids=str)
 def test_mixed_in_one_step_equals_merged(settings: dict[str, int], tmp_path: Path) -> None:
     """In small chunks too, and again from the prefix cache, which keeps each adapter's pages apart."""
     engine = Engine(tiny.model(), tiny.tokenizer(), ServeConfig(adapters=write(tmp_path), page_tokens=8, **settings))

@@ -63,16 +63,16 @@ sources = st.lists(st.integers(1, 300), min_size=1, max_size=20).map(tuple)
     token_budget=st.integers(1, 20),
     max_requests=st.integers(1, 5),
     cancelled=st.sets(st.integers(0, 5), max_size=2),
-    run_ahead=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 def test_any_schedule_gives_the_same_tokens(
-    pool, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, run_ahead
+    pool, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, async_scheduling
 ) -> None:
     pages = lambda n: -(-n // page_tokens)  # noqa: E731
     asked = [(pool[which % len(pool)], count, wait) for which, count, wait in arrivals]
     it = engine(
         page_tokens=page_tokens, pages=max(pages(len(s) + 1) + pages(n) for s, n, _ in asked) + spare_pages,
-        token_budget=token_budget, max_requests=max_requests, run_ahead=run_ahead,
+        token_budget=token_budget, max_requests=max_requests, async_scheduling=async_scheduling,
     )  # fmt: skip
     found: dict[str, list[int]] = {}
 

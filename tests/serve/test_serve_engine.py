@@ -40,11 +40,11 @@ prompts = st.lists(st.integers(0, 300), min_size=1, max_size=24)
     token_budget=st.integers(1, 20),
     max_requests=st.integers(1, 5),
     cancelled=st.sets(st.integers(0, 5), max_size=2),
-    run_ahead=st.booleans(),
-    fixed_steps=st.booleans(),
+    async_scheduling=st.booleans(),
+    graph_capture=st.booleans(),
 )
 def test_greedy_is_the_argmax_of_one_long_forward(
-    model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, run_ahead, fixed_steps
+    model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, async_scheduling, graph_capture
 ):
     """Any arrival order, chunk and page size; pools small enough to preempt; some requests are cancelled."""
     needed = max(-(-(len(prompt) + count - 1) // page_tokens) for prompt, count, _ in arrivals)
@@ -54,8 +54,8 @@ def test_greedy_is_the_argmax_of_one_long_forward(
         pages=needed + spare_pages,
         token_budget=token_budget,
         max_requests=max_requests,
-        run_ahead=run_ahead,
-        fixed_steps=fixed_steps,
+        async_scheduling=async_scheduling,
+        graph_capture=graph_capture,
     )
     texts: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -95,14 +95,14 @@ def test_preemption_does_not_change_text(model):
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_run_ahead_does_not_change_text(model, temperature: float):
+def test_async_scheduling_does_not_change_text(model, temperature: float):
     """Stop strings and end tokens are noticed one step late; a failing request does not affect the batch."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=count, seed=count, stop=stop, top_p=p)
         for count, stop, p in ((1, (), 1.0), (30, ("e", "o"), 1.0), (9, (), 0.9), (30, ("the",), 1.0), (2, (), 0.5))
     ]
     prompts = ["The quick", "My fellow", "ö", "dog", "dog sleeps"]
-    here, ahead = engine(model, pages=20), engine(model, pages=20, run_ahead=True)
+    here, ahead = engine(model, pages=20), engine(model, pages=20, async_scheduling=True)
     assert ahead.generate(prompts, params) == here.generate(prompts, params)
     assert ahead.stats.generation_tokens == here.stats.generation_tokens
     audit(ahead)
@@ -267,10 +267,10 @@ def test_token_ids_may_be_tensors(model):
     assert it.generate([ids, tuple(ids)], GREEDY) == 2 * it.generate([[5, 6, 7]], GREEDY)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_no_outputs_are_lost_by_mixing_step_stream_and_generate(model, run_ahead: bool):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_no_outputs_are_lost_by_mixing_step_stream_and_generate(model, async_scheduling: bool):
     """add, stream and generate side by side; driving the engine through any of them advances all requests."""
-    it = engine(model, run_ahead=run_ahead)
+    it = engine(model, async_scheduling=async_scheduling)
     (whole,) = engine(model).generate(["The quick"], GREEDY)
     first, dropped = it.add("The quick", GREEDY), it.add("The quick", GREEDY)
     stream, unread = it.stream("The quick", GREEDY), it.stream("The quick", GREEDY)
@@ -361,12 +361,12 @@ def test_queue_is_bounded_for_add_but_not_for_generate(model):
     assert len(engine(model, max_waiting=2).generate(["fox"] * 7, GREEDY)) == 7
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_non_finite_logits_fail_only_their_request(run_ahead: bool):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_non_finite_logits_fail_only_their_request(async_scheduling: bool):
     model = tiny.model()
     with torch.no_grad():
         model.get_parameter("embed.tokens.weight")[9] = torch.nan
-    it = engine(model, run_ahead=run_ahead)
+    it = engine(model, async_scheduling=async_scheduling)
     params = SamplingParams(temperature=1, seed=1, max_tokens=3, ignore_eos=True)
     sick, well = it.add([9], params), it.add([8], params)
     ends: dict[str, Output] = {}

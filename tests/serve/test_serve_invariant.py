@@ -97,12 +97,12 @@ def other_requests(number: int, seed: int = 0) -> list[tuple[list[int], Sampling
 
 @pytest.mark.parametrize("name", MODELS)
 def test_request_is_independent_of_the_batch(name: str) -> None:
-    """Arrival order, chunked prompts, prefix cache on and off, preemption, run_ahead."""
+    """Arrival order, chunked prompts, prefix cache on and off, preemption, async_scheduling."""
     it = model(name)
     alone = bits(it)
     assert same(bits(it, other_requests(6), at=0), alone)
     assert same(bits(it, other_requests(6), at=6, token_budget=7), alone)
-    assert same(bits(it, other_requests(6, seed=1), at=5, after=3, prefix_cache=False, run_ahead=True), alone)
+    assert same(bits(it, other_requests(6, seed=1), at=5, after=3, prefix_cache=False, async_scheduling=True), alone)
     assert same(bits(it, other_requests(6, seed=3), at=4, pages=14, max_requests=5), alone)
     drawn = bits(it, params=SAMPLED)
     assert same(bits(it, other_requests(6), at=3, token_budget=9, params=SAMPLED), drawn)
@@ -125,5 +125,5 @@ def test_unsupported_configurations_are_refused() -> None:
         Engine(tiny.model(Axes(tp=Axis("tp", 2))), tiny.tokenizer(), LIMITS)
     with pytest.raises(ConfigError, match=r"is for one rank, and this model is on cp=2: .*use --plan.cp 1"):
         Engine(tiny.model(Axes(cp=Axis("cp", 2), cp_replicated=True)), tiny.tokenizer(), LIMITS)
-    with pytest.raises(ConfigError, match=r"one token at a time on a CPU, which serve.fixed_steps cannot pad"):
-        Engine(tiny.model(), tiny.tokenizer(), LIMITS.replace(fixed_steps=True))
+    with pytest.raises(ConfigError, match=r"one token at a time on a CPU, which serve.graph_capture cannot pad"):
+        Engine(tiny.model(), tiny.tokenizer(), LIMITS.replace(graph_capture=True))

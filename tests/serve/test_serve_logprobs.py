@@ -57,7 +57,7 @@ def check_all(completions: list[Completion]) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("limits", [ServeConfig(), TIGHT], ids=["roomy", "tight"])
 def test_logprobs_are_those_of_one_forward_pass(limits: ServeConfig, ahead: bool):
-    engine = Engine(tiny.model(), tiny.tokenizer(), limits.replace(run_ahead=ahead, fixed_steps=ahead))
+    engine = Engine(tiny.model(), tiny.tokenizer(), limits.replace(async_scheduling=ahead, graph_capture=ahead))
     check_all(engine.generate(PROMPTS, PARAMS))
     check_all(engine.generate(PROMPTS, PARAMS))  # with prompts in the prefix cache
     assert (engine.stats.preemptions > 0) == (limits is TIGHT)
@@ -77,7 +77,7 @@ def test_batch_invariant_logprobs_have_the_same_bits_alone():
 
 def _serve(world: int) -> list[Completion]:
     with DistributedContext.build(Plan(tp=world)) as context:
-        engine = Engine(tiny.model(context.axes.serving()), tiny.tokenizer(), TIGHT.replace(run_ahead=True))
+        engine = Engine(tiny.model(context.axes.serving()), tiny.tokenizer(), TIGHT.replace(async_scheduling=True))
         if context.rank:
             engine.follow()
             return []

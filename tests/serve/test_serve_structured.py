@@ -72,7 +72,7 @@ def test_the_reference_is_not_that_without_changes():
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_tokens_are_those_of_a_plain_loop(limits: str, ahead: bool):
-    engine = Engine(tiny.model(), tiny.tokenizer(), LIMITS[limits].replace(run_ahead=ahead, fixed_steps=ahead))
+    engine = Engine(tiny.model(), tiny.tokenizer(), LIMITS[limits].replace(async_scheduling=ahead, graph_capture=ahead))
     check(engine.generate(PROMPTS, PARAMS))
     engine.scheduler.audit()
     assert (engine.stats.preemptions > 0) == (limits == "tight")
@@ -85,7 +85,7 @@ def test_tokens_are_those_of_a_plain_loop_batch_invariant():
 def _serve(plan: dict[str, int]) -> list[Completion]:
     with DistributedContext.build(Plan(**plan)) as context:
         limits = LIMITS["tight"]
-        engine = Engine(tiny.model(context.axes.serving()), tiny.tokenizer(), limits.replace(run_ahead=True))
+        engine = Engine(tiny.model(context.axes.serving()), tiny.tokenizer(), limits.replace(async_scheduling=True))
         if context.rank:
             engine.follow()
             return []

@@ -66,7 +66,7 @@ def check_same(count: int, drafted: tuple[list[Completion], Stats], plain: list[
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("limits", [ServeConfig(pages=400), TIGHT], ids=["roomy", "tight"])
 def test_speculation_changes_no_text(limits: ServeConfig, ahead: bool):
-    limits = limits.replace(run_ahead=ahead, fixed_steps=ahead)
+    limits = limits.replace(async_scheduling=ahead, graph_capture=ahead)
     count = 70
     plain, _ = generate(count, limits)
     drafted = generate(count, limits.replace(draft="ngram"))
@@ -104,7 +104,7 @@ def _serve(plan: dict[str, int], limits: ServeConfig) -> tuple[list[Completion],
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
 @pytest.mark.xdist_group("worlds")
 def test_speculation_changes_no_text_on_two_ranks(plan: dict[str, int]):
-    limits = ServeConfig(pages=60, page_tokens=3, max_requests=9, draft="ngram", fixed_steps=True)
+    limits = ServeConfig(pages=60, page_tokens=3, max_requests=9, draft="ngram", graph_capture=True)
     plain, _ = generate(21, ServeConfig(pages=400))
     check_same(21, run(2, _serve, plan, limits)[0], plain)
 

@@ -98,7 +98,7 @@ def test_hugging_face_weights_replace_native_ones(tmp_path: Path):
         assert texts(engine) == texts(colonnade.Engine(other, LIMITS))
 
 
-@pytest.mark.parametrize("limits", [{}, {"run_ahead": True}, {"draft": "ngram"}, {"fixed_steps": True}])
+@pytest.mark.parametrize("limits", [{}, {"async_scheduling": True}, {"draft": "ngram"}, {"graph_capture": True}])
 def test_running_requests_keep_their_text_and_go_on(tmp_path: Path, limits: dict[str, Any]):
     new = save(tmp_path / "new")
     engine = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), LIMITS.replace(**limits))
@@ -158,7 +158,7 @@ def test_a_copy_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_offloaded_experts_are_refused(tmp_path: Path):
     save(tmp_path / "new", **MODELS["experts"])
-    model = colonnade.load(tmp_path / "new", experts=ExpertsConfig(resident=1))
+    model = colonnade.load(tmp_path / "new", experts=ExpertsConfig(layers_on_device=1))
     engine = colonnade.Engine(model, LIMITS)
     refused = swap_weights(engine, WeightSwap(engine, model.context), tmp_path / "new")
     assert "experts offloaded to host memory" in refused["error"]["message"]

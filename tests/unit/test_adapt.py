@@ -28,7 +28,7 @@ from tests.worlds import run
 LINK = Link(latency_s=20e-6, bytes_per_s=100e9)
 COSTS = MeasuredCosts(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: NO_TRAFFIC}, flops_per_s=400e12)
 EVEN = LayerLoad(
-    ep=2, sh=4, choices=32768, busiest=131072, token_bytes=8192, weight_bytes=1 << 26, flops=6 * 4096 * 1024
+    ep=2, etp=4, choices=32768, busiest=131072, token_bytes=8192, weight_bytes=1 << 26, flops=6 * 4096 * 1024
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from tests.serve import tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30
-LLAMA = EngineSpec(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bfloat16, GPU)
+LLAMA = EngineSpec(preset("llama-2-7b"), ServeConfig(graph_capture=True), torch.bfloat16, GPU)
 
 
 def pages_of(spec: EngineSpec) -> int:

@@ -450,10 +450,10 @@ def test_experts_flags_take_effect_or_are_refused(capsys: pytest.CaptureFixture[
     text.write_text(TEXT)
     capsys.readouterr()
     output = {}
-    for flags in ("", "--experts.resident 1", "--experts.active 3", "--experts.active 1 --experts.capacity 8"):
+    for flags in ("", "--experts.layers_on_device 1", "--experts.active 3", "--experts.active 1 --experts.capacity 8"):
         main(["eval", str(four), "--text", str(text), *flags.split()])
         output[flags] = capsys.readouterr().out
-    assert output[""] == output["--experts.resident 1"] == output["--experts.active 3"]
+    assert output[""] == output["--experts.layers_on_device 1"] == output["--experts.active 3"]
     assert output["--experts.active 1 --experts.capacity 8"] != output[""]
     main(
         [
@@ -464,15 +464,17 @@ def test_experts_flags_take_effect_or_are_refused(capsys: pytest.CaptureFixture[
             "3",
             "--experts.capacity",
             "off",
-            "--experts.resident",
+            "--experts.layers_on_device",
             "1",
         ]
     )
     message = error_of(capsys, "eval", four, "--text", text, "--experts.active", "5")
     assert "ConfigError: a token cannot go to 5 of 4 experts; set --experts.active 4 or less" in message
-    assert "this model has none; leave it out" in error_of(capsys, "generate", hf, "the", "--experts.resident", "1")
-    message = error_of(capsys, "serve", four, "--experts.resident", "3")
-    assert "--experts.resident 3 is more than the 2 layers of experts" in message
+    assert "this model has none; leave it out" in error_of(
+        capsys, "generate", hf, "the", "--experts.layers_on_device", "1"
+    )
+    message = error_of(capsys, "serve", four, "--experts.layers_on_device", "3")
+    assert "--experts.layers_on_device 3 is more than the 2 layers of experts" in message
     message = error_of(capsys, "generate", four, "the", "--plan.ep", "2")
     assert "does not divide their number 1; set --plan.tp or --plan.cp to 2" in message
 
@@ -634,7 +636,7 @@ def test_experts_flags_turn_a_dense_preset_into_a_mixture(
     assert "put the complete table [model.latent] into a file for --config" in output
     main([*argv, "--name", "dense", "--train.fused_adamw", "True"])
     assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines describe the run"
-    output = error_of(capsys, *argv, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
+    output = error_of(capsys, *argv, "--train.pretrained_checkpoint", tmp_path / "dense", "--model.moe.experts", "3")
     assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in output
 
 
@@ -751,7 +753,8 @@ def test_an_encoder_is_refused_for_generation_before_any_process_starts(
     monkeypatch.setattr("colonnade.serve.engine_process._spawn", opened_here)
     config = ModelConfig(
         family="bert", causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16,
-        norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", top="encoder", tied=True,
+        norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", task_head="encoder",
+        tied=True,
     )  # fmt: skip
     decoder = ModelConfig(causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16)
     native.save(

@@ -84,12 +84,12 @@ def test_remedy_for_a_corpus_of_another_tokenizer_works(
     words = ["--runs", str(tmp_path / "runs"), "--train.steps", "1", "--data.sequence", "32", "--train.lr", "1e-5"]
     for size, wrong in (("270", "another tokenizer"), ("300", "a vocabulary of 300 tokens, the model of 280")):
         main(["corpus", str(file), "--out", str(other), "--vocab_size", size, "--overwrite"])
-        message = error_line(capsys, "train", "--train.start", run, "--data.path", other, *words)
+        message = error_line(capsys, "train", "--train.pretrained_checkpoint", run, "--data.path", other, *words)
         assert wrong in message
         assert f"make it again with colonnade corpus … --tokenizer {run}" in message
     remedy = message.partition("--tokenizer ")[2].strip()
     main(["corpus", str(file), "--out", str(other), "--tokenizer", remedy, "--overwrite"])
-    main(["train", "--train.start", str(run), "--data.path", str(other), *words])
+    main(["train", "--train.pretrained_checkpoint", str(run), "--data.path", str(other), *words])
     assert "1 steps" in capsys.readouterr().out, "train.lr alone: min_lr follows it"
 
 

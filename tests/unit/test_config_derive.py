@@ -93,7 +93,7 @@ def _by_replace(model: ModelConfig, change: dict[str, int]) -> ModelConfig:
 def _by_file(model: ModelConfig, change: dict[str, int]) -> ModelConfig:
     ((field, value),) = change.items()
     return parse(RunConfig, f"model.{field} = {value}", base=RunConfig(model=_trainable(model))).model.replace(
-        top=model.top, classes=model.classes
+        task_head=model.task_head, classes=model.classes
     )
 
 
@@ -107,7 +107,7 @@ def _by_flags(name: str, change: dict[str, int]) -> ModelConfig:
 
 
 def _trainable(model: ModelConfig) -> ModelConfig:
-    return model if model.causal or model.predicts_masked else model.replace(top="pretraining")
+    return model if model.causal or model.predicts_masked else model.replace(task_head="pretraining")
 
 
 @pytest.mark.parametrize(
@@ -200,5 +200,5 @@ def test_fewer_layers_keep_expert_layers() -> None:
     """DeepSeek-V3's first 3 layers are dense, so 2 layers would silently have no experts."""
     small = preset("deepseek-v3").replace(layers=2)
     assert small.moe is not None
-    assert (small.moe.first, small.expert_layers) == (1, 1)
+    assert (small.moe.first_k_dense_replace, small.expert_layers) == (1, 1)
     assert preset("deepseek-v3").replace(layers=9).moe == preset("deepseek-v3").moe

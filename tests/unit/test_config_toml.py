@@ -16,7 +16,7 @@ from colonnade.errors import ConfigError
 def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> None:
     model = preset(name)
     if not (model.causal or model.predicts_masked):
-        model = model.replace(top="pretraining")  # not trainable as it is
+        model = model.replace(task_head="pretraining")  # not trainable as it is
     run = RunConfig(model=model, train=TrainConfig(clip=float("inf")), data=DataConfig(path=tmp_path / "ä b"))
     write(run, tmp_path / "run.toml")
     assert read(RunConfig, tmp_path / "run.toml") == run

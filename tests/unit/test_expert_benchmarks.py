@@ -37,8 +37,8 @@ def test_expert_parallel_benchmark(tmp_path: Path) -> None:
     options = [(row["plan"], row["pass"], row["r"], row["p"]) for row in ours]
     whole = [(r, p) for r, p in ((0, 1), (1, 1), (1, 4))]
     cut = [*whole, (2, 1), (2, 4)]
-    expected = [("ep=2 sh=1", what, *option) for what in expert_parallel.PASSES for option in whole]
-    assert options == expected + [("ep=1 sh=2", what, *option) for what in expert_parallel.PASSES for option in cut]
+    expected = [("ep=2 etp=1", what, *option) for what in expert_parallel.PASSES for option in whole]
+    assert options == expected + [("ep=1 etp=2", what, *option) for what in expert_parallel.PASSES for option in cut]
     for row in ours:
         if row["r"]:
             assert row["hidden"] == pytest.approx(

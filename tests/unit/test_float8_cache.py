@@ -57,7 +57,7 @@ def test_engine_caches_twice_the_tokens_with_similar_output() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5, 6, 7], list(range(40, 57)), [3]]
     outputs = [done.token_ids for done in Engine(model, tiny.tokenizer(), limits).generate(prompts, [greedy] * 3)]
-    at_once = limits.replace(token_budget=64, pages=64, fixed_steps=True)
+    at_once = limits.replace(token_budget=64, pages=64, graph_capture=True)
     assert outputs == [
         done.token_ids for done in Engine(model, tiny.tokenizer(), at_once).generate(prompts, [greedy] * 3)
     ]

@@ -38,7 +38,7 @@ def run_engine(*, on: bool, **changes: Any) -> list[Any]:
     model = tiny.model(**changes)
     for block in model.blocks:
         block.fused = on
-    engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3, fixed_steps=True))
+    engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3, graph_capture=True))
     outputs = engine.generate(PROMPTS, GREEDY)
     return [outputs, *engine.cache.k, *engine.cache.v]
 

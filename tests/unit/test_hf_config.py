@@ -389,7 +389,11 @@ def test_unsupported_settings_are_refused(name: str, changes: dict[str, Any], me
             "cannot express a model with no experts; write --format colonnade, or train",
         ),
         ("mixtral-8x7b", {"moe": preset("qwen1.5-moe-a2.7b").moe}, r"cannot express moe\.shared_width = 5632"),
-        ("mixtral-8x7b", {"moe": MoeConfig(experts=8, ffn_width=14336, every=2)}, "cannot express layers with experts"),
+        (
+            "mixtral-8x7b",
+            {"moe": MoeConfig(experts=8, ffn_width=14336, layer_freq=2)},
+            "cannot express layers with experts",
+        ),
         ("mixtral-8x7b", {"moe": MoeConfig(experts=8, ffn_width=9, capacity=1.0)}, r"cannot express moe\.capacity"),
         ("olmoe-1b-7b", {"qk_norm_over": "head"}, "cannot express qk_norm_over"),
         ("qwen3-30b-a3b", {"moe": MoeConfig(experts=8, ffn_width=9, bias_rate=0.1)}, r"cannot express moe\.bias_rate"),

@@ -150,7 +150,7 @@ def test_engine_output_does_not_depend_on_chunking(kind: cache_write.LatentKind)
         for limits in (
             whole,
             LIMITS.replace(cache=kind),
-            LIMITS.replace(cache=kind, fixed_steps=True),
+            LIMITS.replace(cache=kind, graph_capture=True),
             whole.replace(batch_invariant=True),
         )
     ]

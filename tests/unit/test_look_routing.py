@@ -15,7 +15,7 @@ from colonnade.model.score import score
 from tests.serve import tiny
 
 TEXT = "My fellow citizens, in 1862 we met. " * 3
-MOE = MoeConfig(experts=4, active=2, ffn_width=6, first=1)
+MOE = MoeConfig(experts=4, active=2, ffn_width=6, first_k_dense_replace=1)
 
 
 def test_tables_count_every_choice_once() -> None:
@@ -34,7 +34,7 @@ def test_tables_count_every_choice_once() -> None:
 
 def test_tokens_of_one_expert_are_its_examples() -> None:
     """The router is set so that only commas go to expert 3."""
-    model, tokenizer = tiny.model(moe=MOE.replace(active=1, first=0)), tiny.tokenizer()
+    model, tokenizer = tiny.model(moe=MOE.replace(active=1, first_k_dense_replace=0)), tiny.tokenizer()
     (comma,) = tokenizer.encode(",")
     tokens = tokenizer.encode(TEXT)
     with torch.no_grad(), record_choices(model):

@@ -174,11 +174,11 @@ def test_unsupported_settings_are_refused() -> None:
     check_quantised(
         moe.replace(heads=16, head_width=16), "int4", 64, 2
     )  # no layer has the 35 hidden units of a dense one
-    check_quantised(moe, "int8", 64, 2, sh=4)
-    with pytest.raises(PlanError, match=r"sh=2 leaves a rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
-        check_quantised(moe, "int4", 64, 1, sh=2)
-    with pytest.raises(PlanError, match=r"sh=4 leaves a rank 16 of moe.ffn_width 64.*use another sh, or --serve"):
-        check_quantised(moe, "int4", 32, 1, sh=4)
+    check_quantised(moe, "int8", 64, 2, etp=4)
+    with pytest.raises(PlanError, match=r"etp=2 leaves a rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
+        check_quantised(moe, "int4", 64, 1, etp=2)
+    with pytest.raises(PlanError, match=r"etp=4 leaves a rank 16 of moe.ffn_width 64.*use another etp, or --serve"):
+        check_quantised(moe, "int4", 32, 1, etp=4)
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
         check_quantised(moe.replace(heads=16, head_width=16, moe=moe.moe.replace(shared_width=64)), "int4", 64, 2)
     with pytest.raises(

@@ -70,7 +70,7 @@ def test_matrices_equal_a_dense_layer_and_error_is_bounded(kind: str, group: int
     x = torch.randn(7, 50, generator=draw)
     for part in ("up", "gate", "down"):
         stack = torch.randn(3, 40, 50, generator=draw) + 0.3
-        layer.quantise(part, stack, kind, group, SOLO_AXES.experts.sh, CPU)
+        layer.quantise(part, stack, kind, group, SOLO_AXES.experts.etp, CPU)
         for e, w in enumerate(stack.mT if part == "down" else stack):
             dense, mine = quantise(w, kind, group), layer.quantised[part].matrix(e)
             assert torch.equal(mine.values.view(torch.uint8), dense.values.contiguous().view(torch.uint8))
@@ -93,7 +93,7 @@ def test_non_finite_weights_are_refused(part: str) -> None:
     layer, stack = layer_of(2, 4, 6), torch.ones(2, 4, 6)
     stack[1, 2, 3] = math.nan
     with pytest.raises(CheckpointError, match="is not finite and cannot be put into int8"):
-        layer.quantise(part, stack, "int8", 64, SOLO_AXES.experts.sh, CPU)
+        layer.quantise(part, stack, "int8", 64, SOLO_AXES.experts.etp, CPU)
     assert not layer.quantised
 
 
@@ -154,7 +154,7 @@ def test_engine_output_matches_the_reference_forward(changes: dict, weights: str
     limits = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3, weights=weights)
     outputs = Engine(model.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
     assert [list(c.token_ids) for c in outputs] == [tiny.greedy(plain, prompt, COUNT) for prompt in PROMPTS]
-    waiting = api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2))
+    waiting = api.load(tmp_path / "m", **on, experts=ExpertsConfig(layers_on_device=2))
     assert all(layer.fetch is not None for layer in expert_modules(waiting.transformer))
     again = Engine(waiting.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
     assert [c.token_ids for c in again] == [c.token_ids for c in outputs]

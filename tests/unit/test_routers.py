@@ -143,7 +143,7 @@ def reference_topology(moe: MoeConfig, probs: list[list[float]]) -> tuple[list[l
         leavers = sorted(
             (t for t in ours if descending_order(probs[t])[0] not in experts[n]), key=lambda t: -max(probs[t])
         )
-        may_leave |= set(leavers[: int(moe.router.away * len(ours))])
+        may_leave |= set(leavers[: int(moe.router.outgoing_fraction * len(ours))])
     ids = []
     for t in range(TOKENS):
         best = descending_order(probs[t])
@@ -327,7 +327,7 @@ def test_hash_router_is_distinct_deterministic_and_even():
 
 
 def test_few_tokens_leave_their_node_in_training_only():
-    moe = moe_of("topology", away=0.2)
+    moe = moe_of("topology", outgoing_fraction=0.2)
     router = router_of(moe)
     choice = chosen("topology", moe, router)
     home_T, node = torch.arange(TOKENS) * 3 // TOKENS, choice.ids_TA[:, 0] * 3 // E

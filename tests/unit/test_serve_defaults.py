@@ -16,7 +16,7 @@ from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
 from colonnade.serve.memory_estimate import EngineSpec, scratch_pages
-from colonnade.serve.resolve_config import EngineTraits, check_fixed_steps, resolve_config
+from colonnade.serve.resolve_config import EngineTraits, check_graph_capture, resolve_config
 from tests.serve import tiny
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -38,24 +38,27 @@ def gpu_traits(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_gpu_defaults_to_cuda_graphs_and_run_ahead() -> None:
+def test_gpu_defaults_to_cuda_graphs_and_async_scheduling() -> None:
     latent = LatentConfig(kv_rank=300, rope_width=20, v_width=3)
     for traits in (
         gpu_traits(), gpu_traits(torch.float32), gpu_traits(window=7), gpu_traits(cp=2), gpu_traits(moe=MOE),
         gpu_traits(kv_heads=6, head_width=320, latent=latent),
     ):  # fmt: skip
-        assert (resolve_config(ServeConfig(), traits).fixed_steps, resolve_config(ServeConfig(), traits).run_ahead) == (
+        assert (
+            resolve_config(ServeConfig(), traits).graph_capture,
+            resolve_config(ServeConfig(), traits).async_scheduling,
+        ) == (
             True,
             True,
         )
         assert (resolve_config(ServeConfig(), traits).budget, resolve_config(ServeConfig(), traits).page) == (2048, 64)
-        explicit = ServeConfig(fixed_steps=False, run_ahead=False, pages=3, token_budget=7, page_tokens=5)
+        explicit = ServeConfig(graph_capture=False, async_scheduling=False, pages=3, token_budget=7, page_tokens=5)
         assert resolve_config(explicit, traits) == explicit
-        check_fixed_steps(ServeConfig(fixed_steps=True), traits)
+        check_graph_capture(ServeConfig(graph_capture=True), traits)
     engine = Engine(tiny.model(), tiny.tokenizer())
-    assert (engine.config.fixed_steps, engine.config.run_ahead) == (False, False)
+    assert (engine.config.graph_capture, engine.config.async_scheduling) == (False, False)
     assert (engine.config.budget, engine.config.page, engine.cache.page_tokens) == (512, 16, 16)
-    assert Engine(tiny.model(), tiny.tokenizer(), ServeConfig(batch_invariant=True)).config.fixed_steps is False
+    assert Engine(tiny.model(), tiny.tokenizer(), ServeConfig(batch_invariant=True)).config.graph_capture is False
 
 
 @pytest.mark.usefixtures("kernels")
@@ -65,7 +68,10 @@ def test_gpu_defaults_to_cuda_graphs_and_run_ahead() -> None:
         (gpu_traits(torch.float64), r"in float64 .* use another --dtype"),
         (gpu_traits(cp=2, window=7), r"of attention with a window over cp=2 .* use tp in the place of cp"),
         (gpu_traits(head_width=258), r"of heads 258 wide \(at most 256\) .* use --device cpu"),
-        (gpu_traits(moe=MOE, waiting=True), r"of experts offloaded to host memory .* leave --experts.resident out"),
+        (
+            gpu_traits(moe=MOE, waiting=True),
+            r"of experts offloaded to host memory .* leave --experts.layers_on_device out",
+        ),
         (
             EngineTraits(tiny.config(moe=MOE), torch.float16, GPU, exchanges_tokens=True),
             r"that exchange tokens between expert ranks",
@@ -75,21 +81,21 @@ def test_gpu_defaults_to_cuda_graphs_and_run_ahead() -> None:
 )
 def test_unsupported_capture_is_off_and_refused_on_request(site: EngineTraits, what: str) -> None:
     resolved = resolve_config(ServeConfig(), site)
-    assert (resolved.fixed_steps, resolved.run_ahead) == (False, True)
-    check_fixed_steps(ServeConfig(), site)
-    check_fixed_steps(resolved, site)
+    assert (resolved.graph_capture, resolved.async_scheduling) == (False, True)
+    check_graph_capture(ServeConfig(), site)
+    check_graph_capture(resolved, site)
     with pytest.raises(ConfigError, match=rf"steps {what}") as caught:
-        check_fixed_steps(ServeConfig(fixed_steps=True), site)
-    assert "cannot be captured as CUDA graphs yet; leave --serve.fixed_steps out, or " in str(caught.value)
+        check_graph_capture(ServeConfig(graph_capture=True), site)
+    assert "cannot be captured as CUDA graphs yet; leave --serve.graph_capture out, or " in str(caught.value)
 
 
 @pytest.mark.skipif(
     ("paged_attention", "cuda", torch.float32, "triton") in LOOKUP, reason="has triton and a GPU's torch"
 )
-def test_fixed_steps_need_triton() -> None:
-    assert resolve_config(ServeConfig(), gpu_traits()).fixed_steps is False
+def test_graph_capture_needs_triton() -> None:
+    assert resolve_config(ServeConfig(), gpu_traits()).graph_capture is False
     with pytest.raises(ConfigError, match=r"steps without triton cannot be captured .* pip install triton"):
-        check_fixed_steps(ServeConfig(fixed_steps=True), gpu_traits())
+        check_graph_capture(ServeConfig(graph_capture=True), gpu_traits())
 
 
 @pytest.mark.usefixtures("kernels")
@@ -100,8 +106,8 @@ def test_padded_steps_are_off_where_they_change_outputs() -> None:
         gpu_traits(moe=MOE.replace(capacity=1.0)), gpu_traits(moe=expert_choice),
         EngineTraits(tiny.config(), torch.bfloat16, GPU, sequence_parallel=True),
     ):  # fmt: skip
-        assert resolve_config(ServeConfig(), traits).fixed_steps is False
-        check_fixed_steps(ServeConfig(fixed_steps=True), traits)
+        assert resolve_config(ServeConfig(), traits).graph_capture is False
+        check_graph_capture(ServeConfig(graph_capture=True), traits)
 
 
 def test_traits_are_read_from_the_model() -> None:
@@ -121,19 +127,22 @@ def test_traits_are_read_from_the_model() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_graph_memory_is_estimated_and_offered_as_a_remedy() -> None:
     llama = EngineSpec(preset("llama-2-7b"), ServeConfig(), torch.bfloat16, GPU)
-    needs, explicit = llama.needs(), EngineSpec(llama.model, ServeConfig(fixed_steps=True), torch.bfloat16, GPU).needs()
+    needs, explicit = (
+        llama.needs(),
+        EngineSpec(llama.model, ServeConfig(graph_capture=True), torch.bfloat16, GPU).needs(),
+    )
     assert needs == explicit and needs.graphs > 32000 * 2 * 64
-    plain = EngineSpec(llama.model, ServeConfig(fixed_steps=False), torch.bfloat16, GPU).needs()
+    plain = EngineSpec(llama.model, ServeConfig(graph_capture=False), torch.bfloat16, GPU).needs()
     assert plain.graphs == 0 and plain.cache < needs.cache
     offered = {flags: saves for flags, saves, _ in remedies(llama, needs, 12 << 30, number=9)}
-    assert offered["--serve.fixed_steps False"] == needs.total - plain.total
+    assert offered["--serve.graph_capture False"] == needs.total - plain.total
     assert not any(
         "fixed" in f for f, *_ in remedies(EngineSpec(llama.model, ServeConfig(), torch.bfloat16, CPU), plain, 1)
     )
     # With offloaded experts nothing is captured, and the scratch page is not needed.
     mixtral = EngineSpec(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, GPU)
-    assert mixtral.needs().graphs > 0 and mixtral.replace(resident=2).needs().graphs == 0
-    assert mixtral.replace(resident=32).needs().graphs > 0
+    assert mixtral.needs().graphs > 0 and mixtral.replace(layers_on_device=2).needs().graphs == 0
+    assert mixtral.replace(layers_on_device=32).needs().graphs > 0
     assert scratch_pages(mixtral.axes, mixtral.resolved) == 1
 
 

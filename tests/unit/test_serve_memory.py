@@ -72,7 +72,9 @@ def test_the_cache_of_a_draft_model_is_part_of_cache_bytes() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
-@pytest.mark.parametrize("moe", [None, MoeConfig(experts=4, active=2, ffn_width=6, first=1, shared_width=5)], ids=bool)
+@pytest.mark.parametrize(
+    "moe", [None, MoeConfig(experts=4, active=2, ffn_width=6, first_k_dense_replace=1, shared_width=5)], ids=bool
+)
 def test_quantised_weights_are_estimated_to_the_byte(weights: str, moe: MoeConfig | None, tmp_path: Path) -> None:
     whole = api.Model(tiny.model(dtype=torch.float32, layers=4, moe=moe), None, DistributedContext.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
@@ -82,9 +84,9 @@ def test_quantised_weights_are_estimated_to_the_byte(weights: str, moe: MoeConfi
     assert engine_spec(model, serve).needs().weights == weight_bytes(model)
     if moe is not None:  # of three layers' experts two are on the device
         layers = expert_modules(model)
-        on_device = engine_spec(model, serve, resident=2).needs().weights
+        on_device = engine_spec(model, serve, layers_on_device=2).needs().weights
         assert on_device == weight_bytes(model) - layers[0].size_bytes
-        waiting = expert_modules(api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2)).transformer)
+        waiting = expert_modules(api.load(tmp_path / "m", **on, experts=ExpertsConfig(layers_on_device=2)).transformer)
         assert waiting[0].fetch is not None
         assert on_device == weight_bytes(model) - 3 * layers[0].size_bytes + 2 * sum(
             stack.nbytes for stack in waiting[0].fetch(None, 0).tensors
@@ -182,7 +184,7 @@ def test_far_too_little_memory_is_reported_as_a_factor() -> None:
 
 
 def test_offered_remedies_depend_on_the_model() -> None:
-    llama = EngineSpec(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bfloat16, torch.device("cuda"))
+    llama = EngineSpec(preset("llama-2-7b"), ServeConfig(graph_capture=True), torch.bfloat16, torch.device("cuda"))
     offered = {flags: saves for flags, saves, _ in remedies(llama, llama.needs(), 12 << 30, number=9)}
     blocks = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     head = 32000 * 4096
@@ -193,12 +195,12 @@ def test_offered_remedies_depend_on_the_model() -> None:
     assert llama.needs().graphs > 32000 * 2 * 64
     mixtral = EngineSpec(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, torch.device("cuda"))
     offered = {flags: saves for flags, saves, _ in remedies(mixtral, mixtral.needs(), 80 << 30, number=9)}
-    assert offered["--experts.resident 2"] == pytest.approx(30 * 8 * 3 * 4096 * 14336 * 2, rel=0.01)
+    assert offered["--experts.layers_on_device 2"] == pytest.approx(30 * 8 * 3 * 4096 * 14336 * 2, rel=0.01)
     experts = 32 * 8 * 3 * 4096 * 14336
     assert offered["--serve.weights int8"] == pytest.approx(experts, rel=0.05)
     assert offered["--serve.weights int4"] == pytest.approx(experts * (2 - 4.5 / 8), rel=0.05)
     assert not any("tp" in flags for flags in offered)
-    eight = replace(mixtral, tp=8, ep=4, sh=2).needs()
+    eight = replace(mixtral, tp=8, ep=4, etp=2).needs()
     assert eight.weights == pytest.approx(mixtral.needs().weights / 8, rel=0.02)
     odd = tiny.config(kv_heads=3, heads=3, moe=None)
     assert not any(
@@ -239,7 +241,7 @@ def test_ranks_of_one_host_share_free_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sharded_cache_has_a_share_and_a_scratch_page_per_rank():
-    sized = ServeConfig(fixed_steps=False)
+    sized = ServeConfig(graph_capture=False)
     for serve in (sized.replace(pages=1000), sized.replace(max_requests=1, cache_bytes=1 << 40, page_tokens=32)):
         one, four = (EngineSpec(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
         page_bytes = KVCache.bytes_per_page(preset("llama-2-7b"), SOLO_AXES, serve.page_tokens or 16, torch.bfloat16)

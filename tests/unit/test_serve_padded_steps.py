@@ -28,7 +28,7 @@ def test_padding_writes_to_the_scratch_page_only():
     """The scratch page, the cache's last, belongs to no request, and padding writes to it only."""
     model, params = tiny.model(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     limits = ServeConfig(pages=30, page_tokens=4, max_requests=12)
-    plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=f)) for f in (False, True))
+    plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(graph_capture=f)) for f in (False, True))
     prompts = [[i + 1, 2 * i] for i in range(9)]
     assert fixed.generate(prompts, params) == plain.generate(prompts, params)
     assert fixed.scheduler.pool.pages == fixed.stats.pages == plain.cache.pages == fixed.cache.pages - 1
@@ -72,7 +72,7 @@ def test_plan_is_reused_until_lengths_or_prefixes_change():
 
 def test_shared_reads_are_counted(monkeypatch):
     """Each step counts what its plans share, also when it reuses the plans of the step before."""
-    limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, fixed_steps=True)
+    limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, graph_capture=True)
     it = Engine(tiny.model(), tiny.tokenizer(), limits)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     it.generate([[1, 2], [3, 4]], params)
@@ -114,7 +114,7 @@ def test_gaps_in_the_batch_do_not_change_the_output():
     limits = ServeConfig(pages=200, page_tokens=4, max_requests=18, token_budget=40)
     params = [SamplingParams(temperature=0, max_tokens=1 + 5 * i % 13, ignore_eos=True) for i in range(40)]
     prompts = [[i + 1, 2 * i, 3] for i in range(40)]
-    plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=f)) for f in (False, True))
+    plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(graph_capture=f)) for f in (False, True))
     seen = list[Sequence[int]]()
     runner = fixed._runner.graphs
     assert runner is not None

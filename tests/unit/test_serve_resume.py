@@ -37,14 +37,14 @@ def outputs(engine: Engine, params: SamplingParams, resume: list[int] | None = N
     return found
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_resumed_request_equals_the_undisturbed_one(params: SamplingParams, run_ahead: bool):
+def test_resumed_request_equals_the_undisturbed_one(params: SamplingParams, async_scheduling: bool):
     params = replace(params, max_tokens=24, ignore_eos=params.structured_outputs is None)
     whole = outputs(new_engine(), params)
     assert len(whole) > 6
     for cut in (0, 1, 2, len(whole) // 2, len(whole) - 1):
-        engine = new_engine(run_ahead=run_ahead)
+        engine = new_engine(async_scheduling=async_scheduling)
         resume = [each.token for each in whole[:cut]]
         rest = outputs(engine, params, resume)
         assert [_told(each) for each in rest] == [_told(each) for each in whole[cut:]], f"after {cut} tokens"

@@ -40,7 +40,7 @@ def needs_the_library() -> None:
 
 def run_engine(*, fixed: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Engine]:
     model = tiny.model(**changes).to(dtype)
-    limits = ServeConfig(pages=40, page_tokens=4, max_requests=4, fixed_steps=fixed)
+    limits = ServeConfig(pages=40, page_tokens=4, max_requests=4, graph_capture=fixed)
     engine = Engine(model, tiny.tokenizer(), limits)
     return engine.generate(PROMPTS, GREEDY), engine
 
@@ -85,11 +85,11 @@ def test_other_operations_leave_steps_eager(
 def test_recording_is_the_default_where_kernels_run_the_whole_step() -> None:
     def fixed(dtype: torch.dtype = torch.float32, limits: ServeConfig | None = None, **changes: Any) -> bool | None:
         traits = EngineTraits.of(tiny.model(**changes).to(dtype))
-        return resolve_config(limits or ServeConfig(), traits).fixed_steps
+        return resolve_config(limits or ServeConfig(), traits).graph_capture
 
     assert fixed() and fixed(torch.bfloat16)
     assert not fixed(torch.float64) and not fixed(limits=ServeConfig(batch_invariant=True))
-    assert not fixed(limits=ServeConfig(fixed_steps=False))
+    assert not fixed(limits=ServeConfig(graph_capture=False))
     assert fixed(**GPT2)
     others = [{"moe": MoeConfig(experts=4, active=2, ffn_width=20)}, {"norm_order": "post"}, {"qkv_clip": 0.5},
               {"norm": "layernorm", "qk_norm": True}]  # fmt: skip

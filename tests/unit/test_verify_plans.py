@@ -91,10 +91,10 @@ def test_plan_set_is_deterministic_and_starts_with_the_useful() -> None:
 
 
 MODEL_CHANGES = {
-    "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "top",
+    "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "task_head",
     "classes", "moe", "latent",
 }  # fmt: skip
-MOE_CHANGES = {"experts", "active", "ffn_width", "shared_width", "first", "router"}
+MOE_CHANGES = {"experts", "active", "ffn_width", "shared_width", "first_k_dense_replace", "router"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -135,9 +135,9 @@ def test_late_window_start_is_kept() -> None:
 def test_other_heads_become_the_two_losses() -> None:
     bert = preset("bert-base")
     for top in ("encoder", "classes", "spans"):
-        whole = bert.replace(top=top, classes=5) if top == "classes" else bert.replace(top=top)
-        assert shrink(whole, 2).top == "pretraining"
-    assert shrink(bert.replace(top="masked"), 2).top == "masked"
+        whole = bert.replace(task_head=top, classes=5) if top == "classes" else bert.replace(task_head=top)
+        assert shrink(whole, 2).task_head == "pretraining"
+    assert shrink(bert.replace(task_head="masked"), 2).task_head == "masked"
 
 
 def test_task_router_gets_a_task() -> None:

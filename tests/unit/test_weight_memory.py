@@ -62,7 +62,7 @@ def test_load_reports_sufficient_remedies(saved: Path, monkeypatch: pytest.Monke
 def test_each_remedy_is_sufficient() -> None:
     whole = WeightMemory(preset("mixtral-8x7b"), torch.bfloat16, GPU)
     message = str(whole.refusal("it", 80 * GIB, 200 * GIB))
-    assert "--experts.resident 2 (" in message and "--plan.tp 2 --plan.ep 2 on as many GPUs (" in message
+    assert "--experts.layers_on_device 2 (" in message and "--plan.tp 2 --plan.ep 2 on as many GPUs (" in message
     assert "--serve.weights int4 of generate and serve (" in message
     message = str(whole.refusal("it", 20 * GIB, 200 * GIB))
     assert (
@@ -70,9 +70,11 @@ def test_each_remedy_is_sufficient() -> None:
         and "--plan.tp 8 --plan.ep 8 on as many GPUs (" in message
         and "int8" not in message
     )
-    assert "--experts.resident" not in str(whole.refusal("it", 80 * GIB, 50 * GIB)), "they do not fit into host memory"
+    assert "--experts.layers_on_device" not in str(whole.refusal("it", 80 * GIB, 50 * GIB)), (
+        "they do not fit into host memory"
+    )
     assert "use a smaller model" in str(WeightMemory(preset("llama-3-8b"), torch.bfloat16, CPU).refusal("it", GIB, GIB))
-    on_device, on_host = WeightMemory(preset("mixtral-8x7b"), torch.bfloat16, GPU, resident=2).bytes()
+    on_device, on_host = WeightMemory(preset("mixtral-8x7b"), torch.bfloat16, GPU, layers_on_device=2).bytes()
     assert on_device + on_host == whole.bytes()[0]
     assert WeightMemory(preset("llama-3-8b"), torch.bfloat16, GPU, Plan(tp=2)).bytes()[0] < 0.51 * 2 * 8.1e9
 

@@ -113,7 +113,7 @@ def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
         embed_norm=kind == "bert",
         activation=activation_from_hf(keys, "hidden_act", "gelu"),
         init_std=keys.number("initializer_range", 0.02),
-        top=top,
+        task_head=top,
         classes=outputs if top == "classes" else 0,
         causal=False,
         positions="learned",
@@ -127,7 +127,7 @@ def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
 
 
 def _to_hf(stem: str, config: ModelConfig) -> dict[str, Any]:
-    end = next((end for end, top in TOPS.items() if top == config.top), "Model")
+    end = next((end for end, top in TOPS.items() if top == config.task_head), "Model")
     labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
     fields = {
         "architectures": [stem + end],
@@ -145,7 +145,7 @@ def _to_hf(stem: str, config: ModelConfig) -> dict[str, Any]:
 
 def _config_for_tensors(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     pretraining = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= set(names)
-    return config.replace(top="pretraining") if config.top == "masked" and pretraining else config
+    return config.replace(task_head="pretraining") if config.task_head == "masked" and pretraining else config
 
 
 def _family(kind: Kind, stem: str) -> Family:

@@ -123,7 +123,7 @@ def _moe(keys: ConfigKeys, experts: int, shared: int, width: int, first: int, **
         keys.size("n_routed_experts", experts),
         width,
         shared_width=width * keys.size("n_shared_experts", shared),
-        first=keys.size("first_k_dense_replace", first, minimum=0),
+        first_k_dense_replace=keys.size("first_k_dense_replace", first, minimum=0),
         **fields,
     )
 
@@ -183,7 +183,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
             "num_experts_per_tok": moe.active,
             "moe_intermediate_size": moe.ffn_width,
             "n_shared_experts": moe.shared_width // moe.ffn_width,
-            "first_k_dense_replace": moe.first,
+            "first_k_dense_replace": moe.first_k_dense_replace,
             "routed_scaling_factor": moe.router.scale,
             "norm_topk_prob": moe.normalises_weights,
         }

@@ -160,7 +160,11 @@ def expert_layers(step: int, dense: list[int], layers: int) -> dict[str, Any]:
     first = step - 1
     while first in dense and first < layers:
         first += step
-    return {"first": first, "every": step, "dense": tuple(i for i in range(first, layers, step) if i in dense)}
+    return {
+        "first_k_dense_replace": first,
+        "layer_freq": step,
+        "mlp_only_layers": tuple(i for i in range(first, layers, step) if i in dense),
+    }
 
 
 _TRAINING_FIELDS = ("balance", "balance_over", "balance_weight", "z_weight")
@@ -180,8 +184,8 @@ def expert_fields(config: ModelConfig) -> dict[str, Any]:
         if name not in _TRAINING_ROUTER_FIELDS
     }
     with_experts = tuple(config.experts_of(i) is not None for i in range(config.layers))
-    implied = ("first", "every", "dense")  # by the list of layers with experts
-    unused = ("capacity_over", "priority", "dropped") if moe.capacity is None else ()
+    implied = ("first_k_dense_replace", "layer_freq", "mlp_only_layers")  # by the list of layers with experts
+    unused = ("capacity_over", "priority", "dropped_token_output") if moe.capacity is None else ()
     for name in (*implied, *unused):
         fields.pop(f"moe.{name}")
     fields.pop("moe.router.normalise_single")

@@ -122,7 +122,7 @@ def _moe_to_hf(config: ModelConfig) -> dict[str, Any]:
     if moe is None:
         return {}
     with_experts = [i for i in range(config.layers) if moe.has_experts(i)]
-    step = moe.every if moe.first % moe.every == moe.every - 1 else 1
+    step = moe.layer_freq if moe.first_k_dense_replace % moe.layer_freq == moe.layer_freq - 1 else 1
     return {
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.active,

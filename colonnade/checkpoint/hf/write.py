@@ -180,7 +180,7 @@ def gather_parameter(part: Tensor, shape: torch.Size, placement: Placement, axes
     """Gathers the whole parameter from the parts of all ranks."""
     if isinstance(placement, Experts):
         if placement.hidden is not None:
-            part = axes.experts.sh.join(part, placement.hidden, shape[placement.hidden])
+            part = axes.experts.etp.join(part, placement.hidden, shape[placement.hidden])
         return axes.experts.ep.join(part, 0, shape[0])
     return axes.tp.join(part, placement, shape[placement]) if isinstance(placement, int) else part
 

@@ -174,17 +174,17 @@ class LlamaFFNNetwork(nn.Module):
         return checkpointed(self._ffn, x, ctx, ctx.adaptive_degree, random=True)
 
     def _ffn(self, x: Tensor, ctx: "MOELayer", degree: int) -> Tensor:
-        sh = ctx.sharded_count
-        axis = axis_of(ctx.group if degree == 0 else contiguous_group(sh, ctx.group))
+        etp = ctx.sharded_count
+        axis = axis_of(ctx.group if degree == 0 else contiguous_group(etp, ctx.group))
 
         def whole(w: Tensor, shape: torch.Size) -> Tensor:
-            flat = axis.gather(w, 0, len(w) * axis.size).view(-1, sh * len(w))
+            flat = axis.gather(w, 0, len(w) * axis.size).view(-1, etp * len(w))
             return flat[:, : shape.numel()].reshape(-1, *shape[1:])
 
         w1, w2 = whole(self.W_fc1, self.W_fc1_full_shape), whole(self.W_fc2, self.W_fc2_full_shape)
         w3 = whole(self.W_fc3, self.W_fc3_full_shape)
         if degree > 1:
-            nth, units = axis.rank * degree // sh, self.hidden_size_per_expert
+            nth, units = axis.rank * degree // etp, self.hidden_size_per_expert
             mine = slice(units * nth // degree, units * (nth + 1) // degree)
             w1, w2, w3 = w1[:, :, mine], w2[:, :, mine], w3[:, mine]
         return (self.activation_fn(x @ w1) * (x @ w2)) @ w3

@@ -64,7 +64,7 @@ def capacity(factor: float, active: int, tokens: int, experts: int, largest: int
     """C by Tutel's rule, for ``tokens`` tokens (the most of any rank) with ``active`` choices each.
 
     ``largest`` is the largest load of any expert on any rank, used by a ``factor`` of 0 or less. C is rounded up to a
-    ``multiple`` (sh · p, so that ranks and parts of an exchange get equal shares), itself rounded up to one of 128
+    ``multiple`` (etp · p, so that ranks and parts of an exchange get equal shares), itself rounded up to one of 128
     where it exceeds 256.
     """
     bound = active * int(abs(factor) * -(-tokens // experts))

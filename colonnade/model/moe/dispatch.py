@@ -1,19 +1,19 @@
 """Dispatch and combine: move tokens, or weights, so that both are on one rank.
 
-The ranks that share a layer's experts are ep × sh: ep rank i stores experts i·e … i·e + e − 1, and sh rank s of those
+The ranks that share a layer's experts are ep × etp: ep rank i stores experts i·e … i·e + e − 1, and etp rank s of those
 stores the s-th share of the hidden units. :class:`DispatchOptions` say for each step how to use them, by a degree r of
-0 or a divisor of sh (Tutel, arXiv 2206.03382, section 4.1; here for any ep and sh, gated experts, and no capacity):
+0 or a divisor of etp (Tutel, arXiv 2206.03382, section 4.1; here for any ep and etp, gated experts, and no capacity):
 
     one rank        Local          all experts are here
     decoding        Replicated     all ranks have all tokens: each computes its experts, and the results are summed
     r = 0           AllGather      every rank gathers all weights; no token leaves its rank
-    r ≥ 1           AllToAll       tokens travel: an expert's rows go round-robin to sh/r groups of r ranks; each rank
+    r ≥ 1           AllToAll       tokens travel: an expert's rows go round-robin to etp/r groups of r ranks; each rank
                                    of a group gathers the hidden slice s mod r, from ranks s ≡ s' (mod r), and the
                                    token's rank sums the r partial results
     r ≥ 1, shadows  Shadowed       the most loaded experts are gathered on every rank, and their tokens stay
                                    (FasterMoE, PPoPP 2022, section 4.1); the rest is AllToAll
 
-r = 1 is expert parallelism with sharded weights; r = sh shards the arithmetic and gathers no weights. A strided group
+r = 1 is expert parallelism with sharded weights; r = etp shards the arithmetic and gathers no weights. A strided group
 gathers just what it needs, because the order of hidden units does not matter. Gathered weights are not saved for the
 backward pass but gathered again. Row counts are exchanged before the rows: one wait for the device.
 
@@ -71,13 +71,13 @@ def choose_dispatch(
     ``max_choices`` bounds how many choices are not none.
     """
     grid = experts.grid
-    options = options or DispatchOptions(degree=grid.sh.size)
+    options = options or DispatchOptions(adaptive_r=grid.etp.size)
     if replicated and grid.all.size > 1:
         return ReplicatedDispatch(experts)
-    options.check(grid.sh.size, experts.count)
+    options.check(grid.etp.size, experts.count)
     if grid.all.size == 1:
         return LocalDispatch(experts, max_choices, dropout)
-    if options.degree == 0:
+    if options.adaptive_r == 0:
         return AllGatherDispatch(experts, max_choices, dropout)
     exchange = AllToAllDispatch(experts, options, dropout)
     return ShadowedDispatch(experts, options.shadows, exchange, dropout) if options.shadows else exchange
@@ -122,7 +122,7 @@ class AllGatherDispatch(LocalDispatch):
         """All rows at once, with all weights."""
         experts, grid = self.experts, self.experts.grid
         self.sent_bytes = experts.size_bytes * (grid.all.size - 1)
-        gather = functools.partial(experts.gathered, grid.sh, grid.ep)
+        gather = functools.partial(experts.gathered, grid.etp, grid.ep)
         return [rows._replace(gather=gather) for rows in super().send(x_tD, ids_tA, weights_tA)]
 
 
@@ -142,7 +142,7 @@ class ReplicatedDispatch:
         local_TA = ids_TA - grid.ep.rank * count
         mine_TA = (local_TA >= 0) & (local_TA < count) & (ids_TA < self.experts.count)
         local_TA = local_TA.where(mine_TA, count)
-        return [ExpertRows(x_TD, weights_TA, local_TA, mask_TA=mine_TA, output_bias=grid.sh.rank == 0)]
+        return [ExpertRows(x_TD, weights_TA, local_TA, mask_TA=mine_TA, output_bias=grid.etp.rank == 0)]
 
     def combine(self, outputs: Iterable[Tensor]) -> Tensor:
         """The sum over ranks."""
@@ -170,11 +170,11 @@ class AllToAllDispatch:
     def __init__(self, experts: Experts, options: DispatchOptions, dropout: ExpertDropout | None):
         grid = experts.grid
         self.experts, self.grid, self.options, self.dropout = experts, grid, options, dropout
-        self.exchange = HierarchicalAllToAll(grid.all, grid.near, grid.far)
+        self.exchange = HierarchicalAllToAll(grid.all, grid.intra_node, grid.inter_node)
 
     def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor) -> Iterator[ExpertRows]:
         """The received rows part by part; part i + 1 is on its way when part i is yielded."""
-        experts, exchange, degree, dropout = self.experts, self.exchange, self.options.degree, self.dropout
+        experts, exchange, degree, dropout = self.experts, self.exchange, self.options.adaptive_r, self.dropout
         kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
         tokens = _split_tokens(len(x_tD), self.options.overlap)
         self._parts = parts = _plan_exchange(ids_tA, tokens, experts.count, self.grid, exchange, degree)
@@ -205,7 +205,7 @@ class AllToAllDispatch:
 
     def combine(self, outputs: Iterable[Tensor]) -> Tensor:
         """Send each output back at once, then add up each token's rows by the router's weights."""
-        parts, degree, y_parts = self._parts_of(outputs), self.options.degree, []
+        parts, degree, y_parts = self._parts_of(outputs), self.options.adaptive_r, []
         for (part, returning), w_tA in zip(parts, self._weights, strict=True):
             y_RD = self.exchange.finish_return(returning, part.sizes)
             if degree > 1:  # sum the partial results of r ranks, one for each slice of the hidden units
@@ -225,7 +225,7 @@ class AllToAllDispatch:
         """Rows there and back, dropout tags, and gathered weights."""
         rank, sizes = self.grid.all.rank, [part.sizes for part in self._parts]
         rows = sum(sum(it.send) + sum(it.receive) - 2 * it.send[rank] for it in sizes)
-        weights = self.experts.size_bytes * (self.grid.hidden_slice(self.options.degree).size - 1)
+        weights = self.experts.size_bytes * (self.grid.hidden_slice(self.options.adaptive_r).size - 1)
         tags = 0
         if self.dropout is not None:
             tags = sum(sum(it.send) - it.send[rank] for it in sizes) * self.dropout.tag_TA.itemsize
@@ -294,8 +294,8 @@ def _plan_exchange(
     All parts together take one sort (two if an expert has several groups of ranks), one exchange of counts, and one
     wait for the device.
     """
-    ep, sh, device, (t, A) = grid.ep.size, grid.sh.size, ids_tA.device, ids_tA.shape
-    groups, local, P = sh // degree, experts // ep, len(tokens)
+    ep, etp, device, (t, A) = grid.ep.size, grid.etp.size, ids_tA.device, ids_tA.shape
+    groups, local, P = etp // degree, experts // ep, len(tokens)
     sort = choose("sort_by_expert", device.type, torch.float32)
     part_t1 = torch.cat([torch.full((n, 1), i, device=device) for i, n in enumerate(tokens)])
     group_tA = ids_tA // local
@@ -330,7 +330,7 @@ def _plan_exchange(
 
 
 def _repeat_groups(x_R: Tensor, sizes: ExchangeSizes, degree: int) -> Tensor:
-    """The rows of each group, once for each of its ``degree`` ranks.
+    """The rows of each group, once for each of its ``adaptive_r`` ranks.
 
     Rows are gathered first and repeated then: the backward pass of a gather needs each row to occur once.
     """

@@ -130,12 +130,12 @@ CountBytes = Callable[[nn.Module], int]
 """Returns the memory of a module's weights [bytes]."""
 
 
-def device_bytes(model: nn.Module, resident: int | None = None, weigh: CountBytes = unquantised_bytes) -> int:
-    """Memory on the device of this rank's weights with ``resident`` layers' experts there (None: all) [bytes].
+def device_bytes(model: nn.Module, layers_on_device: int | None = None, weigh: CountBytes = unquantised_bytes) -> int:
+    """Memory on the device of this rank's weights with ``layers_on_device`` layers' experts there (None: all) [bytes].
 
     The model may be on the meta device.
     """
     layers, whole = expert_modules(model), weigh(model)
-    if resident is None or resident >= len(layers):
+    if layers_on_device is None or layers_on_device >= len(layers):
         return whole
-    return whole - (len(layers) - resident) * weigh(layers[0])
+    return whole - (len(layers) - layers_on_device) * weigh(layers[0])

@@ -60,10 +60,10 @@ class ExpertDropout:
     def hidden(self, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> HiddenDropout:
         """The mask of rows with these tags, for the rank's slice of ``width`` hidden units at this degree (1: all).
 
-        A slice is the shares of the sh ranks that are equal modulo the degree, one after another.
+        A slice is the shares of the etp ranks that are equal modulo the degree, one after another.
         """
-        holders = range(grid.sh.rank % degree, grid.sh.size, degree)
-        shares = [grid.sh.part(width, rank) for rank in holders]
+        holders = range(grid.etp.rank % degree, grid.etp.size, degree)
+        shares = [grid.etp.part(width, rank) for rank in holders]
         unit_F = torch.cat([torch.arange(start, stop, device=tag_R.device) for start, stop in shares])
         return HiddenDropout(tag_R, hidden_hash(unit_F), self.rate)
 
@@ -84,7 +84,7 @@ class ExpertRows(NamedTuple):
     """Choices whose weight counts; None: all of them."""
     gather: Callable[[], Weights] | None = None
     """Gathers the weights from other ranks, again in the backward pass; None: the experts of this rank."""
-    degree: int = 1
+    adaptive_r: int = 1
     """Hidden units are slice s mod degree."""
     output_bias: bool = True
     """Whether to add the output bias: one of the ranks that share an expert adds it."""
@@ -116,7 +116,7 @@ def unsorted_kernel(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> C
 
 
 class Experts(Float8Module):
-    """QuantisedWeights of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
+    """QuantisedWeights of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/etp hidden units."""
 
     grouped = True
 
@@ -136,7 +136,7 @@ class Experts(Float8Module):
         super().__init__()
         self.activation, self.count, self.width, self.grid = config.activation, moe.experts, moe.ffn_width, axes.experts
         first, stop = axes.experts.ep.part(moe.experts)
-        start, end = axes.experts.sh.part(moe.ffn_width)
+        start, end = axes.experts.etp.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
         self.local_count = e
         """Experts of this rank; ``count`` is that of all ranks."""
@@ -264,7 +264,7 @@ class Experts(Float8Module):
             run = float8.routed if self.float8 else choose("routed_experts", kind, dtype)
             return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
         assert not self.float8, "the config refuses expert dropout in float8"
-        hidden = rows.dropout.hidden(rows.dropout.tags(order_R), self.width, self.grid, rows.degree)
+        hidden = rows.dropout.hidden(rows.dropout.tags(order_R), self.width, self.grid, rows.adaptive_r)
         x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, routing_TA.shape[1])
         y_RD = choose("dropout_experts", kind, dtype)(x_RD, ends_e, weights, self.activation, hidden)
         return choose("combine_rows", kind, dtype)(y_RD, order_R, routing_TA)
@@ -315,7 +315,7 @@ class Experts(Float8Module):
             # Each rank uses the sum for its own tokens, so the gradients are summed too.
             return grid.ep.fan_out(grid.ep.fan_in(mine))
 
-        return self._gather_hidden(copied, grid.sh)
+        return self._gather_hidden(copied, grid.etp)
 
     def _gather_hidden(self, select: Callable[[Tensor], Tensor], hidden: Axis) -> Weights:
         """``select`` of each of this rank's stacks, with the hidden units of the ranks along ``hidden``."""
@@ -339,7 +339,7 @@ class Experts(Float8Module):
             return None
         weights = self.stored
         assert isinstance(weights, Weights)
-        return DeferredWgrad(weights if self.grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
+        return DeferredWgrad(weights if self.grid.etp.rank % degree == 0 else weights._replace(down_bias_ED=None))
 
     def slice_rows(
         self,
@@ -349,10 +349,10 @@ class Experts(Float8Module):
         dropout: ExpertDropout | None = None,
         deferred: DeferredWgrad | None = None,
     ) -> ExpertRows:
-        """Received rows, one choice each, for hidden slice s mod ``degree``; slice 0 adds the output bias."""
+        """Received rows, one choice each, for hidden slice s mod ``adaptive_r``; slice 0 adds the output bias."""
         axis = self.grid.hidden_slice(degree)
         return ExpertRows(
             x_RD, x_RD.new_ones(len(x_RD), 1), order=order,
-            gather=partial(self.gathered, axis) if axis.size > 1 else None, degree=degree,
-            output_bias=self.grid.sh.rank % degree == 0, dropout=dropout, deferred=deferred,
+            gather=partial(self.gathered, axis) if axis.size > 1 else None, adaptive_r=degree,
+            output_bias=self.grid.etp.rank % degree == 0, dropout=dropout, deferred=deferred,
         )  # fmt: skip

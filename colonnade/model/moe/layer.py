@@ -89,7 +89,7 @@ class MixtureOfExperts(nn.Module):
             out_tD = attach(out_tD, surrogate, routing.weight)
             sums = layer_sums(choice, load_E) if moe.pools_layers else None
             report = report._replace(balance=balance, z=z, sums=sums)
-        if moe.dropped == "residual":
+        if moe.dropped_token_output == "residual":
             dropped_t1 = (choice.weights_TA * (kept.ids_TA == moe.experts)).sum(1, keepdim=True)
             residual_tD = x_tD * self.axes.join_tokens(dropped_t1, T) if replicated else own.x_tD * dropped_t1
             out_tD = out_tD + residual_tD.to(out_tD.dtype)

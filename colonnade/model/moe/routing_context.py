@@ -66,22 +66,23 @@ def find_nonfinite_scores(by_rank: list[list[bool]]) -> str | None:
 class DispatchOptions:
     """How a layer distributes its work in this step; where weights are stored does not change."""
 
-    degree: int = 1
-    """r: 0 gathers all experts on every rank; r ≥ 1, a divisor of sh, sends each token to r ranks of its expert."""
+    adaptive_r: int = 1
+    """r: 0 gathers all experts on every rank; r ≥ 1, a divisor of etp, sends each token to r ranks of its expert."""
     overlap: int = 1
     """p: parts in which tokens travel, each while the experts compute the one before."""
     shadows: int = 0
     """The most loaded experts, whose weights every rank gathers for its own tokens (r ≥ 1)."""
 
-    def check(self, sh: int, experts: int) -> None:
-        """Raise :class:`PlanError` for options that a layer of so many experts, each on ``sh`` ranks, cannot take.
+    def check(self, etp: int, experts: int) -> None:
+        """Raise :class:`PlanError` for options that a layer of so many experts, each on ``etp`` ranks, cannot take.
 
         All ranks raise alike, before any communication.
         """
-        if self.degree < 0 or (self.degree and sh % self.degree):
+        if self.adaptive_r < 0 or (self.adaptive_r and etp % self.adaptive_r):
             raise PlanError(
-                f"a step's degree {self.degree} does not divide the sh={sh} ranks of an expert; use 0 or one of "
-                f"{divisors(sh)}"
+                f"a step's adaptive_r {self.adaptive_r} does not divide the etp={etp} ranks of an expert; use "
+                f"0 or one of "
+                f"{divisors(etp)}"
             )
         if self.overlap < 1:
             raise PlanError(f"tokens cannot travel in {self.overlap} parts; a step's overlap is 1 or more")

@@ -2,9 +2,9 @@
 
     node of the t-th of T tokens = ⌊t·nodes/T⌋        node of expert e = ⌊e·nodes/E⌋
 
-In training at most int(away · T_n) of a node's T_n tokens may choose an expert of another node first, those of the
-highest probability. The others' first choice is the best expert of their node; their second is the best of all the
-rest.
+In training at most int(outgoing_fraction · T_n) of a node's T_n tokens may choose an expert of another node first,
+those of the highest probability. The others' first choice is the best expert of their node; their second is the best
+of all the rest.
 
 ``moe.router.nodes`` belongs to the model, not to the plan: tokens and experts are divided as a plan of so many nodes
 would divide them, and any other plan makes the same choices. Inference chooses freely.
@@ -38,7 +38,7 @@ def _forced_choices(inputs: RouterInput, probs_TE: Tensor) -> Tensor:
     node_T = torch.arange(T, device=probs_TE.device) * nodes // max(T, 1)
     leaves_T = node_E[all_first_T] != node_T
     first_n = (torch.arange(nodes + 1, device=node_T.device) * T + nodes - 1) // nodes  # the first token of each node
-    allowed_n = (moe.router.away * first_n.diff().double()).long()
+    allowed_n = (moe.router.outgoing_fraction * first_n.diff().double()).long()
     # Of the tokens that would leave a node the most probable may; all others count as one more node.
     from_T = torch.where(leaves_T, node_T, nodes)
     order_T = all_top_T.argsort(descending=True, stable=True)
