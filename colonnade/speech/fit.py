@@ -41,7 +41,7 @@ class FitSettings(NamedTuple):
 
     steps: int = 3000
     batch: int = 16
-    lr: float = 1.5e-3
+    lr: float = 2e-3
     warmup: int = 100
     seed: int = 0
     save_every: int = 500

@@ -201,6 +201,10 @@ def test_spoken_sentences(spoken):
         times = [start for start, _ in one.phonemes]
         assert len(times) > 8
         assert times == sorted(times)
+        assert len(one.words) == 6
+        bounds = [t for word in one.words for t in word]
+        assert bounds == sorted(bounds)
+        assert times[0] - 0.1 < bounds[0] < bounds[-1] <= times[-1]
     with pytest.raises(DataError, match="exists"):
         fit_data(spoken)
 
