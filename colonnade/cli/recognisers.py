@@ -70,6 +70,24 @@ def train(
     console.print(f"{checkpoint}", soft_wrap=True)
 
 
+def demo(
+    folder: Path = Path("runs/speech-demo"), sentences: int = 4000, tests: int = 100, steps: int = 2000, seed: int = 0
+) -> None:
+    """Train a recogniser of sound and drawn mouths from nothing, in minutes, and let it hear unseen voices in babble.
+
+    Args:
+        folder: For recordings and checkpoints; a demo that was stopped there continues.
+        sentences: Sentences to train on.
+        tests: Sentences to test on.
+        steps: Training steps.
+        seed: Of the weights, the order and the noise.
+    """
+    from colonnade.speech.demo import demo as run
+    from colonnade.speech.fit import FitSettings
+
+    run(folder, sentences, tests, FitSettings(steps=steps, seed=seed))
+
+
 def listen(
     recogniser: Positional[Recogniser],
     file: Annotated[Positional[Path], arg(metavar="FILE")],

@@ -331,6 +331,21 @@ def test_train_on_the_command_line(spoken, tmp_path, capsys, monkeypatch):
     assert "step 0" not in capsys.readouterr().err
 
 
+def test_the_demo_trains_measures_and_streams(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("espeakng_loader")
+    from colonnade.config import speech
+
+    monkeypatch.setitem(speech.SPEECH_PRESETS, "speech-tiny-av", SEEING)
+    words = ["speech", "demo", "--folder", str(tmp_path), "--sentences", "4", "--tests", "2", "--steps", "2"]
+    for _ in range(2):  # the second one continues, and has nothing left to train
+        main(words)
+        printed = capsys.readouterr().out
+        assert "step-2" in printed
+        assert printed.count("spoken: ") == printed.count("heard:") == 2
+        assert "sound and drawn mouths" in printed
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_damaged_checkpoints(tmp_path):
     folder = tmp_path / "step-1"
     SpeechModel(TINY).save(folder)
