@@ -121,6 +121,7 @@ class Corpus:
             heard += [samples is not None] * T
             seen += [pictures is not None] * T
         pictures_NPhw = torch.cat(stacks) if stacks else None
-        frames = Frames(torch.cat(mels), torch.tensor(heard), pictures_NPhw, torch.tensor(seen))
+        none = torch.zeros(0, (audio + 4) * self.config.mels)
+        frames = Frames(torch.cat([none, *mels]), torch.tensor(heard), pictures_NPhw, torch.tensor(seen))
         indices = [example.i for example in examples]
         return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices])

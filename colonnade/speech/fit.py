@@ -5,10 +5,10 @@ modalities. So a run that was stopped continues with the bits of one that was no
 those of :mod:`colonnade.train.loop`.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +30,8 @@ from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.trackers import JsonLines
 from colonnade.train.training_state import RunLock
 
-AHEAD = 2
-"""Batches that wait for the model."""
+PARTS = 2
+"""Parts of a batch; each has a thread, so training takes two cores. The numbers do not depend on the cores."""
 TEST_BATCH = 50
 """Recordings that are tested at once."""
 
@@ -78,19 +78,21 @@ def fit(
         schedule = TrainConfig(lr=settings.lr, warmup=settings.warmup, steps=max(settings.steps, settings.warmup + 1))
         metrics = JsonLines(run, first)
         stack.callback(metrics.close)
-        for step, batch in enumerate(stack.enter_context(_batches(corpus, settings, first)), first):
+        workers = stack.enter_context(_workers())
+        for step in range(first, settings.steps):
             lr = optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
-            frames, lengths, labels = batch.to(torch.device(device))
-            loss = model.loss(model.front_end(frames), lengths, labels)
-            optimizer.zero_grad()
-            loss.backward()
+            parts = list(workers.map(partial(_gradients, model, parameters, corpus, settings, step), range(PARTS)))
+            labels = sum(part.labels for part in parts)
+            for parameter, *gradients in zip(parameters, *(part.gradients for part in parts), strict=True):
+                parameter.grad = sum(gradients[1:], gradients[0]) / labels
+            loss = sum(part.loss for part in parts) / labels
             norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
             if not torch.isfinite(norm):
                 raise DataError(f"step {step}: the gradient is not finite; lower --lr, or look at the recordings")
             optimizer.step()
-            metrics.record(step + 1, {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "frames": sum(lengths)})
+            metrics.record(step + 1, {"loss": loss, "grad_norm": norm.item(), "lr": lr, "labels": labels})
             if log is not None:
-                log(step, loss.item())
+                log(step, loss)
             interrupted = stop.received()
             if interrupted or (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
                 lock.check()
@@ -104,30 +106,42 @@ def fit(
 
 
 @contextmanager
-def _batches(corpus: Corpus, settings: FitSettings, first: int) -> Iterator[Iterator[Batch]]:
-    """The batches of all steps from ``first`` on; a thread prepares the next ones while the model trains."""
-    with ThreadPoolExecutor(1) as worker:
-        waiting = deque[Future[Batch]]()
-
-        def batches() -> Iterator[Batch]:
-            for step in range(first, settings.steps):
-                while len(waiting) < AHEAD and (ahead := step + len(waiting)) < settings.steps:
-                    waiting.append(worker.submit(train_batch, corpus, settings, ahead))
-                yield waiting.popleft().result()
-
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each part of a batch, without threads of its own: products are too small to be divided."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(PARTS, initializer=torch.set_num_threads, initargs=(1,)) as workers:
         try:
-            yield batches()
+            yield workers
         finally:
-            for each in waiting:
-                each.cancel()
+            torch.set_num_threads(threads)
 
 
-def train_batch(corpus: Corpus, settings: FitSettings, step: int) -> Batch:
-    """The batch of step ``step``: its recordings, noise and modalities are functions of the seed and the step."""
-    random = np.random.Generator(np.random.PCG64([settings.seed, step]))
-    return corpus.train_batch(
-        batch_indices(len(corpus.samples), settings, step), random, settings.noise and step >= settings.clean
-    )
+class _Part(NamedTuple):
+    """Sums over the labels of a part of a batch."""
+
+    loss: float
+    labels: int
+    gradients: list[Tensor]
+
+
+def _gradients(
+    model: SpeechModel, parameters: Sequence[Tensor], corpus: Corpus, settings: FitSettings, step: int, part: int
+) -> _Part:
+    """Loss and gradients of a part of a batch, also its preparation."""
+    frames, lengths, labels = train_batch(corpus, settings, step, part).to(parameters[0].device)
+    count = sum(map(len, labels))
+    if not count:
+        return _Part(0.0, 0, [torch.zeros_like(x) for x in parameters])
+    loss = count * model.loss(model.front_end(frames), lengths, labels)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return _Part(loss.item(), count, list(gradients))
+
+
+def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0) -> Batch:
+    """A part of the batch of ``step``: its recordings, noise and modalities are functions of seed, step and part."""
+    random = np.random.Generator(np.random.PCG64([settings.seed, step, part]))
+    indices = batch_indices(len(corpus.samples), settings, step)[part::PARTS]
+    return corpus.train_batch(indices, random, settings.noise and step >= settings.clean)
 
 
 def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int]:
