@@ -6,6 +6,6 @@ A user's mistake is one line on stderr and a non-zero exit code; ``--debug``, an
 Each verb imports the modules that need torch when it runs, so that ``--help`` is instant.
 """
 
-from colonnade.cli.main import VERBS, main, parse
+from colonnade.cli.main import SUBCOMMANDS, VERBS, main, parse
 
-__all__ = ["VERBS", "main", "parse"]
+__all__ = ["SUBCOMMANDS", "VERBS", "main", "parse"]

@@ -24,7 +24,7 @@ from colonnade.cli.finetune import finetune, finetune_with_defaults
 from colonnade.cli.look import look
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shadow import shadow
-from colonnade.cli.speech import SPEECH
+from colonnade.cli.speech import SPEECH, speech
 from colonnade.cli.training import demo, distill, presets, train, train_with_defaults
 from colonnade.config import did_you_mean
 from colonnade.config.plugins import load_plugin
@@ -56,8 +56,11 @@ VERBS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "verify": verify,
     "bench": bench,
+    "speech": speech,
 }
 
+SUBCOMMANDS: dict[str, dict[str, Callable[..., None]]] = {"speech": SPEECH}
+"""Verbs that take one of these as their next word."""
 
 WITH_DEFAULTS: dict[str, Callable[[list[str]], Callable[..., None]]] = {
     "train": train_with_defaults,
@@ -82,11 +85,11 @@ def parse(argv: list[str]) -> Callable[[], None]:
         return parse([*words[:1], "--help"])
     # Optional tables of settings (rope_scaling) are set in the TOML file, not by subcommands.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
-    if name == "speech":
-        verbs = {each: _deferred(verb) for each, verb in SPEECH.items()}
-        about = "Speech recognition."
+    if name in SUBCOMMANDS:
+        verbs = {each: _deferred(verb) for each, verb in SUBCOMMANDS[name].items()}
+        about = VERBS[name].__doc__
         return tyro.extras.subcommand_cli_from_dict(
-            verbs, prog="colonnade speech", description=about, args=words or ["--help"], sort_subcommands=False,
+            verbs, prog=f"colonnade {name}", description=about, args=words or ["--help"], sort_subcommands=False,
             **options,
         )  # fmt: skip
     if name in VERBS:
@@ -94,18 +97,14 @@ def parse(argv: list[str]) -> Callable[[], None]:
         return tyro.cli(_deferred(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(
-            f"colonnade has no verb '{name}'{did_you_mean(name, [*VERBS, 'speech', 'help'])} (see colonnade help)",
+            f"colonnade has no verb '{name}'{did_you_mean(name, [*VERBS, 'help'])} (see colonnade help)",
             soft_wrap=True,
         )
         sys.exit(2)
-    verbs = {each: _deferred(verb) for each, verb in (VERBS | {"speech": _speech}).items()}
+    verbs = {each: _deferred(verb) for each, verb in VERBS.items()}
     return tyro.extras.subcommand_cli_from_dict(
         verbs, prog="colonnade", description=ABOUT, args=[name], sort_subcommands=False, **options
     )
-
-
-def _speech() -> None:
-    """Speech recognition: colonnade speech --help lists its subcommands."""
 
 
 def _deferred(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:

@@ -33,9 +33,10 @@ def train(
     preset: Literal["speech-tiny", "speech-tiny-av"] = "speech-tiny",
     steps: int = 3000,
     batch: int = 16,
-    lr: float = 1.5e-3,
+    lr: float = 2e-3,
     seed: int = 0,
     save_every: int = 500,
+    clean: int = 400,
 ) -> None:
     """Train a streaming recogniser in noise; continues from the newest checkpoint of the run.
 
@@ -48,6 +49,7 @@ def train(
         lr: Highest learning rate.
         seed: Of the weights, the order and the noise.
         save_every: Steps between checkpoints.
+        clean: Steps before the first noise, which teach letters quickly.
     """
     from colonnade.config.speech import SPEECH_PRESETS
     from colonnade.speech.fit import Corpus, FitSettings, fit, word_error_rate
@@ -58,7 +60,7 @@ def train(
             console.print(f"step {step:,}: loss {loss:.3f} a letter", soft_wrap=True)
 
     config = SPEECH_PRESETS[preset]
-    settings = FitSettings(steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every)
+    settings = FitSettings(steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean)
     checkpoint = fit(config, data, run, settings, log)
     model, corpus = SpeechModel.load(checkpoint), Corpus(data, config, "test")
     for pictures in (False, True) if config.picture else (False,):
@@ -66,6 +68,24 @@ def train(
         rates = [f"{word_error_rate(model, corpus, snr, pictures):.1%}" for snr in (None, 5.0, -5.0)]
         console.print(f"word errors, {what}: clean {rates[0]}, 5 dB {rates[1]}, -5 dB {rates[2]} of babble")
     console.print(f"{checkpoint}", soft_wrap=True)
+
+
+def demo(
+    folder: Path = Path("runs/speech-demo"), sentences: int = 4000, tests: int = 100, steps: int = 2000, seed: int = 0
+) -> None:
+    """Train a recogniser of sound and drawn mouths from nothing, in minutes, and let it hear unseen voices in babble.
+
+    Args:
+        folder: For recordings and checkpoints; a demo that was stopped there continues.
+        sentences: Sentences to train on.
+        tests: Sentences to test on.
+        steps: Training steps.
+        seed: Of the weights, the order and the noise.
+    """
+    from colonnade.speech.demo import demo as run
+    from colonnade.speech.fit import FitSettings
+
+    run(folder, sentences, tests, FitSettings(steps=steps, seed=seed))
 
 
 def listen(

@@ -2,10 +2,17 @@
 
 from collections.abc import Callable
 
-from colonnade.cli.recognisers import align, data, listen, train
+from colonnade.cli.recognisers import align, data, demo, listen, train
 from colonnade.cli.transcribe import transcribe
 
 SPEECH: dict[str, Callable[..., None]] = {
-    "transcribe": transcribe, "listen": listen, "align": align, "data": data, "train": train,
+    "demo": demo, "transcribe": transcribe, "listen": listen, "align": align, "data": data, "train": train,
 }  # fmt: skip
 """The subcommands of ``colonnade speech``."""
+
+
+def speech() -> None:
+    """Recognise speech: transcripts by Whisper, small streaming recognisers of your own.
+
+    colonnade speech --help lists its subcommands.
+    """

@@ -1,6 +1,6 @@
 """Speech recognisers: sizes of the front ends, the encoder and the transducer."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,10 +27,16 @@ class SpeechConfig(Config):
     """Hidden units of a block's feed-forward layer."""
     joint_width: int = Field(default=128, gt=0, le=MAX_DIM)
     """Width of the joint network."""
+    predictor: Literal["lstm", "stateless"] = "lstm"
+    """What labels so far the next one depends on: all, or the last two."""
     mels: int = Field(default=80, gt=1, le=256)
-    """Mel filters; a frame has four spectra."""
+    """Mel filters; a frame has four spectra, one each 10 ms."""
+    audio_history: int = Field(default=8, ge=0, le=256)
+    """Spectra before its own four that a frame sees."""
     picture: int = Field(default=0, ge=0, le=256)
     """Height and width of the pictures of the mouth [pixels]; 0: sound only."""
+    picture_history: int = Field(default=4, ge=0, le=64)
+    """Pictures before its own that a frame sees."""
     segment: int = Field(default=8, gt=0, le=1 << 16)
     """S: frames that the encoder reads at once."""
     left: int = Field(default=16, ge=0, le=1 << 16)

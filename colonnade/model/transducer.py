@@ -12,7 +12,7 @@ Each tp rank has its rows of W and b: per cell the ranks reduce one maximum and 
 (:mod:`colonnade.model.loss`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,13 +31,25 @@ CHUNK_ROWS = 4096
 """Most cells of one chunk."""
 
 
+class Block(NamedTuple):
+    """Frames of an utterance and all its prefixes: as many cells as their product."""
+
+    frame: int
+    frames: int
+    prefix: int
+    prefixes: int
+
+    @property
+    def cells(self) -> int:
+        """Cells of the block."""
+        return self.frames * self.prefixes
+
+
 class Cells(NamedTuple):
     """The (frame, labels so far) cells of all utterances, in one flat list."""
 
-    frame_M: Tensor
-    """Row of e."""
-    prefix_M: Tensor
-    """Row of p."""
+    blocks: list["Block"]
+    """Runs of frames of one utterance with all its prefixes; their cells in order are all cells."""
     label_M: Tensor
     """The next label, −1 after the last one."""
     place_M: Tensor
@@ -46,28 +58,47 @@ class Cells(NamedTuple):
     labels_B: Tensor
 
     @staticmethod
-    def of(frames: Sequence[int], labels: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> "Cells":
-        """The cells of utterances with these numbers of frames and these labels; refuses what has no alignment."""
+    def of(
+        frames: Sequence[int], labels: Sequence[Sequence[int]], vocab_size: int, rows: int, device: torch.device
+    ) -> "Cells":
+        """The cells of utterances, in blocks of about ``rows`` at most; refuses what has no alignment."""
         if len(frames) != len(labels):
             raise DataError(f"{len(frames)} lengths but {len(labels)} label sequences; give one per utterance")
         T, U = max(frames, default=0), max(map(len, labels), default=0) + 1
-        parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        blocks: list[Block] = []
+        label_parts: list[Tensor] = []
+        place_parts: list[Tensor] = []
         frame_start = prefix_start = 0
         for b, (n, own) in enumerate(zip(frames, labels, strict=True)):
             if n < 1:
                 raise DataError(f"utterance {b} has {n} frames; a transducer needs at least 1")
             if any(not 0 <= label < vocab_size for label in own):
                 raise DataError(f"utterance {b} has a label outside of 0..{vocab_size - 1}")
-            t_T1, u_U = torch.arange(n)[:, None], torch.arange(len(own) + 1)
-            next_U = torch.tensor([*own, -1])
-            cells = (frame_start + t_T1, prefix_start + u_U, next_U, (b * T + t_T1) * U + u_U)
-            parts.append(tuple(x.expand(n, len(own) + 1).reshape(-1) for x in cells))  # type: ignore[arg-type]
-            frame_start, prefix_start = frame_start + n, prefix_start + len(own) + 1
-        columns = [torch.cat(column).to(device) for column in zip(*parts, strict=True)]
-        if not columns:
-            columns = [torch.empty(0, dtype=torch.long, device=device)] * 4
+            prefixes = len(own) + 1
+            run = max(1, rows // prefixes)
+            blocks += [
+                Block(frame_start + first, min(run, n - first), prefix_start, prefixes) for first in range(0, n, run)
+            ]
+            label_parts.append(torch.tensor([*own, -1]).repeat(n))
+            place_parts.append(((b * T + torch.arange(n)[:, None]) * U + torch.arange(prefixes)).flatten())
+            frame_start, prefix_start = frame_start + n, prefix_start + prefixes
+        none = torch.empty(0, dtype=torch.long)
+        label_M, place_M = (torch.cat((none, *x)).to(device) for x in (label_parts, place_parts))
         lengths = torch.tensor(list(frames), device=device), torch.tensor([len(x) for x in labels], device=device)
-        return Cells(*columns, *(x.long() for x in lengths))
+        return Cells(blocks, label_M, place_M, *(x.long() for x in lengths))
+
+    def chunks(self, rows: int) -> Iterator[tuple[slice, list[Block]]]:
+        """Blocks of together at most ``rows`` cells (a larger one alone), and the range of their cells."""
+        start = stop = 0
+        own: list[Block] = []
+        for block in self.blocks:
+            if own and stop - start + block.cells > rows:
+                yield slice(start, stop), own
+                start, own = stop, []
+            own.append(block)
+            stop += block.cells
+        if own:
+            yield slice(start, stop), own
 
 
 class Joint(nn.Module):
@@ -100,7 +131,8 @@ class Joint(nn.Module):
                 f"{len(e_TD)} frames and {len(p_UD)} prefixes, but the lengths add up to {sum(frames)} and "
                 f"{sum(len(x) + 1 for x in labels)}"
             )
-        cells = Cells.of(frames, labels, self.vocab_size, e_TD.device)
+        rows = _chunk_rows(self.tp, self.vocab_size, e_TD.dtype)
+        cells = Cells.of(frames, labels, self.vocab_size, rows, e_TD.device)
         e_TD, p_UD = self.tp.fan_out(e_TD), self.tp.fan_out(p_UD)
         return _TransducerLoss.apply(e_TD, p_UD, self.weight, self.bias, cells, self.blank, self.tp, self.vocab_size)
 
@@ -115,7 +147,7 @@ class _TransducerLoss(Function):
     def forward(ctx, e_TD, p_UD, weight_vD, bias_v, cells: Cells, blank: int, tp: Axis, vocab_size: int) -> Tensor:
         start, _ = tp.part(vocab_size)
         exact = torch.float64 if e_TD.dtype == torch.float64 else torch.float32
-        M, B = len(cells.frame_M), len(cells.frames_B)
+        M, B = len(cells.label_M), len(cells.frames_B)
         if not M:
             ctx.save_for_backward(e_TD, p_UD, weight_vD, bias_v)
             ctx.cells = None
@@ -123,9 +155,8 @@ class _TransducerLoss(Function):
         rows = _chunk_rows(tp, vocab_size, e_TD.dtype)
         lse_M = torch.empty(M, dtype=exact, device=e_TD.device)
         arcs_2M = torch.empty(2, M, dtype=exact, device=e_TD.device)
-        for a in range(0, M, rows):
-            part = slice(a, a + rows)
-            z_cv = (_hidden(e_TD, p_UD, cells, part) @ weight_vD.T + bias_v).to(exact)
+        for part, blocks in cells.chunks(rows):
+            z_cv = torch.addmm(bias_v, _hidden(e_TD, p_UD, blocks), weight_vD.T).to(exact)
             own_c = z_cv.amax(1) if z_cv.shape[1] else z_cv.new_full((len(z_cv),), -torch.inf)
             top_c = tp.max_(own_c)
             sums = (
@@ -157,20 +188,20 @@ class _TransducerLoss(Function):
         de_TD, dp_UD, dw_vD, db_v = (torch.zeros_like(x, dtype=exact) for x in (e_TD, p_UD, weight_vD, bias_v))
         T, U = int(cells.frames_B.max()), int(cells.labels_B.max()) + 1
         posts_2M = posts_2M * grad_B.to(exact)[cells.place_M // (T * U)]
-        rows = ctx.rows
-        for a in range(0, len(lse_M), rows):
-            part = slice(a, a + rows)
-            h_cD = _hidden(e_TD, p_UD, cells, part)
-            z_cv = (h_cD @ weight_vD.T + bias_v).to(exact)
+        for part, blocks in cells.chunks(ctx.rows):
+            h_cD = _hidden(e_TD, p_UD, blocks)
+            z_cv = torch.addmm(bias_v, h_cD, weight_vD.T).to(exact)
             blank_c, label_c = posts_2M[:, part]
             dz_cv = (z_cv - lse_M[part, None]).exp_() * (blank_c + label_c)[:, None]
             _subtract(dz_cv, ctx.blank - ctx.start, blank_c)
             _subtract(dz_cv, cells.label_M[part] - ctx.start, label_c)
             dw_vD += dz_cv.T @ h_cD.to(exact)
             db_v += dz_cv.sum(0)
-            dh_cD = (dz_cv @ weight_vD.to(exact)).masked_fill_(h_cD == 0, 0.0)
-            de_TD.index_add_(0, cells.frame_M[part], dh_cD)
-            dp_UD.index_add_(0, cells.prefix_M[part], dh_cD)
+            dh_cD = torch.ops.aten.threshold_backward(dz_cv @ weight_vD.to(exact), h_cD.to(exact), 0)
+            for block, dh in zip(blocks, dh_cD.split([x.cells for x in blocks]), strict=True):
+                dh_tuD = dh.view(block.frames, block.prefixes, -1)
+                de_TD[block.frame : block.frame + block.frames] += dh_tuD.sum(1)
+                dp_UD[block.prefix : block.prefix + block.prefixes] += dh_tuD.sum(0)
         grads = zip((de_TD, dp_UD, dw_vD, db_v), (e_TD, p_UD, weight_vD, bias_v), strict=True)
         return *(grad.to(x.dtype) for grad, x in grads), None, None, None, None
 
@@ -181,8 +212,13 @@ def _chunk_rows(tp: Axis, vocab_size: int, dtype: torch.dtype) -> int:
     return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (largest * dtype.itemsize)))
 
 
-def _hidden(e_TD: Tensor, p_UD: Tensor, cells: Cells, part: slice) -> Tensor:
-    return torch.relu(e_TD[cells.frame_M[part]] + p_UD[cells.prefix_M[part]])
+def _hidden(e_TD: Tensor, p_UD: Tensor, blocks: Sequence[Block]) -> Tensor:
+    """relu(e_t + p_u) of the cells of these blocks."""
+    h_cD = e_TD.new_empty(sum(x.cells for x in blocks), e_TD.shape[1])
+    for x, own in zip(blocks, h_cD.split([x.cells for x in blocks]), strict=True):
+        e_t1D, p_uD = e_TD[x.frame : x.frame + x.frames, None], p_UD[x.prefix : x.prefix + x.prefixes]
+        torch.add(e_t1D, p_uD, out=own.view(x.frames, x.prefixes, -1))
+    return h_cD.relu_()
 
 
 def _locate(z_cv: Tensor, label: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """A folder of spoken sentences: ``manifest.jsonl``, one line a recording, and the recordings.
 
     {"audio": "train-00000.flac", "text": "bin blue at f two now", "split": "train", "speaker": "en-us+m1",
-     "phonemes": [[0.012, "b"], …]}
+     "phonemes": [[0.012, "b"], …], "words": [[0.0, 0.249], …]}
 
-``audio`` is relative to the folder; ``phonemes``, if known, are what mouths are drawn from.
+``audio`` is relative to the folder; ``phonemes``, if known, are what mouths are drawn from, and ``words`` the start and
+end of each word [s], what alignments are compared with.
 """
 
 import json
@@ -33,6 +34,7 @@ class Recording(BaseModel):
     split: Literal["train", "test"] = "train"
     speaker: str = ""
     phonemes: tuple[tuple[float, str], ...] = Field(default=())
+    words: tuple[tuple[float, float], ...] = Field(default=())
 
     @property
     def known_phonemes(self) -> list[Phoneme]:
@@ -93,8 +95,9 @@ def make_data(
         name = f"test-{i:05}.flac" if is_test else f"train-{i - test:05}.flac"
         write_audio(out / name, np.pad(spoken.samples, (before, after)))
         phonemes = tuple((round(p.start_s + before / 16000, 4), p.name) for p in spoken.phonemes)
+        words = tuple((round(a + before / 16000, 4), round(b + before / 16000, 4)) for a, b in spoken.words)
         split: Literal["train", "test"] = "test" if is_test else "train"
-        recordings.append(Recording(audio=name, text=text, split=split, speaker=voice, phonemes=phonemes))
+        recordings.append(Recording(audio=name, text=text, split=split, speaker=voice, phonemes=phonemes, words=words))
         if progress is not None:
             progress(i + 1)
     lines = [json.dumps(one.model_dump(), ensure_ascii=False) + "\n" for one in recordings]

@@ -1,7 +1,8 @@
-"""Log-mel spectra in frames of 40 ms, four spectra each, also while the sound arrives.
+"""Log-mel spectra in frames of 40 ms, also while the sound arrives.
 
-A spectrum is that of 400 samples (25 ms) under a Hann window, one each 10 ms, ended by the frame's own samples: frame t
-needs nothing after sample 640·(t + 1). Filters are triangles on the mel scale (2595·log₁₀(1 + f/700)).
+A spectrum is that of 400 samples (25 ms) under a Hann window, one each 10 ms. Frame t has the four that end within it
+and ``history`` spectra before them; it needs nothing after sample 640·(t + 1). Filters are triangles on the mel scale
+(2595·log₁₀(1 + f/700)).
 """
 
 import torch
@@ -13,8 +14,6 @@ RATE = 16000
 FRAME = 640
 """Samples of a frame."""
 HOP, WINDOW, FFT = 160, 400, 512
-BEFORE = WINDOW - HOP
-"""Samples before a frame that its first spectrum reads."""
 FLOOR, MEAN, SCALE = 1e-6, -4.0, 0.25
 
 
@@ -29,37 +28,43 @@ def mel_filters(mels: int) -> Tensor:
     return torch.minimum(rising, falling).clamp(min=0)
 
 
-def log_mel(samples: Tensor, filters: Tensor) -> Tensor:
-    """(T, 4·mels) from BEFORE samples and T whole frames of them."""
-    T = (len(samples) - BEFORE) // FRAME
+def before(history: int) -> int:
+    """Samples before a frame that its spectra read, with ``history`` spectra before its own."""
+    return WINDOW - HOP + history * HOP
+
+
+def log_mel(samples: Tensor, filters: Tensor, history: int = 0) -> Tensor:
+    """(T, (history + 4)·mels) from :func:`before` samples and T whole frames of them."""
+    T = (len(samples) - before(history)) // FRAME
+    spectra = history + FRAME // HOP
     if T < 1:
-        return samples.new_zeros(0, 4 * filters.shape[1])
-    windows = samples[: BEFORE + T * FRAME].unfold(0, WINDOW, HOP)
+        return samples.new_zeros(0, spectra * filters.shape[1])
+    windows = samples[: before(history) + T * FRAME].unfold(0, WINDOW, HOP)
     shape = torch.hann_window(WINDOW, dtype=samples.dtype, device=samples.device)
     power = torch.fft.rfft(windows * shape, FFT).abs().square()
     mel = (power @ filters.to(samples)).clamp(min=FLOOR).log()
-    return ((mel - MEAN) * SCALE).view(T, -1)
+    return ((mel - MEAN) * SCALE).unfold(0, spectra, FRAME // HOP).transpose(1, 2).flatten(1)
 
 
 class FrameStream:
     """Samples in runs of any length to spectra of whole frames; one stream."""
 
-    def __init__(self, filters: Tensor):
-        self.filters = filters
-        self.tail = torch.zeros(BEFORE, dtype=filters.dtype)
+    def __init__(self, filters: Tensor, history: int = 0):
+        self.filters, self.history = filters, history
+        self.tail = torch.zeros(before(history), dtype=filters.dtype)
 
     def push(self, samples: Tensor) -> Tensor:
         """The frames that are complete now; keeps less than a frame, and what the next one reads."""
         samples = check_samples(samples).to(self.tail)
         waiting = torch.cat((self.tail, samples))
-        T = (len(waiting) - BEFORE) // FRAME
+        T = (len(waiting) - before(self.history)) // FRAME
         self.tail = waiting[T * FRAME :].clone()
-        return log_mel(waiting[: BEFORE + T * FRAME], self.filters)
+        return log_mel(waiting[: before(self.history) + T * FRAME], self.filters, self.history)
 
     def end(self) -> Tensor:
         """The last frame, filled up with silence, if samples are left."""
-        left = len(self.tail) - BEFORE
-        return self.push(torch.zeros(FRAME - left)) if left else self.filters.new_zeros(0, 4 * self.filters.shape[1])
+        left = len(self.tail) - before(self.history)
+        return self.push(torch.zeros(FRAME - left if left else 0))
 
 
 def check_samples(samples: Tensor) -> Tensor:

@@ -1,10 +1,14 @@
 """Training of a recogniser: noise and modality by step, AdamW, checkpoints, resume bit for bit.
 
 What step s sees is a function of (seed, s): its recordings from a seeded permutation of each epoch, its noise, its
-modalities. So a run that was stopped continues with the bits of one that was not.
+modalities. So a run that was stopped continues with the bits of one that was not. Its lock, signals and metrics are
+those of :mod:`colonnade.train.loop`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,21 +17,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from colonnade.checkpoint.atomic_folder import is_complete, list_steps, prune, read_json
+from colonnade.checkpoint.atomic_folder import is_complete, list_steps, prune, read_json, remove_partials
 from colonnade.config import TrainConfig
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
-from colonnade.speech.data import load_samples, read_manifest, word_errors
-from colonnade.speech.features import FRAME
-from colonnade.speech.mix import SNRS, babble, mix, pink, white
+from colonnade.parallel.axis import SOLO
+from colonnade.speech.corpus import Batch, Corpus
+from colonnade.speech.data import word_errors
 from colonnade.speech.model import SpeechModel
-from colonnade.speech.mouth import draw_mouths
+from colonnade.train.loop import StopSignal
 from colonnade.train.lr_schedule import learning_rate
+from colonnade.train.trackers import JsonLines
+from colonnade.train.training_state import RunLock
 
-DROP_SOUND, DROP_PICTURES = 0.15, 0.45
-"""Shares of the recordings that train on pictures alone, and on sound alone."""
-BABBLE_VOICES = 100
-"""Recordings that babble is made of."""
+PARTS = 2
+"""Parts of a batch; each has a thread, so training takes two cores. The numbers do not depend on the cores."""
+TEST_BATCH = 50
+"""Recordings that are tested at once."""
 
 
 class FitSettings(NamedTuple):
@@ -35,37 +41,13 @@ class FitSettings(NamedTuple):
 
     steps: int = 3000
     batch: int = 16
-    lr: float = 1.5e-3
+    lr: float = 2e-3
     warmup: int = 100
     seed: int = 0
     save_every: int = 500
+    clean: int = 400
+    """Steps before the first noise: in noise from the start, the encoder learns nothing for hundreds of steps."""
     noise: bool = True
-
-
-class Corpus:
-    """Recordings in memory, and noise for them."""
-
-    def __init__(self, folder: Path, config: SpeechConfig, split: str):
-        self.config, self.recordings = config, read_manifest(folder, split)
-        self.samples = [load_samples(folder, one) for one in self.recordings]
-        self.labels = [config.labels(one.text) for one in self.recordings]
-        for one, samples, labels in zip(self.recordings, self.samples, self.labels, strict=True):
-            if -(-len(samples) // FRAME) < 1 or not labels:
-                raise DataError(f"{one.audio} has {len(samples)} samples and text {one.text!r}; remove it")
-
-    def noisy(self, i: int, snr: float | None, random: np.random.Generator, kind: int = 0) -> Tensor:
-        """Recording ``i`` at a ratio in dB; ``kind``: 0 babble, 1 white, 2 pink."""
-        own = self.samples[i]
-        if snr is None:
-            return torch.from_numpy(own)
-        if kind:
-            return torch.from_numpy(mix(own, (white, pink)[kind - 1](len(own), random), snr))
-        return torch.from_numpy(mix(own, babble(self.samples[:BABBLE_VOICES], len(own), random), snr))
-
-    def mouths(self, i: int, random: np.random.Generator) -> Tensor:
-        """Drawn pictures of recording ``i``."""
-        frames = -(-len(self.samples[i]) // FRAME)
-        return torch.from_numpy(draw_mouths(self.recordings[i].known_phonemes, frames, self.config.picture, random))
 
 
 def fit(
@@ -74,62 +56,92 @@ def fit(
     run: Path,
     settings: FitSettings,
     log: Callable[[int, float], None] | None = None,
+    device: str = "cpu",
 ) -> Path:
     """Train to the last step and return its checkpoint, continuing from the newest one of ``run``.
 
-    Raises ConfigError for impossible settings and CheckpointError for a run of another recogniser.
+    ``run/metrics.jsonl`` has a line a step. After SIGTERM or SIGINT the step is finished and saved. Raises Interrupted
+    then, ConfigError for impossible settings, CheckpointError for a run of another recogniser or one in use.
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
         raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
     corpus = Corpus(data, config, "train")
-    if config.picture and not all(one.phonemes for one in corpus.recordings):
-        raise DataError(f"{data}: mouths are drawn from phonemes, and some recordings have none; leave --picture out")
-    model, first, state = SpeechModel(config, settings.seed), 0, {}
-    if (newest := _newest(run)) is not None:
-        model, first, state = _resume(newest, config)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.06)
-    _set_state(optimizer, names, state)
-    schedule = TrainConfig(lr=settings.lr, warmup=settings.warmup, steps=max(settings.steps, settings.warmup + 1))
-    model.train()
-    for step in range(first, settings.steps):
-        optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
-        loss = batch_loss(model, corpus, settings, step)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
-        if not torch.isfinite(norm):
-            raise DataError(f"step {step}: the gradient is not finite; lower --lr, or look at the recordings")
-        optimizer.step()
-        if log is not None:
-            log(step, loss.item())
-        if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
-            model.save(run / f"step-{step + 1}", True, _state(optimizer, names), step + 1)
-            prune(run, 2)
+    with RunLock(run, SOLO) as lock, StopSignal(SOLO) as stop, ExitStack() as stack:
+        remove_partials(run)
+        model, first, state = SpeechModel(config, settings.seed), 0, {}
+        if (newest := _newest(run)) is not None:
+            model, first, state = _resume(newest, config)
+        model.to(device).train()
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.06, fused=True)
+        _set_state(optimizer, names, state)
+        schedule = TrainConfig(lr=settings.lr, warmup=settings.warmup, steps=max(settings.steps, settings.warmup + 1))
+        metrics = JsonLines(run, first)
+        stack.callback(metrics.close)
+        workers = stack.enter_context(_workers())
+        for step in range(first, settings.steps):
+            lr = optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
+            parts = list(workers.map(partial(_gradients, model, parameters, corpus, settings, step), range(PARTS)))
+            labels = sum(part.labels for part in parts)
+            for parameter, *gradients in zip(parameters, *(part.gradients for part in parts), strict=True):
+                parameter.grad = sum(gradients[1:], gradients[0]) / labels
+            loss = sum(part.loss for part in parts) / labels
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
+            if not torch.isfinite(norm):
+                raise DataError(f"step {step}: the gradient is not finite; lower --lr, or look at the recordings")
+            optimizer.step()
+            metrics.record(step + 1, {"loss": loss, "grad_norm": norm.item(), "lr": lr, "labels": labels})
+            if log is not None:
+                log(step, loss)
+            interrupted = stop.received()
+            if interrupted or (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
+                lock.check()
+                model.save(run / f"step-{step + 1}", True, _state(optimizer, names), step + 1)
+                prune(run, 2)
+            if interrupted:
+                raise interrupted
     done = _newest(run)
     assert done is not None
     return done
 
 
-def batch_loss(model: SpeechModel, corpus: Corpus, settings: FitSettings, step: int) -> Tensor:
-    """The loss of step ``step``: its recordings, noise and modalities are functions of the seed and the step."""
-    random = np.random.Generator(np.random.PCG64([settings.seed, step]))
-    frames, lengths, labels = [], [], []
-    for i in batch_indices(len(corpus.samples), settings, step):
-        snr = SNRS[random.integers(len(SNRS))] if settings.noise else None
-        mel_TD = model.features(corpus.noisy(i, snr, random, int(random.integers(3))))
-        pictures = None
-        if model.config.picture:
-            pictures = corpus.mouths(i, random)
-            drop = random.random()
-            if drop < DROP_SOUND:
-                mel_TD = torch.zeros_like(mel_TD)
-            elif drop < DROP_SOUND + DROP_PICTURES:
-                pictures = None
-        frames.append(model.frames(mel_TD, pictures))
-        lengths.append(len(mel_TD))
-        labels.append(corpus.labels[i])
-    return model.loss(torch.cat(frames), lengths, labels)
+@contextmanager
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each part of a batch, without threads of its own: products are too small to be divided."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(PARTS, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+        try:
+            yield workers
+        finally:
+            torch.set_num_threads(threads)
+
+
+class _Part(NamedTuple):
+    """Sums over the labels of a part of a batch."""
+
+    loss: float
+    labels: int
+    gradients: list[Tensor]
+
+
+def _gradients(
+    model: SpeechModel, parameters: Sequence[Tensor], corpus: Corpus, settings: FitSettings, step: int, part: int
+) -> _Part:
+    """Loss and gradients of a part of a batch, also its preparation."""
+    frames, lengths, labels = train_batch(corpus, settings, step, part).to(parameters[0].device)
+    count = sum(map(len, labels))
+    if not count:
+        return _Part(0.0, 0, [torch.zeros_like(x) for x in parameters])
+    loss = count * model.loss(model.front_end(frames), lengths, labels)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return _Part(loss.item(), count, list(gradients))
+
+
+def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0) -> Batch:
+    """A part of the batch of ``step``: its recordings, noise and modalities are functions of seed, step and part."""
+    random = np.random.Generator(np.random.PCG64([settings.seed, step, part]))
+    indices = batch_indices(len(corpus.samples), settings, step)[part::PARTS]
+    return corpus.train_batch(indices, random, settings.noise and step >= settings.clean)
 
 
 def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int]:
@@ -142,14 +154,17 @@ def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int
     return result
 
 
+@torch.inference_mode()
 def word_error_rate(model: SpeechModel, corpus: Corpus, snr: float | None, pictures: bool, seed: int = 0) -> float:
-    """Word errors per word in babble of the corpus's own recordings; ``pictures``: with drawn mouths."""
+    """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths."""
     errors = words = 0
-    for i, one in enumerate(corpus.recordings):
-        random = np.random.Generator(np.random.PCG64([seed, i]))
-        drawn = corpus.mouths(i, random) if pictures else None
-        errors += word_errors(one.text, model.recognise(corpus.noisy(i, snr, random), drawn))
-        words += len(one.text.split())
+    for first in range(0, len(corpus.samples), TEST_BATCH):
+        chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
+        frames, lengths, _ = corpus.test_batch(chosen, snr, pictures, seed)
+        texts = model.texts(model.front_end(frames), lengths)
+        for i, text in zip(chosen, texts, strict=True):
+            errors += word_errors(corpus.recordings[i].text, text)
+            words += len(corpus.recordings[i].text.split())
     return errors / max(1, words)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from colonnade.errors import DataError
 from colonnade.speech.features import FrameStream, check_samples
+from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
@@ -28,6 +29,7 @@ class Listeners:
         self.search = GreedySearch(model.predictor, model.joint.logprobs, streams)
         self.sound: dict[int, FrameStream] = {}
         self.pictures: dict[int, dict[int, Tensor]] = {}
+        self.tails: dict[int, Tensor] = {}
         self.counts: dict[int, list[int]] = {}
 
     @torch.inference_mode()
@@ -35,7 +37,9 @@ class Listeners:
         """A new stream's number; raises CapacityError if all are taken."""
         stream = self.pool.open()
         self.search.reset(stream)
-        self.sound[stream], self.pictures[stream] = FrameStream(self.model.filters), {}
+        config, filters = self.model.config, self.model.filters
+        self.sound[stream], self.pictures[stream] = FrameStream(filters, config.audio_history), {}
+        self.tails[stream] = filters.new_zeros(config.picture_history, config.picture, config.picture)
         self.counts[stream] = [0, 0]  # frames made, pictures received
         return stream
 
@@ -71,7 +75,8 @@ class Listeners:
     def close(self, stream: int) -> None:
         """Give up a stream; what waits is dropped."""
         self.pool.close(stream)
-        del self.sound[stream], self.pictures[stream], self.counts[stream]
+        for own in (self.sound, self.pictures, self.tails, self.counts):
+            del own[stream]
 
     @torch.inference_mode()
     def step(self) -> dict[int, str]:
@@ -79,23 +84,26 @@ class Listeners:
         encoded = self.pool.step()
         if not encoded:
             return {}
-        none = torch.empty(0, self.model.config.joint_width)
+        none = self.model.filters.new_empty(0, self.model.config.joint_width)
         frames = [self.model.out(encoded[r]) if r in encoded else none for r in range(self.pool.cache.streams)]
         found = self.search.push(frames)
         return {stream: self.model.config.text([label for _, label in found[stream]]) for stream in encoded}
 
-    def _frames(self, stream: int, mel_TD: Tensor) -> None:
+    def _frames(self, stream: int, mel_TA: Tensor) -> None:
         """Give the pool the frames of these spectra, each with its picture if that has arrived."""
-        if not len(mel_TD):
+        if not len(mel_TA):
             return
-        size, start = self.model.config.picture, self.counts[stream][0]
-        own = [self.pictures[stream].pop(start + i, None) for i in range(len(mel_TD))]
-        self.counts[stream][0] += len(mel_TD)
+        start = self.counts[stream][0]
+        own = [self.pictures[stream].pop(start + i, None) for i in range(len(mel_TA))]
+        self.counts[stream][0] += len(mel_TA)
         pictures = seen_T = None
-        if any(each is not None for each in own):
-            pictures = torch.stack([torch.zeros(size, size) if each is None else each for each in own])
-            seen_T = torch.tensor([each is not None for each in own])
-        self.pool.push(stream, self.model.frames(mel_TD, pictures, seen_T))
+        if self.model.config.picture:
+            tail = self.tails[stream]
+            pictures = torch.cat((tail, *(tail.new_zeros(1, *tail.shape[1:]) if x is None else x[None] for x in own)))
+            self.tails[stream] = pictures[len(own) :].clone()
+            seen_T = torch.tensor([x is not None for x in own])
+            pictures = stack_pictures(pictures, len(tail))[seen_T] if bool(seen_T.any()) else None
+        self.pool.push(stream, self.model.front_end(Frames(mel_TA, None, pictures, seen_T)))
 
 
 def listen(model: SpeechModel, chunks: Iterable[Tensor]) -> Iterator[str]:

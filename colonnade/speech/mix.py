@@ -31,9 +31,10 @@ def white(samples: int, random: np.random.Generator) -> np.ndarray:
 
 def pink(samples: int, random: np.random.Generator) -> np.ndarray:
     """Power inverse to frequency."""
-    spectrum = np.fft.rfft(random.standard_normal(samples))
+    size = 1 << max(1, samples - 1).bit_length()  # a power of two: lengths with large factors are ten times slower
+    spectrum = np.fft.rfft(random.standard_normal(size))
     spectrum /= np.sqrt(np.maximum(np.arange(len(spectrum)), 1))
-    return np.fft.irfft(spectrum, samples).astype(np.float32)
+    return np.fft.irfft(spectrum, size)[:samples].astype(np.float32)
 
 
 def babble(recordings: Sequence[np.ndarray], samples: int, random: np.random.Generator) -> np.ndarray:
@@ -44,6 +45,6 @@ def babble(recordings: Sequence[np.ndarray], samples: int, random: np.random.Gen
     total = np.zeros(samples, np.float32)
     for _ in range(random.integers(8, 21)):
         own = spoken[random.integers(len(spoken))]
-        part = np.resize(np.roll(own, random.integers(len(own))), samples)
+        part = np.resize(np.roll(own, random.integers(len(own))), samples).astype(np.float32)
         total += part / max(1e-6, float(np.sqrt(np.mean(np.square(part)))))
     return total

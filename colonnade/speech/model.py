@@ -1,8 +1,6 @@
 """A streaming recogniser of speech, and of pictures of the mouth: front ends, encoder, transducer, CTC.
 
-    sound     log-mel spectra -> linear                     a_t
-    pictures  two convolutions, a picture each -> linear    v_t
-    fusion    [v | a] -> LayerNorm -> 4D SiLU -> D          a missing modality is 0 (Ma et al., arXiv 2303.14307)
+    frames    :mod:`colonnade.speech.front_end`
     encoder   :mod:`colonnade.model.segment_encoder`
     loss      transducer + ½ CTC
 
@@ -35,7 +33,8 @@ from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
 from colonnade.model.transducer import Joint
 from colonnade.speech.features import FRAME, FrameStream, mel_filters
-from colonnade.speech.predictor import StatelessPredictor
+from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
+from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import GreedySearch
 
 CTC_WEIGHT = 0.5
@@ -51,15 +50,12 @@ class SpeechModel(nn.Module):
         D, J, V = config.width, config.joint_width, config.vocab_size
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.audio = nn.Linear(4 * config.mels, D)
-            self.video = _pictures(config.picture, D) if config.picture else None
-            if config.picture:
-                self.fusion = nn.Sequential(
-                    nn.LayerNorm(2 * D), nn.Linear(2 * D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D)
-                )
+            self.front_end = FrontEnd(config)
             self.encoder = SegmentEncoder(config.encoder)
             self.out, self.ctc = nn.Linear(D, J), nn.Linear(D, V)
-            self.predictor, self.joint = StatelessPredictor(J, V, J), Joint(J, V)
+            lstm = config.predictor == "lstm"
+            self.predictor = LstmPredictor(J, V, J, layers=1) if lstm else StatelessPredictor(J, V, J)
+            self.joint = Joint(J, V)
             nn.init.normal_(self.joint.weight, std=J**-0.5)
         self.encoder.initialise(seed)
         self.to(dtype)
@@ -67,23 +63,18 @@ class SpeechModel(nn.Module):
 
     def features(self, samples: Tensor) -> Tensor:
         """The spectra of a whole recording at 16 kHz, (T, 4·mels); a last part of a frame is filled up."""
-        stream = FrameStream(self.filters)
+        stream = FrameStream(self.filters, self.config.audio_history)
         return torch.cat((stream.push(samples), stream.end()))
 
-    def frames(self, mel_TD: Tensor, pictures: Tensor | None = None, seen_T: Tensor | None = None) -> Tensor:
-        """x_TD from spectra and pictures (T, height, width); ``seen_T`` marks the frames that have a picture."""
-        a_TD = self.audio(mel_TD)
-        if self.video is None:
-            if pictures is not None:
-                raise DataError("this recogniser has no pictures; leave them out, or train with --picture 24")
-            return a_TD
-        if pictures is None:
-            v_TD = torch.zeros_like(a_TD)
-        else:
-            v_TD = self.video(pictures[:, None].to(a_TD.dtype))
-            if seen_T is not None:
-                v_TD = torch.where(seen_T[:, None], v_TD, 0.0)
-        return self.fusion(torch.cat((v_TD, a_TD), 1))
+    def frames(self, mel_TA: Tensor, pictures: Tensor | None = None) -> Tensor:
+        """x_TD of a whole recording's spectra and its first pictures, (t, height, width)."""
+        pictures = None if pictures is None or not len(pictures) else pictures[: len(mel_TA)]
+        if pictures is None or not self.config.picture:
+            return self.front_end(Frames(mel_TA, pictures_NPhw=pictures))
+        history = self.config.picture_history
+        padded = torch.cat((pictures.new_zeros(history, *pictures.shape[1:]), pictures))
+        seen_T = torch.arange(len(mel_TA), device=mel_TA.device) < len(pictures)
+        return self.front_end(Frames(mel_TA, None, stack_pictures(padded, history), seen_T))
 
     def encode(self, x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
         """The encoded frames of whole recordings."""
@@ -94,31 +85,36 @@ class SpeechModel(nn.Module):
         y_TD = self.encode(x_TD, lengths)
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
         logprobs = nn.utils.rnn.pad_sequence(self.ctc(y_TD).log_softmax(1).split(list(lengths)))
-        targets = torch.tensor([label for own in labels for label in own])
-        sizes = torch.tensor(list(lengths)), torch.tensor([len(own) for own in labels])
-        side = F.ctc_loss(logprobs, targets, *sizes, reduction="sum", zero_infinity=True)
+        targets = torch.tensor([label for own in labels for label in own], device=y_TD.device)
+        T_B, U_B = torch.tensor(list(lengths)), torch.tensor([len(own) for own in labels])
+        side = F.ctc_loss(logprobs, targets, T_B, U_B, reduction="sum", zero_infinity=True)
         return (transducer + CTC_WEIGHT * side) / max(1, len(targets))
 
     @torch.inference_mode()
     def recognise(self, samples: Tensor, pictures: Tensor | None = None) -> str:
         """The text of a whole recording, by greedy search; equal to what streams give."""
-        mel_TD = self.features(samples)
-        if not len(mel_TD):
+        mel_TA = self.features(samples)
+        if not len(mel_TA):
             return ""
-        y_TD = self.encode(self.frames(mel_TD, *_fit(pictures, len(mel_TD))), [len(mel_TD)])
-        (pairs,) = GreedySearch(self.predictor, self.joint.logprobs, 1).push([self.out(y_TD)])
-        return self.config.text([label for _, label in pairs])
+        return self.texts(self.frames(mel_TA, pictures), [len(mel_TA)])[0]
+
+    @torch.inference_mode()
+    def texts(self, x_TD: Tensor, lengths: Sequence[int]) -> list[str]:
+        """The texts of whole recordings, by greedy search over all at once."""
+        search = GreedySearch(self.predictor, self.joint.logprobs, len(lengths))
+        found = search.push(self.out(self.encode(x_TD, lengths)).split(list(lengths)))
+        return [self.config.text([label for _, label in pairs]) for pairs in found]
 
     @torch.inference_mode()
     def align(
         self, samples: Tensor, text: str, pictures: Tensor | None = None
     ) -> list[tuple[str, float, float, float]]:
         """(word, start [s], end [s], score) of each word of a known text, by CTC."""
-        mel_TD = self.features(samples)
+        mel_TA = self.features(samples)
         labels = self.config.labels(text)
-        if not len(mel_TD):
+        if not len(mel_TA):
             raise DataError("a recording of 0 samples has no words; give a longer one")
-        y_TD = self.encode(self.frames(mel_TD, *_fit(pictures, len(mel_TD))), [len(mel_TD)])
+        y_TD = self.encode(self.frames(mel_TA, pictures), [len(mel_TA)])
         spans = ctc.align(self.ctc(y_TD).log_softmax(1), labels)
         words, place = [], 0
         for word in text.split(" "):
@@ -159,19 +155,3 @@ class SpeechModel(nn.Module):
             )
         model.load_state_dict(tensors)
         return model.eval()
-
-
-def _pictures(size: int, width: int) -> nn.Module:
-    """(T, 1, size, size) to (T, width); a picture at a time, so streams need no state."""
-    left = ((size - 5) // 2 + 1 - 3) // 2 + 1
-    layers = nn.Conv2d(1, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.ReLU(), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(32 * left * left, width))
-
-
-def _fit(pictures: Tensor | None, T: int) -> tuple[Tensor | None, Tensor | None]:
-    """Pictures of T frames, and which frames have one."""
-    if pictures is None or not len(pictures):
-        return None, None
-    missing = max(0, T - len(pictures))
-    padded = torch.cat((pictures[:T], pictures.new_zeros(missing, *pictures.shape[1:])))
-    return padded, torch.arange(T) < len(pictures)

@@ -30,16 +30,17 @@ def draw_mouths(phonemes: Sequence[Phoneme], frames: int, size: int, random: np.
     width, opening, teeth = (np.interp(times, middles, column, REST[i]) for i, column in enumerate(shapes.T))
     scale, light, skin = random.uniform(0.85, 1.15), random.uniform(0.8, 1.2), random.uniform(0.5, 0.8)
     shake = np.cumsum(random.normal(0, 0.004, (frames, 2)), 0) + random.normal(0, 0.03, 2)
-    grid = np.linspace(-1, 1, size)
+    grid, shake = np.linspace(-1, 1, size, dtype=np.float32), shake.astype(np.float32)
     x, y = grid[None, None, :] - shake[:, 0, None, None], grid[None, :, None] - shake[:, 1, None, None]
-    half_width, half_height = (scale * v[:, None, None] for v in (width, opening + 0.03))
+    half_width, half_height, teeth = (
+        v[:, None, None].astype(np.float32) for v in (scale * width, scale * (opening + 0.03), teeth)
+    )
     outside = (x / half_width) ** 2 + (y / (half_height + 0.14)) ** 2
     inside = (x / half_width) ** 2 + (y / half_height) ** 2
     lips, hole = _edge(outside), _edge(inside)
-    tooth = hole * teeth[:, None, None] * (y < 0.1 * half_height)
+    tooth = hole * teeth * (y < 0.1 * half_height)
     picture = skin * (1 - lips) + 0.35 * skin * (lips - hole).clip(0) + 0.9 * tooth
-    noise = random.normal(0, 0.02, picture.shape)
-    return (light * picture + noise).astype(np.float32)
+    return light * picture + 0.02 * random.standard_normal(picture.shape, np.float32)
 
 
 def _edge(value: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ GRAMMAR = (
 ACCENTS = ("en-us", "gmw/en", "en-gb-scotland", "en-gb-x-rp", "en-029")
 VARIANTS = ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5", "croak")
 VOICES = tuple(f"{accent}+{variant}" for accent in ACCENTS for variant in VARIANTS)
-PHONEME, END = 7, 0
+END, WORD, PHONEME = 0, 1, 7
 
 
 class Phoneme(NamedTuple):
@@ -36,10 +36,11 @@ class Phoneme(NamedTuple):
 
 
 class Spoken(NamedTuple):
-    """16 kHz samples and phonemes; an empty name is silence."""
+    """16 kHz samples, phonemes, and where each word begins and ends; phonemes that begin with _ are silence."""
 
     samples: np.ndarray
     phonemes: Sequence[Phoneme]
+    words: Sequence[tuple[float, float]]
 
 
 class _Id(ctypes.Union):
@@ -76,6 +77,7 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
     library, rate = _library()
     parts: list[np.ndarray] = []
     phonemes: list[Phoneme] = []
+    starts: list[float] = []
 
     def receive(samples, count: int, events) -> int:
         if samples and count > 0:
@@ -85,6 +87,8 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
             if events[i].type == PHONEME:
                 name = bytes(events[i].id.string).split(b"\0")[0].decode("utf-8", "replace")
                 phonemes.append(Phoneme(events[i].audio_position / 1000, name))
+            elif events[i].type == WORD:
+                starts.append(events[i].audio_position / 1000)
             i += 1
         return 0
 
@@ -99,7 +103,18 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
         raise ColonnadeError(f"espeak-ng cannot speak {text[:40]!r}")
     library["espeak_Synchronize"]()
     samples = np.concatenate(parts).astype(np.float32) / 32768 if parts else np.zeros(0, np.float32)
-    return Spoken(resample(samples, rate), phonemes)
+    # A word lasts until the next one begins, or a silence before that.
+    ends = [*starts[1:], len(samples) / rate]
+    silences = [p.start_s for p in phonemes if p.name.startswith("_")]
+    words = (
+        [
+            (start, min((x for x in silences if start < x < end), default=end))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        if starts
+        else []
+    )
+    return Spoken(resample(samples, rate), phonemes, words)
 
 
 def sentence(random: np.random.Generator) -> str:

@@ -5,7 +5,8 @@
 
 A table stands between two comments. The first says which: ``<!-- flags: eval -->`` all of a verb's, ``<!-- flags: chat
 beyond generate -->`` those that the other verb lacks or explains otherwise, ``<!-- flags: serve of plan device -->``
-those that are so called or so begin; ``finetune:span`` means those of a method. ``<!-- flags: end -->`` is the second.
+those that are so called or so begin; ``finetune:span`` means those of a method, ``speech:train`` those of a subcommand.
+``<!-- flags: end -->`` is the second.
 """
 
 import io
@@ -43,7 +44,8 @@ def flags(verb: str) -> list[Flag]:
     try:
         with redirect_stdout(said), suppress(SystemExit):
             name, _, method = verb.partition(":")
-            cli.parse([name, *(("--method", method) if method else ()), "--help"])
+            option = () if not method or name in cli.SUBCOMMANDS else ("--method",)
+            cli.parse([name, *option, *([method] if method else []), "--help"])
     finally:
         del os.environ["COLUMNS"]
         if columns is not None:

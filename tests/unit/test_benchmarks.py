@@ -26,6 +26,7 @@ import prefill
 import quantised_linear
 import quantised_quality
 import skinny_gemm
+import speech
 import weak_scaling
 from colonnade import api
 from colonnade.config import Plan
@@ -387,3 +388,13 @@ def test_prefill_benchmark() -> None:
     rows, results = prefill.measure("tiny", T, "cpu")
     assert [row["who"] for row in rows] == ["colonnade", "transformers"]
     assert results[0].value == rows[0]["tokens_per_s"] and results[0].peer_value == rows[1]["tokens_per_s"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_speech_trains_and_measures(tmp_path: Path) -> None:
+    pytest.importorskip("espeakng_loader")
+    speech.main(["--tiny", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "speech_cpu.json").read_text())["rows"]
+    assert [row["what"] for row in rows] == ["training", *["word errors"] * 10, *["times of words"] * 2, *["streams"] * 4]
+    assert all(row["equal_to_whole"] == row["recordings"] for row in rows if row["what"] == "streams")
+    assert (tmp_path / "speech_cpu.png").stat().st_size > 10_000

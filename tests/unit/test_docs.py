@@ -145,8 +145,8 @@ def test_flags_in_the_reference_exist(capsys):
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
     assert list(sections) == list(cli.VERBS)
     for verb, section in sections.items():
-        methods = [["--method", name] for name in re.findall(rf"flags: {verb}:(\w+)", section)]
-        for words in [[], *methods]:
+        option = [] if verb in cli.SUBCOMMANDS else ["--method"]
+        for words in [[], *([*option, name] for name in re.findall(rf"flags: {verb}:(\w+)", section))]:
             with pytest.raises(SystemExit):
                 cli.main([verb, *words, "--help"])
         known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
@@ -160,6 +160,8 @@ def test_tables_of_flags_match_the_help():
     assert hook.page(text) == text, "run python docs/hooks/flags.py"
     verbs = {match["verb"] for match in hook.TABLE.finditer(text)}
     assert {verb.partition(":")[0] for verb in verbs} == {*cli.VERBS} - {"train"}
+    for verb, subcommands in cli.SUBCOMMANDS.items():
+        assert all(re.search(rf"\$ colonnade {verb} {name}\b", text) for name in subcommands)
     names = [flag.name for flag in hook.flags("serve")]
     assert len(names) == len(set(names)) and {"--plan.cp", "--serve.weights", "--serve.cache", "--dtype"} <= set(names)
     assert all(flag.meaning for verb in verbs - {"distill"} for flag in hook.flags(verb))

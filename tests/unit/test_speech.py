@@ -1,18 +1,23 @@
 """Recognisers: front ends, streams, synthetic speech and mouths, noise, training, resume, command line."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from colonnade.checkpoint.atomic_folder import list_steps
 from colonnade.cli import main
 from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
-from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError
+from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError, Interrupted
+from colonnade.parallel.axis import SOLO
 from colonnade.speech import features, fit, mix, mouth
 from colonnade.speech.data import Recording, read_manifest, word_errors
+from colonnade.speech.front_end import Frames
 from colonnade.speech.listen import MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
+from colonnade.train.training_state import RunLock
 from tests.worlds import assert_same
 
 TINY = SpeechConfig(layers=2, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, memory=1, segment=4, left=6)
@@ -31,17 +36,19 @@ def talkative(config: SpeechConfig, seed: int = 0) -> SpeechModel:
     return model
 
 
-def test_spectra_of_streams_equal_those_of_the_whole():
-    filters, samples = features.mel_filters(10), sound(0.93)
-    whole = features.log_mel(torch.cat((torch.zeros(features.BEFORE).double(), samples)), filters)
+@pytest.mark.parametrize("history", [0, 3])
+def test_spectra_of_streams_equal_those_of_the_whole(history):
+    filters, samples, before = features.mel_filters(10), sound(0.93), features.before(history)
+    whole = features.log_mel(torch.cat((torch.zeros(before).double(), samples)), filters, history)
     for cut in (1, 37, 640, 5000):
-        stream = features.FrameStream(filters)
+        stream = features.FrameStream(filters, history)
         runs = [stream.push(piece) for piece in samples.split(cut)]
         assert_same(torch.cat(runs), whole)
-        assert len(stream.tail) < features.BEFORE + features.FRAME
-    assert len(whole) == 23
+        assert len(stream.tail) < before + features.FRAME
+    assert whole.shape == (23, (history + 4) * 10)
+    assert_same(whole[1:, : history * 10], whole[:-1, 40:])
     assert len(stream.end()) == 1
-    assert len(features.FrameStream(filters).end()) == 0
+    assert len(features.FrameStream(filters, history).end()) == 0
 
 
 def test_a_tone_is_in_its_filter():
@@ -109,7 +116,8 @@ def test_late_and_lost_pictures():
     x = listeners.pool.waiting[stream]
     mel = model.features(samples)
     seen = (torch.arange(40) >= 10) & (torch.arange(40) < 20)
-    assert_same(x, model.frames(mel, pictures, seen))
+    stacked = torch.stack([torch.cat((torch.zeros(4, 16, 16).double(), pictures[10:20]))[i : i + 5] for i in range(10)])
+    assert_same(x, model.front_end(Frames(mel, None, stacked, seen)))
     assert listeners.step()[stream] is not None
     with pytest.raises(DataError, match="ahead of the sound"):
         listeners.push(stream, samples[:0], pictures[:1].expand(MOST_AHEAD + 50, 16, 16))
@@ -193,6 +201,10 @@ def test_spoken_sentences(spoken):
         times = [start for start, _ in one.phonemes]
         assert len(times) > 8
         assert times == sorted(times)
+        assert len(one.words) == 6
+        bounds = [t for word in one.words for t in word]
+        assert bounds == sorted(bounds)
+        assert times[0] - 0.1 < bounds[0] < bounds[-1] <= times[-1]
     with pytest.raises(DataError, match="exists"):
         fit_data(spoken)
 
@@ -239,12 +251,26 @@ def test_training_resumes_bit_for_bit(spoken, tmp_path):
     resumed: list[float] = []
     parts = fit.fit(SEEING, spoken, tmp_path / "parts", SETTINGS, lambda _, loss: resumed.append(loss))
     assert resumed == losses[3:]
+    rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(losses, 1))
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     with pytest.raises(CheckpointError, match="another recogniser"):
         fit.fit(TINY, spoken, tmp_path / "parts", SETTINGS)
     with pytest.raises(ConfigError, match="above 0"):
         fit.fit(TINY, spoken, tmp_path / "none", SETTINGS._replace(batch=0))
+
+
+def test_a_signal_ends_training_with_a_checkpoint(spoken, tmp_path):
+    def stop(step: int, _: float) -> None:
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        fit.fit(TINY, spoken, tmp_path / "run", SETTINGS, stop)
+    assert [step for step, _ in list_steps(tmp_path / "run")] == [2]
+    with RunLock(tmp_path / "run", SOLO), pytest.raises(CheckpointError, match="use"):
+        fit.fit(TINY, spoken, tmp_path / "run", SETTINGS)
 
 
 def test_an_epoch_has_each_recording_once():
@@ -305,6 +331,21 @@ def test_train_on_the_command_line(spoken, tmp_path, capsys, monkeypatch):
     assert "step 0" not in capsys.readouterr().err
 
 
+def test_the_demo_trains_measures_and_streams(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("espeakng_loader")
+    from colonnade.config import speech
+
+    monkeypatch.setitem(speech.SPEECH_PRESETS, "speech-tiny-av", SEEING)
+    words = ["speech", "demo", "--folder", str(tmp_path), "--sentences", "4", "--tests", "2", "--steps", "2"]
+    for _ in range(2):  # the second one continues, and has nothing left to train
+        main(words)
+        printed = capsys.readouterr().out
+        assert "step-2" in printed
+        assert printed.count("spoken: ") == printed.count("heard:") == 2
+        assert "sound and drawn mouths" in printed
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_damaged_checkpoints(tmp_path):
     folder = tmp_path / "step-1"
     SpeechModel(TINY).save(folder)
@@ -327,7 +368,7 @@ def test_damaged_checkpoints(tmp_path):
 
 def test_presets_and_what_configs_refuse():
     sizes = {name: sum(p.numel() for p in SpeechModel(config).parameters()) for name, config in SPEECH_PRESETS.items()}
-    assert sizes["speech-tiny"] < sizes["speech-tiny-av"] < 1_300_000
+    assert sizes["speech-tiny"] < sizes["speech-tiny-av"] < 1_600_000
     with pytest.raises(ConfigError, match="3 heads"):
         SpeechConfig(heads=3)
     with pytest.raises(ConfigError, match="twice"):

@@ -1,0 +1,127 @@
+"""Recordings in memory, mixed with noise and cut into batches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.config.speech import SpeechConfig
+from colonnade.errors import DataError
+from colonnade.speech.data import load_samples, read_manifest
+from colonnade.speech.features import FRAME, before, log_mel, mel_filters
+from colonnade.speech.front_end import Frames, stack_pictures
+from colonnade.speech.mix import SNRS, babble, mix, pink, white
+from colonnade.speech.mouth import draw_mouths
+
+DROP_SOUND, DROP_PICTURES = 0.15, 0.45
+"""Shares of the recordings that train on pictures alone, and on sound alone."""
+BABBLE_VOICES = 100
+"""Recordings that babble is made of."""
+BABBLE_SHARE = 0.6
+"""Of the noisy recordings; the others have white or pink noise."""
+
+
+class Batch(NamedTuple):
+    """Recordings, one after another."""
+
+    frames: Frames
+    lengths: list[int]
+    labels: list[list[int]]
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on ``device``."""
+        mel_TA, *others = self.frames
+        return self._replace(frames=Frames(mel_TA.to(device), *(None if x is None else x.to(device) for x in others)))
+
+
+class Example(NamedTuple):
+    """One recording; a modality that is dropped is None."""
+
+    i: int
+    samples: np.ndarray | None
+    pictures: Tensor | None
+
+
+class Corpus:
+    """The recordings of one split."""
+
+    def __init__(self, folder: Path, config: SpeechConfig, split: str):
+        self.config, self.recordings = config, read_manifest(folder, split)
+        self.filters = mel_filters(config.mels).float()
+        self.labels = [config.labels(one.text) for one in self.recordings]
+        self.samples: list[np.ndarray] = []
+        for one, labels in zip(self.recordings, self.labels, strict=True):
+            samples = load_samples(folder, one)
+            if not len(samples) or not labels:
+                raise DataError(f"{one.audio} has {len(samples)} samples and text {one.text!r}; remove it")
+            self.samples.append((samples * 32767).round().clip(-32768, 32767).astype(np.int16))
+        if config.picture and not all(one.phonemes for one in self.recordings):
+            raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
+
+    def frames(self, i: int) -> int:
+        """Frames of recording ``i``."""
+        return -(-len(self.samples[i]) // FRAME)
+
+    def noisy(self, i: int, snr: float | None, random: np.random.Generator, kind: int = 0) -> np.ndarray:
+        """Recording ``i`` at a ratio in dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink."""
+        own = self.samples[i].astype(np.float32) / 32768
+        if snr is None:
+            return own
+        if kind:
+            return mix(own, (white, pink)[kind - 1](len(own), random), snr)
+        others = self.samples[: BABBLE_VOICES + 1]
+        others = [x for j, x in enumerate(others) if j != i] or others
+        return mix(own, babble(others[:BABBLE_VOICES], len(own), random), snr)
+
+    def mouths(self, i: int, random: np.random.Generator) -> Tensor:
+        """Drawn pictures of recording ``i``."""
+        size = self.config.picture
+        return torch.from_numpy(draw_mouths(self.recordings[i].known_phonemes, self.frames(i), size, random))
+
+    def train_batch(self, chosen: Sequence[int], random: np.random.Generator, noise: bool) -> Batch:
+        """Recordings with random noise, some without sound or without pictures."""
+        examples: list[Example] = []
+        for i in chosen:
+            snr = SNRS[random.integers(len(SNRS))] if noise else None
+            kind = 0 if random.random() < BABBLE_SHARE else int(random.integers(1, 3))
+            drop = random.random() if self.config.picture else 1.0
+            samples = None if drop < DROP_SOUND else self.noisy(i, snr, random, kind)
+            seen = self.config.picture and not DROP_SOUND <= drop < DROP_SOUND + DROP_PICTURES
+            examples.append(Example(i, samples, self.mouths(i, random) if seen else None))
+        return self.batch(examples)
+
+    def test_batch(self, chosen: Sequence[int], snr: float | None, pictures: bool, seed: int) -> Batch:
+        """Recordings in babble; noise and pictures are functions of the seed and the recording."""
+        examples: list[Example] = []
+        for i in chosen:
+            random = np.random.Generator(np.random.PCG64([seed, i]))
+            drawn = self.mouths(i, random) if pictures else None
+            examples.append(Example(i, self.noisy(i, snr, random), drawn))
+        return self.batch(examples)
+
+    def batch(self, examples: Sequence[Example]) -> Batch:
+        """The frames of these recordings."""
+        audio, video = self.config.audio_history, self.config.picture_history
+        mels, stacks = [], []
+        heard, seen = [], []
+        for i, samples, pictures in examples:
+            T = self.frames(i)
+            if samples is None:
+                mels.append(torch.zeros(T, (audio + 4) * self.config.mels))
+            else:
+                padded = np.zeros(before(audio) + T * FRAME, np.float32)
+                padded[before(audio) : before(audio) + len(samples)] = samples
+                mels.append(log_mel(torch.from_numpy(padded), self.filters, audio))
+            if pictures is not None:
+                padded = torch.cat((pictures.new_zeros(video, *pictures.shape[1:]), pictures))
+                stacks.append(stack_pictures(padded, video))
+            heard += [samples is not None] * T
+            seen += [pictures is not None] * T
+        pictures_NPhw = torch.cat(stacks) if stacks else None
+        none = torch.zeros(0, (audio + 4) * self.config.mels)
+        frames = Frames(torch.cat([none, *mels]), torch.tensor(heard), pictures_NPhw, torch.tensor(seen))
+        indices = [example.i for example in examples]
+        return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices])

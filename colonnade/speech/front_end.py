@@ -1,0 +1,65 @@
+"""Front ends of sound and pictures, and their fusion: x_TD, the encoder's input.
+
+    sound     log-mel spectra, a few before the frame too -> linear SiLU linear         a_t
+    pictures  convolution over the last pictures, convolution -> linear                 v_t
+    fusion    [v | a] -> LayerNorm -> 4D SiLU -> D        a missing modality is 0 (Ma et al., arXiv 2303.14307)
+
+Segment attention has no positions, so what moves within a frame's history must show here. The first convolution reads
+the frame's picture and those before it as channels, which is a convolution in three dimensions, causal in time.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.config.speech import SpeechConfig
+from colonnade.errors import DataError
+
+
+class Frames(NamedTuple):
+    """What T frames hear and see; ``None`` where no frame has the modality."""
+
+    mel_TA: Tensor
+    heard_T: Tensor | None = None
+    """Frames that have sound; None: all."""
+    pictures_NPhw: Tensor | None = None
+    """Of the frames that have a picture: theirs last, the ones before it first (:func:`stack_pictures`)."""
+    seen_T: Tensor | None = None
+    """Frames that have a picture; None: all, if there are pictures."""
+
+
+class FrontEnd(nn.Module):
+    """:class:`Frames` to x_TD."""
+
+    def __init__(self, config: SpeechConfig):
+        super().__init__()
+        D = config.width
+        spectra = (config.audio_history + 4) * config.mels
+        self.audio = nn.Sequential(nn.Linear(spectra, 2 * D), nn.SiLU(), nn.Linear(2 * D, D))
+        self.video = self.fusion = None
+        if config.picture:
+            left = ((config.picture - 5) // 2 + 1 - 3) // 2 + 1
+            layers = nn.Conv2d(config.picture_history + 1, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.ReLU()
+            self.video = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * left * left, D))
+            self.fusion = nn.Sequential(nn.LayerNorm(2 * D), nn.Linear(2 * D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D))
+
+    def forward(self, frames: Frames) -> Tensor:
+        """x_TD."""
+        a_TD = self.audio(frames.mel_TA)
+        if frames.heard_T is not None:
+            a_TD = torch.where(frames.heard_T[:, None], a_TD, 0.0)
+        if self.video is None or self.fusion is None:
+            if frames.pictures_NPhw is not None:
+                raise DataError("this recogniser has no pictures; leave them out, or train the preset speech-tiny-av")
+            return a_TD
+        v_TD = torch.zeros_like(a_TD)
+        if frames.pictures_NPhw is not None:
+            v_ND = self.video(frames.pictures_NPhw.to(a_TD.dtype))
+            v_TD = v_ND if frames.seen_T is None else v_TD.index_put((frames.seen_T,), v_ND)
+        return self.fusion(torch.cat((v_TD, a_TD), 1))
+
+
+def stack_pictures(pictures: Tensor, history: int) -> Tensor:
+    """(T, history + 1, h, w): each of the last T of T + history pictures (h, w), behind those before it."""
+    return pictures.unfold(0, history + 1, 1).permute(0, 3, 1, 2)
