@@ -75,7 +75,7 @@ class Batch:
     """For embeddings: the loss of the batch's queries, with the gradient."""
     observed: list[Tensor] | None = None
     """Output, for reward tuning: how far the sampled log-probabilities are from the trainer's."""
-    policy: Mapping[str, float] = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
     """For reward tuning: the fields of :class:`colonnade.model.policy_loss.PolicySettings`."""
     sampled_T: Tensor | None = None
     """bool: tokens that the model in training has sampled, in on-policy distillation."""

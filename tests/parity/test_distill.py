@@ -140,6 +140,7 @@ def _on_policy(run: RunConfig) -> tuple[float, float, list]:
                 z, t = (model(stream, attend, Rows()) for model in (training.model, teacher.transformer))
                 p, q = (t / 1.5).softmax(1), (z / 1.5).softmax(1)
                 valid = batch.targets_T != IGNORE
+                assert batch.sampled_T is not None
                 text_T = valid & ~batch.sampled_T
                 cross = torch.nn.functional.cross_entropy(z[text_T], batch.targets_T[text_T], reduction="sum")
                 total += float(0.3 * cross + 0.7 * 1.5**2 * (p * (p / q).log())[valid].sum())
