@@ -61,6 +61,8 @@ class Data(NamedTuple):
     rows: int
 
 
+UNCOMPILED = ("grpo", "embed")
+"""Methods whose steps have no fixed shape: their blocks are not compiled."""
 ReadData = Callable[[RunConfig, TuneConfig, str | Path, "str | Path | None", Tokenizer], Data]
 """(run, settings, file, held-out file, tokenizer) -> data."""
 
@@ -157,6 +159,8 @@ class Tuner:
             raise ConfigError(f"method {method} is unknown{did_you_mean(method, list(methods))}")
         tune = tune or TuneConfig()
         check_tune_settings(run, generates=method != "embed")
+        if method in UNCOMPILED and run.train.compile is None:  # the default of a GPU is to compile
+            run = run.replace(train=run.train.replace(compile=False))
         tokenizer = _tokenizer(run.train.pretrained_checkpoint)
         self.data = methods[method](run, tune, data, held_out, tokenizer)
         if set_steps:
