@@ -34,8 +34,8 @@ def adapter_factors(adapter: Adapter, config: ModelConfig, layer: int, head: int
             ("wV", "v", head // config.group),
         ):
             if (both := pair(f"attention.qkv.adapter.{part}")) is not None:
-                a_rD, b_Hr = both[0], both[1].unflatten(0, (-1, config.head_width))[n]
-                found[name] = (b_Hr, a_rD) if name == "wK_t" else (a_rD.T, b_Hr.T)
+                a, b = both[0], both[1].unflatten(0, (-1, config.head_width))[n]
+                found[name] = (b, a) if name == "wK_t" else (a.T, b.T)
         if (both := pair("attention.out.adapter")) is not None:
             found["wO"] = both[0].unflatten(1, (config.heads, -1))[:, head].T, both[1].T
     for name in FEED_FORWARD:
