@@ -68,7 +68,9 @@ def _anonymous_bytes(status: Path) -> int:
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     except OSError:  # it has ended
         return 0
-    return int(lines["RssAnon"].split()[0]) << 10 if server and int(lines["PPid"]) == server else 0
+    if not server or int(lines["PPid"]) != server or "RssAnon" not in lines:  # one that ends has no memory
+        return 0
+    return int(lines["RssAnon"].split()[0]) << 10
 
 
 def measure(copies: int, workers: int, folder: Path) -> dict[str, Cell]:
