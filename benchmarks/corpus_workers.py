@@ -9,11 +9,11 @@ without the files that it maps.
 
 import argparse
 import json
-import multiprocessing
 import random
 import tempfile
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,15 @@ from harness.report import Cell, Headline, folder_of, report
 WORDS = 250
 
 
-def write_corpus(path: Path, copies: int) -> int:
-    """Write the passages ``copies`` times, each time with other words replaced; returns the size of the text."""
+def write_corpus(path: Path, copies: int, count: int | None) -> int:
+    """Write the first ``count`` passages ``copies`` times, each time with other words replaced; returns the text's
+    size.
+    """
     passages = list[list[str]]()
     for _, speech in sotu_documents():
         words = speech.split(" ")
         passages += [words[i : i + WORDS] for i in range(0, len(words), WORDS)]
+    passages = passages[:count]
     vocabulary, size = sorted({word for words in passages for word in words}), 0
     with path.open("w", encoding="utf-8") as file:
         for copy in range(copies):
@@ -63,17 +66,19 @@ class Peak(threading.Thread):
 
 def _anonymous_bytes(status: Path) -> int:
     """The memory of a process of the pool: a child of the fork server; 0 for others."""
-    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     try:
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     except OSError:  # it has ended
         return 0
-    return int(lines["RssAnon"].split()[0]) << 10 if server and int(lines["PPid"]) == server else 0
+    if not server or int(lines.get("PPid", 0)) != server or "RssAnon" not in lines:  # one that ends has no memory
+        return 0
+    return int(lines["RssAnon"].split()[0]) << 10
 
 
-def measure(copies: int, workers: int, folder: Path) -> dict[str, Cell]:
+def measure(copies: int, workers: int, folder: Path, count: int | None) -> dict[str, Cell]:
     """One cleaning."""
-    size = write_corpus(folder / "in.jsonl", copies)
+    size = write_corpus(folder / "in.jsonl", copies, count)
     peak = Peak()
     peak.start()
     started_s = time.perf_counter()
@@ -89,6 +94,7 @@ def measure(copies: int, workers: int, folder: Path) -> dict[str, Cell]:
 
 def main(argv: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--copies", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
@@ -96,7 +102,7 @@ def main(argv: list[str] | None = None) -> Any:
     for copies in args.copies:
         for workers in (1, 2) if copies == args.copies[0] else (2,):
             with tempfile.TemporaryDirectory() as folder:
-                rows.append(measure(copies, workers, Path(folder)))
+                rows.append(measure(copies, workers, Path(folder), 50 if args.tiny else None))
                 print(rows[-1], flush=True)
     one, two, *_ = rows
     heads = [
@@ -104,7 +110,7 @@ def main(argv: list[str] | None = None) -> Any:
                  "one worker", float(one["mb_per_s"] or 0)),
     ]  # fmt: skip
     notes = "wall time on idle cores; memory without mapped files"
-    return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder_of(args.out, toy=False))
+    return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder_of(args.out, toy=args.tiny))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import torch
 
 import corpus_clean
+import corpus_workers
 import duplicates_study
 import evaluate
 from colonnade.api import Model
@@ -18,6 +19,12 @@ def test_cleaning_benchmark(tmp_path):
     assert near["pairs_found"] == near["true_pairs"] > 5 and near["texts_kept"] == 72 - near["true_pairs"]
     assert peer["method"].startswith("datatrove") and peer["pairs_found"] > 0
     assert whole["texts_kept"] <= near["texts_kept"] and record["headlines"][0]["peer_value"] == peer["mb_per_cpu_s"]
+
+
+def test_workers_benchmark(tmp_path):
+    record = json.loads(corpus_workers.main(["--tiny", "--copies", "2", "--out", str(tmp_path)]).read_text())
+    one, two = record["rows"]
+    assert [row["stay"] for row in (one, two)] == [100, 100] and two["peak_worker_mb"] > 10
 
 
 def test_evaluation_benchmark(tmp_path, monkeypatch):

@@ -517,7 +517,7 @@ def test_slurm_gives_the_same_bytes(cleaned, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.filterwarnings("default")  # datatrove uses names that Ray deprecates
 def test_two_ray_workers_give_the_same_bytes(cleaned, tmp_path):
     """A real local cluster of two nodes of two cores: with one core each, Ray's placement groups wait for ever."""
