@@ -25,6 +25,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,9 +57,9 @@ LADDER: dict[str, Compression | None] = {
     "stored, float32": None,
     "int4 g64 nearest": Compression(by="nearest"),
     "int8 nearest": Compression(weights="int8", by="nearest"),
-    "int4 g64 gptq": Compression(fold=False),
     "int4 g64 folded gptq": Compression(),
     "int4 g64 folded (AWQ)": Compression(by="fold"),
+    "int4 g64 gptq": Compression(fold=False),
     "int8_dynamic nearest": Compression(weights="int8_dynamic", by="nearest"),
     "int8_dynamic folded (SmoothQuant)": Compression(weights="int8_dynamic", by="fold"),
     "int4 g32 folded gptq": Compression(weight_group=32),
@@ -192,13 +193,17 @@ class Llama:
         self.quiet = llama_cpp.llama_log_callback(lambda *_: None)  # kept, since the library calls it
         llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        self.library = llama_cpp
+        self.library, self.folder = llama_cpp, folder
 
     def quantise(self, source: Path, out: Path, file_type: int) -> Path:
-        """``source`` quantised by llama.cpp to ``out``."""
-        params = self.library.llama_model_quantize_default_params()
-        params.ftype, params.nthread = file_type, 1
-        assert self.library.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params)) == 0
+        """``source`` quantised by llama.cpp to ``out``, in a process of its own: here, decoding would crash later."""
+        code = (
+            "import ctypes, sys; sys.path.append(sys.argv[1]); import llama_cpp as l; l.llama_backend_init();"
+            "p = l.llama_model_quantize_default_params(); p.ftype, p.nthread = int(sys.argv[4]), 1;"
+            "sys.exit(l.llama_model_quantize(sys.argv[2].encode(), sys.argv[3].encode(), ctypes.byref(p)))"
+        )
+        words = [sys.executable, "-c", code, str(self.folder), str(source), str(out), str(file_type)]
+        subprocess.run(words, check=True, capture_output=True)
         return out
 
     def side(self, path: Path, context: int, same_as: Logits | None = None) -> Side:

@@ -187,6 +187,8 @@ def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], st
     validated: a flag may still set what is missing.
     """
     chosen, file, start = (_value(argv, flag) for flag in ("--preset", "--config", "--train.pretrained_checkpoint"))
+    if not start and _value(argv, "--distill.init") == "layers":  # then the model is the teacher's, with fewer layers
+        start = _value(argv, "--distill.teacher")
     model = (None if chosen or not start else _starting_model(start)) or preset(chosen or "tour")
     base = RunConfig(model=model)
     run = read_toml(RunConfig, Path(file), base=base) if file else base

@@ -156,7 +156,10 @@ def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Kind, whol
 
 def _check(model: Transformer, compression: Compression) -> None:
     if (already := quantised_kind(model)) is not None:
-        raise ConfigError(f"this model's weights are in {already} already; load it with weights='dense'")
+        raise ConfigError(
+            f"this model's weights are in {already} already; compress the model that it was made from (in Python, "
+            "weights='dense' loads it dequantised)"
+        )
     check_ranks(model)
     check_quantised(model.config, compression.weights, compression.weight_group, tp=1)
 

@@ -167,7 +167,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
         if different := differences(model.replace(layers=teacher.layers), teacher, ignore=("context", "init_std")):
             raise ConfigError(
                 f"distill.init layers needs a model that differs from the teacher in its layers only: "
-                f"{', '.join(different[:3])}; leave --preset and --model out but --model.layers, or set init random"
+                f"{', '.join(different[:3])}; leave --preset out, and of --model all but layers, or set init random"
             )
         if model.layers > teacher.layers:
             raise ConfigError(

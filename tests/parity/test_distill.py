@@ -265,6 +265,14 @@ def test_a_cache_answers_in_place_of_the_teacher(corpus, teachers, tmp_path) -> 
         in_world(1, _losses, run.replace(distill=run.distill.replace(temperature=3.0)), 1)
 
 
+def test_the_command_line_takes_the_teachers_shape(corpus, teachers, capsys) -> None:
+    words = ["--distill.teacher", str(teachers["dense"]), "--distill.init", "layers", "--model.layers", "1"]
+    main(["distill", *words, "--data.path", str(corpus), "--dry_run"])
+    printed = capsys.readouterr().out
+    for line in ("layers = 1 #", "width = 32 #", 'init = "layers" #'):
+        assert line in printed
+
+
 def test_evenly_spaced_layers() -> None:
     assert [teacher_layer(i, 4, 10) for i in range(4)] == [0, 3, 6, 9]
     assert [teacher_layer(i, 3, 3) for i in range(3)] == [0, 1, 2]
