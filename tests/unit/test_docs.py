@@ -240,7 +240,7 @@ def test_pictures_equal_the_output_of_their_script(variant):
 
 def test_site_builds_strictly(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    ran = subprocess.run(build, check=False, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    ran = subprocess.run(build, check=False, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
     page = (tmp_path / "site/ideas/attention-is-a-fold.html").read_text(encoding="utf-8")
     assert "<math" in page
