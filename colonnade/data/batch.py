@@ -75,7 +75,7 @@ class Batch:
     """For embeddings: the loss of the batch's queries, with the gradient."""
     observed: list[Tensor] | None = None
     """Output, for reward tuning: how far the sampled log-probabilities are from the trainer's."""
-    policy: Mapping[str, float] = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
     """For reward tuning: the fields of :class:`colonnade.model.policy_loss.PolicySettings`."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
