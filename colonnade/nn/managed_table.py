@@ -48,6 +48,8 @@ class LookUp:
     """The ids of this rank's batch in the order in which they were sent."""
     version: int
     """Of the assignment of rows."""
+    hits: int = 0
+    """How many ids have rows of their own."""
     x_UD: Tensor | None = None
     """The rows on the device, a leaf whose gradient is theirs."""
 
@@ -115,20 +117,24 @@ class ManagedTable:
     def look_up(self, ids_N: Tensor) -> LookUp:
         """Send ids to the ranks that own them, and find their rows."""
         hashes = splitmix64_mix(ids_N.cpu().numpy().astype(np.uint64) + np.uint64(GOLDEN_GAMMA))
-        owner = (hashes >> np.uint64(64 - BUCKET_BITS)).astype(np.int64) * self.axis.size // BUCKETS
-        order = np.argsort(owner, kind="stable")
-        send = np.bincount(owner, minlength=self.axis.size).tolist()
-        ones = [1] * self.axis.size
-        receive = self.axis.exchange(torch.tensor(send), ones, ones).tolist()
-        sent = torch.from_numpy(hashes[order].view(np.int64))
-        hashes_M = self.axis.exchange(sent, send, receive).numpy().view(np.uint64)
+        send = receive = [len(hashes)]
+        order, hashes_M = np.arange(len(hashes)), hashes
+        if self.axis.size > 1:
+            owner = (hashes >> np.uint64(64 - BUCKET_BITS)).astype(np.int64) * self.axis.size // BUCKETS
+            order = np.argsort(owner, kind="stable")
+            send = np.bincount(owner, minlength=self.axis.size).tolist()
+            ones = [1] * self.axis.size
+            receive = self.axis.exchange(torch.tensor(send), ones, ones).tolist()
+            sent = torch.from_numpy(hashes[order].view(np.int64))
+            hashes_M = self.axis.exchange(sent, send, receive).numpy().view(np.uint64)
         found = LookUp(hashes_M, np.empty(0, np.int64), torch.empty(0), send, receive, torch.from_numpy(order), -1)
         self._find(found)
         return found
 
     def _find(self, found: LookUp) -> None:
         """Set the rows of ``found`` by the present assignment."""
-        rows_M, _ = self._rows(found.hashes_M)
+        rows_M, hit_M = self._rows(found.hashes_M)
+        found.hits = int(hit_M.sum())
         found.rows_U, inverse = np.unique(rows_M, return_inverse=True)
         found.inverse_M, found.version, found.x_UD = torch.from_numpy(inverse).to(self.device), self.version, None
 
@@ -165,11 +171,11 @@ class ManagedTable:
         assert found.x_UD is not None, "look up, read, use"
         self._history.append(found.hashes_M)
         self._used.append(found)
-        self.looked_up, self.hits = (
-            self.looked_up + len(found.hashes_M),
-            self.hits + int(self._rows(found.hashes_M)[1].sum()),
-        )
+        self.looked_up += len(found.hashes_M)
+        self.hits += found.hits
         x_MD = found.x_UD.requires_grad_().index_select(0, found.inverse_M)
+        if self.axis.size == 1:
+            return x_MD
         x_ND = self.axis.exchange(x_MD, found.receive, found.send)
         back_N = torch.empty_like(found.order_N)
         back_N[found.order_N] = torch.arange(len(back_N))
