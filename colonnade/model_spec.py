@@ -78,6 +78,11 @@ class ModelSpec:
             check_adapters(self.serve, opened.config)
         return opened
 
+    def reads_audio(self) -> bool:
+        """Whether the model transcribes recordings."""
+        encoder = self.open().config.encoder
+        return encoder is not None and encoder.reads == "audio"
+
     def open_draft(self, target: "OpenedModel") -> "OpenedModel | None":
         """Open the draft model, if there is one; raises :class:`ConfigError` if it cannot draft for ``target``."""
         if self.serve.draft_model is None:

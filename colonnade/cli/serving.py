@@ -24,6 +24,7 @@ from colonnade.config import ServeConfig, WeightFormat, WeightGroup
 from colonnade.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from colonnade.model_spec import ModelSpec
     from colonnade.serve.sampling_params import SamplingParams
 
 
@@ -173,6 +174,17 @@ def _with_environment_keys(config: ServeConfig) -> ServeConfig:
     return config.replace(**{field: key for field, key in found.items() if getattr(config, field) is None})
 
 
+def _serve_transcriptions(spec: "ModelSpec", config: ServeConfig) -> None:
+    """Serve a Whisper."""
+    try:
+        from colonnade.serve.served_models import model_names
+        from colonnade.speech.transcription_server import serve as run
+    except ImportError as error:
+        raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
+    announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
+    run(spec.load(), model_names([spec.model], config.model_name)[0], config, announce)
+
+
 def serve(
     models: Models,
     serve: ServeConfig = ServeConfig(),
@@ -181,7 +193,8 @@ def serve(
 ) -> None:
     """Serve models over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, or /v1/embeddings.
 
-    Several models have an engine each; the "model" of a request, the last part of the model's path, chooses one.
+    A Whisper answers /v1/audio/transcriptions. Several models have an engine each; the "model" of a request, the last
+    part of the model's path, chooses one.
     Encoders answer /v1/embeddings, /v1/score and /v1/rerank, classifiers /classify; --serve.task embed serves the
     embeddings of a model that also generates text.
 
@@ -201,6 +214,9 @@ def serve(
             "COLONNADE_ADMIN_KEY, and leave --serve.upstreams out"
         )
     specs = [placement.spec(model, serve) for model in models]
+    if len(specs) == 1 and not serve.upstreams and specs[0].reads_audio():
+        _serve_transcriptions(specs[0], serve)
+        return
     try:
         from colonnade.serve.served_models import model_names
         from colonnade.serve.server import serve as run

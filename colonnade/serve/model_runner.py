@@ -46,7 +46,9 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
         if config.batch_invariant:
             raise ConfigError("serve.batch_invariant does not cover an encoder's attention; leave it out")
         if model.config.encoder.reads == "audio":
-            raise ConfigError("this model reads audio; transcribe files with: colonnade speech transcribe FILE")
+            raise ConfigError(
+                "this model reads audio; serve it alone, or transcribe files with: colonnade speech transcribe FILE"
+            )
     if config.batch_invariant:
         check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
     if config.batch_invariant and config.graph_capture and device.type == "cpu":

@@ -9,13 +9,15 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colonnade.config import EncoderConfig, short_repr
-from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.serve.page_pool import PagePool, fewer_tokens
 from colonnade.serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # its package imports torch, which the HTTP process does without
+    from colonnade.data.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -42,7 +44,7 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
 
 
 def encoder_input(
-    ids: tuple[int, ...], params: SamplingParams, encoder: EncoderConfig, tokenizer: Tokenizer
+    ids: tuple[int, ...], params: SamplingParams, encoder: EncoderConfig, tokenizer: "Tokenizer"
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(source, first tokens of the target) of an encoder–decoder for a prompt ``ids``.
 
@@ -81,7 +83,7 @@ LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}|__[a-z]{2,3}__")
 """A token that stands for a language: eng_Latn (NLLB), __en__ (M2M-100)."""
 
 
-def language_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+def language_tokens(tokenizer: "Tokenizer") -> dict[str, int]:
     """The languages among a tokenizer's special tokens, with their ids."""
     named = ((tokenizer.token(i), i) for i in sorted(tokenizer.special_ids))
     return {name: i for name, i in named if name is not None and LANGUAGE.fullmatch(name)}

@@ -13,7 +13,11 @@ LONGEST_S = 4 * 3600
 """Longest recording that is read at once."""
 
 
-def load_audio(path: str | Path) -> Tensor:
+MOST_RATE = 96_000
+"""Samples a second, all channels together, that a recording of the greatest length may have."""
+
+
+def load_audio(path: str | Path, *, longest_s: float = LONGEST_S) -> Tensor:
     """float32 samples of ``path`` at 16 kHz, the mean of its channels; raises DataError for what holds no sound."""
     path = Path(path)
     if not path.is_file():
@@ -21,10 +25,14 @@ def load_audio(path: str | Path) -> Tensor:
     soundfile = require("soundfile")
     try:
         info = soundfile.info(str(path))
-        _check_length(path, info.frames / max(1, info.samplerate))
+        _check_length(path, info.frames / max(1, info.samplerate), longest_s)
+        if info.frames * info.channels > longest_s * MOST_RATE:
+            raise DataError(
+                f"{path} has {info.frames * info.channels:,} samples, which are too many; convert it to mono"
+            )
         samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
     except soundfile.LibsndfileError:
-        samples, rate = _decode(path)
+        samples, rate = _decode(path, longest_s)
     if not samples.size:
         raise DataError(f"{path} has no samples; give a longer recording")
     mono = samples.mean(axis=1)
@@ -33,7 +41,7 @@ def load_audio(path: str | Path) -> Tensor:
     return torch.from_numpy(resample(mono, rate))
 
 
-def _decode(path: Path) -> tuple[np.ndarray, int]:
+def _decode(path: Path, longest_s: float) -> tuple[np.ndarray, int]:
     """(samples × channels, rate) of a video or compressed sound, by PyAV."""
     av = require("av")
     try:
@@ -49,13 +57,13 @@ def _decode(path: Path) -> tuple[np.ndarray, int]:
                 for part in resampler.resample(frame):
                     parts.append(part.to_ndarray().reshape(-1))
                     total += len(parts[-1])
-                    _check_length(path, total / rate)
+                    _check_length(path, max(total / rate, total / MOST_RATE), longest_s)
     except (av.FFmpegError, ValueError) as why:
         raise DataError(f"{path} is no audio that can be read: {why}; convert it to WAV or FLAC") from None
     samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
     return samples[:, None], rate
 
 
-def _check_length(path: Path, seconds: float) -> None:
-    if seconds > LONGEST_S:
-        raise DataError(f"{path} is {seconds / 3600:.1f} hours long, at most {LONGEST_S // 3600} are read; cut it")
+def _check_length(path: Path, seconds: float, longest_s: float) -> None:
+    if seconds > longest_s:
+        raise DataError(f"{path} is {seconds / 3600:.1f} hours long or more, {longest_s / 3600:g} are read; cut it")

@@ -1,4 +1,4 @@
-"""Transcribes recordings with Whisper (arXiv 2212.04356): windows of 30 s, greedy, with times.
+"""Transcribes recordings with Whisper (arXiv 2212.04356): windows of 30 s, with times.
 
 A window's spectrogram is encoded once, into pages of a KV cache; then each step decodes a token. Times are tokens of
 0.02 s. The authors' rules (section 3.8 and their code) keep them in order:
@@ -12,6 +12,7 @@ The next window begins at the end of the last whole segment. A window is silent 
 """
 
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -30,7 +31,9 @@ Format = Literal["txt", "srt", "vtt", "json"]
 WINDOW_S, TIME_S = 30, 0.02
 FIRST_TIME = 50
 """The latest first time, in steps of :data:`TIME_S`."""
-SILENCE, LEAST_LOGPROB = 0.6, -1.0
+SILENCE, LEAST_LOGPROB, MOST_COMPRESSION = 0.6, -1.0, 2.4
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""A window is decoded again at the next one while its text is improbable or repeats itself (section 4.5)."""
 PAGE_TOKENS = 16
 
 
@@ -60,6 +63,12 @@ class Segment(NamedTuple):
     tokens: tuple[int, ...]
     mean_logprob: float
     """Of the tokens of its window."""
+    temperature: float = 0.0
+    """At which its window was sampled; 0: greedy."""
+    compression_ratio: float = 1.0
+    """Bytes of its window's text over those that zlib makes of it: high where the text repeats itself."""
+    silence: float = 0.0
+    """The probability that its window has no speech."""
 
 
 @dataclass(frozen=True)
@@ -190,13 +199,23 @@ class _Window:
         return self.model(stream, Crossed(own, source, memory), Rows()).float()
 
 
+class _Decoded(NamedTuple):
+    """How a window was decoded: the last fields of its segments."""
+
+    mean_logprob: float
+    temperature: float
+    compression_ratio: float
+    silence: float
+
+
 class Transcriber:
     """Transcribes recordings with a loaded Whisper; ``language`` is a code such as en.
 
     Raises :class:`RequestError` for another kind of model and an unknown language.
     """
 
-    def __init__(self, model: Model, language: str = "en"):
+    def __init__(self, model: Model, language: str = "en", *, temperature: float = 0.0):
+        """``temperature`` above 0 samples every window at it; 0 is greedy, with :data:`TEMPERATURES` as fallback."""
         encoder = model.config.encoder
         if encoder is None or encoder.reads != "audio":
             raise RequestError(f"{model.source} reads no audio; use whisper-tiny.en, or the folder of another Whisper")
@@ -206,26 +225,46 @@ class Transcriber:
             )
         self.model, self.encoder = model, encoder
         self._vocabulary = _Vocabulary.of(model, language)
+        self._temperatures = (temperature,) if temperature else TEMPERATURES
 
     def transcribe(self, samples: Tensor) -> Iterator[Segment]:
         """The segments of 16 kHz mono audio, in order, as soon as their window is decoded."""
+        for segments in self.windows(samples):
+            yield from segments
+
+    def windows(self, samples: Tensor) -> Iterator[list[Segment]]:
+        """The segments of one window after another; empty for one without speech."""
         at, whole = 0, WINDOW_S * RATE
         while at < len(samples):
             window = samples[at : at + whole]
             seconds = len(window) / RATE
             padded = torch.nn.functional.pad(window, (0, whole - len(window)))
-            ids, mean_logprob, silence = self._decode(log_mel(padded, self.encoder.mels))
-            if silence > SILENCE and mean_logprob < LEAST_LOGPROB:
+            ids, decoded = self._decode_window(log_mel(padded, self.encoder.mels), at)
+            if decoded.silence > SILENCE and decoded.mean_logprob < LEAST_LOGPROB:
                 at += whole
+                yield []
                 continue
-            segments, advance_s = self._segments(ids, at / RATE, seconds, mean_logprob)
-            yield from segments
+            segments, advance_s = self._segments(ids, at / RATE, seconds, decoded)
+            yield segments
             at += round(advance_s * RATE) if advance_s > 0 else whole
 
+    def _decode_window(self, mel_MF: Tensor, at: int) -> tuple[list[int], "_Decoded"]:
+        """(tokens after the prompt, how they were found), at the first temperature whose text is plausible."""
+        window, ids, decoded = _Window(self.model, mel_MF), list[int](), _Decoded(0.0, 0.0, 1.0, 0.0)
+        for temperature in self._temperatures:
+            ids, mean_logprob, silence = self._decode(window, temperature, at)
+            text = self.model.tokenizer.decode([i for i in ids if i < self._vocabulary.first_time]).encode()
+            decoded = _Decoded(mean_logprob, temperature, len(text) / len(zlib.compress(text)), silence)
+            plausible = mean_logprob >= LEAST_LOGPROB and decoded.compression_ratio <= MOST_COMPRESSION
+            if plausible or (silence > SILENCE and mean_logprob < LEAST_LOGPROB):
+                break
+        return ids, decoded
+
     @torch.inference_mode()
-    def _decode(self, mel_MF: Tensor) -> tuple[list[int], float, float]:
+    def _decode(self, window: "_Window", temperature: float, seed: int) -> tuple[list[int], float, float]:
         """(tokens after the prompt, their mean log-probability, the probability of silence)."""
-        v, window = self._vocabulary, _Window(self.model, mel_MF)
+        v, window.length = self._vocabulary, 0
+        generator = torch.Generator().manual_seed(seed)
         logits_TV = window.next_logits([v.start, *v.prompt])
         silence = logits_TV[0].softmax(0)[v.silence].item()
         ids: list[int] = []
@@ -233,7 +272,11 @@ class Transcriber:
         most = self.model.config.context // 2
         while True:
             logp_V = allow(logits_V, ids, v).log_softmax(0)
-            token = int(logp_V.argmax())
+            if temperature:
+                probs_V = (logp_V / temperature).softmax(0).cpu()
+                token = int(torch.multinomial(probs_V, 1, generator=generator))
+            else:
+                token = int(logp_V.argmax())
             total += logp_V[token].item()
             if token == v.end or len(ids) == most:
                 return ids, total / (len(ids) + 1), silence
@@ -241,7 +284,7 @@ class Transcriber:
             logits_V = window.next_logits([token])[-1]
 
     def _segments(
-        self, ids: list[int], offset_s: float, seconds: float, mean_logprob: float
+        self, ids: list[int], offset_s: float, seconds: float, decoded: "_Decoded"
     ) -> tuple[list[Segment], float]:
         """The segments of one window, and how far to advance [s]."""
         first = self._vocabulary.first_time
@@ -254,19 +297,19 @@ class Transcriber:
             time_s = (token - first) * TIME_S
             if words:
                 end_s = min(time_s, seconds)
-                found.append(self._segment(words, offset_s + start_s, offset_s + end_s, mean_logprob))
+                found.append(self._segment(words, offset_s + start_s, offset_s + end_s, decoded))
                 words = []
             start_s = time_s
         if words:  # no end: all of the window is used
-            found.append(self._segment(words, offset_s + start_s, offset_s + seconds, mean_logprob))
+            found.append(self._segment(words, offset_s + start_s, offset_s + seconds, decoded))
             return [each for each in found if each.text.strip()], seconds
         # A single time at the end says that nothing follows; two, that a segment begins which the window cuts.
         cut = len(ids) > 1 and ids[-1] >= first and ids[-2] >= first
         return [each for each in found if each.text.strip()], end_s if cut and end_s else seconds
 
-    def _segment(self, words: list[int], start_s: float, end_s: float, mean_logprob: float) -> Segment:
+    def _segment(self, words: list[int], start_s: float, end_s: float, decoded: "_Decoded") -> Segment:
         text = self.model.tokenizer.decode(words)
-        return Segment(round(start_s, 2), round(max(end_s, start_s), 2), text, tuple(words), mean_logprob)
+        return Segment(round(start_s, 2), round(max(end_s, start_s), 2), text, tuple(words), *decoded)
 
 
 def write_transcript(segments: Sequence[Segment], format: Format) -> str:

@@ -1,0 +1,246 @@
+"""Serves a Whisper: OpenAI's ``POST /v1/audio/transcriptions``, a multipart upload of one recording.
+
+    response_format   json (the text), text, srt, vtt, verbose_json (with segments)
+    temperature       0: greedy, sampled where that repeats itself; above 0: sampled at this temperature
+
+Recordings are transcribed one after another in a thread. A client that leaves ends its transcription at the next
+window. Keys and the limit of a body are those of the server of text models.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from colonnade.config import ServeConfig
+from colonnade.errors import DataError, RequestError
+from colonnade.parallel.launch import STOP_SIGNALS
+from colonnade.serve.api.api_keys import KeyRing
+from colonnade.serve.api.auth import Authenticate
+from colonnade.serve.api.connection import ConnectionLimits
+from colonnade.serve.api.disconnect import unless_disconnected
+from colonnade.serve.api.errors import error_reply
+from colonnade.serve.api.middleware import BodyLimit
+from colonnade.serve.api.parameters import known_parameters
+from colonnade.serve.http_server import listen, url_of
+from colonnade.speech.audio import load_audio
+from colonnade.speech.log_mel import RATE
+from colonnade.speech.transcribe import Model, Segment, Transcriber, write_transcript
+
+MAX_UPLOAD_BYTES = 25 << 20
+"""Largest body, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
+LONGEST_S = 2 * 3600
+"""Longest recording [s]."""
+FIELDS = ("file", "model", "language", "response_format", "temperature", "timestamp_granularities[]")
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "prompt": ("",), "stream": ("false", "False"), "include[]": (), "chunking_strategy": ("auto",),
+}  # fmt: skip
+FORMATS = {"json": "application/json", "verbose_json": "application/json", "text": "text/plain", "srt": "text/plain",
+           "vtt": "text/vtt"}  # fmt: skip
+
+
+def parse_multipart(content_type: str, body: bytes) -> dict[str, bytes]:
+    """The fields of a multipart/form-data body; raises :class:`RequestError` for another or a broken one."""
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not boundary:
+        raise RequestError("the body must be multipart/form-data with a file; send the recording as the field 'file'")
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1", "replace"))
+    if len(parts) < 3 or not parts[-1].startswith(b"--"):
+        raise RequestError("the multipart body is not complete; send it again")
+    fields: dict[str, bytes] = {}
+    for part in parts[1:-1]:
+        head, separator, value = part.partition(b"\r\n\r\n")
+        name = _field_name(head)
+        if not separator or name is None:
+            raise RequestError("a part of the multipart body has no name; send each field with one")
+        if name in fields and name != "timestamp_granularities[]":
+            raise RequestError(f"the field '{name[:80]}' is given twice; send it once", param=name[:80])
+        fields[name] = value
+    return fields
+
+
+def _field_name(head: bytes) -> str | None:
+    for line in head.decode("utf-8", "replace").split("\r\n"):
+        key, _, value = line.partition(":")
+        if key.strip().lower() == "content-disposition":
+            header = Message()
+            header["content-disposition"] = value.strip()
+            name = header.get_param("name", header="content-disposition")
+            return name if isinstance(name, str) else None
+    return None
+
+
+class _Options:
+    """The validated fields of a request."""
+
+    def __init__(self, fields: dict[str, bytes], name: str):
+        texts = {key: value.decode("utf-8", "replace") for key, value in fields.items() if key != "file"}
+        given = known_parameters({**texts, "file": "file"} if "file" in fields else texts, FIELDS, (), UNSUPPORTED)
+        if "file" not in fields:
+            raise RequestError("the field 'file' is missing; send the recording in it", param="file")
+        if given.get("model", name) != name:
+            raise RequestError(
+                f"the model '{given['model'][:80]}' is not served here; use '{name}'",
+                param="model", status=404, code="model_not_found",
+            )  # fmt: skip
+        self.format = str(given.get("response_format", "json"))
+        if self.format not in FORMATS:
+            raise RequestError(
+                f"response_format is '{self.format[:80]}'; it must be one of {', '.join(FORMATS)}",
+                param="response_format",
+            )
+        if given.get("timestamp_granularities[]", "segment") != "segment":
+            raise RequestError(
+                "times of single words are not implemented; leave timestamp_granularities out, or ask for segment",
+                param="timestamp_granularities[]",
+            )
+        self.language = str(given.get("language", "en"))
+        try:
+            self.temperature = float(given.get("temperature", 0))
+        except ValueError:
+            self.temperature = -1.0
+        if not 0 <= self.temperature <= 1:
+            raise RequestError(
+                f"temperature is '{given['temperature'][:80]}'; it must be a number from 0 to 1", param="temperature"
+            )
+        self.sound = fields["file"]
+
+
+class TranscriptionServer:
+    """The application: one recording at a time, in a thread."""
+
+    def __init__(self, model: Model, name: str, config: ServeConfig, limits: ConnectionLimits = ConnectionLimits()):
+        self.model, self.name, self.config, self.waiting = model, name, config, 0
+        self._thread = ThreadPoolExecutor(1, "transcriber")
+        default = ServeConfig.model_fields["max_body_bytes"].default
+        most = MAX_UPLOAD_BYTES if config.max_body_bytes == default else config.max_body_bytes
+        keys = KeyRing(config.keys, config.api_key)
+        self.app = Starlette(
+            routes=[
+                Route("/v1/audio/transcriptions", self._transcriptions, methods=["POST"]),
+                Route("/v1/models", self._models),
+                *(Route(path, _ok) for path in ("/health", "/ready")),
+            ],
+            middleware=[
+                Middleware(Authenticate, keys=keys, admin_key=None, max_body_bytes=most),
+                Middleware(BodyLimit, max_bytes=most, limits=limits),
+            ],
+        )
+
+    async def _transcriptions(self, request: Request) -> Response:
+        try:
+            fields = parse_multipart(request.headers.get("content-type", ""), await request.body())
+            options = _Options(fields, self.name)
+            if self.waiting > self.config.max_waiting:
+                raise RequestError(
+                    f"the queue is full: {self.waiting - 1} recordings wait already; try again later", status=429,
+                    code="queue_full",
+                )  # fmt: skip
+            return await unless_disconnected(request, self._in_turn(options))
+        except RequestError as refusal:
+            return error_reply(refusal)
+
+    async def _in_turn(self, options: _Options) -> Response:
+        left = threading.Event()
+        self.waiting += 1
+        try:
+            run = self._thread.submit(self._transcribe, options, left)
+            segments, seconds = await asyncio.wrap_future(run)
+        finally:
+            left.set()
+            self.waiting -= 1
+        return Response(reply(segments, options.format, options.language, seconds), media_type=FORMATS[options.format])
+
+    def _transcribe(self, options: _Options, left: threading.Event) -> tuple[list[Segment], float]:
+        """(segments, length of the recording [s]); in the thread."""
+        transcriber = Transcriber(self.model, options.language, temperature=options.temperature)
+        with tempfile.TemporaryDirectory(prefix="colonnade-") as folder:
+            file = Path(folder) / "recording"
+            file.write_bytes(options.sound)
+            try:
+                samples = load_audio(file, longest_s=LONGEST_S)
+            except DataError as error:
+                raise RequestError(str(error).replace(str(file), "the file"), param="file") from None
+        segments: list[Segment] = []
+        for window in transcriber.windows(samples):
+            if left.is_set():
+                break
+            segments += window
+        return segments, len(samples) / RATE
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "colonnade"}]})
+
+
+async def _ok(_: Request) -> Response:
+    return PlainTextResponse("ok")
+
+
+def reply(segments: list[Segment], format: str, language: str, seconds: float) -> str:
+    """The body of the answer in one of :data:`FORMATS`."""
+    if format in ("srt", "vtt"):
+        return write_transcript(segments, "srt" if format == "srt" else "vtt")
+    text = " ".join(segment.text.strip() for segment in segments)
+    if format == "text":
+        return f"{text}\n"
+    if format == "json":
+        return json.dumps({"text": text}, ensure_ascii=False)
+    rows: list[dict[str, Any]] = [
+        {
+            "id": i, "start": s.start_s, "end": s.end_s, "text": s.text, "tokens": list(s.tokens),
+            "temperature": s.temperature, "avg_logprob": s.mean_logprob, "compression_ratio": s.compression_ratio,
+            "no_speech_prob": s.silence,
+        }
+        for i, s in enumerate(segments)
+    ]  # fmt: skip
+    whole = {"task": "transcribe", "language": language, "duration": round(seconds, 3), "text": text, "segments": rows}
+    return json.dumps(whole, ensure_ascii=False)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn whose signals are handled here: it would raise them again at the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def serve(model: Model, name: str, config: ServeConfig, announce: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM; then running transcriptions have ``config.drain_s`` to end."""
+    with listen(config) as listener:
+        asyncio.run(_serve(TranscriptionServer(model, name, config), config, listener, announce))
+
+
+async def _serve(
+    server: TranscriptionServer, config: ServeConfig, listener: socket.socket, announce: Callable[[str], object]
+) -> None:
+    http = _Server(
+        uvicorn.Config(
+            server.app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
+            timeout_graceful_shutdown=max(1, round(config.drain_s)),
+        )
+    )  # fmt: skip
+
+    def stop() -> None:
+        http.force_exit, http.should_exit = http.should_exit, True
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    announce(f"serving {server.name} at {url_of(listener)} (/v1/audio/transcriptions; Ctrl-C stops)")
+    await http.serve(sockets=[listener])
