@@ -58,7 +58,7 @@ def serve(
     if plan.world > plan.tp * plan.cp:
         raise PlanError(
             f"a server lays its model out over tp and cp ranks only, not over {plan}; set only --plan.tp, "
-            "--plan.cp, --plan.ep and --plan.sh"
+            "--plan.cp, --plan.ep and --plan.etp"
         )
     keys = KeyRing(config.keys, config.api_key)
     _check_upstreams(config, keys, len(open_models))

@@ -238,7 +238,7 @@ def _more_ranks(run: RunConfig, machine: Machine, axis: str, extra: Changes) -> 
         plan: Changes = {f"plan.{axis}": factor * getattr(run.plan, axis)}
         if (moe := run.model.moe) is not None:  # experts are divided among the same ranks
             ep = min(moe.experts, factor * run.plan.ep)
-            plan |= {"plan.ep": ep} | ({"plan.sh": factor * run.plan.ep // ep} if factor * run.plan.ep > ep else {})
+            plan |= {"plan.ep": ep} | ({"plan.etp": factor * run.plan.ep // ep} if factor * run.plan.ep > ep else {})
         if _fits_with(run, on, plan):
             extra = {}
         elif not _fits_with(run, on, plan | extra):
