@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def expected(data: bytes) -> str:
 @asynccontextmanager
 async def running(
     keys: KeyRing | None = None, streams: int = 4, idle_s: float = LIMIT_S, stall_s: float = LIMIT_S
-) -> AsyncIterator[tuple["aiohttp.ClientSession", SpeechServer]]:
+) -> AsyncIterator[tuple[Any, SpeechServer]]:
     """A server in this process, and a client of it."""
     server = SpeechServer(model(), "tiny", streams, keys or KeyRing(None, None), idle_s=idle_s, stall_s=stall_s)
     server.engine.start()
