@@ -171,6 +171,7 @@ def draw(path: Path, rows: Sequence[dict[str, Cell]], title: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="folder of the run and its data; by default a temporary one")
+    parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
     parser.add_argument("--train", type=int, default=4000, help="sentences to train on")
     parser.add_argument("--test", type=int, default=200, help="sentences to test on")
     parser.add_argument("--steps", type=int, default=FitSettings().steps)
@@ -187,17 +188,18 @@ def main(argv: list[str] | None = None) -> None:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         if not (run / "data" / MANIFEST).exists():
             make_data(run / "data", args.train, args.test)
-        config = SPEECH_PRESETS["speech-tiny-av"]
-        done: list[int] = []
-        checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step))
-        spent = {"wall_s": round(time.perf_counter() - start_s), "cpu_s": round(time.process_time() - start_cpu_s)}
-        model, corpus = SpeechModel.load(checkpoint), Corpus(run / "data", config, "test")
-        row: dict[str, Cell] = {
-            "what": "training", "sentences": len(read_manifest(run / "data", "train")), "steps": settings.steps,
-            "steps_here": len(done), "parameters": sum(p.numel() for p in model.parameters()), **spent,
-        }  # fmt: skip
-        print(row, flush=True)
-        rows = [row, *measure(model, corpus)]
+        config, rows = SPEECH_PRESETS["speech-tiny-av"], list[dict[str, Cell]]()
+        checkpoint = args.checkpoint
+        if checkpoint is None:
+            done: list[int] = []
+            checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step))
+            rows.append({
+                "what": "training", "sentences": len(read_manifest(run / "data", "train")), "steps": settings.steps,
+                "steps_here": len(done), "wall_s": round(time.perf_counter() - start_s),
+                "cpu_s": round(time.process_time() - start_cpu_s),
+            })  # fmt: skip
+            print(rows[0], flush=True)
+        rows += measure(SpeechModel.load(checkpoint), Corpus(run / "data", config, "test"))
     folder = folder_of(args.out, toy=args.tiny)
     found = {
         (row["input"], row["snr_db"]): round(100 * float(row["word_errors"] or 0), 1)

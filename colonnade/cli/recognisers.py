@@ -1,6 +1,7 @@
 """Subcommands of ``speech`` for recognisers of our own: make data, train, listen, align."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -111,6 +112,46 @@ def listen(
         sys.stdout.write(delta)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def serve(
+    recogniser: Positional[Recogniser],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    streams: int = 16,
+    keys: str | None = None,
+    api_key: str | None = None,
+    drain_s: float = 30.0,
+) -> None:
+    """Serve OpenAI's realtime transcription over WebSockets until Ctrl-C.
+
+    Args:
+        recogniser: The model.
+        host: Address to listen on.
+        port: TCP port; 0 is any free one.
+        streams: Connections that are heard at the same time; further ones are refused.
+        keys: File of API keys, as of colonnade serve.
+        api_key: One API key without limits. Better in the environment variable COLONNADE_API_KEY.
+        drain_s: Time that running streams have to end after SIGTERM or Ctrl-C [s].
+    """
+    import os
+
+    from colonnade.config import ServeConfig
+    from colonnade.speech.model import SpeechModel
+    from colonnade.speech.server import serve as run
+
+    if not 1 <= streams <= 10_000:
+        raise ConfigError(f"--streams is {streams}; use 1 to 10,000")
+    api_key = api_key or os.environ.get("COLONNADE_API_KEY")
+    config = ServeConfig(host=host, port=port, keys=keys, api_key=api_key, drain_s=drain_s)
+    name = recogniser.name if not recogniser.name.startswith("step-") else recogniser.resolve().parent.name
+    run(
+        SpeechModel.load(recogniser).requires_grad_(False),
+        name,
+        streams,
+        config,
+        partial(console.print, soft_wrap=True),
+    )
 
 
 def align(

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
-from colonnade.cli.recognisers import align, data, demo, listen, train
+from colonnade.cli.recognisers import align, data, demo, listen, serve, train
 from colonnade.cli.transcribe import transcribe
 
 SPEECH: dict[str, Callable[..., None]] = {
-    "demo": demo, "transcribe": transcribe, "listen": listen, "align": align, "data": data, "train": train,
+    "demo": demo, "transcribe": transcribe, "listen": listen, "serve": serve, "align": align, "data": data,
+    "train": train,
 }  # fmt: skip
 """The subcommands of ``colonnade speech``."""
 

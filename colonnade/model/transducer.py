@@ -199,9 +199,9 @@ class _TransducerLoss(Function):
             db_v += dz_cv.sum(0)
             dh_cD = torch.ops.aten.threshold_backward(dz_cv @ weight_vD.to(exact), h_cD.to(exact), 0)
             for block, dh in zip(blocks, dh_cD.split([x.cells for x in blocks]), strict=True):
-                dh_tuD = dh.view(block.frames, block.prefixes, -1)
-                de_TD[block.frame : block.frame + block.frames] += dh_tuD.sum(1)
-                dp_UD[block.prefix : block.prefix + block.prefixes] += dh_tuD.sum(0)
+                dh_block = dh.view(block.frames, block.prefixes, -1)
+                de_TD[block.frame : block.frame + block.frames] += dh_block.sum(1)
+                dp_UD[block.prefix : block.prefix + block.prefixes] += dh_block.sum(0)
         grads = zip((de_TD, dp_UD, dw_vD, db_v), (e_TD, p_UD, weight_vD, bias_v), strict=True)
         return *(grad.to(x.dtype) for grad, x in grads), None, None, None, None
 
@@ -216,8 +216,8 @@ def _hidden(e_TD: Tensor, p_UD: Tensor, blocks: Sequence[Block]) -> Tensor:
     """relu(e_t + p_u) of the cells of these blocks."""
     h_cD = e_TD.new_empty(sum(x.cells for x in blocks), e_TD.shape[1])
     for x, own in zip(blocks, h_cD.split([x.cells for x in blocks]), strict=True):
-        e_t1D, p_uD = e_TD[x.frame : x.frame + x.frames, None], p_UD[x.prefix : x.prefix + x.prefixes]
-        torch.add(e_t1D, p_uD, out=own.view(x.frames, x.prefixes, -1))
+        e, p = e_TD[x.frame : x.frame + x.frames, None], p_UD[x.prefix : x.prefix + x.prefixes]
+        torch.add(e, p, out=own.view(x.frames, x.prefixes, -1))
     return h_cD.relu_()
 
 

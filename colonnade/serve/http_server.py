@@ -62,7 +62,7 @@ class HttpServer:
             models, config, around.keys, tracer=around.tracer, shadow=around.shadow, limits=limits,
             metrics_folder=metrics_folder,
         )  # fmt: skip
-        self._server = _Server(
+        self._server = BackgroundServer(
             uvicorn.Config(
                 app,
                 http=connection_class(limits),
@@ -115,7 +115,7 @@ class HttpServer:
         await wait_first(self.closed.wait(), timeout_s=FORCED_CLOSE_S)
 
 
-class _Server(uvicorn.Server):
+class BackgroundServer(uvicorn.Server):
     """uvicorn in a task, without signal handlers: it would raise signals again at the end."""
 
     def __init__(self, config: uvicorn.Config):

@@ -120,8 +120,8 @@ class Corpus:
                 stacks.append(stack_pictures(padded, video))
             heard += [samples is not None] * T
             seen += [pictures is not None] * T
-        pictures_NPhw = torch.cat(stacks) if stacks else None
+        pictures_seen = torch.cat(stacks) if stacks else None
         none = torch.zeros(0, (audio + 4) * self.config.mels)
-        frames = Frames(torch.cat([none, *mels]), torch.tensor(heard), pictures_NPhw, torch.tensor(seen))
+        frames = Frames(torch.cat([none, *mels]), torch.tensor(heard), pictures_seen, torch.tensor(seen))
         indices = [example.i for example in examples]
         return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices])

@@ -23,7 +23,7 @@ class Frames(NamedTuple):
     mel_TA: Tensor
     heard_T: Tensor | None = None
     """Frames that have sound; None: all."""
-    pictures_NPhw: Tensor | None = None
+    pictures_seen: Tensor | None = None
     """Of the frames that have a picture: theirs last, the ones before it first (:func:`stack_pictures`)."""
     seen_T: Tensor | None = None
     """Frames that have a picture; None: all, if there are pictures."""
@@ -50,12 +50,12 @@ class FrontEnd(nn.Module):
         if frames.heard_T is not None:
             a_TD = torch.where(frames.heard_T[:, None], a_TD, 0.0)
         if self.video is None or self.fusion is None:
-            if frames.pictures_NPhw is not None:
+            if frames.pictures_seen is not None:
                 raise DataError("this recogniser has no pictures; leave them out, or train the preset speech-tiny-av")
             return a_TD
         v_TD = torch.zeros_like(a_TD)
-        if frames.pictures_NPhw is not None:
-            v_ND = self.video(frames.pictures_NPhw.to(a_TD.dtype))
+        if frames.pictures_seen is not None:
+            v_ND = self.video(frames.pictures_seen.to(a_TD.dtype))
             v_TD = v_ND if frames.seen_T is None else v_TD.index_put((frames.seen_T,), v_ND)
         return self.fusion(torch.cat((v_TD, a_TD), 1))
 

@@ -70,7 +70,7 @@ class SpeechModel(nn.Module):
         """x_TD of a whole recording's spectra and its first pictures, (t, height, width)."""
         pictures = None if pictures is None or not len(pictures) else pictures[: len(mel_TA)]
         if pictures is None or not self.config.picture:
-            return self.front_end(Frames(mel_TA, pictures_NPhw=pictures))
+            return self.front_end(Frames(mel_TA, pictures_seen=pictures))
         history = self.config.picture_history
         padded = torch.cat((pictures.new_zeros(history, *pictures.shape[1:]), pictures))
         seen_T = torch.arange(len(mel_TA), device=mel_TA.device) < len(pictures)

@@ -232,7 +232,7 @@ def test_hostile_manifests(tmp_path):
         read_manifest(tmp_path, "test")
 
 
-SETTINGS = fit.FitSettings(steps=6, batch=3, warmup=2, save_every=3)
+SETTINGS = fit.FitSettings(steps=6, batch=3, warmup=2, save_every=3, clean=2)
 
 
 def test_training_resumes_bit_for_bit(spoken, tmp_path):

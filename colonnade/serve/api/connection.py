@@ -89,7 +89,7 @@ class _Timed(asyncio.Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._refused = False
+        self._refused = self._upgraded = False
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -114,12 +114,21 @@ class _Timed(asyncio.Protocol):
         if self._refused:
             return
         super().data_received(data)
+        if self._upgraded:
+            return
         if self._reads_headers:
             if self._header_timer is None and not self.transport.is_closing():
                 self._start_header_timer()
         elif self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+    def handle_websocket_upgrade(self, *args: Any) -> None:
+        """The headers are complete, and a WebSocket's protocol takes the connection, with limits of its own."""
+        self._upgraded = True
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+        super().handle_websocket_upgrade(*args)  # type: ignore[misc]
 
     def pause_writing(self) -> None:
         if not self._refused:

@@ -1,0 +1,206 @@
+"""OpenAI's realtime transcription, as a client speaks it over a WebSocket, for one connection.
+
+    session.update                                       session.created, session.updated
+    input_audio_buffer.append, .commit, .clear           input_audio_buffer.committed, .cleared, conversation.item.added
+                                                         conversation.item.input_audio_transcription.delta, .completed
+                                                         error
+
+Deltas come while the sound arrives: an item's id is that which its commit will name. What is malformed is answered with
+``error``, and the connection goes on. Sound is dropped once it is used, and never logged.
+"""
+
+import base64
+import binascii
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from colonnade.errors import CapacityError, DataError, RequestError
+from colonnade.speech.pcm import RATE, require
+from colonnade.speech.stream_engine import StreamEngine
+
+Event = dict[str, Any]
+RATES = (16000, 24000)
+LONGEST_S = 3600
+"""Longest item; a client commits before."""
+SHORTEST_S = 0.1
+"""Shortest item that may be committed."""
+
+
+class RealtimeSession:
+    """One connection; ``send`` delivers an event. Call :meth:`receive` with each message, one at a time."""
+
+    def __init__(self, engine: StreamEngine, model: str, send: Callable[[Event], Awaitable[None]]):
+        self.engine, self.model, self._send = engine, model, send
+        self.rate, self.seconds = 24000, 0.0
+        """``seconds``: of sound in all items."""
+        self._stream: int | None = None
+        self._resampler: Any = None
+        self._item, self._previous = _id("item"), None
+        self._samples, self._text = 0, list[str]()
+        self._id = _id("sess")
+
+    async def start(self) -> None:
+        """Greet the client."""
+        await self._emit("session.created", session=self._session())
+
+    async def receive(self, message: str) -> None:
+        """Answer one message of the client."""
+        event_id = None
+        try:
+            event = _parse(message)
+            event_id = event.get("event_id")
+            kind = event["type"]
+            handler = self._handlers().get(kind)
+            if handler is None:
+                raise RequestError(
+                    f"event type {str(kind)[:64]!r} is unknown here; use {', '.join(self._handlers())}", param="type"
+                )
+            await handler(event)
+        except (RequestError, DataError) as error:
+            await self._error("invalid_request_error", str(error), getattr(error, "param", None), event_id)
+        except CapacityError as error:
+            await self._error("server_error", str(error), None, event_id, "server_busy")
+
+    def close(self) -> None:
+        """The connection has ended."""
+        if self._stream is not None:
+            self.engine.close(self._stream)
+            self._stream = None
+
+    def _handlers(self) -> dict[str, Callable[[Event], Awaitable[None]]]:
+        return {
+            "session.update": self._update, "input_audio_buffer.append": self._append,
+            "input_audio_buffer.commit": self._commit, "input_audio_buffer.clear": self._clear,
+        }  # fmt: skip
+
+    async def _update(self, event: Event) -> None:
+        session = _table(event, "session")
+        if session.get("type", "transcription") != "transcription":
+            raise RequestError("session.type is not transcription, all that is served here", param="session.type")
+        audio = _table(_table(session, "audio", "session."), "input", "session.audio.")
+        form = _table(audio, "format", "session.audio.input.")
+        if form.get("type", "audio/pcm") != "audio/pcm":
+            raise RequestError("the format is not audio/pcm; send 16-bit samples", param="session.audio.input.format")
+        rate = form.get("rate", self.rate)
+        if rate not in RATES:
+            raise RequestError(f"rate is {rate!r}; use 16000 or 24000", param="session.audio.input.format.rate")
+        model = _table(audio, "transcription", "session.audio.input.").get("model", self.model)
+        if model != self.model:
+            raise RequestError(
+                f"model {str(model)[:64]!r} is not served here; use {self.model}",
+                param="session.audio.input.transcription.model",
+            )
+        if audio.get("turn_detection") is not None:
+            raise RequestError(
+                "turns are not detected here; set turn_detection to null, and commit",
+                param="session.audio.input.turn_detection",
+            )
+        if rate != self.rate and self._samples:
+            raise RequestError("the rate cannot change while the buffer has sound; commit or clear it before")
+        self.rate = int(rate)
+        await self._emit("session.updated", session=self._session())
+
+    async def _append(self, event: Event) -> None:
+        samples = _samples(event.get("audio"))
+        if (self._samples + len(samples)) / self.rate > LONGEST_S:
+            raise RequestError(f"the item is longer than {LONGEST_S} s; commit it", param="audio")
+        if self._stream is None:
+            self._stream = await self.engine.open()
+            self._resampler = None
+            if self.rate != RATE:
+                self._resampler = require("soxr").ResampleStream(self.rate, RATE, 1, dtype="float32")
+        self._samples += len(samples)
+        self.seconds += len(samples) / self.rate
+        if self._resampler is not None:
+            samples = self._resampler.resample_chunk(samples)
+        await self._delta(await self.engine.push(self._stream, torch.from_numpy(samples)))
+
+    async def _commit(self, event: Event) -> None:
+        seconds = self._samples / self.rate
+        if self._stream is None or seconds < SHORTEST_S:
+            raise RequestError(f"the buffer has {seconds:.3f} s of sound; a commit needs {SHORTEST_S} s or more")
+        await self._emit("input_audio_buffer.committed", item_id=self._item, previous_item_id=self._previous)
+        content = [{"type": "input_audio", "transcript": None}]
+        item = {"id": self._item, "type": "message", "role": "user", "status": "completed", "content": content}
+        await self._emit("conversation.item.added", previous_item_id=self._previous, item=item)
+        if self._resampler is not None:
+            rest = self._resampler.resample_chunk(np.zeros(0, np.float32), last=True)
+            await self._delta(await self.engine.push(self._stream, torch.from_numpy(rest)))
+        await self._delta(await self.engine.end(self._stream))
+        usage = {"type": "duration", "seconds": round(seconds, 3)}
+        await self._emit(
+            "conversation.item.input_audio_transcription.completed",
+            item_id=self._item, content_index=0, transcript="".join(self._text), usage=usage,
+        )  # fmt: skip
+        self._previous = self._item
+        self._reset()
+
+    async def _clear(self, event: Event) -> None:
+        self._reset()
+        await self._emit("input_audio_buffer.cleared")
+
+    def _reset(self) -> None:
+        """Begin a new item."""
+        self.close()
+        self._item, self._samples, self._text = _id("item"), 0, []
+
+    async def _delta(self, text: str) -> None:
+        if text:
+            self._text.append(text)
+            kind = "conversation.item.input_audio_transcription.delta"
+            await self._emit(kind, item_id=self._item, content_index=0, delta=text)
+
+    def _session(self) -> Event:
+        form = {"type": "audio/pcm", "rate": self.rate}
+        given = {"format": form, "transcription": {"model": self.model}, "turn_detection": None}
+        return {"type": "transcription", "id": self._id, "object": "realtime.session", "audio": {"input": given}}
+
+    async def _error(
+        self, kind: str, message: str, param: str | None, event_id: object, code: str = "invalid_value"
+    ) -> None:
+        event_id = event_id if isinstance(event_id, str) else None
+        error = {"type": kind, "code": code, "message": message, "param": param, "event_id": event_id}
+        await self._emit("error", error=error)
+
+    async def _emit(self, kind: str, **fields: Any) -> None:
+        await self._send({"type": kind, "event_id": _id("event"), **fields})
+
+
+def _parse(message: str) -> Event:
+    try:
+        event = json.loads(message)
+    except (ValueError, RecursionError):
+        raise RequestError("the message is not JSON") from None
+    if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+        raise RequestError("the message is not an object with a type", param="type")
+    return event
+
+
+def _table(values: Event, name: str, path: str = "") -> Event:
+    """The object ``name`` of ``values``, empty if it is not given."""
+    found = values.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise RequestError(f"{path}{name} is not an object", param=f"{path}{name}")
+    return found or {}
+
+
+def _samples(audio: object) -> np.ndarray:
+    """Samples of base64."""
+    if not isinstance(audio, str):
+        raise RequestError("audio is not a string; send 16-bit samples in base64", param="audio")
+    try:
+        data = base64.b64decode(audio, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError("audio is not base64", param="audio") from None
+    if len(data) % 2:
+        raise RequestError(f"audio has {len(data)} bytes, an odd number; samples have 2", param="audio")
+    return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(8)}"

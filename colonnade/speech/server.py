@@ -1,0 +1,296 @@
+"""Serves a recogniser: OpenAI's realtime transcription over WebSockets.
+
+    /v1/realtime?intent=transcription   a WebSocket (:mod:`colonnade.speech.realtime`)
+    /v1/models, /health, /ready, /metrics
+
+A key comes in the header ``authorization: Bearer KEY``, or from browsers as subprotocol
+``openai-insecure-api-key.KEY``.
+Refusals before the handshake are HTTP replies: 400, 401, 429, 503. A client that neither sends nor reads is dropped.
+SIGTERM or SIGINT drains: new connections get a 503, running ones have ``drain_s`` to end, then they are closed (1001).
+"""
+
+import asyncio
+import importlib.util
+import json
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from colonnade.config import ServeConfig
+from colonnade.config.base import plural
+from colonnade.errors import Interrupted, RequestError
+from colonnade.parallel.launch import STOP_SIGNALS
+from colonnade.serve.api.api_keys import KeyRing, KeyState
+from colonnade.serve.api.connection import ConnectionLimits, connection_class
+from colonnade.serve.api.errors import error_reply
+from colonnade.serve.engine_process import wait_first
+from colonnade.serve.http_server import GRACE_S, BackgroundServer, listen, new_event_loop, url_of
+from colonnade.speech.model import SpeechModel
+from colonnade.speech.pcm import require
+from colonnade.speech.realtime import Event, RealtimeSession
+from colonnade.speech.stream_engine import StreamEngine
+
+MAX_MESSAGE_BYTES = 1 << 20
+"""Largest message: 16 s of sound at 24 kHz."""
+IDLE_S = 300.0
+"""A client that sends nothing for so long is dropped."""
+STALL_S = 30.0
+"""So is one that does not read an event in this time."""
+KEY_PROTOCOL = "openai-insecure-api-key."
+
+
+class SpeechServer:
+    """The application and its state."""
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        name: str,
+        streams: int,
+        keys: KeyRing,
+        *,
+        idle_s: float = IDLE_S,
+        stall_s: float = STALL_S,
+    ):
+        self.engine, self.name, self.keys = StreamEngine(model, streams), name, keys
+        self.idle_s, self.stall_s = idle_s, stall_s
+        self.draining = False
+        self.sessions: dict[WebSocket, RealtimeSession] = {}
+        self.counts = {"sessions": 0, "refused": 0, "audio_seconds": 0.0}
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.app = Starlette(
+            routes=[
+                WebSocketRoute("/v1/realtime", self._realtime),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/metrics", self._metrics),
+            ]
+        )
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new connections; close those that are open after ``seconds``."""
+        self.draining = True
+        await wait_first(self.empty.wait(), timeout_s=seconds)
+        for websocket in list(self.sessions):
+            await self._close(websocket, 1001, "the server stops")
+        await wait_first(self.empty.wait(), timeout_s=self.stall_s)
+
+    async def _realtime(self, websocket: WebSocket) -> None:
+        try:
+            state, protocol = self._admit(websocket)
+            excess = await state.start() if state else None
+            if excess:
+                raise RequestError("this API key is at a limit; try later", status=429, code="rate_limit_exceeded")
+        except RequestError as refusal:
+            self.counts["refused"] += 1
+            await websocket.send_denial_response(error_reply(refusal))
+            return
+        try:
+            await websocket.accept(subprotocol=protocol)
+            await self._serve(websocket)
+        finally:
+            if state:
+                state.end()
+
+    async def _serve(self, websocket: WebSocket) -> None:
+        """The life of a connection."""
+
+        async def send(event: Event) -> None:
+            await websocket.send_text(json.dumps(event))
+
+        session = RealtimeSession(self.engine, self.name, send)
+        self.sessions[websocket] = session
+        self.counts["sessions"] += 1
+        self.empty.clear()
+        try:
+            await session.start()
+            while True:
+                message = await asyncio.wait_for(websocket.receive(), self.idle_s)
+                if message["type"] == "websocket.disconnect":
+                    return
+                if message.get("text") is None:
+                    await self._close(websocket, 1003, "messages are text")
+                    return
+                await session.receive(message["text"])
+        except TimeoutError:
+            await self._close(websocket, 1008, "nothing was sent for too long")
+        except WebSocketDisconnect:
+            return
+        finally:
+            session.close()
+            self.counts["audio_seconds"] += session.seconds
+            del self.sessions[websocket]
+            if not self.sessions:
+                self.empty.set()
+
+    async def _close(self, websocket: WebSocket, code: int, reason: str) -> None:
+        """Close a connection, unless the client has."""
+        try:
+            await websocket.close(code, reason)
+        except (RuntimeError, WebSocketDisconnect):  # it is closed
+            return
+
+    def _admit(self, websocket: WebSocket) -> tuple[KeyState | None, str | None]:
+        """The key's state and the subprotocol to accept; raises :class:`RequestError`."""
+        state, protocol = self._authenticate(websocket)
+        query = websocket.query_params
+        if self.draining or self.engine.failure:
+            raise RequestError("the server stops; use another one", status=503, code="server_stopping")
+        if query.get("intent") != "transcription":
+            raise RequestError("add ?intent=transcription: this server does nothing else", param="intent")
+        if query.get("model", self.name) != self.name:
+            raise RequestError(f"the model is not served here; use {self.name}", param="model", status=404)
+        if len(self.sessions) >= self.engine.streams:
+            raise RequestError(
+                f"all {self.engine.streams} streams are in use; try later", status=503, code="server_busy"
+            )
+        return state, protocol
+
+    def _authenticate(self, connection: WebSocket | Request) -> tuple[KeyState | None, str | None]:
+        offered: list[str] = connection.scope.get("subprotocols", [])
+        protocol = "realtime" if "realtime" in offered else None
+        if not self.keys.required:
+            return None, protocol
+        scheme, _, secret = connection.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            keys = [each.removeprefix(KEY_PROTOCOL) for each in offered if each.startswith(KEY_PROTOCOL)]
+            secret = keys[0] if keys else ""
+        known, state = self.keys.find(secret.strip().encode("utf-8", "surrogateescape"))
+        if not known:
+            what = "the API key is not valid" if secret else "there is no API key"
+            raise RequestError(
+                f"{what}; send one in the header 'authorization: Bearer KEY'", status=401, code="invalid_api_key"
+            )
+        if state is not None and state.key.models is not None and self.name not in state.key.models:
+            raise RequestError(f"this API key may not use {self.name}", status=403, code="model_not_allowed")
+        return state, protocol
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._authenticate(request)
+        except RequestError as refusal:
+            return error_reply(refusal)
+        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "colonnade"}]})
+
+    async def _health(self, request: Request) -> Response:
+        alive = self.engine.failure is None
+        return PlainTextResponse("ok" if alive else "the recogniser has failed", 200 if alive else 503)
+
+    async def _ready(self, request: Request) -> Response:
+        ready = not self.draining and self.engine.failure is None
+        return PlainTextResponse("ready" if ready else "not ready", 200 if ready else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        seconds = self.counts["audio_seconds"] + sum(each.seconds for each in self.sessions.values())
+        values: list[tuple[str, str, float]] = [
+            ("speech_streams_running", "gauge", len(self.sessions)),
+            ("speech_sessions_total", "counter", self.counts["sessions"]),
+            ("speech_refused_total", "counter", self.counts["refused"]),
+            ("speech_audio_seconds_total", "counter", seconds),
+            ("speech_busy_seconds_total", "counter", self.engine.busy_s),
+        ]
+        lines = [f"# TYPE colonnade:{name} {kind}\ncolonnade:{name} {value:g}\n" for name, kind, value in values]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+
+def serve(model: SpeechModel, name: str, streams: int, config: ServeConfig, announce: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM, then drain. Raises ConfigError if the port cannot be bound, Interrupted for a
+    second signal.
+    """
+    if importlib.util.find_spec("wsproto") is None:
+        raise RequestError("WebSockets need wsproto, which is not installed: pip install wsproto")
+    require("soxr")
+    keys = KeyRing(config.keys, config.api_key)
+    with listen(config) as listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_serve(SpeechServer(model, name, streams, keys), config, listener, announce))
+
+
+async def _serve(
+    server: SpeechServer, config: ServeConfig, listener: socket.socket, announce: Callable[[str], object]
+) -> None:
+    stop, again = asyncio.Event(), asyncio.Event()
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        (again if stop.is_set() else stop).set()
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    http = background_server(server)
+    server.engine.start()
+    try:
+        async with http.running(listener):
+            announce(f"serving {server.name} at {url_of(listener)} (realtime transcription; Ctrl-C stops)")
+            await wait_first(stop.wait(), http.closed.wait())
+            running = plural(len(server.sessions), "stream")
+            announce(f"stopping: {running} may run for {config.drain_s:g} s; Ctrl-C again ends now")
+            await wait_first(server.drain(config.drain_s), again.wait())
+            if again.is_set():
+                http.force_exit = True
+    finally:
+        server.engine.stop()
+    if again.is_set():
+        raise Interrupted(received[-1])
+
+
+def background_server(server: SpeechServer) -> BackgroundServer:
+    """uvicorn for the application."""
+    return BackgroundServer(
+        uvicorn.Config(
+            server.app,
+            http=connection_class(ConnectionLimits().within_files()),
+            ws=websocket_class(server.stall_s),
+            lifespan="off",
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_per_message_deflate=False,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+
+
+def websocket_class(stall_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which drops a client that reads nothing of what waits for it in ``stall_s``."""
+    from uvicorn.protocols.websockets.wsproto_impl import WSProtocol  # needs the extra speech
+
+    class Watched(WSProtocol):
+        timer: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch(self.transport.get_write_buffer_size())
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._forget()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _watch(self, unsent: int) -> None:
+            self.timer = self.loop.call_later(stall_s, self._check, unsent)
+
+        def _check(self, before: int) -> None:
+            unsent = self.transport.get_write_buffer_size()
+            if unsent < before:
+                self._watch(unsent)
+            else:
+                self.transport.abort()
+
+        def _forget(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+
+    return Watched

@@ -1,0 +1,155 @@
+"""One thread that runs the streams of all clients: each pass takes a segment of every stream that has one.
+
+Calls come from an event loop. A call is answered when its stream has nothing left to compute, so a client that sends
+faster than it is heard is slowed down by its own connection, and the memory of a stream is bounded by one call.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import ColonnadeError, WorkerError
+from colonnade.speech.listen import Listeners
+from colonnade.speech.model import SpeechModel
+
+
+class _Call(NamedTuple):
+    """What an event loop asks for; ``run`` returns the stream whose text is waited for, or the answer."""
+
+    run: Callable[[], int | None]
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[str]"
+    waits: bool
+
+    def answer(self, value: str | BaseException) -> None:
+        """Give the event loop the result."""
+
+        def give() -> None:
+            if self.future.done():
+                return
+            if isinstance(value, BaseException):
+                self.future.set_exception(value)
+            else:
+                self.future.set_result(value)
+
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(give)
+
+
+class StreamEngine:
+    """At most ``streams`` streams through one recogniser."""
+
+    def __init__(self, model: SpeechModel, streams: int):
+        self.listeners, self.streams = Listeners(model, streams), streams
+        self.busy_s = 0.0
+        """Time spent computing."""
+        self.failure: BaseException | None = None
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._waiting: dict[int, tuple[_Call, list[str]]] = {}
+        self._thread = threading.Thread(target=self._run, name="speech", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; calls that wait fail."""
+        self._calls.put(None)
+        self._thread.join()
+
+    async def open(self) -> int:
+        """A new stream's number; raises CapacityError if all are taken."""
+        asked = asyncio.ensure_future(self._ask(self.listeners.open, waits=False))
+        try:
+            return int(await asyncio.shield(asked))
+        except asyncio.CancelledError:  # nobody will close it
+            asked.add_done_callback(lambda done: done.exception() or self.close(int(done.result())))
+            raise
+
+    async def push(self, stream: int, samples: Tensor) -> str:
+        """Add samples at 16 kHz; the text that they complete."""
+
+        def run() -> int:
+            self.listeners.push(stream, samples)
+            return stream
+
+        return await self._ask(run)
+
+    async def end(self, stream: int) -> str:
+        """No more will come; the rest of the text. Close the stream then."""
+
+        def run() -> int:
+            self.listeners.end(stream)
+            return stream
+
+        return await self._ask(run)
+
+    def close(self, stream: int) -> None:
+        """Give up a stream, also one whose call has been cancelled."""
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            self._waiting.pop(stream, None)
+            self.listeners.close(stream)
+
+        self._calls.put(_Call(run, loop, loop.create_future(), False))
+
+    async def _ask(self, run: Callable[[], int | None], waits: bool = True) -> str:
+        if self.failure is not None:
+            raise WorkerError(f"the recogniser has failed: {self.failure}; start the server again")
+        loop = asyncio.get_running_loop()
+        call = _Call(run, loop, loop.create_future(), waits)
+        self._calls.put(call)
+        return await call.future
+
+    def _run(self) -> None:
+        torch.set_num_threads(torch.get_num_threads())  # a thread's own setting
+        try:
+            while self._take():
+                start_s = time.monotonic()
+                self._step()
+                self.busy_s += time.monotonic() - start_s
+        except BaseException as error:  # a bug: everybody who waits is told
+            self.failure = error
+            raise
+        finally:
+            self.failure = self.failure or RuntimeError("the server has stopped")
+            for call, _ in self._waiting.values():
+                call.answer(WorkerError(f"the recogniser has ended: {self.failure}; start the server again"))
+            while not self._calls.empty():
+                if (call := self._calls.get()) is not None:
+                    call.answer(WorkerError("the recogniser has ended; start the server again"))
+
+    def _take(self) -> bool:
+        """Run the calls that have come; waits for one if there is nothing to compute. False: the end."""
+        first = True
+        while (first and not self._waiting) or not self._calls.empty():
+            first = False
+            if (call := self._calls.get()) is None:
+                return False
+            try:
+                result = call.run()
+            except ColonnadeError as error:
+                call.answer(error)
+                continue
+            if call.waits and result is not None:
+                self._waiting[result] = call, []
+            else:
+                call.answer("" if result is None else str(result))
+        return True
+
+    def _step(self) -> None:
+        """Run a segment of every stream that has one; answer those that have none left."""
+        found = self.listeners.step()
+        for stream, text in found.items():
+            if stream in self._waiting:
+                self._waiting[stream][1].append(text)
+        for stream in [stream for stream in self._waiting if stream not in found]:
+            call, texts = self._waiting.pop(stream)
+            call.answer("".join(texts))
