@@ -1217,10 +1217,10 @@ struct Attention {
             const T* near[LANES];  // behind the last key, it is repeated
             for (int64_t n = 0; n < LANES; n++) {
                 near[n] = static_cast<const T*>(keys) + at[i + n < count ? i + n : count - 1];
-                const int64_t next = i + n + KEYS_AHEAD;
+                const int64_t next = i + n + KEYS_AHEAD, value = count > KEYS_AHEAD ? next - count : i + n;
                 if (next < count) prefetch(static_cast<const T*>(keys) + at[next], vector_bytes);
                 // Values are read next; the first of them are requested while the last keys are read.
-                else if (next < count + KEYS_AHEAD) prefetch(static_cast<const T*>(values) + at[next - count], vector_bytes);
+                else if (value < KEYS_AHEAD && value < count) prefetch(static_cast<const T*>(values) + at[value], vector_bytes);
             }
             for (int64_t g = 0; g < group; g++) store(scores + g * SPLIT + i, score(query + g * padded, near));
         }

@@ -1,4 +1,4 @@
-"""Compiles ``decode.cpp`` at first use, for the processor's instruction set, and loads it.
+"""Compiles ``decode.cpp`` (with its headers) at first use, for the processor's instruction set, and loads it.
 
     avx512     AVX-512 with VNNI
     avx2       AVX2 with FMA
