@@ -65,7 +65,6 @@ def _store_in_blocks(model: "Transformer") -> None:
         if isinstance(module, QuantisableMatrix) and module.quantised is not None:
             rows.append((partial(setattr, module, "quantised"), module.quantised))
         elif isinstance(module, Experts) and module.fetch is None:
-            rows += [(partial(module.quantised.__setitem__, name), stack) for name, stack in module.quantised.items()]
             if isinstance(getattr(module, "down", None), nn.Parameter):  # the inputs of an output beside each other
                 module.down.data = module.down.data.mT.contiguous().mT
     rows = [(store, weight) for store, weight in rows if not weight.blocked and can_block(weight)]
@@ -147,6 +146,8 @@ def _can_fuse_experts(block: "Block", ffn: MixtureOfExperts, x_tD: Tensor) -> bo
     if block.kernels != "native" or not fuses_experts(ffn.moe) or ffn.router.bias_E is not None:
         return False
     if experts.fetch is not None or experts.adapter is not None or experts.float8:
+        return False
+    if experts.quantised:  # over ranks, inputs of quantised experts are not rounded, and tokens must not depend on that
         return False
     alone = block.axes.experts.all.size == block.axes.tp.size == 1
     return alone and cpu_experts.fits(x_tD, _softmax_router(ffn), experts.stored)
