@@ -38,11 +38,11 @@ struct Weight {
         const int64_t groups = ceil_div(inputs, group);
         bias = elements(outputs, dtype);
         if (kind == PLAIN) values = elements(outputs * inputs, dtype);
-        if (kind == INT8) {
+        if (kind == INT8 || kind == INT8_BLOCKS) {
             values = integers(outputs * inputs);
             scales = elements(outputs, FLOAT32);
         }
-        if (kind == INT4) {
+        if (kind == INT4 || kind == INT4_BLOCKS) {
             values = integers(outputs * groups * group / 2);
             scales = elements(outputs * groups * 2, BFLOAT16);
         }
@@ -58,12 +58,15 @@ void check(int64_t error, const char* what) {
 }
 
 void products(Dtype dtype, int64_t threads) {
-    const struct { Kind kind; int64_t group; } formats[] = {{PLAIN, 1}, {INT8, 1}, {INT4, 32}, {INT4, 64}, {INT4, 128}};
+    const struct { Kind kind; int64_t group; } formats[] = {{PLAIN, 1}, {INT8, 1}, {INT4, 32}, {INT4, 64}, {INT4, 128},
+                        {INT8_BLOCKS, 1}, {INT4_BLOCKS, 32}, {INT4_BLOCKS, 64}, {INT4_BLOCKS, 128}};
     const int64_t sizes[][2] = {{5, 3}, {37, 70}, {130, 200}};
     for (const auto& format : formats) {
         for (const auto& size : sizes) {
-            for (int64_t rows : {1, 6}) {
-                const int64_t outputs = size[0], inputs = size[1];
+            for (int64_t rows : {1, 15}) {
+                const bool blocked = format.kind >= INT8_BLOCKS;
+                const int64_t outputs = blocked ? round_up(size[0], BLOCK) : size[0];
+                const int64_t inputs = blocked ? round_up(size[1], 4) : size[1];
                 Weight weight(format.kind, outputs, inputs, format.group, dtype);
                 Weight gate(format.kind, outputs, inputs, format.group, dtype);
                 const auto x = elements(rows * inputs, dtype), norm = elements(inputs, dtype);
@@ -75,6 +78,29 @@ void products(Dtype dtype, int64_t threads) {
             }
         }
     }
+}
+
+void experts(Dtype dtype, int64_t threads, Kind kind) {
+    const int64_t rows = 5, width = 36, units = 32, count = 3, active = 2, choices = rows * active;
+    const int64_t wide = kind == PLAIN ? width : round_up(width, BLOCK);
+    Weight up(kind, count * units, wide, 32, dtype), gate(kind, count * units, wide, 32, dtype);
+    Weight down(kind, count * wide, units, 32, dtype), router(PLAIN, count, wide, 1, dtype);
+    const auto part = [&](const Weight& w) {
+        Matrix first = w.matrix;
+        first.outputs /= count;
+        const auto bytes = [&](const std::vector<char>& x) { return int64_t(x.size()) / count; };
+        return ExpertMatrices{first, bytes(w.values), bytes(w.scales), bytes(w.bias)};
+    };
+    const auto x = elements(rows * wide, dtype), norm = elements(wide, dtype);
+    auto y = elements(rows * wide, dtype), normed = elements(rows * wide, dtype);
+    auto hidden = elements(choices * units, dtype), outs = elements(choices * wide, dtype);
+    std::vector<int32_t> ids(static_cast<size_t>(choices)), places(static_cast<size_t>(choices));
+    std::vector<float> shares(static_cast<size_t>(choices));
+    Experts step{x.data(), y.data(), {norm.data(), nullptr, 1e-5}, router.matrix, part(up), part(gate), part(down),
+                 normed.data(), hidden.data(), outs.data(), ids.data(), places.data(), shares.data(),
+                 rows, active, 1, SILU, dtype, 1.0};
+    const Call call{EXPERTS, &step};
+    check(colonnade_run(&call, 1, threads), "experts");
 }
 
 void step(Dtype dtype, int64_t threads) {
@@ -117,6 +143,7 @@ int main() {
     for (int64_t threads : {1, 2, 5}) {
         for (Dtype dtype : {FLOAT32, BFLOAT16}) {
             products(dtype, threads);
+            for (Kind kind : {PLAIN, INT8_BLOCKS, INT4_BLOCKS}) experts(dtype, threads, kind);
             step(dtype, threads);
         }
     }

@@ -8,17 +8,22 @@ twenty, and at two microseconds each that takes as long as reading a third of th
 prompt's, norms and products are library kernels, and fusion saves reading and writing x in between. The result is the
 same, rounded less often. Serving enables it (:func:`enable`); a block with anything else runs its modules.
 
-On a CPU the kernels are C++ (:mod:`colonnade.kernels.cpu`); many rows are fused only if weights are quantised.
+On a CPU the kernels are C++ (:mod:`colonnade.kernels.cpu`), also for experts with a softmax router; many rows are fused
+only if weights are quantised.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from colonnade.config import MoeConfig
+from colonnade.kernels.cpu import experts as cpu_experts
 from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.cpu.huge_pages import Arena, arena_bytes
-from colonnade.kernels.linear.quantise import can_block, to_blocks
+from colonnade.kernels.linear.quantise import Quantised, can_block, to_blocks
 from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
@@ -26,6 +31,9 @@ from colonnade.model.attend import Attend, PagedView
 from colonnade.model.attention import Attention
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
+from colonnade.model.moe.experts import Experts
+from colonnade.model.moe.layer import MixtureOfExperts
+from colonnade.model.moe.router import Gate as RouterGate
 from colonnade.model.norm import Norm
 from colonnade.model.tensor_parallel_linear import Linear, QuantisableMatrix
 
@@ -51,14 +59,20 @@ def enable(model: "Transformer") -> str:
 
 
 def _store_in_blocks(model: "Transformer") -> None:
-    """Store quantised weights as the C++ kernels read them fastest: in blocks, in huge pages."""
-    modules = [module for module in model.modules() if isinstance(module, QuantisableMatrix)]
-    rows = [m for m in modules if m.quantised is not None and not m.quantised.blocked and can_block(m.quantised)]
-    arena = Arena(arena_bytes([x for m in rows if m.quantised for x in (m.quantised.values, m.quantised.scales)]))
-    for module in rows:
-        assert module.quantised is not None
-        blocks = to_blocks(module.quantised)
-        module.quantised = blocks._replace(values=arena.copy(blocks.values), scales=arena.copy(blocks.scales))
+    """Store weights as the C++ kernels read them fastest: quantised ones in blocks, in huge pages."""
+    rows: list[tuple[Callable[[Quantised], None], Quantised]] = []
+    for module in model.modules():
+        if isinstance(module, QuantisableMatrix) and module.quantised is not None:
+            rows.append((partial(setattr, module, "quantised"), module.quantised))
+        elif isinstance(module, Experts) and module.fetch is None:
+            if isinstance(getattr(module, "down", None), nn.Parameter):  # the inputs of an output beside each other
+                module.down.data = module.down.data.mT.contiguous().mT
+    rows = [(store, weight) for store, weight in rows if not weight.blocked and can_block(weight)]
+    arena = Arena(arena_bytes([x for _, weight in rows for x in (weight.values, weight.scales)]))
+    while rows:
+        store, weight = rows.pop(0)
+        blocks = to_blocks(weight)
+        store(blocks._replace(values=arena.copy(blocks.values), scales=arena.copy(blocks.scales)))
 
 
 def _linears(model: "Transformer") -> list[Linear]:
@@ -90,6 +104,8 @@ def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
 def can_fuse_ffn(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
     """Whether :func:`ffn_step` supports this block and these rows, in a serving step (a cache)."""
     ffn = block.ffn
+    if isinstance(ffn, MixtureOfExperts):
+        return _can_fuse_experts(block, ffn, x_tD) and attend.caches and _can_fuse(block, block.norm2, x_tD, ffn)
     if not isinstance(ffn, FeedForward) or (ffn.gate is None and block.kernels != "native"):
         return False
     return _can_add_bias(block, ffn.down) and attend.caches and _can_fuse(block, block.norm2, x_tD, ffn)
@@ -111,13 +127,52 @@ def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, atte
 def ffn_step(block: "Block", x_TD: Tensor, *, in_place: bool) -> Tensor:
     """x + ffn(norm(x)), written over x if ``in_place``: only for a tensor that nothing else uses."""
     ffn = block.ffn
+    if isinstance(ffn, MixtureOfExperts):
+        return _experts_step(block, ffn, x_TD)
     assert isinstance(ffn, FeedForward)
-    norm = _scale(block.norm2)
-    if ffn.gate is None:
-        h_Tf = _linear(block, x_TD, ffn.up, norm=norm, activation=ffn.activation)
-    else:
-        h_Tf = _linear(block, x_TD, ffn.up, norm=norm, gate=Gate(ffn.gate.matrix, ffn.gate.bias, ffn.activation))
+    h_Tf = _hidden(block, ffn, x_TD, _scale(block.norm2))
     return _linear_residual(block, h_Tf, ffn.down, x_TD, in_place=in_place)
+
+
+def _hidden(block: "Block", ffn: FeedForward, x_TD: Tensor, norm: NormWeights) -> Tensor:
+    if ffn.gate is None:
+        return _linear(block, x_TD, ffn.up, norm=norm, activation=ffn.activation)
+    return _linear(block, x_TD, ffn.up, norm=norm, gate=Gate(ffn.gate.matrix, ffn.gate.bias, ffn.activation))
+
+
+def _can_fuse_experts(block: "Block", ffn: MixtureOfExperts, x_tD: Tensor) -> bool:
+    """Whether the C++ kernels support these experts: a softmax router, and all experts on this rank."""
+    experts = ffn.experts
+    if block.kernels != "native" or not fuses_experts(ffn.moe) or ffn.router.bias_E is not None:
+        return False
+    if experts.fetch is not None or experts.adapter is not None or experts.float8:
+        return False
+    if experts.quantised:  # over ranks, inputs of quantised experts are not rounded, and tokens must not depend on that
+        return False
+    alone = block.axes.experts.all.size == block.axes.tp.size == 1
+    return alone and cpu_experts.fits(x_tD, _softmax_router(ffn), experts.stored)
+
+
+def fuses_experts(moe: MoeConfig) -> bool:
+    """Whether the C++ kernels compute such experts."""
+    router = moe.router
+    simple = router.kind == "softmax" and router.gates == router.groups == 1 and router.dtype == "float32"
+    return simple and moe.capacity is None and not moe.shared_gate and not moe.bias_rate
+
+
+def _softmax_router(ffn: MixtureOfExperts) -> cpu_experts.SoftmaxRouter:
+    gate, moe = ffn.router.gates[0], ffn.moe
+    assert isinstance(gate, RouterGate)
+    assert gate.weight is not None
+    return cpu_experts.SoftmaxRouter(gate.weight, gate.bias, moe.active, moe.normalises_weights, moe.router.scale)
+
+
+def _experts_step(block: "Block", ffn: MixtureOfExperts, x_TD: Tensor) -> Tensor:
+    norm, experts = _scale(block.norm2), ffn.experts
+    y_TD = cpu_experts.experts_step(x_TD, norm, _softmax_router(ffn), experts.stored, experts.activation)
+    if ffn.shared is None:
+        return y_TD
+    return _linear_residual(block, _hidden(block, ffn.shared, x_TD, norm), ffn.shared.down, y_TD, in_place=True)
 
 
 def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from colonnade.config import ModelConfig, ServeConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.registry import LOOKUP
-from colonnade.model import Transformer
+from colonnade.model import Transformer, fused_block
 from colonnade.model.context_parallel import MAX_FUSED_HEAD_WIDTH
 from colonnade.model.moe.expert_offload import expert_modules
 from colonnade.model.moe.router import find_router
@@ -76,7 +76,8 @@ class EngineTraits:
         """Whether C++ kernels run all of a decode step on a CPU (on one rank), so that it can be recorded."""
         config = self.model
         fused = config.norm_order == "pre" and not config.embed_norm and not config.segments
-        plain = config.moe is None and config.latent is None and config.positions in ("rotary", "learned")
+        experts = config.moe is None or (fused_block.fuses_experts(config.moe) and not self.offloads_experts)
+        plain = experts and config.latent is None and config.positions in ("rotary", "learned")
         plain = plain and config.encoder is None and config.relative_positions is None and config.score_scale is None
         heads = not config.qk_norm or (config.norm == "rmsnorm" and config.qk_norm_over == "head")
         on_cpu = self.cp == 1 and not self.sequence_parallel and self.device.type == "cpu"

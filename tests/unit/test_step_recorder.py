@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.config import MoeConfig, ServeConfig
+from colonnade.config import MoeConfig, RouterConfig, ServeConfig
 from colonnade.kernels.cpu import calls, kernels, library
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
@@ -29,6 +29,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a window": {"window": 5},
     "gpt-2": GPT2,
     "no gate": {"gated": False, "activation": "relu"},
+    "experts": {"moe": MoeConfig(experts=5, active=2, ffn_width=20)},
+    "shared experts": {
+        "moe": MoeConfig(
+            experts=4,
+            active=3,
+            ffn_width=20,
+            shared_width=12,
+            first_k_dense_replace=1,
+            router=RouterConfig(normalise=False, scale=1.7, bias=True),
+        ),
+        "ffn_bias": True,
+    },
 }
 
 
@@ -65,7 +77,10 @@ def test_recorded_steps_are_eager_steps_bit_for_bit(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("changes", "operation"),
     [
-        ({"moe": MoeConfig(experts=4, active=2, ffn_width=20)}, "linear|matmul|topk|softmax"),
+        (
+            {"moe": MoeConfig(experts=4, active=2, ffn_width=20, shared_width=8, shared_gate=True)},
+            "linear|topk|softmax",
+        ),
         ({"norm_order": "post"}, "add"),
         ({"qkv_clip": 0.5}, "clamp"),
     ],
@@ -91,8 +106,9 @@ def test_recording_is_the_default_where_kernels_run_the_whole_step() -> None:
     assert not fixed(torch.float64) and not fixed(limits=ServeConfig(batch_invariant=True))
     assert not fixed(limits=ServeConfig(graph_capture=False))
     assert fixed(**GPT2)
-    others = [{"moe": MoeConfig(experts=4, active=2, ffn_width=20)}, {"norm_order": "post"}, {"qkv_clip": 0.5},
-              {"norm": "layernorm", "qk_norm": True}]  # fmt: skip
+    assert fixed(**SHAPES["experts"])
+    sigmoid = MoeConfig(experts=4, active=2, ffn_width=20, router=RouterConfig(kind="sigmoid"))
+    others = [{"moe": sigmoid}, {"norm_order": "post"}, {"qkv_clip": 0.5}, {"norm": "layernorm", "qk_norm": True}]
     assert not any(fixed(**changes) for changes in others)
 
 

@@ -120,6 +120,26 @@ class Attention(Arguments):
     )  # fmt: skip
 
 
+class ExpertMatrices(ctypes.Structure):
+    """The matrices of all experts; none if those of the first are none."""
+
+    _fields_ = (("first", Matrix), ("value_bytes", c_int64), ("scale_bytes", c_int64), ("bias_bytes", c_int64))
+
+
+class Experts(Arguments):
+    """A mixture of experts with its norm and router, added to a residual."""
+
+    kernel = 6
+    _fields_ = (
+        ("x", c_void_p), ("y", c_void_p), ("norm", NormWeights), ("router", Matrix),
+        ("up", ExpertMatrices), ("gate", ExpertMatrices), ("down", ExpertMatrices),
+        ("normed", c_void_p), ("hidden", c_void_p), ("outputs", c_void_p),
+        ("ids", c_void_p), ("places", c_void_p), ("shares", c_void_p),
+        ("rows", c_int64), ("active", c_int64), ("normalise", c_int64), ("activation", c_int64), ("dtype", c_int64),
+        ("scale", c_double),
+    )  # fmt: skip
+
+
 class Call(ctypes.Structure):
     """One entry of the list that the library runs."""
 

@@ -978,6 +978,10 @@ struct Linear {
     }
 };
 
+inline void apply_norm(float* x, int64_t width, const NormWeights& norm, Dtype dtype) { normalise(x, width, norm, dtype); }
+
+#include "experts.h"
+
 // -- the other kernels of a step ------------------------------------------------------------------------------------
 
 // y = table[tokens] (+ residual), plain rows, or int8 with their scales.
@@ -1213,10 +1217,10 @@ struct Attention {
             const T* near[LANES];  // behind the last key, it is repeated
             for (int64_t n = 0; n < LANES; n++) {
                 near[n] = static_cast<const T*>(keys) + at[i + n < count ? i + n : count - 1];
-                const int64_t next = i + n + KEYS_AHEAD;
+                const int64_t next = i + n + KEYS_AHEAD, value = count > KEYS_AHEAD ? next - count : i + n;
                 if (next < count) prefetch(static_cast<const T*>(keys) + at[next], vector_bytes);
                 // Values are read next; the first of them are requested while the last keys are read.
-                else if (next < count + KEYS_AHEAD) prefetch(static_cast<const T*>(values) + at[next - count], vector_bytes);
+                else if (value < KEYS_AHEAD && value < count) prefetch(static_cast<const T*>(values) + at[value], vector_bytes);
             }
             for (int64_t g = 0; g < group; g++) store(scores + g * SPLIT + i, score(query + g * padded, near));
         }
@@ -1318,7 +1322,7 @@ struct Call {
     const void* arguments;
 };
 
-enum Kernel : int64_t { LINEAR = 0, EMBEDDING = 1, NORM = 2, ROTATION = 3, ROPE_WRITE = 4, ATTENTION = 5 };
+enum Kernel : int64_t { LINEAR = 0, EMBEDDING = 1, NORM = 2, ROTATION = 3, ROPE_WRITE = 4, ATTENTION = 5, EXPERTS = 6 };
 
 struct Step {
     const Call* calls;
@@ -1339,7 +1343,7 @@ void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
     const Step& step = *static_cast<const Step*>(argument);
     for (int64_t i = 0; i < step.count; i++) {
         const Call& call = step.calls[i];
-        const int phases = call.kernel == ATTENTION ? Attention::PHASES : 1;
+        const int phases = call.kernel == ATTENTION ? Attention::PHASES : call.kernel == EXPERTS ? Experts::PHASES : 1;
         for (int phase = 0; phase < phases; phase++) {
             const void* a = call.arguments;
             switch (call.kernel) {
@@ -1349,6 +1353,7 @@ void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
                 case ROTATION: run_kernel<Rotation>(a, phase, thread, threads, *step.error); break;
                 case ROPE_WRITE: run_kernel<RopeWrite>(a, phase, thread, threads, *step.error); break;
                 case ATTENTION: run_kernel<Attention>(a, phase, thread, threads, *step.error); break;
+                case EXPERTS: run_kernel<Experts>(a, phase, thread, threads, *step.error); break;
             }
             if (i + 1 < step.count && step.calls[i + 1].kernel == LINEAR) {
                 static_cast<const Linear*>(step.calls[i + 1].arguments)->announce(thread, threads);

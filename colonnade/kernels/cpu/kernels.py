@@ -140,19 +140,19 @@ def _run_linear(
     inplace: bool = False,
 ) -> Tensor:
     T, D = x_TD.shape
-    matrix, tensors = _matrix(weight, bias_F, D, x_TD.dtype)
+    matrix, tensors = matrix_of(weight, bias_F, D, x_TD.dtype)
     outputs = matrix.outputs
     gate_matrix = calls.Matrix()
     if gate is not None:
-        gate_matrix, more = _matrix(gate.weight, gate.bias_F, D, x_TD.dtype)
-        _require(gate_matrix.outputs == outputs, f"a gate of {gate_matrix.outputs} outputs for {outputs}")
+        gate_matrix, more = matrix_of(gate.weight, gate.bias_F, D, x_TD.dtype)
+        require(gate_matrix.outputs == outputs, f"a gate of {gate_matrix.outputs} outputs for {outputs}")
         tensors, activation = [*tensors, *more], gate.activation
     norm_weights = calls.NormWeights()
     if norm is not None:
-        norm_weights = _norm(norm.weight_D, norm.bias_D, norm.eps, D, x_TD.dtype)
+        norm_weights = norm_of(norm.weight_D, norm.bias_D, norm.eps, D, x_TD.dtype)
         tensors += [x for x in (norm.weight_D, norm.bias_D) if x is not None]
     if residual_TF is not None:
-        _require(residual_TF.shape == (T, outputs), f"a residual of {tuple(residual_TF.shape)} for {(T, outputs)}")
+        require(residual_TF.shape == (T, outputs), f"a residual of {tuple(residual_TF.shape)} for {(T, outputs)}")
         tensors.append(residual_TF)
     y_TF = residual_TF if inplace and residual_TF is not None else x_TD.new_empty(T, outputs)
     arguments = calls.Linear(
@@ -163,7 +163,7 @@ def _run_linear(
     return y_TF
 
 
-def _matrix(
+def matrix_of(
     weight: Matrix, bias_F: Tensor | None, inputs: int, dtype: torch.dtype
 ) -> tuple[calls.Matrix, list[Tensor]]:
     """The library's form of ``weight``, and its tensors."""
@@ -175,18 +175,18 @@ def _matrix(
         else:
             wanted = ((F_, D), torch.int8), ((F_, 1), torch.float32)
         for x, (shape, of) in zip(tensors, wanted, strict=True):
-            _require(
+            require(
                 tuple(x.shape) == shape and x.dtype == of and x.is_contiguous(),
                 f"{weight.kind} weights {tuple(x.shape)} {x.dtype} where {shape} {of} belong",
             )
-        _require(not weight.blocked or can_block(weight), f"blocks of {F_} × {D}")
+        require(not weight.blocked or can_block(weight), f"blocks of {F_} × {D}")
         kind = calls.KINDS[weight.kind] + (calls.BLOCKS if weight.blocked else 0)
         group, scales = weight.group, weight.scales.data_ptr()
     else:
         (F_, D), tensors, kind, group, scales = weight.shape, [weight], 0, 0, 0
-    _require(inputs == D, f"rows of {inputs} inputs for a weight of {D}")
+    require(inputs == D, f"rows of {inputs} inputs for a weight of {D}")
     if bias_F is not None:
-        _require(
+        require(
             bias_F.shape == (F_,) and bias_F.dtype == dtype and bias_F.is_contiguous(),
             f"a bias {tuple(bias_F.shape)} {bias_F.dtype} for {F_} outputs in {dtype}",
         )
@@ -195,16 +195,18 @@ def _matrix(
     return calls.Matrix(tensors[0].data_ptr(), scales, bias, kind, F_, D, group), tensors
 
 
-def _norm(weight_D: Tensor, bias_D: Tensor | None, eps: float, width: int, dtype: torch.dtype) -> calls.NormWeights:
+def norm_of(weight_D: Tensor, bias_D: Tensor | None, eps: float, width: int, dtype: torch.dtype) -> calls.NormWeights:
+    """The library's form of a norm of rows of ``width``."""
     for x in (weight_D, bias_D):
-        _require(
+        require(
             x is None or (x.shape == (width,) and x.dtype == dtype and x.is_contiguous()),
             f"a norm of {None if x is None else (tuple(x.shape), x.dtype)} for rows of {width} in {dtype}",
         )
     return calls.NormWeights(weight_D.data_ptr(), 0 if bias_D is None else bias_D.data_ptr(), eps)
 
 
-def _require(condition: bool, what: str) -> None:
+def require(condition: bool, what: str) -> None:
+    """Raise :class:`ConfigError` unless ``condition``; ``what`` says what does not match."""
     if not condition:
         raise ConfigError(f"{what}; give tensors that match")
 
@@ -225,10 +227,10 @@ def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype, *, residual_T
     if not fits or tokens_T.dtype != torch.int64 or not tokens_T.is_contiguous():
         return reference.embedding(tokens_T, table, dtype, residual_TD=residual_TD)
     inputs = table.inputs if isinstance(table, Quantised) else table.shape[1]
-    matrix, tensors = _matrix(table, None, inputs, dtype)
+    matrix, tensors = matrix_of(table, None, inputs, dtype)
     x_TD = torch.empty(len(tokens_T), inputs, dtype=dtype)
     if residual_TD is not None:
-        _require(residual_TD.shape == x_TD.shape, f"a residual of {tuple(residual_TD.shape)} for {tuple(x_TD.shape)}")
+        require(residual_TD.shape == x_TD.shape, f"a residual of {tuple(residual_TD.shape)} for {tuple(x_TD.shape)}")
         tensors = [*tensors, residual_TD]
     residual = 0 if residual_TD is None else residual_TD.data_ptr()
     arguments = calls.Embedding(
@@ -245,7 +247,7 @@ def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tens
         return norm_reference.norm(x, weight_D, bias_D, eps)
     y, D = torch.empty_like(x), x.shape[-1]
     arguments = calls.Norm(
-        x.data_ptr(), _norm(weight_D, bias_D, eps, D, x.dtype), y.data_ptr(), x.numel() // D, D, calls.DTYPES[x.dtype]
+        x.data_ptr(), norm_of(weight_D, bias_D, eps, D, x.dtype), y.data_ptr(), x.numel() // D, D, calls.DTYPES[x.dtype]
     )
     calls.run(arguments, x, y, weight_D, *(() if bias_D is None else (bias_D,)))
     return y
@@ -281,21 +283,21 @@ def rope_and_kv_write(
     if not fits or H % 2 or not available(dtype):
         return cache_write.rope_and_kv_write(qkv_Tz, k_PpKH, v_PpKH, slots_T, turn=turn, norms=norms)
     group = qkv_Tz.shape[1] // (K * H) - 2
-    _require(qkv_Tz.shape[1] == K * (group + 2) * H and group > 0, f"a projection of {qkv_Tz.shape[1]} for {K} × {H}")
-    _require(k_PpKH.shape == v_PpKH.shape and k_PpKH.is_contiguous() and v_PpKH.is_contiguous(), "a strided cache")
-    _require(slots_T.shape == (T,) and slots_T.dtype == torch.int64 and slots_T.is_contiguous(), "slots as int64")
+    require(qkv_Tz.shape[1] == K * (group + 2) * H and group > 0, f"a projection of {qkv_Tz.shape[1]} for {K} × {H}")
+    require(k_PpKH.shape == v_PpKH.shape and k_PpKH.is_contiguous() and v_PpKH.is_contiguous(), "a strided cache")
+    require(slots_T.shape == (T,) and slots_T.dtype == torch.int64 and slots_T.is_contiguous(), "slots as int64")
     tensors = [qkv_Tz, k_PpKH, v_PpKH, slots_T]
     own = other = 0
     if turn is not None:
         for x in turn:
-            _require(
+            require(
                 x.numel() == T * H and x.shape[-1] == H and x.dtype == dtype and x.is_contiguous(),
                 f"rotary factors {tuple(x.shape)} {x.dtype} for {T} × {H} in {dtype}",
             )
         tensors, own, other = [*tensors, *turn], turn.own.data_ptr(), turn.other.data_ptr()
     q_norm = k_norm = calls.NormWeights()
     if norms is not None:
-        q_norm, k_norm = (_norm(each.weight_D, None, each.eps, H, dtype) for each in norms)
+        q_norm, k_norm = (norm_of(each.weight_D, None, each.eps, H, dtype) for each in norms)
         tensors += [each.weight_D for each in norms]
     q_TnH = qkv_Tz.new_empty(T, K * group, H)
     arguments = calls.RopeWrite(
@@ -323,13 +325,13 @@ def paged(
     if not plain or not few or not available(dtype):
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values, scales_Pp2=scales_Pp2)
     (_, N, H), (P, page_tokens, K, _), R = q_TNH.shape, k_PpKH.shape, len(table.lengths_R)
-    _require(N % K == 0 and k_PpKH.shape == v_PpKH.shape == (P, page_tokens, K, H), f"{N} × {H} queries for this cache")
-    _require(page_tokens == table.page_tokens, f"pages of {page_tokens} tokens in a table of {table.page_tokens}")
-    _require(table.cu_queries.shape == (R + 1,), f"{len(table.cu_queries)} query offsets for {R} requests")
+    require(N % K == 0 and k_PpKH.shape == v_PpKH.shape == (P, page_tokens, K, H), f"{N} × {H} queries for this cache")
+    require(page_tokens == table.page_tokens, f"pages of {page_tokens} tokens in a table of {table.page_tokens}")
+    require(table.cu_queries.shape == (R + 1,), f"{len(table.cu_queries)} query offsets for {R} requests")
     q_TNH = q_TNH.contiguous()
     tensors = (q_TNH, k_PpKH, v_PpKH, table.pages_RP, table.lengths_R, table.cu_queries)
-    _require(all(x.is_contiguous() for x in tensors), "strided tensors")
-    _require(all(x.dtype == torch.int32 for x in tensors[3:]), "tables and lengths as int32")
+    require(all(x.is_contiguous() for x in tensors), "strided tensors")
+    require(all(x.dtype == torch.int32 for x in tensors[3:]), "tables and lengths as int32")
     most_splits = max(1, math.ceil(table.max_keys / calls.SPLIT))
     key = ("native", T, N, H)
     if key not in table.plan_cache:  # for all layers

@@ -1,4 +1,4 @@
-"""Compiles ``decode.cpp`` at first use, for the processor's instruction set, and loads it.
+"""Compiles ``decode.cpp`` (with its headers) at first use, for the processor's instruction set, and loads it.
 
     avx512     AVX-512 with VNNI
     avx2       AVX2 with FMA
@@ -27,7 +27,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-HEADERS = (SOURCE.with_name("blocks.h"),)
+HEADERS = tuple(SOURCE.with_name(name) for name in ("blocks.h", "experts.h"))
 CACHE_FOLDER = Path("~/.cache/colonnade/kernels")
 """Where libraries are cached; if it is not usable, every process compiles its own."""
 COMPILERS = ("c++", "g++", "clang++")
