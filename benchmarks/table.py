@@ -42,7 +42,6 @@ TOPICS = {
         ("engine_h200", 0, "Continuous batching, 256 requests, Qwen3-0.6B"),
         ("serve_throughput_h200", 0, "The same streamed over HTTP"),
         ("decode_llama-2-7b_tp1_b1_h200", 0, "Llama-2-7B, batch 1, bfloat16"),
-        ("decode_llama-2-7b_int8_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int8 weights"),
         ("decode_llama-2-7b_int4_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int4 weights"),
         ("decode_code-llama-34b_tp1_b1_h200", 0, "CodeLlama-34B, batch 1, bfloat16"),
         ("prefill_h200", 0, "Llama-2-7B, prefill of 8,192 tokens"),
@@ -53,6 +52,7 @@ TOPICS = {
         ("decode_cpu_quantised", 1, "SmolLM2-135M decoding, int4, batch 8"),
         ("speculate_cpu", 0, "SmolLM2-135M, text that repeats, speculative decoding"),
         ("train_cpu", 0, "Training a 4 M parameter Llama"),
+        ("speech_cpu", 1, "Streaming recogniser in babble at -5 dB, with drawn mouths (lower is better)"),
     ],
     "Same numbers": [
         ("perplexity_smollm2", 0, "SmolLM2-135M perplexity (lower is better)"),
@@ -68,6 +68,7 @@ COMPARED = [
     ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward", "torch's grouped GEMM"),
     ("decode_llama-2-7b_tp1_b1_h200", 0, "Decoding, Llama-2-7B, batch 1", "transformers, static cache"),
     ("decode_cpu", 0, "Decoding on a CPU, SmolLM2-135M, batch 1", "transformers"),
+    ("decode_cpu_quantised", 0, "Decoding on a CPU, SmolLM2-135M, int4, batch 1", "llama.cpp Q4_0"),
     ("flash_decoding_h200", 1, f"Decode attention, 65,536 tokens{LOWER}", "cuDNN"),
 ]
 """The README's short comparison: (record, index of the headline, description, peer)."""
