@@ -8,12 +8,11 @@ window. Keys and the limit of a body are those of the server of text models.
 """
 
 import asyncio
-import contextlib
 import json
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
@@ -36,7 +35,7 @@ from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.errors import error_reply
 from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.api.parameters import known_parameters
-from colonnade.serve.http_server import listen, url_of
+from colonnade.serve.http_server import BackgroundServer, listen, url_of
 from colonnade.speech.audio import load_audio
 from colonnade.speech.log_mel import RATE
 from colonnade.speech.transcribe import Model, Segment, Transcriber, write_transcript
@@ -213,14 +212,6 @@ def reply(segments: list[Segment], format: str, language: str, seconds: float) -
     return json.dumps(whole, ensure_ascii=False)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn whose signals are handled here: it would raise them again at the end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 def serve(model: Model, name: str, config: ServeConfig, announce: Callable[[str], object]) -> None:
     """Serve until SIGINT or SIGTERM; then running transcriptions have ``config.drain_s`` to end."""
     with listen(config) as listener:
@@ -230,7 +221,7 @@ def serve(model: Model, name: str, config: ServeConfig, announce: Callable[[str]
 async def _serve(
     server: TranscriptionServer, config: ServeConfig, listener: socket.socket, announce: Callable[[str], object]
 ) -> None:
-    http = _Server(
+    http = BackgroundServer(
         uvicorn.Config(
             server.app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
