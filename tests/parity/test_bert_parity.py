@@ -46,7 +46,7 @@ def results(model: Transformer) -> dict[str, Tensor]:
     rows = torch.cat(((targets != IGNORE).nonzero()[:, 0], torch.tensor([4])))
     outputs = {"hidden": model(stream, attend, Hidden())}
     weight = torch.linspace(-1, 1, model.config.width, dtype=torch.float64)
-    match model.config.top:
+    match model.config.task_head:
         case "masked":
             outputs["logits"] = model(stream, attend, Rows())
             whole, count = model(stream, attend, Loss(targets, 0.1))
@@ -145,7 +145,7 @@ def ours_of(model: Transformer) -> dict[str, Tensor]:
     attend = Packed.of(LENGTHS, causal=False)
     first = attend.cu_seqlens[:-1].long()
     outputs_of = lambda head: model(stream, attend, head)  # noqa: E731
-    match model.config.top:
+    match model.config.task_head:
         case "pretraining":
             return {
                 "prediction_logits": outputs_of(Rows()),

@@ -61,11 +61,11 @@ def test_choice_is_within_min_gain_of_the_best(now: DispatchOptions, choices: in
 
 def test_few_tokens_are_sent_and_small_weights_are_gathered() -> None:
     few = replace(EVEN, choices=16, busiest=64)
-    assert choice_from_model(DispatchOptions(0), few).degree == 4, (
+    assert choice_from_model(DispatchOptions(0), few).adaptive_r == 4, (
         "each token is sent to all ranks of its expert, and no weight is gathered"
     )
     small = replace(EVEN, weight_bytes=1 << 12)
-    assert choice_from_model(DispatchOptions(1), small).degree == 0
+    assert choice_from_model(DispatchOptions(1), small).adaptive_r == 0
 
 
 def test_a_skewed_load_prefers_degree_0() -> None:
