@@ -267,7 +267,8 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
             yield rounded(head | {"pass": what} | beside(bench, what) | {"tflops_per_rank": None})
     yield rounded(head | {"pass": PASSES[1]} | picked(bench, model, both))
     ways = [
-        min((way for way in both if (way.adaptive_r == 0) == gathers), key=both.__getitem__) for gathers in (True, False)
+        min((way for way in both if (way.adaptive_r == 0) == gathers), key=both.__getitem__)
+        for gathers in (True, False)
     ]
     turns = iter(range(10**9))
     mixed = bench.ms(lambda: bench.run(ways[next(turns) % 2]), PASSES[1], bench.leaves)
@@ -304,7 +305,8 @@ def picked(bench: Bench, model: Transformer, both: dict[DispatchOptions, float])
     # A quick run leaves some configurations out: measure the chosen one now.
     ms = both.get(way) or bench.ms(lambda: bench.run(way), PASSES[1], bench.leaves)
     return {
-        "who": "auto", "r": way.adaptive_r, "p": way.overlap, "ms": ms, "best_r": best.adaptive_r, "best_p": best.overlap,
+        "who": "auto", "r": way.adaptive_r, "p": way.overlap, "ms": ms,
+        "best_r": best.adaptive_r, "best_p": best.overlap,
         "best_ms": both[best], "over_best": ms / both[best] - 1, "decided_in_s": took_s,
     }  # fmt: skip
 

@@ -52,7 +52,7 @@ def check_float8(model: ModelConfig, tp: int, etp: int = 1) -> None:
             if part % FLOAT8_MULTIPLE:
                 raise PlanError(
                     f"float8 needs multiples of {FLOAT8_MULTIPLE}, and {axes[what]} leaves a rank {part} of {what} "
-                    f"{whole}; use a lower {axes[what][:2]}, or set train.float8 none"
+                    f"{whole}; use a lower {axes[what].partition('=')[0]}, or set train.float8 none"
                 )
 
 

@@ -164,7 +164,8 @@ def _softmax_router(ffn: MixtureOfExperts) -> cpu_experts.SoftmaxRouter:
     gate, moe = ffn.router.gates[0], ffn.moe
     assert isinstance(gate, RouterGate)
     assert gate.weight is not None
-    return cpu_experts.SoftmaxRouter(gate.weight, gate.bias, moe.active, moe.normalises_weights, moe.router.scale)
+    scale = moe.router.scale * (1 - moe.output_mask)  # all experts are used, at the mean of training's mask
+    return cpu_experts.SoftmaxRouter(gate.weight, gate.bias, moe.active, moe.normalises_weights, scale)
 
 
 def _experts_step(block: "Block", ffn: MixtureOfExperts, x_TD: Tensor) -> Tensor:

@@ -196,4 +196,4 @@ def _set_state(optimizer: torch.optim.AdamW, names: tuple[str, ...], state: dict
     for name, parameter in zip(names, optimizer.param_groups[0]["params"], strict=True):
         own = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
         if own:
-            optimizer.state[parameter] = own
+            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in own.items()}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colonnade.errors import CapacityError, DataError, RequestError
+from colonnade.errors import CapacityError, DataError, RequestError, WorkerError
 from colonnade.speech.pcm import RATE, require
 from colonnade.speech.stream_engine import StreamEngine
 
@@ -65,6 +65,8 @@ class RealtimeSession:
             await self._error("invalid_request_error", str(error), getattr(error, "param", None), event_id)
         except CapacityError as error:
             await self._error("server_error", str(error), None, event_id, "server_busy")
+        except WorkerError as error:
+            await self._error("server_error", str(error), None, event_id, "server_failed")
 
     def close(self) -> None:
         """The connection has ended."""
@@ -163,7 +165,7 @@ class RealtimeSession:
     async def _error(
         self, kind: str, message: str, param: str | None, event_id: object, code: str = "invalid_value"
     ) -> None:
-        event_id = event_id if isinstance(event_id, str) else None
+        event_id = event_id[:512] if isinstance(event_id, str) else None
         error = {"type": kind, "code": code, "message": message, "param": param, "event_id": event_id}
         await self._emit("error", error=error)
 

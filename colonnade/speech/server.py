@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from colonnade.config import ServeConfig
 from colonnade.config.base import plural
@@ -79,8 +79,8 @@ class SpeechServer:
         """Refuse new connections; close those that are open after ``seconds``."""
         self.draining = True
         await wait_first(self.empty.wait(), timeout_s=seconds)
-        for websocket in list(self.sessions):
-            await self._close(websocket, 1001, "the server stops")
+        closing = [self._close(websocket, 1001, "the server stops") for websocket in self.sessions]
+        await wait_first(asyncio.gather(*closing), timeout_s=GRACE_S)
         await wait_first(self.empty.wait(), timeout_s=self.stall_s)
 
     async def _realtime(self, websocket: WebSocket) -> None:
@@ -104,6 +104,8 @@ class SpeechServer:
         """The life of a connection."""
 
         async def send(event: Event) -> None:
+            if websocket.application_state is not WebSocketState.CONNECTED:  # closed by drain
+                raise WebSocketDisconnect(1001)
             await websocket.send_text(json.dumps(event))
 
         session = RealtimeSession(self.engine, self.name, send)
@@ -252,6 +254,7 @@ def background_server(server: SpeechServer) -> BackgroundServer:
             lifespan="off",
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,
+            ws_ping_interval=None,  # a pong would wait behind sound that is not read yet; idle_s ends dead clients
             log_config=None,
             access_log=False,
             server_header=False,

@@ -138,6 +138,9 @@ class StreamEngine:
             except ColonnadeError as error:
                 call.answer(error)
                 continue
+            except BaseException as error:
+                call.answer(WorkerError(f"the recogniser has failed: {error}; start the server again"))
+                raise
             if call.waits and result is not None:
                 self._waiting[result] = call, []
             else:

@@ -30,7 +30,7 @@ from colonnade.errors import DataError, RequestError
 from colonnade.parallel.launch import STOP_SIGNALS
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.auth import Authenticate
-from colonnade.serve.api.connection import ConnectionLimits
+from colonnade.serve.api.connection import ConnectionLimits, connection_class
 from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.errors import error_reply
 from colonnade.serve.api.middleware import BodyLimit
@@ -223,7 +223,8 @@ async def _serve(
 ) -> None:
     http = BackgroundServer(
         uvicorn.Config(
-            server.app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
+            server.app, http=connection_class(ConnectionLimits().within_files()), lifespan="off", ws="none",
+            log_config=None, access_log=False, server_header=False,
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
         )
     )  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels import norm as norm_reference
 from colonnade.kernels.cpu import experts, kernels, library
 from colonnade.kernels.cpu.experts import SoftmaxRouter, experts_step
@@ -14,6 +15,8 @@ from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.linear.quantise import Quantised, can_block, dequantise, quantise, to_blocks
 from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.routing import scores, top_experts
+from colonnade.model import Transformer, fused_block, initialise
+from colonnade.model.moe.routing_context import LayerRouting
 from tests.guarded import guarded
 from tests.unit.test_cpu_kernels import instruction_sets, native, rows, threads  # noqa: F401 - fixtures
 
@@ -99,3 +102,17 @@ def test_what_it_does_not_support_is_left_to_torch(native: str) -> None:  # noqa
     assert not experts.fits(x, router, weights._replace(down_EFD=weights.down_EFD.contiguous()))
     assert not experts.fits(x.requires_grad_(), router, weights)
     assert library.load() is not None
+
+
+def test_the_mean_of_an_output_mask_scales_the_weights() -> None:
+    """NLLB-MoE masks outputs in training; else they have the mask's mean, in C++ too."""
+    moe = MoeConfig(experts=4, active=2, ffn_width=32, output_mask=0.5)
+    config = ModelConfig(layers=1, width=64, heads=2, vocab_size=64, ffn_width=64, context=64, moe=moe)
+    model = initialise(Transformer(config), seed=0)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    x_TD, block = rows(3, 64, seed=7), model.blocks[0]
+    routing = LayerRouting(torch.zeros(3, dtype=torch.long), None, None)
+    exact = x_TD + block.ffn(block.norm2(x_TD), 3, routing)[0]
+    if fused_block.enable(model) == "native":
+        torch.testing.assert_close(fused_block.ffn_step(block, x_TD, in_place=False), exact, rtol=1e-4, atol=1e-4)

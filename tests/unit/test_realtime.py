@@ -273,6 +273,45 @@ def test_drain_refuses_new_clients_and_ends_old_ones():
     go(test)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_recogniser_that_fails_answers_the_call_that_failed_and_all_others():
+    async def check() -> None:
+        async with running() as (client, server):
+
+            def fail(*_: object) -> None:
+                raise RuntimeError("out of memory")
+
+            server.engine.listeners.push = fail
+            async with client.ws_connect(PATH) as socket:
+                await socket.receive_json()
+                for _ in range(2):
+                    audio = base64.b64encode(pcm(0.1, 1)).decode()
+                    await socket.send_json({"type": "input_audio_buffer.append", "audio": audio})
+                    error = (await socket.receive_json())["error"]
+                    assert error["code"] == "server_failed"
+                    assert "out of memory" in error["message"]
+            async with client.get("/health") as health:
+                assert health.status == 503
+
+    go(check)
+
+
+def test_drain_does_not_wait_for_a_client_that_cannot_be_closed(caplog):
+    async def check() -> None:
+        async with running() as (client, server), client.ws_connect(PATH) as stuck, client.ws_connect(PATH) as other:
+            for socket in (stuck, other):
+                await socket.receive_json()
+            first = next(iter(server.sessions))
+            first.close = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign]
+            draining = asyncio.create_task(server.drain(0))
+            assert (await other.receive()).type == aiohttp.WSMsgType.CLOSE
+            draining.cancel()
+
+    go(check)
+    assert background_server(SpeechServer(model(), "tiny", 1, KeyRing(None, None))).config.ws_ping_interval is None
+    assert "Exception in ASGI" not in caplog.text
+
+
 def test_an_item_has_a_longest_length_and_full_pools_say_so():
     async def test() -> None:
         engine, events = StreamEngine(model(), 1), []

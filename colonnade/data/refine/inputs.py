@@ -66,9 +66,13 @@ def check_filter(name: str) -> None:
         raise ConfigError(f"filter '{name}' of datatrove needs more packages: {error}") from None
 
 
+FORMAT = 2
+"""Of the files between the stages: raise it when they, or the division into tasks, change."""
+
+
 def identity_of(files: list[tuple[Source, File]], recipe: Recipe, tests: Sequence[Source], rest: list[Any]) -> str:
     """A hash of everything that the result depends on; of a file its path, size and time of change."""
-    parts: list[Any] = [recipe.model_dump_json(), rest]
+    parts: list[Any] = [FORMAT, recipe.model_dump_json(), rest]
     for source, file in [*files, *((test, None) for test in (find_files(tests) if tests else ()))]:
         if isinstance(source, tuple):
             parts.append([source, file and list(file[1:])])

@@ -38,6 +38,8 @@ struct Experts {
     static constexpr int PHASES = 4;
 
     void run(int phase, int thread, int threads, std::atomic<int64_t>& error) const {
+        // After a failed allocation, the numbers of the phase before are not there.
+        if (phase > 0 && error.load() == NO_MEMORY) return;
         const Share mine = share(rows, 1, thread, threads);
         if (phase == 0) {
             for (int64_t t = mine.begin; t < mine.end; t++) route(t);

@@ -55,7 +55,7 @@ def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = No
     """y_TF; ``x_TD`` may have any number of leading dimensions."""
     if weight.kind == "int8_dynamic":
         x_TD = round_inputs(x_TD)
-    step = band_rows(weight)
+    weight, step = to_rows(weight), band_rows(weight)
     parts = [
         F.linear(x_TD, dequantise(weight, x_TD.dtype, slice(start, start + step)))
         for start in range(0, weight.outputs, step)
