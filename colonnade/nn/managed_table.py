@@ -272,7 +272,13 @@ class ManagedTable:
         return whole | {"steps": torch.tensor(self.steps)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`state` of any number of ranks."""
+        """Continue from :meth:`state` of any number of ranks; raises ConfigError for a table of another size."""
+        rows, width = state["weight_RD"].shape
+        if (rows, width) != (BUCKETS * self.per_bucket, self.width):
+            raise ConfigError(
+                f"the saved table has {rows} rows of {width} numbers, and this one {BUCKETS * self.per_bucket} of "
+                f"{self.width}; make it with the saved sizes"
+            )
         first, stop = self.first_bucket * self.per_bucket, self.stop_bucket * self.per_bucket
         self.weight_RD, self.state_R = (state[name][first:stop].clone() for name in ("weight_RD", "state_R"))
 

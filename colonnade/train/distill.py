@@ -123,7 +123,10 @@ def load_distiller(run: RunConfig, context: DistributedContext) -> Distiller | N
     )
     cache = None
     if settings.cache:
-        identity = {"teacher": fingerprint(opened.path), "weights": settings.weights, "temperature": loss.temperature}
+        identity = {
+            "teacher": fingerprint(opened.path), "weights": settings.weights, "weight_group": settings.weight_group,
+            "dtype": run.resolved(context.device.type).train.compute_dtype, "temperature": loss.temperature,
+        }  # fmt: skip
         k = min(CACHED_TOKENS, opened.config.vocab_size)
         cache = TeacherCache(Path(settings.cache), identity, run.data.sequence, k)
     return Distiller(lambda: _load(opened, run, context), loss, context.axes.tp, cache)

@@ -23,7 +23,7 @@ from torch import Tensor
 from colonnade.errors import ConfigError, DataError
 from colonnade.model.distill_top import TopTokens
 
-META, KEY_BYTES, PROBE_BYTES = "cache.json", 16, 1 << 20
+META, KEY_BYTES = "cache.json", 16
 
 
 class TeacherCache:
@@ -112,12 +112,12 @@ class TeacherCache:
 
 
 def fingerprint(model: Path) -> str:
-    """A digest of a model's files: their names, sizes and beginnings."""
+    """A digest of a model's files: their names, sizes and contents."""
     digest = hashlib.sha256()
     files = [model] if model.is_file() else sorted(path for path in model.rglob("*") if path.is_file())
     for path in files:
         name = path.name if model.is_file() else path.relative_to(model).as_posix()
         with path.open("rb") as file:
-            beginning = file.read(PROBE_BYTES)
-        digest.update(f"{name} {path.stat().st_size} {hashlib.sha256(beginning).hexdigest()}\n".encode())
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{name} {path.stat().st_size} {content}\n".encode())
     return digest.hexdigest()

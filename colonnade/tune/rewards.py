@@ -109,8 +109,10 @@ def _receive(pipe: Connection) -> Scored:
     if "failure" in message:
         return Scored(None, str(message["failure"])[:200])
     reward = message.get("reward")
-    if isinstance(reward, bool | int | float) and math.isfinite(reward):
-        return Scored(float(reward))
+    if isinstance(reward, bool | int | float):
+        with suppress(OverflowError):  # of an int
+            if math.isfinite(value := float(reward)):
+                return Scored(value)
     return Scored(None, f"returned {reward!r:.80}, which is no finite number")
 
 

@@ -71,7 +71,7 @@ CHANGES_WEIGHTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "embedding_dropout": (0.1, {}, {}), "expert_dropout": (0.1, {}, MOE), "dtype": ("float32", {}, {}),
     "loss_scale": (8.0, {"dtype": "float16"}, {}),
     "loss_scale_steps": (1, {"dtype": "float16", "loss_scale": 2.0**14}, {}),
-    "float8": ("rowwise", HALF, {}), "seed": (1, {}, {}), "start": ("post_encoder", {}, {}),
+    "float8": ("rowwise", HALF, {}), "seed": (1, {}, {}), "pretrained_checkpoint": ("post_encoder", {}, {}),
 }  # fmt: skip
 """Settings of [train] that change the weights: the changed value, and what else differs from the base in both runs."""
 
@@ -162,7 +162,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
 @pytest.mark.parametrize("name", CHANGES_WEIGHTS)
 def test_setting_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
     value, train, model = CHANGES_WEIGHTS[name]
-    if name == "start":
+    if name == "pretrained_checkpoint":
         value, model = str(start(tmp_path)), {"width": 24, "heads": 12, "ffn_width": 26, "norm_eps": 1e-12}
     (expected, _), (changed, _) = base(train, model), tuned(config(tmp_path, train | {name: value}, {}, model))
     assert any(not torch.equal(x, changed[key]) for key, x in expected.items()), f"train.{name} is ignored"

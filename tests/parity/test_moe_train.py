@@ -134,8 +134,8 @@ def test_adaptive_run_gives_the_same_values(corpus: Path, tmp_path: Path) -> Non
     expected = [((1, 1), (1, 1)), *zip(turns[::2], turns[1::2], strict=True)][:8]
     rows = [row for row in read_rows(several.folder) if "moe/1/adaptive_r" in row]
     assert [tuple((row[f"moe/{i}/adaptive_r"], row[f"moe/{i}/overlap"]) for i in (1, 2)) for row in rows] == expected
-    assert messages[0].startswith("layer 1: degree 1 -> 2, overlap 1 -> 4 (")
-    assert messages[1].startswith("layer 2: degree 1 -> 0, overlap 1 -> 1 (") and len(messages) == 16
+    assert messages[0].startswith("layer 1: adaptive_r 1 -> 2, overlap 1 -> 4 (")
+    assert messages[1].startswith("layer 2: adaptive_r 1 -> 0, overlap 1 -> 1 (") and len(messages) == 16
 
 
 def _adapting(run: RunConfig) -> list[str]:

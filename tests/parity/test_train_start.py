@@ -101,7 +101,9 @@ def test_unsuitable_start_checkpoints_are_refused(corpus: Path, finished_run: Pa
     with pytest.raises(CheckpointError, match="nothing-here does not exist"):
         Trainer(config(corpus, tmp_path, "other", pretrained_checkpoint="nothing-here"))
     build([(f"doc{i}", f"{i} {TEXT[::-1]}") for i in range(30)], tmp_path / "words", vocab_size=300)
-    with pytest.raises(ConfigError, match=r"another tokenizer than that of train\.start .* --tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"another tokenizer than that of train\.pretrained_checkpoint .* --tokenizer"
+    ):
         Trainer(config(tmp_path / "words", tmp_path, "other", pretrained_checkpoint=str(finished_run)))
     Trainer(run.replace(model=MODEL.replace(moe=MOE.replace(capacity=2.0, balance_weight=0.1))))
 

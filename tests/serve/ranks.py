@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT,
     "window": {"window": 7, "window_from_layer": 1, "qk_norm": True},
     "experts": {"moe": EXPERTS},
-    "capacity": {"moe": EXPERTS.replace(capacity=1.0, priority=True, dropped="residual")},
+    "capacity": {"moe": EXPERTS.replace(capacity=1.0, priority=True, dropped_token_output="residual")},
     "biased": GPT2 | {"moe": EXPERTS},
     "four_heads": {"heads": 4, "kv_heads": 4, "moe": EXPERTS.replace(shared_width=7)},
 }

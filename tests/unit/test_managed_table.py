@@ -148,6 +148,8 @@ def test_resumed_bit_for_bit() -> None:
     resumed.load(table.state())
     train(resumed, data[5:])
     assert equal(resumed.state(), whole.state())
+    with pytest.raises(ConfigError, match=r"saved table has 256 rows of 8 numbers, and this one 512 of 8"):
+        ManagedTable(8 * BUCKETS, 8, every=3).load(table.state())
 
 
 def test_refusals() -> None:

@@ -24,6 +24,8 @@ def reward(prompt, answer, row):
         return "x"
     if answer == "nan":
         return float("nan")
+    if answer == "huge":
+        return 10**400
     return len(answer) + row["bonus"]
 
 number = 3
@@ -41,17 +43,18 @@ def functions(tmp_path: Path) -> str:
 
 
 def test_failures_end_their_sample_only(functions: str) -> None:
-    answers = ["ab", "raise", "exit", "forever", "text", "nan", "abc", "é\ud800"]
+    answers = ["ab", "raise", "exit", "forever", "text", "nan", "huge", "abc", "é\ud800"]
     with RewardPool(functions, workers=2, limit_s=LIMIT_S) as pool:
         scored = pool.score([Answer("p", answer, {"bonus": 0.5}) for answer in answers])
         again = pool.score([Answer("p", "abcd", {"bonus": 0})])
-    assert [each.reward for each in scored] == [2.5, None, None, None, None, None, 3.5, 2.5]
+    assert [each.reward for each in scored] == [2.5, None, None, None, None, None, None, 3.5, 2.5]
     failures = [each.failure for each in scored]
     assert failures[1] == "ValueError: no"
     assert failures[2] == "ended its process"
     assert failures[3] == f"took longer than {LIMIT_S:g} s"
     assert "no finite number" in failures[4]
     assert "no finite number" in failures[5]
+    assert "no finite number" in failures[6]
     assert again[0].reward == 4
 
 
