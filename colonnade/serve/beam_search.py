@@ -3,10 +3,11 @@
     score = Σ log p(token) / tokens^length_penalty          the end token is one of the tokens
 
 Each of the running beams is a request of the scheduler with the tokens of one hypothesis; all share the pages of their
-source. A step gives the 2·width most probable tokens after each beam. Of all these continuations the best that do not
-end become the beams of the next step; one that ends is finished if it is among the best ``width``. The search ends when
-``width`` have finished and no running beam scores higher at its present length (as in transformers, whose
-``early_stopping`` is False), or at the limit of tokens. Nothing is random, so a preempted search starts again.
+source. A step gives the most probable tokens after each beam: (1 + end tokens)·width, at least 2·width. Of all these
+continuations the best that do not end become the beams of the next step; one that ends is finished if it is among the
+best ``width``. The search ends when ``width`` have finished and no running beam scores higher at its present length (as
+in transformers, whose ``early_stopping`` is False), or at the limit of tokens. Nothing is random, so a preempted search
+starts again.
 
 Pure Python: no tensors. The scheduler moves pages (:meth:`colonnade.serve.scheduler.Scheduler.continue_search`).
 """
@@ -36,6 +37,11 @@ class Continuation(NamedTuple):
     token: int
 
 
+def candidates(width: int, ends: int) -> int:
+    """Tokens to compare after each beam: if all that end come first, ``width`` others are left."""
+    return max(2, 1 + ends) * width
+
+
 @dataclass(slots=True)
 class BeamSearch:
     """The beams of one request; ``root`` is the request that the client sent, and always one of them."""
@@ -56,8 +62,8 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Tokens whose log-probability is wanted after each beam: if all beams end, as many others are left."""
-        return 2 * self.width
+        """Tokens whose log-probability is wanted after each beam."""
+        return candidates(self.width, len(self.ends))
 
     def start(self, root: "Request") -> None:
         """Begin, or begin again, with ``root`` as the only beam."""

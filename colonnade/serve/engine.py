@@ -25,7 +25,7 @@ from colonnade.errors import ConfigError, RequestError
 from colonnade.model import Transformer
 from colonnade.serve.adapters import EngineAdapters
 from colonnade.serve.batch_invariance import batching_note, make_batch_invariant
-from colonnade.serve.beam_search import BeamSearch
+from colonnade.serve.beam_search import BeamSearch, candidates
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.draft_model import DraftModel
 from colonnade.serve.draft_runner import build_draft_model
@@ -227,13 +227,13 @@ class Engine:
 
     def _new_search(self, params: SamplingParams, delivered: int) -> BeamSearch:
         """The beam search of a request, whose first ``delivered`` tokens another engine has delivered."""
-        if 2 * params.beams > (size := self.model.config.vocab_size):
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.tokenizer.eos_ids)}
+        if (needed := candidates(params.beams, len(ends))) > (size := self.model.config.vocab_size):
             raise RequestError(
-                f"{params.beams} beams need {2 * params.beams} tokens to choose from, and the vocabulary has {size}; "
-                f"use at most {size // 2}",
+                f"{params.beams} beams need {needed} tokens to choose from, and the vocabulary has {size}; "
+                f"use at most {size * params.beams // needed}",
                 param="beams",
             )
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.tokenizer.eos_ids)}
         return BeamSearch(params.beams, params.length_penalty, frozenset(ends), delivered=delivered)
 
     def _displaced_output(self, live: _Generation, now_s: float) -> Output:

@@ -146,10 +146,13 @@ class SamplingParams:
         if self.beams == 1:
             return
         neutral: dict[str, tuple[Any, ...]] = {
-            "temperature": (0, 1), "top_k": (0,), "top_p": (1,), "min_p": (0,), "stop": ((),), "logprobs": (None,),
-            "prompt_logprobs": (None,), "repetition_penalty": (1,), "frequency_penalty": (0,), "min_tokens": (0,),
-            "presence_penalty": (0,), "logit_bias": ({},), "bad_words": ((),), "structured_outputs": (None,),
+            "tempered_logprobs": (False,), "top_k": (0,), "top_p": (1,), "min_p": (0,), "stop": ((),),
+            "logprobs": (None,), "prompt_logprobs": (None,), "repetition_penalty": (1,), "frequency_penalty": (0,),
+            "min_tokens": (0,), "presence_penalty": (0,), "logit_bias": ({},), "bad_words": ((),),
+            "structured_outputs": (None,),
         }  # fmt: skip
+        if self.temperature not in (0, 1):
+            raise RequestError("a beam search is not random; set temperature to 0", param="temperature")
         for name, values in neutral.items():
             if getattr(self, name) not in values:
                 raise RequestError(f"{name} and beams exclude one another; leave one of them out", param=name)

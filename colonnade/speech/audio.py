@@ -17,6 +17,12 @@ MOST_RATE = 96_000
 """Samples a second, all channels together, that a recording of the greatest length may have."""
 
 
+FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,mp3,aac,ogg,flac,wav,w64,aiff,au,caf,amr,ac3,eac3,avi,asf,flv,mpeg,mpegts"
+)
+"""Containers that FFmpeg opens: none of them names other files."""
+
+
 def load_audio(path: str | Path, *, longest_s: float = LONGEST_S) -> Tensor:
     """float32 samples of ``path`` at 16 kHz, the mean of its channels; raises DataError for what holds no sound."""
     path = Path(path)
@@ -45,7 +51,7 @@ def _decode(path: Path, longest_s: float) -> tuple[np.ndarray, int]:
     """(samples × channels, rate) of a video or compressed sound, by PyAV."""
     av = require("av")
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), options={"format_whitelist": FORMATS}) as container:
             if not container.streams.audio:
                 raise DataError(f"{path} has no sound; give an audio file, or a video with sound")
             stream = container.streams.audio[0]

@@ -29,7 +29,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import DataError, RequestError
 from colonnade.parallel.launch import STOP_SIGNALS
 from colonnade.serve.api.api_keys import KeyRing
-from colonnade.serve.api.auth import Authenticate
+from colonnade.serve.api.auth import Authenticate, allowed_models, check_allowed
 from colonnade.serve.api.connection import ConnectionLimits, connection_class
 from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.errors import error_reply
@@ -144,6 +144,7 @@ class TranscriptionServer:
 
     async def _transcriptions(self, request: Request) -> Response:
         try:
+            check_allowed(request.scope, self.name)
             fields = parse_multipart(request.headers.get("content-type", ""), await request.body())
             options = _Options(fields, self.name)
             if self.waiting > self.config.max_waiting:
@@ -183,8 +184,12 @@ class TranscriptionServer:
             segments += window
         return segments, len(samples) / RATE
 
-    async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "colonnade"}]})
+    async def _models(self, request: Request) -> Response:
+        allowed = allowed_models(request.scope)
+        served = [self.name] if allowed is None or self.name in allowed else []
+        return JSONResponse(
+            {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "colonnade"} for name in served]}
+        )
 
 
 async def _ok(_: Request) -> Response:

@@ -13,6 +13,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CapacityError, RequestError
 from colonnade.model import Rows
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.beam_search import BeamSearch
 from tests.encdec import inputs, texts
 from tests.hf import load
 from tests.serve import tiny
@@ -186,7 +187,8 @@ def test_equal_to_transformers(tmp_path: Path) -> None:
     ("options", "limits", "error", "message"),
     [
         ({"beams": 0}, {}, RequestError, "beams is 0; it must be from 1 to 64"),
-        ({"beams": 2, "temperature": 0.5}, {}, RequestError, "temperature and beams exclude one another"),
+        ({"beams": 2, "temperature": 0.5}, {}, RequestError, "set temperature to 0"),
+        ({"beams": 2, "tempered_logprobs": True}, {}, RequestError, "tempered_logprobs and beams exclude one another"),
         ({"beams": 2, "logprobs": 1}, {}, RequestError, "logprobs and beams exclude one another"),
         ({"beams": 2, "stop": "x"}, {}, RequestError, "stop and beams exclude one another"),
         ({"length_penalty": -1}, {}, RequestError, "length_penalty is -1; it must be from 0 to 10"),
@@ -206,3 +208,10 @@ def test_a_decoder_has_no_beams() -> None:
     it = Engine(tiny.model(), tokenizer, ServeConfig(pages=8))
     with pytest.raises(RequestError, match="beams are for models with an encoder"):
         it.add([5], SamplingParams(beams=2))
+
+
+def test_as_many_tokens_are_left_if_all_ends_come_first() -> None:
+    for ends in range(5):
+        search = BeamSearch(3, 1.0, frozenset(range(ends)))
+        assert search.candidates >= search.width * (ends + 1)
+    assert BeamSearch(3, 1.0, frozenset()).candidates == BeamSearch(3, 1.0, frozenset({1})).candidates == 6

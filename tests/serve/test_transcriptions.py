@@ -1,5 +1,6 @@
 """/v1/audio/transcriptions: every format, OpenAI's client, and hostile uploads, with the real Whisper tiny.en."""
 
+import hashlib
 import importlib.util
 import io
 import json
@@ -155,13 +156,28 @@ def test_a_file_is_kept_byte_for_byte() -> None:
     assert parse_multipart('multipart/form-data; boundary="longer"', body) == {"file": data}
 
 
-def test_keys_and_models(model: colonnade.Model) -> None:
+def test_keys_and_models(model: colonnade.Model, tmp_path: Any) -> None:
     it = TestClient(TranscriptionServer(model, NAME, ServeConfig(api_key="secret")).app)
     assert it.get("/health").status_code == 200
     assert it.get("/v1/models").status_code == 401
     found = it.get("/v1/models", headers={"authorization": "Bearer secret"}).json()
     assert [each["id"] for each in found["data"]] == [NAME]
     assert post(it, b"x").status_code == 401
+    digest = hashlib.sha256(b"other").hexdigest()
+    (tmp_path / "keys.jsonl").write_text(json.dumps({"name": "other", "sha256": digest, "models": ["other"]}) + "\n")
+    it = TestClient(TranscriptionServer(model, NAME, ServeConfig(keys=str(tmp_path / "keys.jsonl"))).app)
+    it.headers["authorization"] = "Bearer other"
+    assert it.get("/v1/models").json()["data"] == []
+    assert post(it, b"x").status_code == 403
+
+
+def test_a_file_that_names_other_files_is_refused(model: colonnade.Model) -> None:
+    """FFmpeg would open it, and what it names, until no file descriptor is left."""
+    it = TestClient(TranscriptionServer(model, NAME, ServeConfig()).app)
+    answer = post(it, b"ffconcat version 1.0\nfile recording\n")
+    assert answer.status_code == 400
+    assert "is no audio that can be read" in answer.text
+    assert "Too many open files" not in answer.text
 
 
 def test_a_text_that_repeats_itself_is_sampled_again(
