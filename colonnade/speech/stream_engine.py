@@ -124,7 +124,7 @@ class StreamEngine:
                 call.answer(WorkerError(f"the recogniser has ended: {self.failure}; start the server again"))
             while not self._calls.empty():
                 if (call := self._calls.get()) is not None:
-                    call.answer(WorkerError("the recogniser has ended; start the server again"))
+                    call.answer(WorkerError(f"the recogniser has ended: {self.failure}; start the server again"))
 
     def _take(self) -> bool:
         """Run the calls that have come; waits for one if there is nothing to compute. False: the end."""

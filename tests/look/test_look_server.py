@@ -112,9 +112,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             signal.pthread_kill(cast("int", threading.main_thread().ident), signal.SIGINT)
 
     visitor = threading.Thread(target=visit)
-    visitor.start()
-    main(["look", str(tmp_path / "model"), "--port", str(port)])
-    visitor.join()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # torch's, after other tests, ends the process
+    try:
+        visitor.start()
+        main(["look", str(tmp_path / "model"), "--port", str(port)])
+    finally:
+        visitor.join()
+        signal.signal(signal.SIGINT, handler)
     said = capsys.readouterr().err
     assert f"http://127.0.0.1:{port}/ (Ctrl-C ends)" in " ".join(said.split()) and "closed" in said
     assert answers[0][0] == 200 and json.loads(answers[0][2])["pieces"]
