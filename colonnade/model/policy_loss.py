@@ -5,8 +5,9 @@
 
 (PPO, Schulman 2017, arXiv 1707.06347; the wider upper clip is DAPO's, Yu 2025, arXiv 2503.14476; the estimate of the
 divergence from a reference model is GRPO's, Shao 2024, arXiv 2402.03300.) ``old`` is what the engine reported when it
-sampled. Where engine and trainer round differently, ρ corrects for it, and its cap bounds the variance (truncated
-importance sampling). The weights w and the divisor make the mean over tokens or over sequences. All log-probabilities
+sampled. Where engine and trainer round differently, ρ corrects for it. Beyond its cap ρ is constant, so the token
+has no gradient; this bounds the loss of a token with a negative advantage (as in dual-clip PPO, Ye 2020, arXiv
+1912.09729). The weights w and the divisor make the mean over tokens or over sequences. All log-probabilities
 are those of the distribution that was sampled from: logits divided by the temperature.
 """
 

@@ -68,7 +68,7 @@ class StreamEngine:
         asked = asyncio.ensure_future(self._ask(self.listeners.open, waits=False))
         try:
             return int(await asyncio.shield(asked))
-        except asyncio.CancelledError:  # nobody will close it
+        except asyncio.CancelledError:  # the caller will not close it
             asked.add_done_callback(lambda done: done.exception() or self.close(int(done.result())))
             raise
 
@@ -115,7 +115,7 @@ class StreamEngine:
                 start_s = time.monotonic()
                 self._step()
                 self.busy_s += time.monotonic() - start_s
-        except BaseException as error:  # a bug: everybody who waits is told
+        except BaseException as error:  # a bug: all calls that wait get the error
             self.failure = error
             raise
         finally:
