@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.hf import FAMILIES
 from colonnade.checkpoint.weight_mapping import map_parameters
-from colonnade.model import Loss, Rows, Transformer
+from colonnade.model import Loss, Rows, Stream, Transformer
 from tests.hf import documents, stream_of
 from tests.worlds import assert_same
 
@@ -58,6 +58,20 @@ def same_as_transformers(
     found = gradients(theirs)
     # 3e-6: transformers rounds norms and losses to float32, differently on each kind of processor.
     assert same_gradients(ours, found, 3 * TOLERANCE) == len(found)
+
+
+def same_loss_and_gradients(
+    ours: Transformer, theirs: Any, inputs: tuple[Stream, Any], logits_TV: Tensor, labels_T: Tensor, *,
+    tolerance: float = TOLERANCE, gradients: Callable[[Any], dict[str, Tensor]] = gradients_by_name,
+) -> None:  # fmt: skip
+    """Compare the mean loss and every gradient, given the other model's differentiable logits of the same pass."""
+    total, count = ours(*inputs, Loss(labels_T))
+    loss = torch.nn.functional.cross_entropy(logits_TV, labels_T)
+    assert_same(total / count, loss.detach(), TOLERANCE, "loss")
+    (total / count).backward()
+    loss.backward()
+    found = gradients(theirs)
+    assert same_gradients(ours, found, tolerance) == len(found)
 
 
 def same_gradients(ours: Transformer, theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> int:

@@ -27,7 +27,7 @@ from colonnade.config.base import plural
 from colonnade.errors import Interrupted, RequestError
 from colonnade.parallel.launch import STOP_SIGNALS
 from colonnade.serve.api.api_keys import KeyRing, KeyState
-from colonnade.serve.api.connection import ConnectionLimits, connection_class
+from colonnade.serve.api.connection import ConnectionLimits, StallTimeout, connection_class
 from colonnade.serve.api.errors import error_reply
 from colonnade.serve.engine_process import wait_first
 from colonnade.serve.http_server import GRACE_S, BackgroundServer, listen, new_event_loop, url_of
@@ -267,33 +267,4 @@ def websocket_class(stall_s: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol, which drops a client that reads nothing of what waits for it in ``stall_s``."""
     from uvicorn.protocols.websockets.wsproto_impl import WSProtocol  # needs the extra speech
 
-    class Watched(WSProtocol):
-        timer: asyncio.TimerHandle | None = None
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._watch(self.transport.get_write_buffer_size())
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._forget()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
-            super().connection_lost(exc)
-
-        def _watch(self, unsent: int) -> None:
-            self.timer = self.loop.call_later(stall_s, self._check, unsent)
-
-        def _check(self, before: int) -> None:
-            unsent = self.transport.get_write_buffer_size()
-            if unsent < before:
-                self._watch(unsent)
-            else:
-                self.transport.abort()
-
-        def _forget(self) -> None:
-            if self.timer is not None:
-                self.timer.cancel()
-
-    return Watched
+    return type("WebSocketConnection", (StallTimeout, WSProtocol), {"stall_s": stall_s})

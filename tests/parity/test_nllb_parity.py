@@ -17,12 +17,12 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.model import Dropout, DropoutRates, Loss, Rows
+from colonnade.model import Dropout, DropoutRates, Rows
 from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing
 from colonnade.parallel.axis import SOLO_AXES
 from tests.encdec import SOURCES, TARGETS, inputs, nllb, texts
 from tests.hf import load
-from tests.hf_theirs import gradients_by_name, same_gradients
+from tests.hf_theirs import same_loss_and_gradients
 from tests.parity.test_t5_parity import logits
 from tests.worlds import assert_same
 
@@ -62,13 +62,7 @@ def test_logits_loss_and_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     stream, attend = inputs(sources, targets)
     expected = logits(model, sources, targets)
     assert_same(ours(stream, attend, Rows()), expected.detach(), 1e-6, "logits")
-    total, count = ours(stream, attend, Loss(torch.cat(labels)))
-    loss = torch.nn.functional.cross_entropy(expected, torch.cat(labels))
-    assert_same(total / count, loss.detach(), 1e-6, "loss")
-    (total / count).backward()
-    loss.backward()
-    found = gradients_by_name(model)
-    assert same_gradients(ours, found, 3e-6) == len(found)
+    same_loss_and_gradients(ours, model, (stream, attend), expected, torch.cat(labels), tolerance=3e-6)
 
 
 def test_transformers_runs_two_experts_only() -> None:

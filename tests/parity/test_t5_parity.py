@@ -13,10 +13,10 @@ from torch import Tensor
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.errors import CheckpointError
-from colonnade.model import Loss, Rows
+from colonnade.model import Rows
 from tests.encdec import SOURCES, TARGETS, inputs, texts
 from tests.hf import load
-from tests.hf_theirs import gradients_by_name, same_gradients
+from tests.hf_theirs import same_loss_and_gradients
 from tests.worlds import assert_same
 
 SETTINGS: dict[str, Any] = {
@@ -68,13 +68,7 @@ def test_logits_loss_and_gradients(tmp_path: Path, version: str, kernels: str) -
     stream, attend = inputs(sources, targets, kernels)
     expected = logits(model, sources, targets)
     assert_same(ours(stream, attend, Rows()), expected.detach(), 1e-6, "logits")
-    total, count = ours(stream, attend, Loss(torch.cat(labels)))
-    loss = torch.nn.functional.cross_entropy(expected, torch.cat(labels))
-    assert_same(total / count, loss.detach(), 1e-6, "loss")
-    (total / count).backward()
-    loss.backward()
-    found = gradients_by_name(model)
-    assert same_gradients(ours, found) == len(found)
+    same_loss_and_gradients(ours, model, (stream, attend), expected, torch.cat(labels))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

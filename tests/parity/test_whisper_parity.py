@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.errors import CheckpointError
-from colonnade.model import Loss, Rows, Source
+from colonnade.model import Rows, Source
 from colonnade.speech.log_mel import log_mel
 from tests.encdec import inputs, texts
 from tests.hf import load
-from tests.hf_theirs import gradients_by_name, same_gradients
+from tests.hf_theirs import same_loss_and_gradients
 from tests.worlds import assert_same
 
 FRAMES, MELS = 14, 9
@@ -52,11 +52,7 @@ def test_logits_gradients_and_files(tmp_path: Path) -> None:
         [model(input_features=mel_BMS[[i]], decoder_input_ids=t[None]).logits[0] for i, t in enumerate(targets)]
     )
     assert_same(ours(stream, attend, Rows()), expected.detach(), 1e-6, "logits")
-    total, count = ours(stream, attend, Loss(torch.cat(labels)))
-    (total / count).backward()
-    torch.nn.functional.cross_entropy(expected, torch.cat(labels)).backward()
-    found = gradients_by_name(model)
-    assert same_gradients(ours, found) == len(found)
+    same_loss_and_gradients(ours, model, (stream, attend), expected, torch.cat(labels))
 
     write_hf(load(tmp_path / "theirs"), tmp_path / "ours")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))

@@ -17,7 +17,7 @@ from colonnade.serve.beam_search import BeamSearch
 from tests.encdec import inputs, texts
 from tests.hf import load
 from tests.serve import tiny
-from tests.serve.test_serve_encdec import START, audit, engine, greedy, model, params, sources
+from tests.serve.test_serve_encdec import START, audit, engine, greedy, model, params, run_schedule, sources
 
 END = 0
 
@@ -94,23 +94,7 @@ def test_any_schedule_gives_the_same_texts(
         page_tokens=page_tokens, pages=max(pages(len(s) + 1) + w * pages(n) for s, w, n, _ in asked) + spare_pages,
         token_budget=token_budget, max_requests=max_requests, async_scheduling=ahead, prefix_cache=prefix_cache,
     )  # fmt: skip
-    found: dict[str, list[int]] = {}
-
-    def step() -> None:
-        for output in it.step():
-            assert output.token is not None
-            found[output.id].append(output.token)
-        it.scheduler.audit()
-
-    for i, (source, width, count, wait) in enumerate(asked):
-        found[it.add(source, beams(width, count), request_id=str(i))] = []
-        for _ in range(wait):
-            step()
-        if i in cancelled:
-            it.cancel(str(i))
-            it.scheduler.audit()
-    while it.busy:
-        step()
+    found = run_schedule(it, [(source, beams(width, count), wait) for source, width, count, wait in asked], cancelled)
     for i, (source, width, count, _) in enumerate(asked):
         expected = greedy(source, count) if width == 1 else searched(source, width, count)
         assert found[str(i)] == (expected[: len(found[str(i)])] if i in cancelled else expected)

@@ -59,6 +59,30 @@ def params(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
+def run_schedule(
+    it: Engine, requests: list[tuple[tuple[int, ...], SamplingParams, int]], cancelled: set[int]
+) -> dict[str, list[int]]:
+    """The tokens of each request (source, params, steps until the next one arrives); audits after each step."""
+    found: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in it.step():
+            assert output.token is not None
+            found[output.id].append(output.token)
+        it.scheduler.audit()
+
+    for i, (source, each, wait) in enumerate(requests):
+        found[it.add(source, each, request_id=str(i))] = []
+        for _ in range(wait):
+            step()
+        if i in cancelled:
+            it.cancel(str(i))
+            it.scheduler.audit()
+    while it.busy:
+        step()
+    return found
+
+
 def audit(it: Engine) -> None:
     it.scheduler.audit()
     assert not it.busy
@@ -88,22 +112,7 @@ def test_any_schedule_gives_the_same_tokens(
         page_tokens=page_tokens, pages=max(pages(len(s) + 1) + pages(n) for s, n, _ in asked) + spare_pages,
         token_budget=token_budget, max_requests=max_requests, async_scheduling=async_scheduling,
     )  # fmt: skip
-    found: dict[str, list[int]] = {}
-
-    def step() -> None:
-        for output in it.step():
-            assert output.token is not None
-            found[output.id].append(output.token)
-        it.scheduler.audit()
-
-    for i, (source, count, wait) in enumerate(asked):
-        found[it.add(source, params(count), request_id=str(i))] = []
-        for _ in range(wait):
-            step()
-        if i in cancelled:
-            it.cancel(str(i))
-    while it.busy:
-        step()
+    found = run_schedule(it, [(source, params(count), wait) for source, count, wait in asked], cancelled)
     for i, (source, count, _) in enumerate(asked):
         expected = greedy(source, count)
         assert found[str(i)] == (expected[: len(found[str(i)])] if i in cancelled else expected)

@@ -92,8 +92,7 @@ def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
     keys.must_be("is_causal", False, "BERT's attention is bidirectional")
     keys.must_be("directionality", "bidi", "BERT's attention is bidirectional")
     keys.must_be("pooler_type", "first_token_transform", "only the first token's pooler is implemented")
-    for name in _POOLER_SIZES:
-        keys.take(name)
+    keys.ignore(_POOLER_SIZES)
     architecture = (keys.take("architectures") or [f"{stem}Model"])[0]
     tops: dict[str, TaskHead] = {stem + end: top for end, top in TOPS.items()}
     if not isinstance(architecture, str) or architecture not in tops:

@@ -89,8 +89,7 @@ V3_BIAS_RATE = 0.001
 
 def _fields(keys: ConfigKeys, **defaults: Any) -> dict[str, Any]:
     """Reads the fields that both share, without experts; ``defaults`` are those of :func:`common_from_hf`."""
-    for name in _IGNORED_KEYS:
-        keys.take(name)
+    keys.ignore(_IGNORED_KEYS)
     latent = LatentConfig(
         kv_rank=keys.size("kv_lora_rank", 512),
         q_rank=keys.size("q_lora_rank", 1536, null=None) or 0,

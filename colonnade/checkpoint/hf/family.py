@@ -10,7 +10,7 @@ for the layer and lists every parameter that the family *can* have; the config d
 family, write a file beside ``llama.py`` with a :class:`Family`, and list it in ``families.py``.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,10 @@ class StrictKeys:
         if null is _MISSING:
             raise self.refuse(name, "null has no meaning here; give a value, or remove the key to use the default")
         return null
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Accepts any values of keys that change nothing here."""
+        self._taken.update(names)
 
     def size(self, name: str, default: int | None = _MISSING, *, null: int | None = _MISSING, minimum: int = 1) -> Any:
         """Reads a whole number not below ``minimum``; required unless ``default`` is given."""

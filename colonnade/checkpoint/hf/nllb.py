@@ -65,8 +65,7 @@ TRAINING = (
 
 
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
-    for name in TRAINING:
-        keys.take(name)
+    keys.ignore(TRAINING)
     keys.must_be("is_encoder_decoder", True, "only the encoder–decoder is implemented")
     keys.must_be("router_bias", False, "a bias of the router is not implemented for this family")
     keys.must_be("router_dtype", "float32", "the router computes in float32")

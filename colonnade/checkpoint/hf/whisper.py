@@ -71,8 +71,7 @@ _TRAINING = (
 
 
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
-    for name in _TRAINING:
-        keys.take(name)
+    keys.ignore(_TRAINING)
     keys.must_be("is_encoder_decoder", True, "only the encoder–decoder is implemented")
     keys.must_be("scale_embedding", False, "scaled embeddings are not implemented")
     heads = keys.size("decoder_attention_heads")

@@ -78,20 +78,58 @@ def limit_unsent(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
-class _Timed(asyncio.Protocol):
+class StallTimeout(asyncio.Protocol):
+    """Mixed into a protocol of uvicorn: drops a client that reads nothing of what waits for it in ``stall_s``."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    stall_s: float
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """Start the timer: bytes wait for the client."""
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Cancel the timer: the client has read."""
+        super().resume_writing()
+        self._cancel_stall_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the timer."""
+        self._cancel_stall_timer()
+        super().connection_lost(exc)
+
+    def _watch_reader(self, unsent: int) -> None:
+        """Drop the connection unless some of ``unsent`` bytes have been read in time."""
+        self._stall_timer = self.loop.call_later(self.stall_s, self._check_reader, unsent)
+
+    def _check_reader(self, before: int) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent < before:
+            self._watch_reader(unsent)
+        else:
+            self.transport.abort()
+
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+class _Timed(StallTimeout):
     """Mixed into a protocol of uvicorn: header and read timeouts, and the limit on connections."""
 
     connections: set[Any]
     cycle: Any
-    loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
     limits = ConnectionLimits()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._refused = self._upgraded = False
         self._header_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self.stall_s = self.limits.stall_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         # Any unsent byte counts as a pause, so that a short answer that is not read is noticed as well.
@@ -104,9 +142,9 @@ class _Timed(asyncio.Protocol):
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._header_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+        self._cancel_stall_timer()
         if self.transport is not None and self in self.connections:
             super().connection_lost(exc)
 
@@ -133,14 +171,12 @@ class _Timed(asyncio.Protocol):
     def pause_writing(self) -> None:
         if not self._refused:
             super().pause_writing()
-            self._watch_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        if not self._refused:
+        if self._refused:
+            self._cancel_stall_timer()
+        else:
             super().resume_writing()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
     @property
     def _reads_headers(self) -> bool:
@@ -153,17 +189,6 @@ class _Timed(asyncio.Protocol):
     def _header_tick(self, ticks: int) -> None:
         if ticks:
             self._start_header_timer(ticks)
-        else:
-            self.transport.abort()
-
-    def _watch_reader(self, unsent: int) -> None:
-        """Drop the connection unless some of ``unsent`` bytes have been read in time."""
-        self._stall_timer = self.loop.call_later(self.limits.stall_s, self._check_reader, unsent)
-
-    def _check_reader(self, before: int) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if unsent < before:
-            self._watch_reader(unsent)
         else:
             self.transport.abort()
 
