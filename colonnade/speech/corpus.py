@@ -10,11 +10,12 @@ from torch import Tensor
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.data import load_samples, read_manifest
+from colonnade.speech.data import Recording, load_samples, read_manifest
 from colonnade.speech.features import FRAME, before, log_mel, mel_filters
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.mix import SNRS, babble, mix, pink, white
 from colonnade.speech.mouth import draw_mouths
+from colonnade.speech.word_times import PARTS, UNKNOWN, letter_targets
 
 DROP_SOUND, DROP_PICTURES = 0.15, 0.45
 """Shares of the recordings that train on pictures alone, and on sound alone."""
@@ -30,11 +31,14 @@ class Batch(NamedTuple):
     frames: Frames
     lengths: list[int]
     labels: list[list[int]]
+    letters_P: Tensor
+    """Letter targets (:mod:`colonnade.speech.word_times`)."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on ``device``."""
         mel_TA, *others = self.frames
-        return self._replace(frames=Frames(mel_TA.to(device), *(None if x is None else x.to(device) for x in others)))
+        frames = Frames(mel_TA.to(device), *(None if x is None else x.to(device) for x in others))
+        return self._replace(frames=frames, letters_P=self.letters_P.to(device))
 
 
 class Example(NamedTuple):
@@ -52,12 +56,14 @@ class Corpus:
         self.config, self.recordings = config, read_manifest(folder, split)
         self.filters = mel_filters(config.mels).float()
         self.labels = [config.labels(one.text) for one in self.recordings]
+        self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
         for one, labels in zip(self.recordings, self.labels, strict=True):
             samples = load_samples(folder, one)
             if not len(samples) or not labels:
                 raise DataError(f"{one.audio} has {len(samples)} samples and text {one.text!r}; remove it")
             self.samples.append((samples * 32767).round().clip(-32768, 32767).astype(np.int16))
+            self.letters.append(self._letters(one, labels, self.frames(len(self.letters))))
         if config.picture and not all(one.phonemes for one in self.recordings):
             raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
 
@@ -124,4 +130,11 @@ class Corpus:
         none = torch.zeros(0, (audio + 4) * self.config.mels)
         frames = Frames(torch.cat([none, *mels]), torch.tensor(heard), pictures_seen, torch.tensor(seen))
         indices = [example.i for example in examples]
-        return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices])
+        letters_P = torch.cat([self.letters[i] for i in indices])
+        return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices], letters_P)
+
+    def _letters(self, one: Recording, labels: Sequence[int], frames: int) -> Tensor:
+        """Letter targets of a recording, all UNKNOWN without times of its words."""
+        if not one.words or " " not in self.config.letters:
+            return torch.full((PARTS * frames,), UNKNOWN)
+        return letter_targets(labels, self.config.letters.index(" ") + 1, one.words, frames)

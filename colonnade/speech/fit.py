@@ -128,11 +128,11 @@ def _gradients(
     model: SpeechModel, parameters: Sequence[Tensor], corpus: Corpus, settings: FitSettings, step: int, part: int
 ) -> _Part:
     """Loss and gradients of a part of a batch, also its preparation."""
-    frames, lengths, labels = train_batch(corpus, settings, step, part).to(parameters[0].device)
+    frames, lengths, labels, letters_P = train_batch(corpus, settings, step, part).to(parameters[0].device)
     count = sum(map(len, labels))
     if not count:
         return _Part(0.0, 0, [torch.zeros_like(x) for x in parameters])
-    loss = count * model.loss(model.front_end(frames), lengths, labels)
+    loss = count * model.loss(model.front_end(frames), lengths, labels, letters_P)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return _Part(loss.item(), count, list(gradients))
 
@@ -160,7 +160,7 @@ def word_error_rate(model: SpeechModel, corpus: Corpus, snr: float | None, pictu
     errors = words = 0
     for first in range(0, len(corpus.samples), TEST_BATCH):
         chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
-        frames, lengths, _ = corpus.test_batch(chosen, snr, pictures, seed)
+        frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed)
         texts = model.texts(model.front_end(frames), lengths)
         for i, text in zip(chosen, texts, strict=True):
             errors += word_errors(corpus.recordings[i].text, text)

@@ -2,10 +2,10 @@
 
     frames    :mod:`colonnade.speech.front_end`
     encoder   :mod:`colonnade.model.segment_encoder`
-    loss      transducer + ½ CTC
+    loss      transducer + ½ (cross-entropy of the letters where the times of words are known, else CTC)
 
-The CTC head serves alignment, and without its loss the encoder learns nothing for hundreds of steps: the predictor
-learns the grammar first.
+The letter head gives a label for each 10 ms and serves alignment. Without its loss the encoder learns nothing for
+hundreds of steps: the predictor learns the grammar first.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,13 @@ from colonnade.kernels import ctc
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
 from colonnade.model.transducer import Joint
-from colonnade.speech.features import FRAME, FrameStream, mel_filters
+from colonnade.speech.features import FrameStream, mel_filters
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import GreedySearch
+from colonnade.speech.word_times import PARTS, UNKNOWN, WordTime, word_times
 
-CTC_WEIGHT = 0.5
+LETTER_WEIGHT = 0.5
 
 
 class SpeechModel(nn.Module):
@@ -52,7 +53,7 @@ class SpeechModel(nn.Module):
             torch.manual_seed(seed)
             self.front_end = FrontEnd(config)
             self.encoder = SegmentEncoder(config.encoder)
-            self.out, self.ctc = nn.Linear(D, J), nn.Linear(D, V)
+            self.out, self.letters = nn.Linear(D, J), nn.Linear(D, PARTS * V)
             lstm = config.predictor == "lstm"
             self.predictor = LstmPredictor(J, V, J, layers=1) if lstm else StatelessPredictor(J, V, J)
             self.joint = Joint(J, V)
@@ -80,15 +81,38 @@ class SpeechModel(nn.Module):
         """The encoded frames of whole recordings."""
         return self.encoder(x_TD, self.sizes.batch(lengths, x_TD.device))
 
-    def loss(self, x_TD: Tensor, lengths: Sequence[int], labels: Sequence[Sequence[int]]) -> Tensor:
-        """The loss of a label, mean over the batch."""
+    def letter_logprobs(self, y_TD: Tensor) -> Tensor:
+        """Log-probabilities of the labels of each 10 ms, (4T, V)."""
+        return self.letters(y_TD).view(-1, self.config.vocab_size).log_softmax(1)
+
+    def loss(
+        self,
+        x_TD: Tensor,
+        lengths: Sequence[int],
+        labels: Sequence[Sequence[int]],
+        letters_P: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of a label, mean over the batch.
+
+        ``letters_P`` are the letter targets of all recordings, 4 a frame, UNKNOWN for a recording without times.
+        """
         y_TD = self.encode(x_TD, lengths)
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
-        logprobs = nn.utils.rnn.pad_sequence(self.ctc(y_TD).log_softmax(1).split(list(lengths)))
-        targets = torch.tensor([label for own in labels for label in own], device=y_TD.device)
-        T_B, U_B = torch.tensor(list(lengths)), torch.tensor([len(own) for own in labels])
-        side = F.ctc_loss(logprobs, targets, T_B, U_B, reduction="sum", zero_infinity=True)
-        return (transducer + CTC_WEIGHT * side) / max(1, len(targets))
+        logprobs_PV, parts = self.letter_logprobs(y_TD), [PARTS * n for n in lengths]
+        if letters_P is None:
+            letters_P = torch.full((len(logprobs_PV),), UNKNOWN, device=y_TD.device)
+        side = F.nll_loss(logprobs_PV, letters_P, ignore_index=UNKNOWN, reduction="sum") / PARTS
+        known = [bool((own[:1] != UNKNOWN).all()) for own in letters_P.split(parts)]
+        free = [
+            (x, n, own) for x, n, own, k in zip(logprobs_PV.split(parts), parts, labels, known, strict=True) if not k
+        ]
+        if free:
+            logprobs, n, own = zip(*free, strict=True)
+            targets = torch.tensor([label for each in own for label in each], device=y_TD.device)
+            T_B, U_B = torch.tensor(n), torch.tensor([len(each) for each in own])
+            padded = nn.utils.rnn.pad_sequence(list(logprobs))
+            side = side + F.ctc_loss(padded, targets, T_B, U_B, reduction="sum", zero_infinity=True)
+        return (transducer + LETTER_WEIGHT * side) / max(1, sum(map(len, labels)))
 
     @torch.inference_mode()
     def recognise(self, samples: Tensor, pictures: Tensor | None = None) -> str:
@@ -106,24 +130,14 @@ class SpeechModel(nn.Module):
         return [self.config.text([label for _, label in pairs]) for pairs in found]
 
     @torch.inference_mode()
-    def align(
-        self, samples: Tensor, text: str, pictures: Tensor | None = None
-    ) -> list[tuple[str, float, float, float]]:
-        """(word, start [s], end [s], score) of each word of a known text, by CTC."""
+    def align(self, samples: Tensor, text: str, pictures: Tensor | None = None) -> list[WordTime]:
+        """The time of each word of a known text, by the best path through the letter head's labels."""
         mel_TA = self.features(samples)
         labels = self.config.labels(text)
         if not len(mel_TA):
             raise DataError("a recording of 0 samples has no words; give a longer one")
         y_TD = self.encode(self.frames(mel_TA, pictures), [len(mel_TA)])
-        spans = ctc.align(self.ctc(y_TD).log_softmax(1), labels)
-        words, place = [], 0
-        for word in text.split(" "):
-            own = spans[place : place + len(word)]
-            if own:
-                score = sum(span.score for span in own) / len(own)
-                words.append((word, own[0].start * FRAME / 16000, own[-1].stop * FRAME / 16000, score))
-            place += len(word) + 1
-        return words
+        return word_times(text, ctc.align(self.letter_logprobs(y_TD), labels))
 
     def save(
         self, folder: Path, overwrite: bool = False, state: dict[str, Tensor] | None = None, step: int = 0

@@ -396,10 +396,12 @@ def test_the_benchmark_of_speech_trains_and_measures(tmp_path: Path) -> None:
     speech.main(["--tiny", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "speech_cpu.json").read_text())["rows"]
     assert [row["what"] for row in rows] == [
+        "speaking",
         "training",
         *["word errors"] * 10,
         *["times of words"] * 2,
         *["streams"] * 4,
     ]
     assert all(row["equal_to_whole"] == row["recordings"] for row in rows if row["what"] == "streams")
-    assert (tmp_path / "speech_cpu.png").stat().st_size > 10_000
+    speech.main(["--draw", "--out", str(tmp_path), "--picture", str(tmp_path / "speech.png")])
+    assert (tmp_path / "speech.png").stat().st_size > 10_000
