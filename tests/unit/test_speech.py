@@ -142,7 +142,7 @@ def test_what_listeners_refuse():
     for samples, picture in ((torch.full((10,), torch.nan), 0.0), (sound(0.1), torch.nan)):
         with pytest.raises(DataError, match="NaN"):
             seeing.push(stream, samples, torch.full((1, 16, 16), picture))
-    assert seeing.counts[stream] == [0, 0]
+    assert (seeing.streams[stream].made, seeing.streams[stream].received) == (0, 0)
     assert model.recognise(torch.zeros(0)) == ""
 
 
