@@ -31,7 +31,7 @@ def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, see
 def train(
     data: Path = Path("speech-data"),
     run: Path = Path("runs/speech"),
-    preset: Literal["speech-tiny", "speech-tiny-av"] = "speech-tiny",
+    preset: Literal["speech-tiny", "speech-tiny-av", "av-small"] = "speech-tiny",
     steps: int = 3000,
     batch: int = 16,
     lr: float = 2e-3,
@@ -44,7 +44,8 @@ def train(
     Args:
         data: Folder with a manifest.jsonl.
         run: Folder for checkpoints.
-        preset: speech-tiny hears; speech-tiny-av also sees mouths, drawn from the recordings' phonemes.
+        preset: speech-tiny hears; speech-tiny-av also sees mouths, drawn from the recordings' phonemes; av-small does
+            so by ResNets of 15 million parameters.
         steps: Training steps.
         batch: Recordings a step.
         lr: Highest learning rate.

@@ -11,7 +11,7 @@ from torch import Tensor
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.speech.data import Recording, load_samples, read_manifest
-from colonnade.speech.features import FRAME, before, log_mel, mel_filters
+from colonnade.speech.features import FRAME, Features
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.mix import SNRS, babble, mix, pink, white
 from colonnade.speech.mouth import draw_mouths
@@ -36,8 +36,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on ``device``."""
-        mel_TA, *others = self.frames
-        frames = Frames(mel_TA.to(device), *(None if x is None else x.to(device) for x in others))
+        sound_TA, *others = self.frames
+        frames = Frames(sound_TA.to(device), *(None if x is None else x.to(device) for x in others))
         return self._replace(frames=frames, letters_P=self.letters_P.to(device))
 
 
@@ -54,7 +54,7 @@ class Corpus:
 
     def __init__(self, folder: Path, config: SpeechConfig, split: str):
         self.config, self.recordings = config, read_manifest(folder, split)
-        self.filters = mel_filters(config.mels).float()
+        self.features = Features(config)
         self.labels = [config.labels(one.text) for one in self.recordings]
         self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
@@ -110,25 +110,25 @@ class Corpus:
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """The frames of these recordings."""
-        audio, video = self.config.audio_history, self.config.picture_history
-        mels, stacks = [], []
+        before, video = self.features.before, self.config.picture_history
+        sounds, stacks = [], []
         heard, seen = [], []
         for i, samples, pictures in examples:
             T = self.frames(i)
             if samples is None:
-                mels.append(torch.zeros(T, (audio + 4) * self.config.mels))
+                sounds.append(torch.zeros(T, self.features.width))
             else:
-                padded = np.zeros(before(audio) + T * FRAME, np.float32)
-                padded[before(audio) : before(audio) + len(samples)] = samples
-                mels.append(log_mel(torch.from_numpy(padded), self.filters, audio))
+                padded = np.zeros(before + T * FRAME, np.float32)
+                padded[before : before + len(samples)] = samples
+                sounds.append(self.features(torch.from_numpy(padded)))
             if pictures is not None:
                 padded = torch.cat((pictures.new_zeros(video, *pictures.shape[1:]), pictures))
                 stacks.append(stack_pictures(padded, video))
             heard += [samples is not None] * T
             seen += [pictures is not None] * T
         pictures_seen = torch.cat(stacks) if stacks else None
-        none = torch.zeros(0, (audio + 4) * self.config.mels)
-        frames = Frames(torch.cat([none, *mels]), torch.tensor(heard), pictures_seen, torch.tensor(seen))
+        none = torch.zeros(0, self.features.width)
+        frames = Frames(torch.cat([none, *sounds]), torch.tensor(heard), pictures_seen, torch.tensor(seen))
         indices = [example.i for example in examples]
         letters_P = torch.cat([self.letters[i] for i in indices])
         return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices], letters_P)

@@ -31,7 +31,9 @@ from colonnade.train.trackers import JsonLines
 from colonnade.train.training_state import RunLock
 
 PARTS = 2
-"""Parts of a batch; each has a thread, so training takes two cores. The numbers do not depend on the cores."""
+"""Parts of a batch, a thread each, so training takes two cores. The numbers do not depend on the cores: the parts of
+a model with batch norm, whose statistics depend on the order, run one after another.
+"""
 TEST_BATCH = 50
 """Recordings that are tested at once."""
 
@@ -78,7 +80,7 @@ def fit(
         schedule = TrainConfig(lr=settings.lr, warmup=settings.warmup, steps=max(settings.steps, settings.warmup + 1))
         metrics = JsonLines(run, first)
         stack.callback(metrics.close)
-        workers = stack.enter_context(_workers())
+        workers = stack.enter_context(_workers(1 if config.front_end == "resnet" else PARTS))
         for step in range(first, settings.steps):
             lr = optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
             parts = list(workers.map(partial(_gradients, model, parameters, corpus, settings, step), range(PARTS)))
@@ -106,10 +108,11 @@ def fit(
 
 
 @contextmanager
-def _workers() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each part of a batch, without threads of its own: products are too small to be divided."""
+def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for the parts of a batch; two have no threads of their own: products are too small to be divided."""
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(PARTS, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+    own = 1 if count > 1 else threads
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(own,)) as workers:
         try:
             yield workers
         finally:

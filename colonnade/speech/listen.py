@@ -7,7 +7,7 @@ from torch import Tensor
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.features import FrameStream, check_samples
+from colonnade.speech.features import Features, FrameStream, check_samples
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
@@ -24,14 +24,14 @@ LOST = 25
 class _Stream:
     """What one stream keeps between calls."""
 
-    def __init__(self, config: SpeechConfig, filters: Tensor):
-        self.sound = FrameStream(filters, config.audio_history)
-        self.mel_TA = filters.new_zeros(0, (config.audio_history + 4) * config.mels)
+    def __init__(self, config: SpeechConfig, features: Features):
+        self.sound = FrameStream(features)
+        self.waiting_TA = self.sound.tail.new_zeros(0, features.width)
         """Frames that wait for their pictures."""
         self.pictures: dict[int, Tensor] = {}
         self.held: dict[int, Tensor] = {}
         """Pictures of frames that may still get one of their own."""
-        self.tail = filters.new_zeros(config.picture_history, config.picture, config.picture)
+        self.tail = self.sound.tail.new_zeros(config.picture_history, config.picture, config.picture)
         self.made = self.received = 0
         """Frames given to the encoder; pictures that came in order."""
         self.newest = -LOST
@@ -39,10 +39,10 @@ class _Stream:
 
     def ready(self, ended: bool) -> int:
         """Waiting frames that need not wait longer."""
-        total = self.made + len(self.mel_TA)
+        total = self.made + len(self.waiting_TA)
         if ended or total - self.newest > LOST:
-            return len(self.mel_TA)
-        return max(0, max(self.newest + 1, total - LAG) - self.made) if self.newest + 1 < total else len(self.mel_TA)
+            return len(self.waiting_TA)
+        return max(0, min(total, max(self.newest + 1, total - LAG)) - self.made)
 
 
 class Listeners:
@@ -63,7 +63,7 @@ class Listeners:
         """A new stream's number; raises CapacityError if all are taken."""
         stream = self.pool.open()
         self.search.reset(stream)
-        self.streams[stream] = _Stream(self.model.config, self.model.filters)
+        self.streams[stream] = _Stream(self.model.config, self.model.sound)
         return stream
 
     @torch.inference_mode()
@@ -105,7 +105,7 @@ class Listeners:
         encoded = self.pool.step()
         if not encoded:
             return {}
-        none = self.model.filters.new_empty(0, self.model.config.joint_width)
+        none = self.model.out.weight.new_empty(0, self.model.config.joint_width)
         frames = [self.model.out(encoded[r]) if r in encoded else none for r in range(self.pool.cache.streams)]
         found = self.search.push(frames)
         return {stream: self.model.config.text([label for _, label in found[stream]]) for stream in encoded}
@@ -131,14 +131,14 @@ class Listeners:
             own.pictures[frame] = picture
             own.newest = max(own.newest, frame)
 
-    def _frames(self, stream: int, mel_TA: Tensor, ended: bool = False) -> None:
+    def _frames(self, stream: int, sound_TA: Tensor, ended: bool = False) -> None:
         """Give the encoder the frames that are ready, each with its picture if that has arrived."""
         own, config = self.streams[stream], self.model.config
-        own.mel_TA = torch.cat((own.mel_TA, mel_TA)) if len(own.mel_TA) else mel_TA
-        count = own.ready(ended) if config.picture else len(own.mel_TA)
+        own.waiting_TA = torch.cat((own.waiting_TA, sound_TA)) if len(own.waiting_TA) else sound_TA
+        count = own.ready(ended) if config.picture else len(own.waiting_TA)
         if not count:
             return
-        mel_TA, own.mel_TA = own.mel_TA[:count], own.mel_TA[count:].clone()
+        sound_TA, own.waiting_TA = own.waiting_TA[:count], own.waiting_TA[count:].clone()
         pictures = seen_T = None
         if config.picture:
             numbers, blank = range(own.made, own.made + count), own.tail.new_zeros(config.picture, config.picture)
@@ -149,7 +149,7 @@ class Listeners:
             seen_T = torch.tensor([x is not None for x in found])
             pictures = stack_pictures(pictures, config.picture_history)[seen_T] if bool(seen_T.any()) else None
         own.made += count
-        self.pool.push(stream, self.model.front_end(Frames(mel_TA, None, pictures, seen_T)))
+        self.pool.push(stream, self.model.front_end(Frames(sound_TA, None, pictures, seen_T)))
 
 
 def listen(model: SpeechModel, chunks: Iterable[Tensor]) -> Iterator[str]:

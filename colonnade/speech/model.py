@@ -32,7 +32,7 @@ from colonnade.kernels import ctc
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
 from colonnade.model.transducer import Joint
-from colonnade.speech.features import FrameStream, mel_filters
+from colonnade.speech.features import Features, FrameStream
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import GreedySearch
@@ -55,27 +55,28 @@ class SpeechModel(nn.Module):
             self.encoder = SegmentEncoder(config.encoder)
             self.out, self.letters = nn.Linear(D, J), nn.Linear(D, PARTS * V)
             lstm = config.predictor == "lstm"
-            self.predictor = LstmPredictor(J, V, J, layers=1) if lstm else StatelessPredictor(J, V, J)
+            P = config.predictor_width or J
+            self.predictor = LstmPredictor(P, V, J, config.predictor_layers) if lstm else StatelessPredictor(P, V, J)
             self.joint = Joint(J, V)
             nn.init.normal_(self.joint.weight, std=J**-0.5)
         self.encoder.initialise(seed)
         self.to(dtype)
-        self.filters = mel_filters(config.mels).to(dtype)
+        self.sound = Features(config, dtype)
 
     def features(self, samples: Tensor) -> Tensor:
-        """The spectra of a whole recording at 16 kHz, (T, 4·mels); a last part of a frame is filled up."""
-        stream = FrameStream(self.filters, self.config.audio_history)
+        """The features of a whole recording at 16 kHz, (T, A); a last part of a frame is filled up."""
+        stream = FrameStream(self.sound)
         return torch.cat((stream.push(samples), stream.end()))
 
-    def frames(self, mel_TA: Tensor, pictures: Tensor | None = None) -> Tensor:
-        """x_TD of a whole recording's spectra and its first pictures, (t, height, width)."""
-        pictures = None if pictures is None or not len(pictures) else pictures[: len(mel_TA)]
+    def frames(self, sound_TA: Tensor, pictures: Tensor | None = None) -> Tensor:
+        """x_TD of a whole recording's features and its first pictures, (t, height, width)."""
+        pictures = None if pictures is None or not len(pictures) else pictures[: len(sound_TA)]
         if pictures is None or not self.config.picture:
-            return self.front_end(Frames(mel_TA, pictures_seen=pictures))
+            return self.front_end(Frames(sound_TA, pictures_seen=pictures))
         history = self.config.picture_history
         padded = torch.cat((pictures.new_zeros(history, *pictures.shape[1:]), pictures))
-        seen_T = torch.arange(len(mel_TA), device=mel_TA.device) < len(pictures)
-        return self.front_end(Frames(mel_TA, None, stack_pictures(padded, history), seen_T))
+        seen_T = torch.arange(len(sound_TA), device=sound_TA.device) < len(pictures)
+        return self.front_end(Frames(sound_TA, None, stack_pictures(padded, history), seen_T))
 
     def encode(self, x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
         """The encoded frames of whole recordings."""
@@ -117,10 +118,10 @@ class SpeechModel(nn.Module):
     @torch.inference_mode()
     def recognise(self, samples: Tensor, pictures: Tensor | None = None) -> str:
         """The text of a whole recording, by greedy search; equal to what streams give."""
-        mel_TA = self.features(samples)
-        if not len(mel_TA):
+        sound_TA = self.features(samples)
+        if not len(sound_TA):
             return ""
-        return self.texts(self.frames(mel_TA, pictures), [len(mel_TA)])[0]
+        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)])[0]
 
     @torch.inference_mode()
     def texts(self, x_TD: Tensor, lengths: Sequence[int]) -> list[str]:
@@ -132,11 +133,11 @@ class SpeechModel(nn.Module):
     @torch.inference_mode()
     def align(self, samples: Tensor, text: str, pictures: Tensor | None = None) -> list[WordTime]:
         """The time of each word of a known text, by the best path through the letter head's labels."""
-        mel_TA = self.features(samples)
+        sound_TA = self.features(samples)
         labels = self.config.labels(text)
-        if not len(mel_TA):
+        if not len(sound_TA):
             raise DataError("a recording of 0 samples has no words; give a longer one")
-        y_TD = self.encode(self.frames(mel_TA, pictures), [len(mel_TA)])
+        y_TD = self.encode(self.frames(sound_TA, pictures), [len(sound_TA)])
         return word_times(text, ctc.align(self.letter_logprobs(y_TD), labels))
 
     def save(

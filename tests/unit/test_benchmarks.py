@@ -27,6 +27,7 @@ import quantised_linear
 import quantised_quality
 import skinny_gemm
 import speech
+import speech_streams
 import weak_scaling
 from colonnade import api
 from colonnade.config import Plan
@@ -388,6 +389,20 @@ def test_prefill_benchmark() -> None:
     rows, results = prefill.measure("tiny", T, "cpu")
     assert [row["who"] for row in rows] == ["colonnade", "transformers"]
     assert results[0].value == rows[0]["tokens_per_s"] and results[0].peer_value == rows[1]["tokens_per_s"]
+
+
+def test_the_benchmark_of_streams_measures(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip("PIL")
+    threads = torch.get_num_threads()
+    try:
+        speech_streams.main(["--tiny", "--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "speech_streams_cpu.json").read_text())["rows"]
+    kinds = ["one live stream"] * 4 + ["front ends"] * 2 + ["encoder step"] * 2 + ["streams"]
+    assert [row["what"] for row in rows] == kinds
+    assert 1 < rows[0]["letters_per_s"] < 60
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_text_goes_on_when_the_video_is_lost():
         if t < 20:
             listeners.see(stream, t, pictures[t])
         text += hear(listeners, stream, part)
-        waiting.append(len(listeners.streams[stream].mel_TA))
+        waiting.append(len(listeners.streams[stream].waiting_TA))
     assert max(waiting[:20]) == 0
     assert max(waiting) == LAG
     assert waiting[20 + LOST :] == [0] * (60 - LOST)
@@ -291,7 +291,7 @@ def test_an_hour_takes_the_memory_of_ten_minutes():
     def state() -> list[int]:
         own = listeners.streams[stream]
         return [
-            len(own.mel_TA),
+            len(own.waiting_TA),
             len(own.pictures),
             len(own.held),
             len(own.sound.tail),
