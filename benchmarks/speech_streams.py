@@ -3,10 +3,10 @@
     python benchmarks/speech_streams.py            # minutes; take two idle cores: taskset -c 0,1
     python benchmarks/speech_streams.py --tiny     # a smoke test
 
-Weights are random, which changes no speed; letters are emitted at random, 12 a second, as in speech. RTF is computing time over the sound's length, of one stream that gets 40 ms of sound and a JPEG
-of 96 × 96 at a time: decoding the JPEG (``jpegs_decoded``; only where PyAV and Pillow are installed), front ends,
-encoder and search. There is no face detector in it.
-``rtf_wall`` is by the clock, ``rtf_cpu`` by the CPU time of all threads.
+Weights are random, which changes no speed; letters are emitted at random, 12 a second, as in speech. RTF is computing
+time over the sound's length, of one stream that gets 40 ms of sound and a JPEG of 96 × 96 at a time: decoding the JPEG
+(``jpegs_decoded``; only where PyAV and Pillow are installed), front ends, encoder and search. There is no face detector
+in it. ``rtf_wall`` is by the clock, ``rtf_cpu`` by the CPU time of all threads.
 
 The encoder's step takes a segment of every stream. torchaudio's Emformer (``infer``) has the same shape and takes all
 streams in lockstep; ours may join and leave. Medians; the two take turns.
