@@ -205,11 +205,11 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(row)
         return row
 
-    seconds, rounds = (1.0, 1) if args.tiny else (args.seconds, args.rounds)
+    seconds, rounds = (0.8, 1) if args.tiny else (args.seconds, args.rounds)
     for preset in ("speech-tiny-av",) if args.tiny else ("av-small", "speech-tiny-av"):
         model = talker(preset)
-        live(model, preset, 2.0, True, 2)  # warm
-        for threads in (2, 1):
+        live(model, preset, seconds / 10, True, 1)  # warm
+        for threads in (1,) if args.tiny else (2, 1):
             for seen in (True, False):
                 row = add(live(model, preset, seconds, seen, threads))
                 if preset == "av-small" and seen and threads == 2:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
+from colonnade.speech.audio import load_audio
+from colonnade.speech.augment import BORDER, augment_sound, crop_pictures, mask_bands, mask_sound
 from colonnade.speech.data import Recording, load_samples, read_manifest
 from colonnade.speech.features import FRAME, Features
 from colonnade.speech.front_end import Frames, stack_pictures
@@ -52,8 +54,11 @@ class Example(NamedTuple):
 class Corpus:
     """The recordings of one split."""
 
-    def __init__(self, folder: Path, config: SpeechConfig, split: str):
+    def __init__(self, folder: Path, config: SpeechConfig, split: str, noises: Path | None = None):
         self.config, self.recordings = config, read_manifest(folder, split)
+        self.noises = [load_audio(path).numpy() for path in sorted(noises.iterdir())] if noises else []
+        if noises and not self.noises:
+            raise DataError(f"{noises} has no files; put recordings of noise there")
         self.features = Features(config)
         self.labels = [config.labels(one.text) for one in self.recordings]
         self.letters: list[Tensor] = []
@@ -72,32 +77,51 @@ class Corpus:
         return -(-len(self.samples[i]) // FRAME)
 
     def noisy(self, i: int, snr: float | None, random: np.random.Generator, kind: int = 0) -> np.ndarray:
-        """Recording ``i`` at a ratio in dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink."""
-        own = self.samples[i].astype(np.float32) / 32768
+        """Recording ``i`` at a ratio in dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink, 3 from a file."""
+        return self._mixed(i, self.samples[i].astype(np.float32) / 32768, snr, random, kind)
+
+    def _mixed(self, i: int, own: np.ndarray, snr: float | None, random: np.random.Generator, kind: int) -> np.ndarray:
         if snr is None:
             return own
+        if kind == 3:
+            noise = self.noises[random.integers(len(self.noises))]
+            return mix(own, np.roll(noise, -random.integers(len(noise))), snr)
         if kind:
             return mix(own, (white, pink)[kind - 1](len(own), random), snr)
         others = self.samples[: BABBLE_VOICES + 1]
         others = [x for j, x in enumerate(others) if j != i] or others
         return mix(own, babble(others[:BABBLE_VOICES], len(own), random), snr)
 
-    def mouths(self, i: int, random: np.random.Generator) -> Tensor:
+    def mouths(self, i: int, random: np.random.Generator, size: int | None = None) -> Tensor:
         """Drawn pictures of recording ``i``."""
-        size = self.config.picture
+        size = size or self.config.picture
         return torch.from_numpy(draw_mouths(self.recordings[i].known_phonemes, self.frames(i), size, random))
 
-    def train_batch(self, chosen: Sequence[int], random: np.random.Generator, noise: bool) -> Batch:
-        """Recordings with random noise, some without sound or without pictures."""
+    def train_batch(
+        self, chosen: Sequence[int], random: np.random.Generator, noise: bool, augment: bool = False
+    ) -> Batch:
+        """Recordings with random noise, some without sound or without pictures; ``augment`` changes them more."""
         examples: list[Example] = []
+        size, kinds = self.config.picture, 4 if self.noises else 3
         for i in chosen:
             snr = SNRS[random.integers(len(SNRS))] if noise else None
-            kind = 0 if random.random() < BABBLE_SHARE else int(random.integers(1, 3))
-            drop = random.random() if self.config.picture else 1.0
-            samples = None if drop < DROP_SOUND else self.noisy(i, snr, random, kind)
-            seen = self.config.picture and not DROP_SOUND <= drop < DROP_SOUND + DROP_PICTURES
-            examples.append(Example(i, samples, self.mouths(i, random) if seen else None))
-        return self.batch(examples)
+            kind = 0 if random.random() < BABBLE_SHARE else int(random.integers(1, kinds))
+            drop = random.random() if size else 1.0
+            samples = pictures = None
+            if drop >= DROP_SOUND:
+                own = self.samples[i].astype(np.float32) / 32768
+                samples = self._mixed(i, augment_sound(own, random) if augment else own, snr, random, kind)
+                samples = mask_sound(samples, random) if augment else samples
+            if size and not DROP_SOUND <= drop < DROP_SOUND + DROP_PICTURES:
+                pictures = self.mouths(i, random, round(BORDER * size) if augment else size)
+                pictures = crop_pictures(pictures, size, random) if augment else pictures
+            examples.append(Example(i, samples, pictures))
+        batch = self.batch(examples)
+        if not augment or self.features.samples:
+            return batch
+        parts = batch.frames.sound_TA.split(batch.lengths)
+        sound_TA = torch.cat([mask_bands(part, self.config.mels, random) for part in parts])
+        return batch._replace(frames=batch.frames._replace(sound_TA=sound_TA))
 
     def test_batch(self, chosen: Sequence[int], snr: float | None, pictures: bool, seed: int) -> Batch:
         """Recordings in babble; noise and pictures are functions of the seed and the recording."""

@@ -50,6 +50,10 @@ class FitSettings(NamedTuple):
     clean: int = 400
     """Steps before the first noise: in noise from the start, the encoder learns nothing for hundreds of steps."""
     noise: bool = True
+    noises: Path | None = None
+    """Folder with further recordings of noise."""
+    augment: bool = False
+    """Rooms, codecs, masks and crops too."""
 
 
 def fit(
@@ -67,7 +71,7 @@ def fit(
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
         raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
-    corpus = Corpus(data, config, "train")
+    corpus = Corpus(data, config, "train", settings.noises)
     with RunLock(run, SOLO) as lock, StopSignal(SOLO) as stop, ExitStack() as stack:
         remove_partials(run)
         model, first, state = SpeechModel(config, settings.seed), 0, {}
@@ -144,7 +148,8 @@ def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0)
     """A part of the batch of ``step``: its recordings, noise and modalities are functions of seed, step and part."""
     random = np.random.Generator(np.random.PCG64([settings.seed, step, part]))
     indices = batch_indices(len(corpus.samples), settings, step)[part::PARTS]
-    return corpus.train_batch(indices, random, settings.noise and step >= settings.clean)
+    noise = settings.noise and step >= settings.clean
+    return corpus.train_batch(indices, random, noise, settings.augment and noise)
 
 
 def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int]:
