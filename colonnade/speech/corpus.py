@@ -161,4 +161,8 @@ class Corpus:
         """Letter targets of a recording, all UNKNOWN without times of its words."""
         if not one.words or " " not in self.config.letters:
             return torch.full((PARTS * frames,), UNKNOWN)
+        if len(one.words) != len(one.text.split(" ")):
+            raise DataError(
+                f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; give one a word"
+            )
         return letter_targets(labels, self.config.letters.index(" ") + 1, one.words, frames)

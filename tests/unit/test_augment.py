@@ -117,6 +117,14 @@ def test_noise_of_a_folder_has_the_ratio(corpus):
         Corpus(corpus, SEEING, "train", corpus / "empty")
 
 
+def test_times_of_other_words_are_refused(corpus):
+    lines = (corpus / MANIFEST).read_text().splitlines()
+    wrong = Recording.model_validate_json(lines[0]).model_copy(update={"words": ((0.1, 0.3),)})
+    (corpus / MANIFEST).write_text("\n".join([*lines[1:], wrong.model_dump_json()]))
+    with pytest.raises(DataError, match=r"0\.wav has 1 times of words and 2 words"):
+        Corpus(corpus, SEEING, "train")
+
+
 def test_training_with_augmentation_runs(corpus, tmp_path):
     settings = fit.FitSettings(steps=3, batch=3, warmup=1, clean=1, augment=True, noises=corpus / "noise")
     losses: list[float] = []
