@@ -69,23 +69,24 @@ def cache_shapes() -> None:
     from triton._utils import validate_block_shape
 
     @functools.cache
-    def elements(shape: tuple[int, ...]) -> int:
+    def sizes(shape: tuple[int, ...]) -> tuple[Any, int]:
         if not shape:
             raise TypeError("0d block_type is forbidden")
-        return validate_block_shape(shape)
+        return tl.tuple(shape), validate_block_shape(shape)
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
-        self.shape = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
-        self.numel = elements(self.shape)
+        self.shape, self.numel = sizes(
+            tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        )
 
     @functools.cache
     def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return tuple(map(tl.constexpr, shape)), tl.constexpr(math.prod(shape))
+        return tl.tuple(map(tl.constexpr, shape)), tl.constexpr(math.prod(shape))
 
     def tensor(self: Any, handle: Any, kind: Any) -> None:
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = constants(kind.shape if kind.is_block() else ())
+        self.shape, self.numel = constants(tuple(kind.shape.values) if kind.is_block() else ())
 
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
