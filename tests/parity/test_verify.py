@@ -198,14 +198,20 @@ def _read(out: Path, plans: int) -> dict:
     return found
 
 
+def _checkpoint(folder: Path, **changes: object) -> Path:
+    config = MODEL.replace(**changes)
+    native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo())
+    return folder
+
+
 def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "verify.json"
-    assert _verify("tour", "--world", "2", "--all", "--out", out) == 0
+    assert _verify(_checkpoint(tmp_path / "tiny", layers=4), "--world", "2", "--all", "--out", out) == 0
     plans = all_plans(2)
     found = _read(out, len(plans))
     assert {row["name"] for row in found["plans"]} == {str(plan) for plan in plans}
     assert all(row["ok"] and set(row["errors"]) == set(CHECKS) for row in found["plans"])
-    assert found["model"]["heads"] == preset("tour").heads
+    assert found["model"]["width"] == MODEL.width
     output = capfd.readouterr()
     assert output.out.count("ok  ") == len(plans)
     assert f"{len(plans)} of {len(plans)} plans equal one process" in output.err
@@ -224,12 +230,6 @@ def test_encoder_compares_no_generated_tokens(
     assert "leaked" not in capfd.readouterr().err, "workers leak no objects"
 
 
-def _checkpoint(folder: Path) -> Path:
-    config = MODEL.replace(kv_heads=1, layers=2)
-    native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo())
-    return folder
-
-
 @pytest.mark.exec  # a program started by fork ends without leak checks
 def test_checkpoint_is_verified_by_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -243,7 +243,7 @@ def test_checkpoint_is_verified_by_its_config(
 
     monkeypatch.setattr(it, "covering", two)
     out = tmp_path / "verify.json"
-    assert _verify(_checkpoint(tmp_path / "tiny"), "--world", "2", "--out", out) == 0
+    assert _verify(_checkpoint(tmp_path / "tiny", kv_heads=1, layers=2), "--world", "2", "--out", out) == 0
     assert {plan.tp for plan in allowed} == {1} and {plan.pp for plan in allowed} == {1, 2}
     found = _read(out, 2)["model"]
     assert (found["kv_heads"], found["qk_norm"], found["window"]) == (1, True, 7)
@@ -265,7 +265,7 @@ def test_miss_exits_with_1_and_names_the_tensor(
     broken = functools.partial(faults.work, faults.tied_gradients_not_summed)
     monkeypatch.setattr(verifying, "_work", broken)
     monkeypatch.setattr(it, "all_plans", lambda *_: [Plan(pp=2), Plan(dp=2)])
-    assert _verify("tour", "--world", "2", "--all", "--out", out) == 1
+    assert _verify(_checkpoint(tmp_path / "tiny", layers=4), "--world", "2", "--all", "--out", out) == 1
     broke, correct = _read(out, 2)["plans"]
     assert (broke["ok"], correct["ok"]) == (False, True)
     assert broke["where"]["gradients"] == "embed.tokens.weight"
