@@ -32,6 +32,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,7 +69,7 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def by_exec() -> Any:
+def by_exec() -> Iterator[None]:
     """Programs that this process starts in the block start by exec."""
     before, Client.disabled = Client.disabled, True
     try:
@@ -83,9 +84,9 @@ def _read_at_import(variables: dict[str, str]) -> dict[str, str]:
 
 
 def _words(command: list[str]) -> tuple[list[str], list[str]]:
-    """(-u and the values of -W, the words after them) of a command; no words if others are among them."""
+    """(-B, -u and the values of -W, the words after them) of a command; no words if others are among them."""
     options, rest = [], command[1:]
-    while rest and rest[0].startswith(("-u", "-W")):
+    while rest and rest[0].startswith(("-B", "-u", "-W")):
         word, *rest = rest
         options.append(word.removeprefix("-W") or rest.pop(0))
     known = bool(rest) and (rest[0] in ("-m", "-c") or rest[0].endswith(".py"))
@@ -286,7 +287,8 @@ def _run(request: dict[str, Any]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     tempfile.tempdir = None
     _open_standard_files(unbuffered="-u" in options)
-    sys.warnoptions[:] = [option for option in options if option != "-u"]
+    sys.dont_write_bytecode = "-B" in options
+    sys.warnoptions[:] = [option for option in options if option not in ("-B", "-u")]
     warnings._processoptions(sys.warnoptions)
     Client(_serve_in_child()).patch()
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
