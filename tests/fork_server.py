@@ -51,10 +51,12 @@ PROGRAMS = (
 
 READ_AT_IMPORT = ("PYTHON", "OMP_NUM", "MKL_", "OPENBLAS_", "TRITON_", "CUDA_", "TORCH_", "LD_", "HF_", "HOME", "XDG_")
 """Prefixes of variables that modules read when they are imported: a program with other values starts by exec."""
-NOT_READ = ("PYTHONDONTWRITE", "TORCH_NCCL", "TORCH_SYMM")
+NOT_READ = ("PYTHONDONTWRITE", "PYTHONPATH", "TORCH_NCCL", "TORCH_SYMM")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Ignored by a program if its requester ignores them, as after an exec."""
+
+ROOT = Path(__file__).parents[1]
 
 PADDING = 8192
 """Bytes of the fork server's command line, over which each program writes its own."""
@@ -83,6 +85,11 @@ def _read_at_import(variables: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in kept.items() if not name.startswith(NOT_READ)}
 
 
+def _folders(variables: dict[str, str], cwd: str) -> set[Path]:
+    """The folders of PYTHONPATH."""
+    return {Path(cwd, folder).resolve() for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder}
+
+
 def _words(command: list[str]) -> tuple[list[str], list[str]]:
     """(-B, -u and the values of -W, the words after them) of a command; no words if others are among them."""
     options, rest = [], command[1:]
@@ -105,6 +112,7 @@ class Client:
         self.server, self.root, self.lock = server, server is None, threading.Lock()
         self.all_variables = dict(os.environ)
         self.variables = _read_at_import(self.all_variables)
+        self.folders = {ROOT, *_folders(self.all_variables, ".")}
         self.originals = subprocess._fork_exec, multiprocessing.util.spawnv_passfds, os.setsid
 
     def patch(self) -> None:
@@ -153,11 +161,12 @@ class Client:
         known = words and (
             words[0].endswith(".py") or any(words[0] == option and words[1].startswith(it) for option, it in PROGRAMS)
         )
-        executable = command[0] == sys.executable
-        if Client.disabled or not known or not executable or _read_at_import(variables) != self.variables:
+        cwd = cwd or str(Path.cwd())
+        same = _read_at_import(variables) == self.variables and _folders(variables, cwd) <= self.folders
+        if Client.disabled or not known or not same or command[0] != sys.executable:
             return 0
         request = {
-            "command": command, "variables": variables, "files": list(files), "cwd": cwd or str(Path.cwd()),
+            "command": command, "variables": variables, "files": list(files), "cwd": cwd,
             "new_session": new_session, "affinity": sorted(os.sched_getaffinity(0)),
             "ignored": [int(number) for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
@@ -181,11 +190,11 @@ class Client:
 def _start(variables: dict[str, str]) -> socket.socket:
     """Start a fork server by exec; returns its connection."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    root, null = Path(__file__).parents[1], subprocess.DEVNULL
+    null = subprocess.DEVNULL
     with theirs, by_exec():
         command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), " " * PADDING]
         files = {"pass_fds": [theirs.fileno()], "stdin": null, "stdout": null, "stderr": null}
-        server = subprocess.Popen(command, cwd=root, env=variables, **files)
+        server = subprocess.Popen(command, cwd=ROOT, env=variables, **files)
 
     def end() -> None:
         ours.close()
@@ -281,6 +290,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["variables"])
     os.chdir(request["cwd"])
+    sys.path[1:1] = [str(folder) for folder in _folders(request["variables"], request["cwd"])]
     os.sched_setaffinity(0, request["affinity"])
     for number in SIGNALS:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -198,20 +198,14 @@ def _read(out: Path, plans: int) -> dict:
     return found
 
 
-def _checkpoint(folder: Path, **changes: object) -> Path:
-    config = MODEL.replace(**changes)
-    native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo())
-    return folder
-
-
 def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "verify.json"
-    assert _verify(_checkpoint(tmp_path / "tiny", layers=4), "--world", "2", "--all", "--out", out) == 0
+    assert _verify("tour", "--world", "2", "--all", "--out", out) == 0
     plans = all_plans(2)
     found = _read(out, len(plans))
     assert {row["name"] for row in found["plans"]} == {str(plan) for plan in plans}
     assert all(row["ok"] and set(row["errors"]) == set(CHECKS) for row in found["plans"])
-    assert found["model"]["width"] == MODEL.width
+    assert found["model"]["heads"] == preset("tour").heads
     output = capfd.readouterr()
     assert output.out.count("ok  ") == len(plans)
     assert f"{len(plans)} of {len(plans)} plans equal one process" in output.err
@@ -228,6 +222,12 @@ def test_encoder_compares_no_generated_tokens(
     found = _read(out, 3)
     assert all(row["ok"] and set(row["errors"]) == set(CHECKS) - {"tokens"} for row in found["plans"])
     assert "leaked" not in capfd.readouterr().err, "workers leak no objects"
+
+
+def _checkpoint(folder: Path, **changes: object) -> Path:
+    config = MODEL.replace(**changes)
+    native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo())
+    return folder
 
 
 @pytest.mark.exec  # a program started by fork ends without leak checks

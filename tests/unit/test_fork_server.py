@@ -103,11 +103,12 @@ def test_variables_read_at_import_need_an_exec(script: Path) -> None:
     """And so does code on the command line."""
     code = "import sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True).stdout == "False\n"
-    script.write_text("import os; print('libtorch' in open('/proc/self/maps').read())")
-    for threads in ("1", "2"):
-        variables = os.environ | {"OMP_NUM_THREADS": threads}
+    script.write_text("import os, tests; print('libtorch' in open('/proc/self/maps').read())")
+    root = str(fork_server.ROOT)
+    for threads, path in (("1", root), ("2", root), ("1", f"{root}:{script.parent}")):
+        variables = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": path}
         done = subprocess.run([sys.executable, str(script)], check=False, env=variables, capture_output=True, text=True)
-        assert done.stdout == f"{threads == os.environ['OMP_NUM_THREADS']}\n"
+        assert done.stdout == f"{(threads, path) == (os.environ['OMP_NUM_THREADS'], root)}\n", done
 
 
 def test_a_killed_program_is_reaped_by_its_requester(script: Path) -> None:
