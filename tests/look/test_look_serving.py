@@ -27,7 +27,7 @@ KEY = {"authorization": "Bearer secret"}
 
 def ask(look: EngineLook, method: str, path: str, query: str = "", body: Any = None) -> tuple[int, Any]:
     raw = b"" if body is None else json.dumps(body).encode()
-    wire = json.loads(json.dumps({"do": "look", "ids": ["1"], **question(method, path, query, raw)}))
+    wire = json.loads(json.dumps({"do": "look", "ids": ["1"], **question("tiny", method, path, query, raw)}))
     answer = answer_of(json.loads(json.dumps(look.reply(wire))))
     return answer.status, json.loads(answer.body) if answer.content_type == "application/json" else answer.body
 
@@ -39,7 +39,7 @@ def test_an_engine_answers_between_steps() -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     alone = Engine(model, tiny.tokenizer(), config).generate([TEXT], params)[0]
     engine = Engine(model, tiny.tokenizer(), config)
-    look, tokens = EngineLook(engine), []
+    look, tokens = EngineLook(engine, "tiny"), []
     key = engine.add(tiny.tokenizer().encode(TEXT), params)
     run = ""
     while engine.busy:
@@ -53,7 +53,8 @@ def test_an_engine_answers_between_steps() -> None:
     status, tile = ask(look, "GET", "tensor", f"run={run}&layer=1&head=2&name=out&parts=2")
     expected = record(model, tiny.tokenizer().encode("The lazy dog sleeps on."), [])
     assert np.abs(decode_tile(tile) - Names(expected, 1, 2).get("out")).max() < 1e-4
-    assert ask(look, "GET", "model")[1]["pages"][-1] == "cache"
+    model = ask(look, "GET", "model")[1]
+    assert model["pages"][-1] == "cache" and model["model"] == "tiny"
 
 
 @pytest.fixture(scope="module")
