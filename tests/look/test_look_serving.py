@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from colonnade.look.tensors import Names
 from colonnade.look.tiles import decode_tile
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.look import EngineLook, answer_of, question
+from tests.look.pictures import check_references
 from tests.look.test_look_pages import TEXT
 from tests.serve import tiny
 from tests.serve.serving import Running, server
@@ -78,12 +80,14 @@ def test_only_the_admin_key_opens_it(running: Running) -> None:
 
 
 @pytest.mark.slow
-def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: Running) -> None:
+def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: Running, references: Path) -> None:
     viewer = open_viewer(f"{running.url}/look/")
     viewer.wait("Boolean(document.querySelector('#group-model input[type=password]'))")
     viewer.page.fill("#group-model input", "wrong")
     viewer.page.click("#group-model button")
-    viewer.wait("document.querySelector('#group-model input').value === ''")  # it asks again
+    viewer.wait("document.querySelector('#group-model input').value === ''")  # it asks again, and says why
+    refused = viewer.page.locator("#group-model [role=alert]")
+    assert refused.inner_text() == "This is not the server's admin key. Try again."
     viewer.page.fill("#group-model input", "secret")
     viewer.page.click("#group-model button")
     viewer.wait("Boolean(document.getElementById('model-page'))")
@@ -103,6 +107,10 @@ def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: R
     viewer.go(encode_state({"model": {"page": "cache"}}))
     requests.join()
     assert viewer.error == "" and "pages of 4 tokens" in viewer.page.text_content("#board")
+    assert viewer.page.inner_text("#group-model .quiet").startswith("tiny: 2 layers")
+    viewer.page.click("#group-model button.main")  # reads the cache again: the request has ended
+    viewer.wait("document.getElementById('board').textContent.includes('No request runs now')")
+    check_references({"server_cache_light": viewer.shot()}, references)
 
 
 @pytest.mark.long

@@ -339,15 +339,17 @@ export class App {
     const near = camera[2] === 0 && this.view.shows(key) && !$("canvas").hidden;
     $("near").hidden = !near;
     if (!near) return;
-    const how = focus === "" ? ". Keys: 0 shows the whole scene, F the next matrix." : "";
+    const how = focus === "" ? " (keys: 0 shows all, F the next matrix)" : "";
     $("near").textContent = caption(this.trees, shapes(this.trees, leaves), this.state, key) + how;
   }
 
   /** Fits the scene between the title and what lies at the bottom. */
   private refit(): void {
+    const captionBottom = $("caption").offsetTop + $("caption").offsetHeight + 6;
+    for (const id of ["board", "error"]) $(id).style.top = `${captionBottom}px`;
     const shown = (id: string) => !$(id).hidden && $(id).offsetHeight > 0;
     const bottoms = ["tour", "player"].filter(shown).map((id) => $("stage").clientHeight - $(id).offsetTop);
-    const insets = { top: $("caption").offsetTop + $("caption").offsetHeight + 6, bottom: Math.max(0, ...bottoms) };
+    const insets = { top: captionBottom, bottom: Math.max(0, ...bottoms) };
     const place = JSON.stringify([insets, $("stage").clientWidth, $("stage").clientHeight, this.state.camera, this.loads]);
     if (place === this.fitted) return;
     this.fitted = place;

@@ -68,8 +68,8 @@ export class Panel {
       root.append(h("details", { open, id: `group-${name}` }, h("summary", {}, title), body));
     };
     slot("model", "Model", true);
-    slot("goto", "Go to a matrix", true);
     slot("examples", "Examples and tour", true);
+    slot("goto", "Go to a matrix", true);
     slot("expression", "Expression");
     slot("matrices", "Matrices");
     slot("products", "Products");
@@ -137,6 +137,10 @@ export class Panel {
     const focused = document.activeElement instanceof HTMLElement && this.root.contains(document.activeElement) ? document.activeElement.id : "";
     const { state } = this.app;
     const own = state.model.page === "";
+    // A model's page leads to its matrices first, the page without one to the tour.
+    const [goto, examples] = (["goto", "examples"] as const).map((name) => this.slots.get(name)!.parentElement!);
+    const [first, second] = own ? [examples!, goto!] : [goto!, examples!];
+    if (first.nextElementSibling !== second) first.after(second);
     for (const name of ["expression", "matrices", "products"]) this.slots.get(name)!.parentElement!.hidden = !own;
     if (own) {
       const names = this.app.trees.map((tree) => format(tree));

@@ -399,6 +399,7 @@ export class View {
     for (const cloud of [...[...this.clouds.values()].flat(), ...this.sweeps]) cloud.set("pointSize", pixels);
     this.labels.place(this.camera, this.canvas.clientWidth, this.canvas.clientHeight);
     this.renderer.render(this.scene, this.camera);
+    for (const dispose of this.retired.splice(0)) dispose();
     return true;
   }
 
@@ -411,6 +412,8 @@ export class View {
   }
   private moving = false;
   private movedAt = -Infinity;
+  /** Frees earlier scenes once the next one is drawn: their shader programs, which it shares, are not compiled again. */
+  private readonly retired: (() => void)[] = [];
 
   /** Waits until what was drawn is complete. */
   finish(): void {
@@ -422,9 +425,11 @@ export class View {
     this.moving = false;
     this.movedAt = -Infinity;
     this.scene.remove(this.root);
-    disposeAll(this.root);
-    for (const texture of this.textures.values()) texture.dispose();
-    for (const { texture } of this.partial.values()) texture.dispose();
+    const [root, textures] = [this.root, [...this.textures.values(), ...[...this.partial.values()].map(({ texture }) => texture)]];
+    this.retired.push(() => {
+      disposeAll(root);
+      for (const texture of textures) texture.dispose();
+    });
     this.labels.clear();
     this.textures.clear();
     this.partial.clear();
