@@ -19,6 +19,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
     "--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--disable-default-apps", "--use-angle=swiftshader", "--enable-unsafe-swiftshader",
+    "--disable-gpu-compositing",  # software draws the page's other parts quicker without it
     "--force-color-profile=srgb", "--hide-scrollbars",
 ]  # fmt: skip
 TIMEOUT_MS = 120_000
