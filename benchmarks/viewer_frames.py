@@ -13,9 +13,10 @@ while the camera turns, and all of them at rest.
     rest_ms          a frame at rest, until its last pixel is drawn, median
 
 CPU times come from the kernel (schedstat), so that other processes on the machine hardly count; seconds that are not
-CPU time, and frames per second, depend on its other load (load_average at the end). Each figure of frames is the best
-of three runs (page_cpu_ms_worst: the worst). Interactive: from a fresh browser's navigation until the page has drawn
-its first scene and turned it at a key; the fastest of five browsers (interactive_s_worst: the slowest).
+CPU time, and frames per second, depend on its other load (load_average at the end) and on this script's priority
+(nice: negative values come before other work). Each figure of frames is the best of three runs (page_cpu_ms_worst: the
+worst). Interactive: from a fresh browser's navigation until the page has drawn its first scene and turned it at a key;
+the fastest of five browsers (interactive_s_worst: the slowest).
 """
 
 import argparse
@@ -126,6 +127,7 @@ def measure(gpu: bool) -> list[dict[str, Cell]]:
     assert chromium is not None, "needs chromium: apt-get install chromium"
     common: dict[str, Cell] = {
         "bundle_bytes_gzipped": sum(len(gzip.compress(path.read_bytes())) for path in STATIC.iterdir()),
+        "nice": os.nice(0),
         "rendering": "graphics driver" if gpu else "software (SwiftShader)",
     }
     with running(None) as url, sync_playwright() as driver:
