@@ -30,6 +30,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._scorer, self._tokens, self._serve, self._name = scorer, tokenizer, serve, name
         self._engine: Engine | None = None
+        self._encoded = dict[str, list[int]]()
         self.batch_size = scorer.budget_tokens  # reported by lm-eval
 
     @property
@@ -61,14 +62,32 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The ids of ``string``; with BOS if the tokenizer adds one and the text does not begin with it."""
         if add_special_tokens is None:
-            bos = self._tokens.bos_id
-            prefix = None if bos is None else self._tokens.token(bos)
-            add_special_tokens = not (prefix and string.startswith(prefix))
+            if (ids := self._encoded.get(string)) is not None:
+                return ids
+            add_special_tokens = self._adds_bos(string)
         return self._tokens.encode(string, special=add_special_tokens)
+
+    def _adds_bos(self, string: str) -> bool:
+        bos = self._tokens.bos_id
+        prefix = None if bos is None else self._tokens.token(bos)
+        return not (prefix and string.startswith(prefix))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """The log-likelihood of each text after its context, and whether each token is the argmax."""
-        return super().loglikelihood(requests, disable_tqdm=True)  # its bar is that of encoding, which takes no time
+        # All texts are encoded at once, on several cores, and a context of several requests once.
+        texts = dict.fromkeys(
+            text
+            for context, continuation in (tuple[str, str](request.args) for request in requests)
+            if context
+            for text in (context.rstrip(), context + continuation)
+        )
+        for special in (True, False):
+            some = [text for text in texts if self._adds_bos(text) == special]
+            self._encoded.update(zip(some, self._tokens.encode_batch(some, special), strict=True))
+        try:
+            return super().loglikelihood(requests, disable_tqdm=True)  # its bar is that of encoding
+        finally:
+            self._encoded.clear()
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any

@@ -14,7 +14,7 @@ import torch
 
 from colonnade.api import Model, save
 from colonnade.cli import main
-from colonnade.config import Plan
+from colonnade.config import LatentConfig, Plan
 from colonnade.errors import ConfigError, DataError, RequestError
 from colonnade.evaluate import run as evaluation
 from colonnade.evaluate.harness import HarnessModel
@@ -79,6 +79,36 @@ def test_equal_inputs_are_run_once() -> None:
     assert sum(
         math.exp(each.logp) for each in scorer.score([Request([1, 2, 3], [t]) for t in range(301)])
     ) == pytest.approx(1)
+
+
+def answers(contexts: int = 4, seed: int = 5) -> list[Request]:
+    """Questions with several answers of different lengths, some of them equal or one the beginning of another."""
+    choose, made = random.Random(seed), list[Request]()
+    for length in choose.sample(range(10, 110), contexts):
+        context = choose.choices(range(300), k=length)
+        first = choose.choices(range(300), k=6)
+        made += [Request(context, first), Request(context, first[:3]), Request(context, [first[0]])]
+        made += [Request(context, choose.choices(range(300), k=choose.randrange(1, 12))) for _ in range(3)]
+    return choose.sample(made, len(made))
+
+
+@pytest.mark.parametrize("kind", ["grouped", "window", "latent", "learned"])
+def test_answers_that_share_a_context_equal_a_full_log_softmax(kind: str) -> None:
+    settings: dict[str, Any] = {
+        "grouped": {}, "window": {"window": 24},
+        "latent": {"latent": LatentConfig(kv_rank=5, rope_width=2, v_width=5), "kv_heads": 6},
+        "learned": {"positions": "learned", "norm": "layernorm"},
+    }[kind]  # fmt: skip
+    model, lengths = tiny.model(context=CONTEXT, **settings), []
+    made = answers()
+    expected = [reference(model, each) for each in made]
+    model.register_forward_hook(lambda _, inputs, __: lengths.append(len(inputs[0].tokens_T)))
+    for budget in (100, 100_000):
+        lengths.clear()
+        found = Scorer(model, budget).score(made)
+        assert [each.logp for each in found] == pytest.approx([logp for logp, _ in expected], abs=1e-10)
+        assert [each.greedy for each in found] == [greedy for _, greedy in expected]
+    assert sum(lengths) < 0.4 * sum(len(context) + len(targets) - 1 for context, targets in made)
 
 
 def test_impossible_requests() -> None:
