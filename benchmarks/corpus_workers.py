@@ -105,19 +105,25 @@ def main(argv: list[str] | None = None) -> Any:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows: list[dict[str, Cell]] = []
+    path, folder = None, folder_of(args.out, toy=args.tiny)
     for copies in args.copies:
         for workers in args.workers if copies == args.copies[0] else args.workers[-1:]:
-            with tempfile.TemporaryDirectory() as folder:
-                rows.append(measure(copies, workers, Path(folder), 50 if args.tiny else None))
-                print(rows[-1], flush=True)
-    one, *more = rows[: len(args.workers)]
+            with tempfile.TemporaryDirectory() as scratch:
+                rows.append(measure(copies, workers, Path(scratch), 50 if args.tiny else None))
+            print(rows[-1], flush=True)
+            path = _write(rows, args.workers, folder)  # what is measured stays if the benchmark is stopped
+    return path
+
+
+def _write(rows: list[dict[str, Cell]], workers: list[int], folder: Path) -> Path:
+    one, *more = rows[: len(workers)]
     heads = [
         Headline(f"Cleaning {row['megabytes']} MB of text, {row['workers']} workers", float(row["mb_per_s"] or 0),
-                 "MB/s", f"{plural(args.workers[0], 'worker')}", float(one["mb_per_s"] or 0))
+                 "MB/s", plural(workers[0], "worker"), float(one["mb_per_s"] or 0))
         for row in more
     ]  # fmt: skip
     notes = "wall time on idle cores; memory without mapped files"
-    return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder_of(args.out, toy=args.tiny))
+    return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder)
 
 
 if __name__ == "__main__":
