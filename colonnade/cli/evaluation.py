@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from tyro.conf import Positional, arg
 from colonnade.cli.common import Model, PlacementArgs, console, is_main_process, refuse_torchrun
 from colonnade.config import ModelConfig, Plan, ServeConfig, plural
 from colonnade.config.presets import PRESETS, preset
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 
 if TYPE_CHECKING:
     from colonnade.model_spec import ModelSpec
@@ -94,7 +95,12 @@ def _evaluate_tasks(spec: "ModelSpec", out: Path, *options: Any) -> None:
 
     chosen = TaskOptions(*options)
     check_tasks(chosen)
-    spec.open()  # errors come before any process starts
+    replica = replace(spec, plan=spec.plan.replace(dp=1, replicate=1))
+    opened = replica.open()  # errors come before any process starts
+    if opened.config.moe is not None and spec.plan.data_ranks > 1:
+        raise PlanError(
+            f"the experts of a mixture are distributed over all ranks, and {spec.plan} has replicas; use tp instead"
+        )
     with console.status("evaluating"):
         results = evaluate_tasks(spec, chosen, out)
     if is_main_process():

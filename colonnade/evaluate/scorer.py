@@ -3,7 +3,8 @@
 Requests are laid flat without padding, longest first, up to a budget of tokens. Requests with the same context (the
 answers to one question) share its tokens: the context is run once, and each answer attends to it and to itself
 (:mod:`~colonnade.kernels.attention.shared_prefix`). Rank 0 decides what is run and sends it to the others, which
-:meth:`Scorer.follow`; the logits stay sharded (:class:`~colonnade.model.TokenLogprobs`).
+:meth:`Scorer.follow`: each data rank, a replica of the model, gets every dp-th batch. The logits stay sharded
+(:class:`~colonnade.model.TokenLogprobs`).
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ import torch
 from colonnade.config import plural
 from colonnade.errors import ConfigError, RequestError
 from colonnade.model import Packed, SharedPrefix, Stream, TokenLogprobs, Transformer
+from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.model_inputs import broadcast_message, receive_message
 
 BUDGET_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -100,13 +102,20 @@ class Scorer:
     model: Transformer
     budget_tokens: int = 0
     """Tokens of one forward pass; 0: :data:`BUDGET_TOKENS` of the device."""
+    data: Axis = SOLO
+    """Replicas of the model that share the requests."""
 
     def __post_init__(self) -> None:
         if not self.model.config.causal:
             raise ConfigError("log-likelihoods need a causal model, and this one attends in both directions")
         self._device = next(self.model.parameters()).device
         self.budget_tokens = self.budget_tokens or BUDGET_TOKENS[self._device.type]
-        self._ranks = self.model.axes.token_replicas
+        self.ranks = self.model.axes.token_replicas
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which has the requests."""
+        return not (self.ranks.rank or self.data.rank)
 
     def score(
         self, requests: Sequence[Request], progress: Callable[[int, int], None] = lambda done, total: None
@@ -114,29 +123,51 @@ class Scorer:
         """On rank 0: the log-likelihood of each request; contexts are cut on the left to the model's context."""
         results = [LogLikelihood(0.0, True)] * len(requests)
         done = 0
-        for batch in self._batches(self._groups(requests)):
-            work, owners = _lay_out(batch)
-            broadcast_message(self._ranks, SCORE, work.pack())
-            logp_R, greedy_R = self._run(work)
-            sums = torch.zeros(len(requests), dtype=torch.float64).index_add_(0, torch.tensor(owners), logp_R)
-            misses = torch.zeros(len(requests)).index_add_(0, torch.tensor(owners), (~greedy_R).float())
-            for number in dict.fromkeys(owners):
+        batches = list(self._batches(self._groups(requests)))
+        for start in range(0, len(batches), self.data.size):
+            batch = batches[start : start + self.data.size]
+            passes, owners_of = zip(*map(_lay_out, batch), strict=True)
+            packed = [work.pack() for work in passes]
+            self.send(SCORE, [len(packed), *map(len, packed), *chain.from_iterable(packed)])
+            logp_R, greedy_R = self._run_share(passes)
+            owners = torch.tensor([number for owners in owners_of for number in owners])
+            sums = torch.zeros(len(requests), dtype=torch.float64).index_add_(0, owners, logp_R)
+            misses = torch.zeros(len(requests)).index_add_(0, owners, (~greedy_R).float())
+            for number in owners.unique().tolist():
                 results[number] = LogLikelihood(float(sums[number]), not misses[number])
-            done += sum(len(group.answers) for group in batch)
+            done += sum(len(group.answers) for each in batch for group in each)
             progress(done, len(requests))
         return results
 
-    def follow(self, generate: Callable[[], None]) -> None:
-        """On ranks above 0: run what rank 0 sends; ``generate`` follows its engine; until :meth:`stop`."""
-        while (message := receive_message(self._ranks))[0] != STOP:
-            if message[0] == GENERATE:
-                generate()
+    def follow(self, generate: Callable[[bytes], object]) -> None:
+        """On other ranks: run what rank 0 sends, until it sends STOP; ``generate`` gets the data of GENERATE."""
+        while True:
+            if self.data.rank:
+                kind, payload, data = receive_message(self.data)
             else:
-                self._run(_Pass.unpack(message[1]))
+                kind, payload, data = receive_message(self.ranks)
+                broadcast_message(self.data, kind, payload, data)
+            if kind == STOP:
+                return
+            if kind == GENERATE:
+                generate(data)
+                continue
+            ends = list(accumulate(payload[1 : 1 + payload[0]], initial=1 + payload[0]))
+            self._run_share([_Pass.unpack(payload[start:end]) for start, end in pairwise(ends)])
 
-    def announce(self, kind: int) -> None:
-        """On rank 0: send a message of this kind."""
-        broadcast_message(self._ranks, kind)
+    def send(self, kind: int, payload: Sequence[int] = (), data: bytes = b"") -> None:
+        """On rank 0: send a message to all others."""
+        broadcast_message(self.ranks, kind, payload, data)
+        broadcast_message(self.data, kind, payload, data)
+
+    def _run_share(self, passes: Sequence[_Pass]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run this replica's pass; the results of all passes, in their order."""
+        logp_R, greedy_R = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
+        if self.data.rank < len(passes):
+            logp_R, greedy_R = self._run(passes[self.data.rank])
+        counts = [len(work.rows) for work in passes] + [0] * (self.data.size - len(passes))
+        scores = self.data.all_gather_uneven_(torch.stack([logp_R, greedy_R.double()], 1), counts)
+        return scores[:, 0], scores[:, 1].bool()
 
     @torch.no_grad()
     def _run(self, work: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
