@@ -15,9 +15,9 @@ SmolLM2-135M. Steps, each with as many workers:
     default     each worker has a thread for each core, which wait as OpenMP's do by default
     aligned     cores / workers threads each
     pinned      and cores, affinity and waiting of colonnade.cores: ``--serve.replicas`` for text and chat
-    int8, int4  and quantised weights; images: bfloat16 weights
+    int8, int4  and quantised weights; images and text: bfloat16 weights
     student     a model in the place of a distilled one, with random weights: ResNet-18 at 224 x 224; half of the
-                classifier's layers in int8; a third of SmolLM2's layers in int4
+                classifier's layers in bfloat16; a third of SmolLM2's layers in int4
 
 Clients are closed loops, bound to the workers in turn (pinned engines: to their router), and use the same cores. One
 service runs at a time; steps alternate over the rounds, each with servers of its own, after a warm-up. Latencies are of
@@ -121,15 +121,9 @@ def steps_of(service: str, settings: Settings) -> list[Step]:
         return replace(pinned, name=kind, flags=("--serve.weights", kind), weights=kind)
 
     if service == "text":
-        student = replace(quantised("int8"), name="student", model="student")
-        return [
-            default,
-            aligned,
-            pinned,
-            quantised("int8"),
-            student,
-            replace(pinned, name="pinned, token ids", ids=True),
-        ]
+        halved = replace(pinned, name="bfloat16", flags=("--dtype", "bfloat16"), weights="bfloat16")
+        student = replace(halved, name="student", model="student")
+        return [default, aligned, pinned, halved, student, replace(pinned, name="pinned, token ids", ids=True)]
     student = replace(quantised("int4"), name="student", model="student")
     return [default, aligned, pinned, quantised("int8"), quantised("int4"), student]
 
