@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import Model, PlacementArgs, console, is_main_process, refuse_torchrun
+from colonnade.cli.common import EvaluationPlacementArgs, Model, console, is_main_process, refuse_torchrun
 from colonnade.config import ModelConfig, Plan, ServeConfig, plural
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
@@ -40,7 +40,7 @@ def evaluate(
     data: tuple[Path, ...] = (),
     chat: bool = False,
     out: Path = Path("runs/eval"),
-    placement: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
+    placement: Annotated[EvaluationPlacementArgs, arg(name="")] = EvaluationPlacementArgs(),
 ) -> None:
     """Print a model's perplexity on a text, or its scores in tasks.
 
@@ -67,6 +67,8 @@ def evaluate(
         return
     if limit is not None or shots is not None or data or chat:
         raise ConfigError("--limit, --shots, --data and --chat are for tasks; add --tasks, for example sotu_cloze")
+    if placement.plan.dp > 1:
+        raise PlanError(f"--plan.dp {placement.plan.dp} is for --tasks, whose requests replicas share; leave it out")
     from colonnade.data.readers import sotu_documents
     from colonnade.parallel.launch import launch
 

@@ -388,6 +388,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--tasks", "lambada"], 'task lambada needs the file lambada_test.jsonl (lines like {"text": "…"})'),
         (["--tasks", "wikitext103", "--data", "nowhere"], "task wikitext103 needs nowhere"),
         (["--limit", "3"], "--limit, --shots, --data and --chat are for tasks"),
+        (["--plan.dp", "2"], "--plan.dp 2 is for --tasks, whose requests replicas share; leave it out"),
         (["--tasks", "sotu_next", "--limit", "0"], "--limit 0 is not positive"),
         (["--tasks", "sotu_next", "--stride", "3"], "--routing, --context and --stride are for --text"),
         (["--tasks", "none.yaml"], "there is no task file none.yaml"),
