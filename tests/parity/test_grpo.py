@@ -15,6 +15,7 @@ from colonnade.data import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
+from colonnade.train.loop import Trainer
 from colonnade.train.trackers import read_rows
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.grpo import PromptRow, RewardFeed, reward_feed
@@ -36,6 +37,9 @@ def low(prompt, answer, row):
 
 def length(prompt, answer, row):
     return float(len(answer) % 7)
+
+def broken(prompt, answer, row):
+    return row["no such key"]
 """
 
 
@@ -201,6 +205,26 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
         tuning.fit(
             resumed.replace(train=resumed.train.replace(steps=5)), reward_feed(rows(), tune.replace(group=2), whole)
         )
+
+
+def test_a_reward_that_fails_for_every_answer_ends_the_run(tmp_path: Path) -> None:
+    tune = TuneConfig(reward=reward(tmp_path, "broken"), group=4, max_tokens=2)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8)
+    with pytest.raises(DataError, match="failed for all 8 answers of a step, of the first: KeyError: 'no such key'"):
+        tuning.fit(run, reward_feed(rows(), tune, run))
+
+
+def test_a_trainer_does_not_compile_answers_by_default(tmp_path: Path) -> None:
+    """Also without a Tuner; a GPU's default is to compile, which is refused."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=2)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8)
+    assert run.resolved("cuda").train.compile
+    feed = reward_feed(rows(), tune, run)
+    assert Trainer(run, feed=feed).run.resolved("cuda").train.compile is False
+    with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context, feed=feed) as training:
+        assert training.run.resolved("cuda").train.compile is False
+    with pytest.raises(ConfigError, match=r"without train\.compile"):
+        Trainer(run.replace(train=run.train.replace(compile=True)), feed=feed)
 
 
 def _bandit(folder: Path) -> Path:
