@@ -2,9 +2,10 @@
 
     python benchmarks/finetune_curves.py            # about 20 minutes on two quiet cores
 
-One run a method, all with adapters of rank 8: conversations and preferences about capitals ("Paris (France)" rather than
-a sentence), rewards for short right answers, and embeddings of questions near their sentences. The picture has each run's
-curve; ``cpu_s`` is the CPU time of the whole run, with reading the model and, for rewards, the processes that score.
+One run a method, all with adapters of rank 8: conversations and preferences about capitals ("Paris (France)" rather
+than a sentence), rewards for short right answers, and embeddings of questions near their sentences. The picture has
+each run's curve; ``cpu_s`` is the CPU time of the whole run, with reading the model and, for rewards, the processes
+that score.
 """
 
 import argparse
