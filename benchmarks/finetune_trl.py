@@ -5,10 +5,10 @@
 
 Both sides read one random model from the same Hugging Face folder, train all weights with AdamW, and see the same rows.
 SFT: completions of 20 to 200 tokens, 8 in a batch; TRL pads them, ours are packed; "lora" is the same with adapters of
-rank 16 at all matrices of the blocks, TRL's by PEFT. GRPO: 4 prompts with 8 answers of 64 tokens each, rewarded by
-length; TRL samples with transformers' generate. A step's time is the median over the later steps, with everything that
-a step does; ``exact_s`` is that with ``--tune.exact``. Tokens of the padding do not count. Nothing is compiled, but
-for ``compiled_s`` of SFT on a GPU, the default there, which pads batches to one shape.
+rank 16 at all matrices of the blocks, TRL's by PEFT. GRPO: 4 prompts with 8 answers of 64 tokens each, on a GPU also of
+256, rewarded by length; TRL samples with transformers' generate. A step's time is the median over the later steps, with
+everything that a step does; ``exact_s`` is that with ``--tune.exact``. Tokens of the padding do not count. Nothing is
+compiled, but for ``compiled_s`` of SFT on a GPU, the default there, which pads batches to one shape.
 """
 
 import argparse
@@ -77,15 +77,16 @@ def ours(
     *,
     exact: bool = False,
     compiled: bool | None = None,
+    answer: int = 64,
 ) -> tuple[list[float], float, float]:
     """(seconds of each step, mean tokens of a step, seconds of one refresh)."""
     train = TrainConfig(steps=steps, batch=batch, micro_batch=batch // 2 if method == "grpo" else batch,
                         dtype="float32" if device == "cpu" else "bfloat16", lr=1e-5, save_every=0,
                         compile=compiled)  # fmt: skip
-    runs = folder / f"runs-{method}-{exact}-{compiled}"
+    runs = folder / f"runs-{method}-{answer}-{exact}-{compiled}"
     lora = LoraConfig(rank=RANK) if method == "lora" else None
-    run = tuned_run(folder, runs=runs, device=device, sequence=256, train=train, lora=lora)  # type: ignore[arg-type]
-    tune = TuneConfig(reward=f"{folder / 'reward.py'}:length", group=8, max_tokens=64, exact=exact)
+    run = tuned_run(folder, runs=runs, device=device, sequence=192 + answer, train=train, lora=lora)  # type: ignore[arg-type]
+    tune = TuneConfig(reward=f"{folder / 'reward.py'}:length", group=8, max_tokens=answer, exact=exact)
     tuner = Tuner(run, data, "grpo" if method == "grpo" else "sft", tune)
     seconds: list[float] = []
     refresh_s = 0.0
@@ -122,7 +123,9 @@ class _Clock(TrainerCallback):
     on_train_begin = on_step_end
 
 
-def theirs(folder: Path, rows: list[dict[str, Any]], method: str, steps: int, device: str, batch: int) -> list[float]:
+def theirs(
+    folder: Path, rows: list[dict[str, Any]], method: str, steps: int, device: str, batch: int, answer: int
+) -> list[float]:
     """Seconds of each step of TRL's trainer."""
     from datasets import Dataset
     from trl import (  # pyright: ignore[reportMissingImports] - a peer, installed only for this comparison
@@ -152,7 +155,7 @@ def theirs(folder: Path, rows: list[dict[str, Any]], method: str, steps: int, de
     else:
         config = GRPOConfig(
             **common, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=2, num_generations=8,
-            max_completion_length=64, beta=0.0, temperature=1.0,
+            max_completion_length=answer, beta=0.0, temperature=1.0,
         )  # fmt: skip
 
         def length(completions: list[str], **_: Any) -> list[float]:
@@ -172,12 +175,13 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
         folder = Path(name)
         write_model(folder, size, device)
         (folder / "reward.py").write_text(REWARD)
-        for method, batch in (("sft", 8), ("lora", 8), ("grpo", 32)):
+        jobs = [("sft", 8, 64), ("lora", 8, 64), ("grpo", 32, 64)]
+        for method, batch, answer in [*jobs, ("grpo", 32, 256)] if device == "cuda" else jobs:
             data = conversations(batch * steps)
             file = folder / f"{method}.jsonl"
             file.write_text("\n".join(json.dumps(row) for row in data))
-            mine, tokens, refresh_s = ours(folder, file, method, steps, device, batch, compiled=False)
-            peer = theirs(folder, data, method, steps, device, batch)
+            mine, tokens, refresh_s = ours(folder, file, method, steps, device, batch, compiled=False, answer=answer)
+            peer = theirs(folder, data, method, steps, device, batch, answer)
             late: Callable[[list[float]], float] = lambda s: statistics.median(s[len(s) // 3 :])  # noqa: E731
             row: dict[str, Cell] = {
                 "method": method, "model": f"{SIZES[size][0]} layers, width {SIZES[size][1]}", "device": device,
@@ -185,10 +189,14 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
                 "trl_over_ours": round(late(peer) / late(mine), 2),
             }  # fmt: skip
             if method == "grpo":
-                row |= {"refresh_s": round(refresh_s, 4), "refresh_share": round(refresh_s / late(mine), 4)}
-                exact_s = late(ours(folder, file, method, steps, device, batch, exact=True)[0])
+                row |= {
+                    "answer_tokens": answer,
+                    "refresh_s": round(refresh_s, 4),
+                    "refresh_share": round(refresh_s / late(mine), 4),
+                }
+                exact_s = late(ours(folder, file, method, steps, device, batch, exact=True, answer=answer)[0])
                 row |= {"exact_s": round(exact_s, 4), "exact_over_ours": round(exact_s / late(mine), 2)}
-                heads.append(Headline("GRPO step, 32 answers of 64 tokens", late(mine), "s", "TRL", late(peer)))
+                heads.append(Headline(f"GRPO step, 32 answers of {answer} tokens", late(mine), "s", "TRL", late(peer)))
             else:
                 if device == "cuda" and method == "sft":
                     row["compiled_s"] = round(late(ours(folder, file, method, steps, device, batch)[0]), 4)

@@ -178,7 +178,7 @@ def exact_logprobs(
     parts = list[TokenScores]()
     for r in range(0, len(x_RD), step):
         z_Rv = project_rows(x_RD[r : r + step].clone(), bias_v, output)
-        if temperature != 1.0:
-            z_Rv = z_Rv.to(exact) / temperature
+        if temperature != 1.0:  # by a tensor, as the engine: a GPU multiplies by the reciprocal of a number
+            z_Rv = z_Rv.to(exact) / z_Rv.new_full((len(z_Rv), 1), temperature, dtype=exact)
         parts.append(score_logits(z_Rv, targets_R[r : r + step], vocab_size=output.vocab_size, rowwise=True))
     return torch.cat([part.logp_R for part in parts]) if parts else x_RD.new_zeros(0, dtype=exact)

@@ -27,7 +27,7 @@ from colonnade.kernels.linear.quantise import round_inputs as round_to_int8
 from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.rotary import Rotation
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 """More rows times unquantised weights are products for torch, which multiplies in larger tiles."""
 MAX_QUERIES = 16
 """More new tokens of a request are for torch's attention, which has larger tiles too."""
