@@ -14,7 +14,7 @@ library.
 from colonnade.config import ModelConfig
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, batch_invariant
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 
 
 def check_ranks(*, tp: int, cp: int) -> None:
