@@ -66,6 +66,17 @@ def main(device: str) -> None:
             print(f"{what}, in CUDA C++", flush=True)
         same(Case([900, 0, 333], [1, 1, 1], K=2, group=8, H=64, page=16, sinks=True, **HALF).made(device), "cut lines")
         same(Case([40] * 200, [1] * 200, K=4, group=2, H=64, page=16, **HALF).made(device), "teams of warps")
+        KERNELS[:] = ["auto"]
+        for most in (10, 128):  # the kernel for a few keys, of one warp a line and of eight
+            lengths = [(29 * i) % (most + 1) for i in range(150)]
+            same(Case(lengths, [1] * 150, K=2, group=9, H=64, page=16, **HALF, **EVERYTHING).made(device), "few keys")
+            print(f"{most} keys, in CUDA C++", flush=True)
+        made = Case([70, 3, 0, 100], [1] * 4, K=2, group=5, H=64, page=16, **HALF).made(device)
+        for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+            made.table.pages_RP[0, ::2] = wrong
+            assert not made.run().o.isnan().any()
+        KERNELS[:] = ["cuda"]
+        same(Case([900, 40], [1, 1], K=2, group=4, H=64, page=16, chunk=128, **HALF).made(device), "cut fixed lines")
         made = next(case for name, case, _ in CASES if name == "decodes").made(device)
         for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
             made.table.pages_RP[0, ::2] = wrong
