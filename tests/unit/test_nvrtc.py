@@ -135,8 +135,7 @@ def test_kernel_for_a_few_keys_has_no_spills(width: int, group: int, keys: int, 
         warps, team = cuda_decode.short_block(keys, lines, 132)
         tiles = Tiles(16, warps, stages=1, workers=warps // team, pieces=1, part=1)
         more = {"window": True, "cap": True, "slopes": True, "sinks": True} if lines > 5 else {}
-        rows = cuda_decode.padded_rows(group, 1)
-        macros = cuda_decode.compile_macros(q, k, group, rows, tiles, short=True, **more)
+        macros = cuda_decode.compile_macros(q, k, group, 8, tiles, short=True, **more)
         options = cuda_decode.compiler_options(macros)
         binary = nvrtc.compile_cubin(cuda_decode.source("attend_short"), options, "sm_90", tmp_path)
         (tmp_path / "kernel.cubin").write_bytes(binary)
@@ -151,8 +150,8 @@ def test_blocks_of_the_kernel_for_a_few_keys() -> None:
     assert cuda_decode.short_block(cuda_decode.SHORT_KEYS, 133, 132) == (8, 8)
 
 
-def test_head_of_a_line_by_multiplication() -> None:
-    """The kernel's line over the number of heads, as it is computed with ``kv_inverse``."""
+def test_request_of_a_line_by_multiplication() -> None:
+    """A line over the lines of a request, as it is computed with ``lines_inverse``."""
     for heads in (*range(2, 130), 1000):
         inverse = -(-(2**32) // heads)
         assert all((line * inverse) >> 32 == line // heads for line in (*range(3000), 2**22 - 1, 2**22))

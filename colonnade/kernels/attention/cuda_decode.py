@@ -55,7 +55,9 @@ FIXED_ROWS = 16
 TEAMS_OVERRIDE: list[int] = []
 """Replaces the computed number of teams if not empty; for tuning and tests."""
 SHORT_KEYS = 128
-"""Requests of at most so many keys use the kernel without a plan."""
+"""Requests of at most so many keys use the kernel without a plan..."""
+SHORT_BYTES = 2**25
+"""... if all keys and values have at most so many bytes: its warps load nothing while they compute."""
 SHORT_WARPS = 4
 """Warps of its blocks if there are more lines than multiprocessors, or those of one line if that has more."""
 
@@ -281,10 +283,10 @@ def attend_short(
     """Writes ``state`` of requests with one query and at most ``keys`` keys each, without a plan."""
     q_TNH, k_PpKH, v_PpKH = (x if _aligned(x) else x.contiguous().clone() for x in (q_TNH, k_PpKH, v_PpKH))
     (T, N, H), K, device = q_TNH.shape, k_PpKH.shape[2], q_TNH.device
-    rows, lines = padded_rows(N // K, 1), T * K
+    lines = T * K * (padded_rows(N // K, 1) // 8)
     warps, team = short_block(max(1, keys), lines, multiprocessors(device))
     tiles = Tiles(TOKENS, warps, stages=1, workers=warps // team, pieces=1, part=1)
-    macros = compile_macros(q_TNH, k_PpKH, N // K, rows, tiles, **_mod_macros(score_mods), short=True)
+    macros = compile_macros(q_TNH, k_PpKH, N // K, 8, tiles, **_mod_macros(score_mods), short=True)
     arguments = _pack_arguments(q_TNH, k_PpKH, v_PpKH, state, (None,) * 3, table, score_mods, (0,) * 3, lines)
     # Each warp's values, and then its state of 8 rows in float32 with the largest scores and sums.
     shared = warps * (32 * H + 64)
@@ -307,7 +309,7 @@ def _pack_arguments(
     score_mods: ScoreMods, offsets: tuple[int, ...], lines: int,
 ) -> bytes:  # fmt: skip
     """The kernels' argument struct; ``of_plan`` are slots and the plan, with ``offsets`` of its parts."""
-    (N, H), K = q_TNH.shape[1:], k_PpKH.shape[2]
+    T, N, H = q_TNH.shape
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     cap, slopes_N, sinks_N, scales_K, window = score_mods
     slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
@@ -320,5 +322,6 @@ def _pack_arguments(
         *(0 if x is None else x.data_ptr() for x in pointers),
         *(stride * q_bytes for stride in q_TNH.stride()[:2]), *(stride * k_bytes for stride in k_PpKH.stride()[:3]),
         *(stride * v_bytes for stride in v_PpKH.stride()[:3]), pages_RP.stride(0), pages_RP.shape[1], len(k_PpKH),
-        *offsets, N, window or 0, lines, H**-0.5, 1.0 if cap is None else cap, 0 if K == 1 else -(-(2**32) // K),
+        *offsets, N, window or 0, lines, H**-0.5, 1.0 if cap is None else cap,
+        0 if lines <= T else -(-(2**32 * T) // lines),
     )  # fmt: skip

@@ -20,7 +20,7 @@ struct Args {
   i64 q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k;  // strides in bytes
   int pages_r, columns, cache_pages, items_at, firsts_at, merges_at, heads, window, lines;
   float scale, cap;
-  u32 kv_inverse;  // 2^32 over the key/value heads, rounded up; 0 for one head
+  u32 lines_inverse;  // 2^32 over the lines of a request, rounded up; 0 for one
 };
 
 constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4;

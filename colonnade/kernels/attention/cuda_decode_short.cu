@@ -9,9 +9,10 @@
 //
 // Lengths and page ids are checked here, as in cuda_decode.cu.
 
+constexpr int ROW_BLOCKS = (GROUP + 7) / 8;  // of a head: more rows in one warp are slower than keys read twice
 constexpr int SPANS = H / 32;  // of 32 numbers: 4 lanes load one of a token
 constexpr int VALUE_BYTES = TOKENS * H * 2;  // of a tile, as many as of a state of 8 rows
-static_assert(SHORT && H % 32 == 0 && !CACHE && SINGLE, "16 bits, whole spans, one query a request");
+static_assert(SHORT && H % 32 == 0 && !CACHE && SINGLE && NT == 1, "16 bits, whole spans, one query a request, 8 rows");
 
 __device__ __forceinline__ void load_16_bytes(u32 (&to)[4], const char* from, bool any) {
   to[0] = to[1] = to[2] = to[3] = 0;
@@ -33,7 +34,7 @@ __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Ite
     float each[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int row = n * 8 + 2 * t + e, head = item.head * GROUP + row;
+      const int row = item.block * 8 + 2 * t + e, head = item.head * GROUP + row;
       float top = sums.top[n][e], total = sums.total[n][e], shrink = 1.f;
 #pragma unroll
       for (int w = 4; w < 32; w <<= 1) total += __shfl_xor_sync(~0u, total, w);
@@ -48,7 +49,7 @@ __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Ite
         a.lse[(i64)item.request * a.heads + head] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
     }
     // Of each 8 numbers the even ones are in the even lane, the odd ones in the other.
-    const int row = n * 8 + 2 * t + odd;
+    const int row = item.block * 8 + 2 * t + odd;
     const u32 first = odd ? 0x1054 : 0x5410, second = odd ? 0x3276 : 0x7632;
     u16* const to = a.o + ((i64)item.request * a.heads + item.head * GROUP + row) * H + g / 2 * 8;
 #pragma unroll
@@ -73,9 +74,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
   const int team = warp / TEAM, member = warp % TEAM, line = blockIdx.x * TEAMS + team;
   if (line >= a.lines) return;
   Item item;
-  item.request = a.kv_inverse ? __umulhi(line, a.kv_inverse) : line;
-  item.head = line - item.request * (a.heads / GROUP);
-  item.block = 0; item.slot = -1;
+  item.request = a.lines_inverse ? __umulhi(line, a.lines_inverse) : line;
+  const int of_request = line - item.request * (a.heads / GROUP * ROW_BLOCKS);
+  item.head = of_request / ROW_BLOCKS; item.block = of_request % ROW_BLOCKS; item.slot = -1;
+  const int row0 = item.block * 8, rows = min(8, GROUP - row0);
   const int token0 = member * TOKENS, column = token0 / PAGE;
   const int length = __ldg(a.lengths + item.request);
   const int page = column < a.columns ? __ldg(a.pages + (i64)item.request * a.pages_r + column) : -1;
@@ -87,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
   u32 q[NT][SPANS][4];
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    const char* const from = a.q + item.request * a.q_t + (item.head * GROUP + n * 8 + g) * a.q_n + t * 16;
+    const char* const from = a.q + item.request * a.q_t + (item.head * GROUP + row0 + g) * a.q_n + t * 16;
 #pragma unroll
-    for (int c = 0; c < SPANS; c++) load_16_bytes(q[n][c], from + c * 64, n * 8 + g < GROUP);
+    for (int c = 0; c < SPANS; c++) load_16_bytes(q[n][c], from + c * 64, g < rows);
   }
   if (TEAM == 1 || token0 < length) {
     const bool there = (u32)page < (u32)a.cache_pages;
@@ -114,15 +116,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
         load_16_bytes(k[c][half], k_from + half * 8 * a.k_p + c * 64, g + half * 8 < left);
 
     View view;
-    view.row0 = 0; view.rows = GROUP; view.high = length; view.before = length - 1;
+    view.row0 = row0; view.rows = rows; view.high = length; view.before = length - 1;
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         view.factor[n][e] = a.scale * (CAPPED || SLOPES ? 1.f : LOG2E);
 #if SLOPES
-        const int row = n * 8 + 2 * t + e;
-        view.slope[n][e] = row < GROUP ? __ldg(a.slopes + item.head * GROUP + row) : 0.f;
+        const int row = 2 * t + e;
+        view.slope[n][e] = row < rows ? __ldg(a.slopes + item.head * GROUP + row0 + row) : 0.f;
 #endif
       }
     float s[NT][2][4];
@@ -170,6 +172,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
     if (n) team_barrier(team);
     leave_state(sums, n, shared_o + member * 8 * O_ROW, shared_ml + member * 8, g, t);
     team_barrier(team);
-    write_states(a, item, item.request, n, GROUP, 1.f, shared_o, shared_ml, member, lane);
+    write_states(a, item, item.request, n, rows, 1.f, shared_o, shared_ml, member, lane);
   }
 }

@@ -205,8 +205,7 @@ class KernelLayout:
         if isinstance(plan, Plan) and shared_capacity is None:
             room = capacity or plan.capacity
             # A plan of a given capacity may be replaced by one of more keys.
-            keys = max(plan.item_rows[ITEM_END::FIELDS], default=0)
-            short = keys if self.short and capacity is None and keys <= cuda_decode.SHORT_KEYS else None
+            short = self._short_keys(plan) if self.short and capacity is None else None
             return DevicePlan(upload(plan.flat(room), torch.int32, device), room, self, short_keys=short)
         assert self.shared is not None
         as_cascade = _as_cascade(plan, self.shared)
@@ -218,6 +217,14 @@ class KernelLayout:
             members,
         )
         return replace(own, layout=self, shared=shared)
+
+    def _short_keys(self, plan: Plan) -> int | None:
+        """The most keys of a request if the kernel without a plan is faster."""
+        ends, firsts = plan.item_rows[ITEM_END::FIELDS], plan.item_rows[ITEM_END - 1 :: FIELDS]
+        keys = max(ends, default=0)
+        key_bytes = self.kv_copies * self.width * self.element_bytes
+        few = keys <= cuda_decode.SHORT_KEYS and (sum(ends) - sum(firsts)) * key_bytes <= cuda_decode.SHORT_BYTES
+        return keys if few else None
 
 
 def _as_cascade(plan: Plan | Cascade, shared: KernelLayout) -> Cascade:
