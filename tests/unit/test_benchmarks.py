@@ -162,6 +162,10 @@ def test_flash_decoding_benchmark(tmp_path: Path) -> None:
     assert len(cells) == 6 and len(pinned) == 1
     assert pinned[0]["of_pinned"] == pytest.approx(pinned[0]["pinned_us"] / pinned[0]["us"], abs=1e-3)
     assert not decode_tiles.OVERRIDE, "the pinned tiles are removed again"
+    flash_decoding.main(["--tiny", "--sweep", "0", "8", "--resume", "--out", str(tmp_path)])
+    more = json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]
+    assert sorted(row["cell"] for row in more) == list(range(8))
+    assert all(row in more for row in cells), "cells of the record are kept"
     flash_decoding.main(["--tiny", "--eight-bits", "--out", str(tmp_path)])
     caches = json.loads((tmp_path / "flash_decoding_eight_tiny.json").read_text())["rows"]
     assert [row["cache"] for row in caches] == ["bfloat16", "float8", "float8, scales", "int8, scales"]
