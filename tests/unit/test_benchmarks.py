@@ -27,6 +27,7 @@ import quantised_linear
 import quantised_quality
 import skinny_gemm
 import speech
+import speech_streams
 import weak_scaling
 from colonnade import api
 from colonnade.config import Plan
@@ -394,16 +395,32 @@ def test_prefill_benchmark() -> None:
     assert results[0].value == rows[0]["tokens_per_s"] and results[0].peer_value == rows[1]["tokens_per_s"]
 
 
+def test_the_benchmark_of_streams_measures(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip("PIL")
+    threads = torch.get_num_threads()
+    try:
+        speech_streams.main(["--tiny", "--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "speech_streams_cpu.json").read_text())["rows"]
+    kinds = ["one live stream"] * 2 + ["front ends"] * 2 + ["encoder step"] * 2 + ["streams"]
+    assert [row["what"] for row in rows] == kinds
+    assert 1 < rows[0]["letters_per_s"] < 60
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_speech_trains_and_measures(tmp_path: Path) -> None:
     pytest.importorskip("espeakng_loader")
     speech.main(["--tiny", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "speech_cpu.json").read_text())["rows"]
     assert [row["what"] for row in rows] == [
+        "speaking",
         "training",
         *["word errors"] * 10,
         *["times of words"] * 2,
         *["streams"] * 4,
     ]
     assert all(row["equal_to_whole"] == row["recordings"] for row in rows if row["what"] == "streams")
-    assert (tmp_path / "speech_cpu.png").stat().st_size > 10_000
+    speech.main(["--draw", "--out", str(tmp_path), "--picture", str(tmp_path / "speech.png")])
+    assert (tmp_path / "speech.png").stat().st_size > 10_000
