@@ -6,7 +6,8 @@
 Grids are chosen before any column is rounded, so that a group is a run of consecutive inputs although the columns are
 visited in another order (no ``g_idx``). H is factored in float64 on a CPU. If H is a multiple of I, nothing is
 corrected, and the result is rounding to nearest on the same grid. Of GPTQ and two kinds of rounding to nearest, the one
-with the least error is kept, so the error is never above that of rounding to nearest.
+with the least error is kept, so the error is never above that of rounding to nearest. The places of ternary words are
+chosen before, and once more word by word in the order of the columns, as the earlier words correct them.
 """
 
 from collections.abc import Callable
