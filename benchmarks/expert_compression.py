@@ -157,15 +157,16 @@ def ways(whole: Transformer, text: Text, distil: Callable[[Transformer], None]) 
         f"int4 g32 gptq, keep {few} by reap": lambda: quantised(kept(few), int4),
         f"int4 g32 gptq, merge {few}": lambda: quantised(merge_experts(whole, texts, few), int4),
     }
-    for word, bits in ((18, 0.889), (24, 0.667), (32, 0.5)):
-        how = Compression(weights="ternary", word=word)
-        found[f"ternary {bits} bits"] = lambda how=how: quantised(copied(whole), how)
+    found["ternary 0.889 bits"] = lambda: quantised(copied(whole), Compression(weights="ternary"))
     found["ternary 0.889 bits, nearest"] = lambda: quantised(
         copied(whole), Compression(weights="ternary", by="nearest")
     )
     found[f"keep {moe.active}, reap"] = lambda: kept(moe.active)
     found["dense, untrained"] = lambda: dense(False)
     found["dense, distilled"] = lambda: dense(True)
+    for word, bits in ((24, 0.667), (32, 0.5)):
+        how = Compression(weights="ternary", word=word)
+        found[f"ternary {bits} bits"] = lambda how=how: quantised(copied(whole), how)
     return found
 
 

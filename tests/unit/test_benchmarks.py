@@ -351,6 +351,7 @@ def test_compress_benchmark(tmp_path: Path) -> None:
     assert [row["what"] for row in again] == list(rows)
 
 
+@pytest.mark.slow
 def test_expert_compression_benchmark(tmp_path: Path) -> None:
     expert_compression.main(["--tiny", "--out", str(tmp_path)])
     rows = {row["what"]: row for row in json.loads((tmp_path / "expert_compression.json").read_text())["rows"]}
