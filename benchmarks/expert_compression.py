@@ -34,7 +34,7 @@ from harness.rows import line
 
 WINDOW, CALIBRATION = 512, 64
 SHAPE = ModelConfig(
-    family="mixtral", vocab_size=4096, layers=6, width=288, heads=6, kv_heads=2, head_width=48, ffn_width=576,
+    family="mixtral", vocab_size=4096, layers=4, width=288, heads=6, kv_heads=2, head_width=48, ffn_width=576,
     context=WINDOW, moe=MoeConfig(experts=32, active=2, ffn_width=576, balance_weight=0.01),
 )  # fmt: skip
 TINY = SHAPE.replace(
