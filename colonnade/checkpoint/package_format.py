@@ -8,6 +8,7 @@ file.
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -68,6 +69,12 @@ class PackageInfo(Config):
     """The shape of one slot of a layer's cache (:func:`colonnade.model.static_attend.cache_row`)."""
     model: ModelConfig
     processor: Processor
+
+
+def load_program(path: Path) -> Any:
+    """The compiled program in ``path``; it needs the constants that ``get_constant_fqns`` names before it runs."""
+    # The class behind torch._inductor.aoti_load_package, whose import takes longer than the first token.
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
 
 
 def is_package(path: Path | str) -> bool:

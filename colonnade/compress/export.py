@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from colonnade.checkpoint import atomic_folder, native
-from colonnade.checkpoint.package_format import DECODE, PACKAGE, PREFILL, WEIGHTS, PackageInfo, Processor
+from colonnade.checkpoint.package_format import DECODE, PACKAGE, PREFILL, WEIGHTS, PackageInfo, Processor, load_program
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
@@ -121,7 +121,7 @@ class _Step(nn.Module):
 
 
 def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[str, Tensor]:
-    """Compile one program to ``path``; returns its constants by name."""
+    """Compile one program to ``path``; returns the constants that it needs, by name."""
     run = gathered if tokens == 1 else every
     for module in step.modules():
         if isinstance(module, Experts):
@@ -133,8 +133,8 @@ def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[
         warnings.simplefilter("ignore")  # of torch about torch
         program = torch.export.export(step, example, dynamic_shapes=shapes)
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(INDUCTOR))
-    constants = {**program.state_dict, **program.constants}
-    return {name: value for name, value in constants.items() if isinstance(value, Tensor)}
+    values = {**program.state_dict, **program.constants}
+    return {name: values[name] for name in load_program(path).get_constant_fqns()}  # others are unused or folded
 
 
 def _experts(run: Callable[..., Tensor], module: Experts, rows: ExpertRows) -> Tensor:

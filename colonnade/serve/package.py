@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from colonnade.checkpoint import native
-from colonnade.checkpoint.package_format import DECODE, PREFILL, WEIGHTS, open_package
+from colonnade.checkpoint.package_format import DECODE, PREFILL, WEIGHTS, load_program, open_package
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
 from colonnade.parallel.axis import SOLO
@@ -44,7 +44,7 @@ class Package:
         self.folder, self.info = folder, open_package(folder, trust=trust)
         self.tokenizer = Tokenizer.from_model(folder / native.TOKENIZER)
         weights = load_file(folder / WEIGHTS)
-        self._decode, self._prefill = (_load_program(folder / name, weights) for name in (DECODE, PREFILL))
+        self._decode, self._prefill = (_with_weights(folder / name, weights) for name in (DECODE, PREFILL))
         info = self.info
         shape = (info.context + info.prefill, *info.cache_row)
         self._cache = [torch.zeros(shape, dtype=getattr(torch, info.dtype)) for _ in range(info.model.layers)]
@@ -117,10 +117,9 @@ class Package:
         return logits_V
 
 
-def _load_program(path: Path, weights: dict[str, Tensor]) -> Any:
+def _with_weights(path: Path, weights: dict[str, Tensor]) -> Any:
     """The program in ``path``, with ``weights`` as its constants, which it does not copy."""
-    # The class behind torch._inductor.aoti_load_package, whose import takes longer than the first token.
-    program = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
+    program = load_program(path)
     names = program.get_constant_fqns()
     if missing := sorted({*names} - {*weights}):  # torch would crash
         raise CheckpointError(
