@@ -47,13 +47,13 @@ def test_bit_for_bit(grid, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_served_over_ranks(tmp_path, capsys) -> None:
+def test_served_over_ranks(tmp_path, capfd) -> None:
     path, texts = written(tmp_path, "symmetric"), []
     for plan in ([], ["--plan.tp", "2"]):
-        capsys.readouterr()
+        capfd.readouterr()
         words = ["--temperature", "0", "--max_tokens", "8", "--serve.weights", "file"]
         main(["generate", str(path), "a word", *words, *plan])
-        texts.append(capsys.readouterr().out)
+        texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1]
 
 

@@ -120,7 +120,7 @@ def test_gradients_reach_the_merged_experts() -> None:
 
 
 @pytest.mark.slow
-def test_merged_quantised_and_served_over_ranks(tmp_path, capsys) -> None:
+def test_merged_quantised_and_served_over_ranks(tmp_path, capfd) -> None:
     tokenizer = tiny.tokenizer()
     config = ModelConfig(
         family="mixtral", vocab_size=tokenizer.vocab_size, layers=2, width=32, heads=4, kv_heads=2, ffn_width=32,
@@ -133,10 +133,10 @@ def test_merged_quantised_and_served_over_ranks(tmp_path, capsys) -> None:
         main(["compress", str(tmp_path / "m"), str(out), "--tokens", "400", *words])
         texts = []
         for plan in ([], ["--plan.tp", "2", "--plan.ep", "2"]):
-            capsys.readouterr()
+            capfd.readouterr()
             main(["generate", str(out), "a word", "--temperature", "0", "--max_tokens", "12", *plan])
-            texts.append(capsys.readouterr().out)
+            texts.append(capfd.readouterr().out)
         assert texts[0] == texts[1]
     with pytest.raises(SystemExit):
         main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), "--merge", "4", "--keep", "4"])
-    assert "leave one out" in " ".join(capsys.readouterr().err.split())
+    assert "leave one out" in " ".join(capfd.readouterr().err.split())

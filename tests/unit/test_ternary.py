@@ -131,7 +131,7 @@ def test_what_cannot_be_ternary() -> None:
 
 
 @pytest.mark.slow
-def test_compressed_and_served_over_ranks(tmp_path, capsys) -> None:
+def test_compressed_and_served_over_ranks(tmp_path, capfd) -> None:
     tokenizer, context = tiny.tokenizer(), DistributedContext.solo(torch.device("cpu"))
     model = built(mixture(tokenizer.vocab_size), dtype=torch.float32)
     api.save(api.Model(model, tokenizer, context, "m"), tmp_path / "m")
@@ -143,9 +143,9 @@ def test_compressed_and_served_over_ranks(tmp_path, capsys) -> None:
             assert torch.equal(weight.values, quantised_parameters(two.transformer)[name].values)
     texts = []
     for plan in ([], ["--plan.tp", "2", "--plan.ep", "2"], ["--plan.tp", "2", "--plan.etp", "2"]):
-        capsys.readouterr()
+        capfd.readouterr()
         main(["generate", str(tmp_path / "t"), "a word", "--temperature", "0", "--max_tokens", "12", *plan])
-        texts.append(capsys.readouterr().out)
+        texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] == texts[2]
     for bad, says in (
         (["--format", "hf"], "no ternary weights"),
@@ -153,4 +153,4 @@ def test_compressed_and_served_over_ranks(tmp_path, capsys) -> None:
     ):
         with pytest.raises(SystemExit):
             main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), *words, *bad])
-        assert says in " ".join(capsys.readouterr().err.split())
+        assert says in " ".join(capfd.readouterr().err.split())
