@@ -18,8 +18,10 @@ import context
 import cost_growth
 import decode_model
 import engine
+import expert_compression
 import flash_decoding
 import fsdp
+import int8_step
 import moe_cpu
 import moe_layer
 import prefill
@@ -352,6 +354,23 @@ def test_compress_benchmark(tmp_path: Path) -> None:
     compress_benchmark.main(["--tiny", "--out", str(tmp_path)])  # goes on after the third row
     again = json.loads((tmp_path / "compress_tiny.json").read_text())["rows"]
     assert [row["what"] for row in again] == list(rows)
+
+
+@pytest.mark.slow
+def test_expert_compression_benchmark(tmp_path: Path) -> None:
+    expert_compression.main(["--tiny", "--out", str(tmp_path)])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "expert_compression.json").read_text())["rows"]}
+    assert rows["all experts"]["kl_nats"] == 0
+    size = {what: row["expert_bytes"] for what, row in rows.items()}
+    assert size["keep 2, reap"] == size["merge 2"] == size["all experts"] // 4
+    assert size["ternary 0.5 bits"] < size["ternary 0.889 bits"] < size["int4 g32 gptq, keep 2 by reap"]
+    assert all(row["perplexity"] > 1 for row in rows.values())
+
+
+def test_int8_step_benchmark(tmp_path: Path) -> None:
+    int8_step.main(["--tiny", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "int8_step_cpu.json").read_text())["rows"]
+    assert row["ratio"] > 0
 
 
 def test_quantised_quality_benchmark(tmp_path: Path) -> None:
