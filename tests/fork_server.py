@@ -50,7 +50,9 @@ PROGRAMS = (
 )  # fmt: skip
 """Options that start a program by fork, and how their values begin; files (``python FILE.py``) do too."""
 
-READ_AT_IMPORT = ("PYTHON", "OMP_NUM", "MKL_", "OPENBLAS_", "TRITON_", "CUDA_", "TORCH_", "LD_", "HF_", "HOME", "XDG_")
+READ_AT_IMPORT = (
+    "PYTHON", "OMP_NUM", "MKL_", "OPENBLAS_", "TRITON_", "CUDA_", "TORCH_", "LD_", "HF_", "HOME", "XDG_", "PROMETHEUS_",
+)  # fmt: skip
 """Prefixes of variables that modules read when they are imported: a program with other values starts by exec."""
 NOT_READ = ("PYTHONDONTWRITE", "PYTHONPATH", "TORCH_NCCL", "TORCH_SYMM")
 
