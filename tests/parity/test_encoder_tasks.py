@@ -23,7 +23,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.classify import Example, example_feed
 from colonnade.tune.encoder_data import SpanQuestion, read_choices, read_spans, read_texts
-from colonnade.tune.encoder_runs import EncoderSettings, SeedRun, finetune_encoder, make_task, median_run
+from colonnade.tune.encoder_runs import EncoderTuning, SeedRun, finetune_encoder, make_task, median_run
 from colonnade.tune.encoder_tasks import ChoiceTask, Pair
 from colonnade.tune.spans import SpanPrediction, SpanTask, normalise_answer, squad_scores
 from tests.models import BERTS, build
@@ -218,6 +218,19 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
         '{"question1": "a", "question2": "b", "is_duplicate": 1}\n{"text": "c", "label": 0}\n'
     )
     assert [tuple(each) for each in read_texts(tmp_path / "qqp.jsonl")] == [("a", "b", "1"), ("c", None, "0")]
+    # The columns of GLUE's files.
+    mnli = re.findall(
+        r"\S+",
+        "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
+        "sentence1 sentence2 label1 label2 label3 label4 label5 gold_label",
+    )
+    row = [name.upper() if name.startswith("sentence") else "neutral" for name in mnli]
+    (tmp_path / "dev_matched.tsv").write_text("\t".join(mnli) + "\n" + "\t".join(row) + "\n")
+    assert [tuple(each) for each in read_texts(tmp_path / "dev_matched.tsv")] == [("SENTENCE1", "SENTENCE2", "neutral")]
+    (tmp_path / "train.tsv").write_text(
+        'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n7\t1\t2\tIs "this\tthat?\t0\n'
+    )
+    assert [tuple(each) for each in read_texts(tmp_path / "train.tsv")] == [('Is "this', "that?", "0")]
     (tmp_path / "race" / "high").mkdir(parents=True)
     (tmp_path / "race" / "high" / "1.txt").write_text(json.dumps(RACE))
     first, second = read_choices(tmp_path / "race")
@@ -226,6 +239,10 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
     answered, impossible = read_spans(tmp_path / "squad.json")
     assert answered.passage[answered.start :].startswith("The river was") and len(answered.answers) == 2
     assert impossible.answers == () and impossible.start == -1
+    first = json.loads(json.dumps(SQUAD).replace('"is_impossible": false, ', ""))  # SQuAD 1.1 has no such key
+    first["data"][0]["paragraphs"][0]["qas"].pop()
+    (tmp_path / "squad1.json").write_text(json.dumps({**first, "version": "1.1"}))
+    assert read_spans(tmp_path / "squad1.json") == [answered]
 
 
 @pytest.mark.parametrize(
@@ -317,6 +334,9 @@ def test_choices_are_pairs_of_passage_and_answer(start: Path) -> None:
     first, second = task.examples([question])
     assert tokenizer.decode(first.tokens, skip_special=False).endswith("[SEP] the city was red . [SEP]")
     assert first.segments[-1] == 1 and len(first.tokens) <= 16 and (first.label, second.label) == (0, IGNORE)
+    long = question._replace(passage="king " * 600, question="who " * 200)
+    for example in ChoiceTask(Pair(tokenizer, 512), 2).examples([long]):
+        assert len(example.tokens) == 512 and sum(example.segments) == 128 + 1
     with pytest.raises(DataError, match="has 3 options, and others have 2"):
         task.examples([question._replace(options=("a", "b", "c"))])
 
@@ -381,14 +401,14 @@ def test_command(method: str, start: Path, tmp_path: Path, capsys: pytest.Captur
 
 def test_settings(start: Path, tmp_path: Path) -> None:
     file = write_data(tmp_path, "classify")
-    settings = {"start": str(start), "method": "classify", "data": file, "held_out": file, "runs": tmp_path}
+    settings = {"model": str(start), "method": "classify", "data": file, "held_out": file, "runs": tmp_path}
     for changes, message in (
         ({"seeds": 0}, "--seeds 0 is not from 1"), ({"epochs": math.nan}, "--epochs nan"),
         ({"method": "rank"}, "not one of"),
         ({"lrs": ()}, "needs at least one learning rate"), ({"sequence": 5000}, "--sequence 5000 is more than"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
-            finetune_encoder(EncoderSettings(**settings | changes))
+            finetune_encoder(EncoderTuning(**settings | changes))
     rows = read_texts(file)
     with pytest.raises(DataError, match="the label '7' is not in the training data"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows, [rows[0]._replace(label="7")])
