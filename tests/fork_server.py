@@ -1,8 +1,8 @@
 """Starts Python programs as forks of a process that has imported torch: in milliseconds, where an exec takes seconds.
 
 Tests start hundreds of Python processes, which spend most of their time importing torch. After ``install`` this process
-asks a fork server for the programs in ``PROGRAMS`` and for multiprocessing's children; their children come from fork
-servers of their own. Everything else, and what sets variables that are read at import, still starts by exec.
+asks a fork server for the programs in ``PROGRAMS`` and for multiprocessing's spawned children, whose children come from
+fork servers of their own. All else, and what sets variables that are read at import, still starts by exec.
 
     requester ── fork server ── intermediate ── program
 
@@ -22,6 +22,7 @@ import itertools
 import json
 import multiprocessing.util
 import os
+import re
 import runpy
 import signal
 import socket
@@ -45,11 +46,13 @@ IMPORTS = (
 
 PROGRAMS = (
     ("-m", "colonnade"), ("-m", "tests.serve.serving"), ("-m", "torch.distributed.run"),
-    ("-c", "from multiprocessing.spawn import"), ("-c", "from multiprocessing.forkserver import"),
+    ("-c", "from multiprocessing.spawn import"),
 )  # fmt: skip
 """Options that start a program by fork, and how their values begin; files (``python FILE.py``) do too."""
 
-READ_AT_IMPORT = ("PYTHON", "OMP_NUM", "MKL_", "OPENBLAS_", "TRITON_", "CUDA_", "TORCH_", "LD_", "HF_", "HOME", "XDG_")
+READ_AT_IMPORT = (
+    "PYTHON", "OMP_NUM", "MKL_", "OPENBLAS_", "TRITON_", "CUDA_", "TORCH_", "LD_", "HF_", "HOME", "XDG_", "PROMETHEUS_",
+)  # fmt: skip
 """Prefixes of variables that modules read when they are imported: a program with other values starts by exec."""
 NOT_READ = ("PYTHONDONTWRITE", "PYTHONPATH", "TORCH_NCCL", "TORCH_SYMM")
 
@@ -169,6 +172,7 @@ class Client:
             "command": command, "variables": variables, "files": list(files), "cwd": cwd,
             "new_session": new_session, "affinity": sorted(os.sched_getaffinity(0)),
             "ignored": [int(number) for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
+            "umask": int(re.search(r"^Umask:\t(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8),
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         }  # fmt: skip
         with self.lock:
@@ -291,6 +295,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
     os.environ.update(request["variables"])
     os.chdir(request["cwd"])
     sys.path[1:1] = [str(folder) for folder in _folders(request["variables"], request["cwd"])]
+    os.umask(request["umask"])
     os.sched_setaffinity(0, request["affinity"])
     for number in SIGNALS:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # engine processes import this module too, and need neither c
     import openai
 
 
+AUXILIARY = ("colonnade.serve.grammar_check", "fork server for")
+"""In the command lines of processes beside engines: grammars compile in one, tests start others from one."""
+
+
 @dataclass
 class Running:
     """A server that listens at ``url`` and keeps its temporary files in ``folder``."""
@@ -44,10 +48,10 @@ class Running:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def engine_pids(self) -> list[int]:
-        """Processes of the engine's session, whose leader is a child of the server, but for that of grammars."""
+        """Processes of the engine's session, whose leader is a child of the server, but for auxiliary ones."""
         command = ["ps", "-ww", "-eo", "pid=,ppid=,sid=,stat=,args="]
         rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        table = [row.split(maxsplit=4) for row in rows.splitlines() if "colonnade.serve.grammar_check" not in row]
+        table = [row.split(maxsplit=4) for row in rows.splitlines() if not any(name in row for name in AUXILIARY)]
         leaders = {row[0] for row in table if int(row[1]) == self.process.pid and row[0] == row[2]}
         return [int(row[0]) for row in table if row[2] in leaders and not row[3].startswith("Z")]
 

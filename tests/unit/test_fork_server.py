@@ -24,6 +24,7 @@ print(json.dumps({
     "session": os.getsid(0) == os.getpid(), "file": file, "input": sys.stdin.read(), "masked": masked,
     "command": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"), "path": sys.path[0],
     "affinity": sorted(os.sched_getaffinity(0)), "options": sys.warnoptions, "name": __name__,
+    "umask": os.umask(0),
 }))
 sys.stderr.write("to stderr\\n")
 sys.exit(int(os.environ.get("CODE", "0")))
