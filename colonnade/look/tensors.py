@@ -181,7 +181,9 @@ class Names:
     def _of_expert(self) -> dict[str, Callable[[], Tensor]]:
         if self.moe is None or not 0 <= self.head < self.moe.experts:
             return {}
-        e, config, moe = self.head, self.config, self.moe
+        groups = self.weights.get("ffn.group_E")
+        e = self.head if groups is None else int(groups[self.head])
+        config, moe = self.config, self.moe
         x = lambda: self.record["ffn_in"][self.rows_of_expert()]  # noqa: E731
 
         def stack(name: str) -> Tensor:
