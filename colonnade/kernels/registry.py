@@ -176,11 +176,21 @@ def _native() -> tuple[Kernel, ...]:
 
 def _batch_invariant() -> tuple[Kernel, ...]:
     """Kernels whose result for a row does not depend on the number of rows; selected by name only."""
+    partial, name = functools.partial, "batch_invariant"
+    on_cpu = (
+        Kernel("rope_cos_sin", name, cpu_kernels.rotation, **NATIVE),
+        Kernel("norm", name, cpu_kernels.norm, **NATIVE),
+        Kernel("linear", name, partial(cpu_kernels.linear, most_rows=None), **NATIVE),
+        Kernel("fused_linear", name, partial(cpu_kernels.fused_linear, most_rows=None), **NATIVE),
+        Kernel("rope_and_kv_write", name, cpu_kernels.rope_and_kv_write, **NATIVE),
+        Kernel("paged_attention", name, partial(cpu_kernels.paged, most_queries=None), **NATIVE),
+    )
     if not TRITON:
-        return ()
+        return on_cpu
     from colonnade.kernels import triton_batch_invariant
 
     return (
+        *on_cpu,
         Kernel("paged_attention", "batch_invariant", triton_batch_invariant.paged, **ON_GPU),
         Kernel("linear", "batch_invariant", triton_batch_invariant.linear, **ON_GPU),
         Kernel("norm", "batch_invariant", triton_batch_invariant.norm, **ON_GPU),

@@ -185,7 +185,8 @@ class PagedView:
         self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[NormWeights, NormWeights] | None
     ) -> Tensor:
         """o_TnH from the fused q/k/v projection; one kernel normalises, rotates and writes to the cache."""
-        kernels = self.kernels if self.kernels == "native" else "auto"  # other names are of attention only
+        # Other names are of attention only.
+        kernels = self.kernels if self.kernels in ("native", "batch_invariant") else "auto"
         place = choose("rope_and_kv_write", qkv_Tz.device.type, qkv_Tz.dtype, kernels)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=rotation, norms=norms)
         return self._attend(q_TnH)
