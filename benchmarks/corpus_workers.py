@@ -2,7 +2,7 @@
 
     python benchmarks/corpus_workers.py [--copies 8 32] [--workers 1 2 4]
 
-The first size is cleaned with each number of workers, the other sizes with the last one.
+The first size is cleaned with each number of workers, in turns (the median counts), other sizes with the last one.
 Copies of the passages of speeches in which a quarter of the words differ, so that they are no near copies. Give it an
 idle core for each worker: the times are wall times. Memory is the highest resident set of a process that datatrove's
 tasks run in, without the files that it maps.
@@ -81,14 +81,16 @@ def _anonymous_bytes(status: Path) -> int:
     return int(lines["RssAnon"].split()[0]) << 10
 
 
-def measure(copies: int, workers: int, folder: Path, count: int | None) -> dict[str, Cell]:
-    """One cleaning."""
-    size = write_corpus(folder / "in.jsonl", copies, count)
-    peak = Peak()
-    peak.start()
-    started_s = time.perf_counter()
-    cleaned = run([folder / "in.jsonl"], folder / "out", Recipe(min_tokens=64), Executor(workers=workers))
-    took_s = time.perf_counter() - started_s
+def measure(copies: int, workers: int, count: int | None) -> dict[str, Cell]:
+    """One cleaning, in a temporary folder (``TMPDIR`` chooses the disk)."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        size = write_corpus(folder / "in.jsonl", copies, count)
+        peak = Peak()
+        peak.start()
+        started_s = time.perf_counter()
+        cleaned = run([folder / "in.jsonl"], folder / "out", Recipe(min_tokens=64), Executor(workers=workers))
+        took_s = time.perf_counter() - started_s
     assert cleaned is not None
     return {
         "workers": workers, "megabytes": round(size / 1e6, 1), "seconds": round(took_s, 2),
@@ -101,17 +103,24 @@ def main(argv: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--copies", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    rows: list[dict[str, Cell]] = []
+    rows = list[dict[str, Cell]]()
     path, folder = None, folder_of(args.out, toy=args.tiny)
-    for copies in args.copies:
-        for workers in args.workers if copies == args.copies[0] else args.workers[-1:]:
-            with tempfile.TemporaryDirectory() as scratch:
-                rows.append(measure(copies, workers, Path(scratch), 50 if args.tiny else None))
-            print(rows[-1], flush=True)
-            path = _write(rows, args.workers, folder)  # what is measured stays if the benchmark is stopped
+    count, first = 50 if args.tiny else None, args.copies[0]
+    found: dict[int, list[dict[str, Cell]]] = {workers: [] for workers in args.workers}
+    for _ in range(args.turns):
+        for workers, own in found.items():
+            own.append(measure(first, workers, count))
+            print(own[-1], flush=True)
+        rows = [sorted(own, key=lambda row: float(row["seconds"] or 0))[len(own) // 2] for own in found.values()]
+        path = _write(rows, args.workers, folder)  # what is measured stays if the benchmark is stopped
+    for copies in args.copies[1:]:
+        rows.append(measure(copies, args.workers[-1], count))
+        print(rows[-1], flush=True)
+        path = _write(rows, args.workers, folder)
     return path
 
 
@@ -122,7 +131,7 @@ def _write(rows: list[dict[str, Cell]], workers: list[int], folder: Path) -> Pat
                  "MB/s", plural(workers[0], "worker"), float(one["mb_per_s"] or 0))
         for row in more
     ]  # fmt: skip
-    notes = "wall time on idle cores; memory without mapped files"
+    notes = "wall time, cores of their own; memory without mapped files"
     return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder)
 
 
