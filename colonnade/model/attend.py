@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.attention.shared_prefix import PrefixTree
 from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.registry import choose
@@ -95,6 +96,30 @@ class Packed:
             return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **mask, dropout=self.layer_dropout)
         run = choose("packed_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
         return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **mask)
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Packed prefixes, then their continuations, each of which attends to its prefix and itself: scoring of answers."""
+
+    caches: ClassVar[bool] = False
+
+    tree: PrefixTree
+    window: int | None = None
+
+    @staticmethod
+    def of(prefixes: list[int], continuations: list[list[int]], device: torch.device | str = "cpu") -> "SharedPrefix":
+        """Prefixes of these lengths, each with continuations of these lengths."""
+        return SharedPrefix(PrefixTree.of(prefixes, continuations, device))
+
+    def at(self, layer: int, window: int | None) -> "SharedPrefix":
+        """The view of one layer."""
+        return self if window == self.window else replace(self, window=window)
+
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
+        """o_TnH."""
+        run = choose("shared_prefix_attention", q_TnH.device.type, q_TnH.dtype)
+        return run(q_TnH, k_TkH, v_TkH, self.tree, window=self.window)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def fuses_experts(moe: MoeConfig) -> bool:
     """Whether the C++ kernels compute such experts."""
     router = moe.router
     simple = router.kind == "softmax" and router.gates == router.groups == 1 and router.dtype == "float32"
-    return simple and moe.capacity is None and not moe.shared_gate and not moe.bias_rate
+    return simple and moe.capacity is None and not (moe.shared_gate or moe.bias_rate or moe.merged)
 
 
 def _softmax_router(ffn: MixtureOfExperts) -> cpu_experts.SoftmaxRouter:

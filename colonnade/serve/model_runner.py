@@ -30,7 +30,7 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
     """Raise :class:`ConfigError` if ``config`` contradicts the loaded model or its device."""
     config.check(model.config)
     loaded = quantised_kind(model) or "stored"
-    if config.weights not in ("stored", loaded) and (config.weights, loaded) != ("dense", "stored"):
+    if config.weights not in ("stored", "file", loaded) and (config.weights, loaded) != ("dense", "stored"):
         raise ConfigError(
             f"serve.weights is {config.weights}, and this model's weights are {loaded}: they are quantised while a "
             f'model is loaded; load it with weights="{config.weights}"'

@@ -38,6 +38,8 @@ class EngineTraits:
     """Whether tokens are sent to the ranks of their experts (all-to-all)."""
     sequence_parallel: bool = False
     """Whether the residual stream is sharded by tokens."""
+    loops_over_experts: bool = False
+    """Whether the host reads the experts' loads: their format has no kernel (ternary, int4 with float32 scales)."""
 
     @staticmethod
     def of(model: Transformer) -> "EngineTraits":
@@ -49,6 +51,9 @@ class EngineTraits:
             offloads_experts=any(layer.fetch is not None for layer in experts),
             exchanges_tokens=bool(experts) and axes.experts.all.size > 1 and not axes.cp_replicated,
             sequence_parallel=axes.sequence_parallel,
+            loops_over_experts=any(
+                w.kind == "ternary" or w.has_wide_scales for layer in experts for w in layer.quantised.values()
+            ),
         )  # fmt: skip
 
     @property
@@ -67,6 +72,8 @@ class EngineTraits:
             return "of encoder–decoders and of relative positions", "leave --serve.graph_capture out"
         if self.offloads_experts:
             return "of experts offloaded to host memory", "leave --experts.layers_on_device out"
+        if self.loops_over_experts:
+            return "of experts in a format without a kernel", "leave --serve.graph_capture out"
         if self.exchanges_tokens:
             return "that exchange tokens between expert ranks", "build the model with ground.axes.serving()"
         return None

@@ -94,6 +94,8 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
         )
     plan.check(opened.config)
     weights = run.distill.weights
+    if weights in ("ternary", "file"):
+        raise ConfigError(f"distill.weights {weights} is none to quantise a teacher to; use int8, int4 or float8")
     if opened.formats and weights not in ("stored", "dense"):
         raise ConfigError(
             f"distill.teacher stores its weights in {opened.weights} already; leave --distill.weights {weights} out"
