@@ -62,7 +62,8 @@ def _generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
             engine.follow()
             return
         if params.max_tokens is None:
-            left = engine.model.config.context - len(engine.tokenizer.encode(prompt))
+            most = min(engine.model.config.context, engine.scheduler.pool.max_request_tokens)
+            left = most - len(engine.tokenizer.encode(prompt))
             params = replace(params, max_tokens=max(1, min(CONTINUATION_TOKENS, left)))
         try:
             for output in engine.stream(prompt, params):
@@ -93,7 +94,7 @@ def chat(spec: ModelSpec, system: str | None, params: SamplingParams) -> None:
             process = engine_process(spec.open_loader, spec.plan, spec.serve, spec.device, asyncio.Event())
             engine = runner.run(stack.enter_async_context(process))
         try:
-            limits = opened.config.context, params.max_tokens
+            limits = engine.max_request_tokens, params.max_tokens
             _converse(system, tokenizer, *limits, partial(_answer, runner, engine, params, console), console)
         finally:
             runner.run(stack.aclose())
@@ -140,7 +141,7 @@ def chat_with_package(folder: Path, system: str | None, params: SamplingParams, 
 def _converse(
     system: str | None,
     tokenizer: Tokenizer,
-    context: int,
+    max_request_tokens: int,
     max_tokens: int | None,
     answer: Callable[[Messages], Messages],
     console: Console,
@@ -158,22 +159,22 @@ def _converse(
             console.print(f"there is no command {line}{did_you_mean(line, list(COMMANDS))}", markup=False)
         elif line:
             asked: Messages = [*messages, {"role": "user", "content": line}]
-            fitting = drop_turns(asked, tokenizer, context, max_tokens)
+            fitting = drop_turns(asked, tokenizer, max_request_tokens, max_tokens)
             if len(fitting) < len(asked):
-                console.print("[dim]the context is full: the oldest turns are left out[/dim]")
+                console.print("[dim]the context or the KV cache is full: the oldest turns are left out[/dim]")
             messages = answer(fitting)
 
 
 def drop_turns(
-    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, context: int, answer_tokens: int | None
+    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, max_request_tokens: int, answer_tokens: int | None
 ) -> Messages:
-    """The conversation without its oldest turns, so that the prompt and the answer fit into the context.
+    """The conversation without its oldest turns, so that prompt and answer have at most ``max_request_tokens``.
 
     A question leaves together with its answer; a system message and the last question stay. Without a limit the answer
-    gets an eighth of the context.
+    gets an eighth of the tokens.
     """
     opening = [message for message in messages[:1] if message["role"] == "system"]
-    turns, room = list(messages[len(opening) :]), context - (answer_tokens or context // 8)
+    turns, room = list(messages[len(opening) :]), max_request_tokens - (answer_tokens or max_request_tokens // 8)
     while len(turns) > 1 and len(tokenizer.encode_chat([dict(each) for each in (*opening, *turns)])) > room:
         turns = turns[next((i for i in range(1, len(turns)) if turns[i]["role"] == "user"), 1) :]
     return [*opening, *turns]

@@ -81,14 +81,11 @@ class EngineTraits:
     @property
     def records_steps(self) -> bool:
         """Whether C++ kernels run all of a decode step on a CPU (on one rank), so that it can be recorded."""
-        config = self.model
-        fused = config.norm_order == "pre" and not config.embed_norm and not config.segments
-        experts = config.moe is None or (fused_block.fuses_experts(config.moe) and not self.offloads_experts)
-        plain = experts and config.latent is None and config.positions in ("rotary", "learned")
-        plain = plain and config.encoder is None and config.relative_positions is None and config.score_scale is None
-        heads = not config.qk_norm or (config.norm == "rmsnorm" and config.qk_norm_over == "head")
+        moe = self.model.moe
+        experts = moe is None or (fused_block.fuses_experts(moe) and not self.offloads_experts)
         on_cpu = self.cp == 1 and not self.sequence_parallel and self.device.type == "cpu"
-        return fused and plain and heads and config.qkv_clip is None and on_cpu and cpu_kernels.available(self.dtype)
+        fused = experts and fused_block.fuses_dense_steps(self.model)
+        return fused and on_cpu and cpu_kernels.available(self.dtype)
 
     @property
     def padding_safe(self) -> bool:

@@ -75,6 +75,9 @@ def attend(
     if not T:
         return state
     score_mods = (cap, slopes_N, sinks_N, scales_K, layout.shape.window)
+    if ready.short_keys is not None and table.longest_query == 1 and len(table.lengths_R) == T:
+        cuda_decode.attend_short(q_TNH, k_PpKH, v_PpKH, state, table, ready.short_keys, score_mods)
+        return state
     if layout.cuda and shared is None:
         cuda_decode.attend(q_TNH, k_PpKH, v_PpKH, state, None, table, ready, score_mods)
         return state
