@@ -34,7 +34,7 @@ from harness.rows import line
 
 WINDOW, CALIBRATION = 512, 64
 SHAPE = ModelConfig(
-    family="mixtral", vocab_size=4096, layers=4, width=288, heads=6, kv_heads=2, head_width=48, ffn_width=576,
+    family="mixtral", vocab_size=4096, layers=3, width=288, heads=6, kv_heads=2, head_width=48, ffn_width=576,
     context=WINDOW, moe=MoeConfig(experts=32, active=2, ffn_width=576, balance_weight=0.01),
 )  # fmt: skip
 TINY = SHAPE.replace(
@@ -79,7 +79,8 @@ def train(model: Transformer, text: Text, steps: int, batch: int, teacher: Trans
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         windows = text.train[torch.randint(len(text.train), (batch,), generator=generator)]
-        stream, attend = inputs(windows[:, :-1], weight=1.0)
+        # Losses of routers are sums over tokens, and this one is a mean.
+        stream, attend = inputs(windows[:, :-1], weight=1 / windows[:, 1:].numel())
         if teacher is None:
             total, count = model(stream, attend, Loss(windows[:, 1:].flatten()))
             loss = total / count
@@ -150,20 +151,18 @@ def ways(whole: Transformer, text: Text, distil: Callable[[Transformer], None]) 
     few = max(moe.active, math.ceil(E * (16 / 18) / 5))
     found: dict[str, Callable[[], Transformer]] = {
         "all experts": lambda: whole,
+        f"int4 g32 gptq, keep {few} by reap": lambda: quantised(kept(few), int4),
+        "ternary 0.889 bits": lambda: quantised(copied(whole), Compression(weights="ternary")),
+        f"keep {moe.active}, reap": lambda: kept(moe.active),
         f"keep {quarter}, reap": lambda: kept(quarter),
         f"keep {quarter}, load": lambda: kept(quarter, "load"),
-        f"merge {quarter}": lambda: merge_experts(whole, texts, quarter).requires_grad_(False),
+        "dense, untrained": lambda: dense(False),
+        "dense, distilled": lambda: dense(True),
         "int4 g32 gptq": lambda: quantised(copied(whole), int4),
-        f"int4 g32 gptq, keep {few} by reap": lambda: quantised(kept(few), int4),
+        f"merge {quarter}": lambda: merge_experts(whole, texts, quarter).requires_grad_(False),
         f"int4 g32 gptq, merge {few}": lambda: quantised(merge_experts(whole, texts, few), int4),
+        "ternary 0.889 bits, nearest": lambda: quantised(copied(whole), Compression(weights="ternary", by="nearest")),
     }
-    found["ternary 0.889 bits"] = lambda: quantised(copied(whole), Compression(weights="ternary"))
-    found["ternary 0.889 bits, nearest"] = lambda: quantised(
-        copied(whole), Compression(weights="ternary", by="nearest")
-    )
-    found[f"keep {moe.active}, reap"] = lambda: kept(moe.active)
-    found["dense, untrained"] = lambda: dense(False)
-    found["dense, distilled"] = lambda: dense(True)
     for word, bits in ((24, 0.667), (32, 0.5)):
         how = Compression(weights="ternary", word=word)
         found[f"ternary {bits} bits"] = lambda how=how: quantised(copied(whole), how)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch.export import ExportedProgram
 
 from colonnade.checkpoint import atomic_folder
 from colonnade.config import Config, ModelConfig
@@ -69,6 +70,19 @@ class PackageInfo(Config):
     """The shape of one slot of a layer's cache (:func:`colonnade.model.static_attend.cache_row`)."""
     model: ModelConfig
     processor: Processor
+
+
+INDUCTOR = {
+    "aot_inductor.package_constants_in_so": False,  # both programs share one file of weights
+    "cpp.dynamic_threads": True,  # otherwise the number of threads of this process is compiled in
+}
+
+
+def compile_program(program: ExportedProgram, path: Path) -> None:
+    """Compile ``program`` to native code in ``path``, without its weights."""
+    from torch._inductor import aoti_compile_and_package  # takes seconds to import
+
+    aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(INDUCTOR))
 
 
 def load_program(path: Path) -> Any:

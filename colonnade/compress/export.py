@@ -6,7 +6,6 @@ reference kernels, which Inductor fuses by itself. :mod:`colonnade.checkpoint.pa
 """
 
 import functools
-import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,16 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from colonnade.checkpoint import atomic_folder, native
-from colonnade.checkpoint.package_format import DECODE, PACKAGE, PREFILL, WEIGHTS, PackageInfo, Processor, load_program
+from colonnade.checkpoint.package_format import (
+    DECODE,
+    PACKAGE,
+    PREFILL,
+    WEIGHTS,
+    PackageInfo,
+    Processor,
+    compile_program,
+    load_program,
+)
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
@@ -29,10 +37,8 @@ from colonnade.model.moe.experts import ExpertRows, Experts
 from colonnade.model.moe.router import find_router
 from colonnade.model.static_attend import Static, cache_row
 
-INDUCTOR = {
-    "aot_inductor.package_constants_in_so": False,  # both programs share one file of weights
-    "cpp.dynamic_threads": True,  # otherwise the number of threads of this process is compiled in
-}
+TORCH = (2, 13)
+"""The oldest version that was seen to work; 2.11 ended with a segmentation fault."""
 
 
 def export(
@@ -88,9 +94,13 @@ def check_export(config: ModelConfig, context: int, prefill: int) -> None:
             f"--context {context} and --prefill {prefill} do not fit a model with a context of {config.context}; "
             "--prefill is at least 2 and at most --context, which is at most that"
         )
-    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
-    if not any(shutil.which(name) for name in (compiler, "g++", "clang++")):
-        raise ConfigError(f"export compiles C++, and there is no {compiler} here; install it (apt-get install g++)")
+    if not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
+        raise ConfigError("export compiles C++, and there is no g++ here; install it (apt-get install g++)")
+    if (version := tuple(int(n) for n in torch.__version__.split(".")[:2])) < TORCH:
+        raise ConfigError(
+            f"export needs torch {TORCH[0]}.{TORCH[1]}, and this is {version[0]}.{version[1]}, whose compiler crashed "
+            "on such programs; upgrade torch"
+        )
 
 
 def step_module(model: Transformer) -> "_Step":
@@ -132,7 +142,7 @@ def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about torch
         program = torch.export.export(step, example, dynamic_shapes=shapes)
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(INDUCTOR))
+        compile_program(program, path)
     values = {**program.state_dict, **program.constants}
     return {name: values[name] for name in load_program(path).get_constant_fqns()}  # others are unused or folded
 

@@ -104,7 +104,7 @@ def test_formats_of_others(form, model, tmp_path) -> None:
         (["--text", "missing.txt"], "cannot read missing.txt"),
         (["--format", "gguf"], "end it with .gguf"),
         (["--tokens", "0"], "0 calibration tokens"),
-        (["--plan.dp", "2", "--recover", "3"], "run --keep, --dense and --recover on one"),
+        (["--plan.dp", "2", "--recover", "3"], "run --keep, --merge, --dense and --recover on one"),
         (["--plan.dp", "2", "--plan.ep", "2"], "this model has none"),
         (["--plan.dp", "3"], "1, 2, 4 or 8 ranks of dp, not on 3"),
     ],

@@ -33,11 +33,12 @@ ALLOWED_FILES = {
 }
 
 
-# Private interfaces of torch: one file uses those of communication, one the attention operators below autograd.
+# Private interfaces of torch: one file uses those of communication, one the attention operators below autograd, one
+# AOTInductor.
 # torch._foreach_* is documented.
 PRIVATE = (
     "parallel/collectives.py", "parallel/symmetric_memory.py", "kernels/attention/chunk.py",
-    "kernels/linear/scaled_mm.py", "kernels/experts/grouped_mm.py",
+    "kernels/linear/scaled_mm.py", "kernels/experts/grouped_mm.py", "checkpoint/package_format.py",
 )  # fmt: skip
 
 
