@@ -42,6 +42,8 @@ from colonnade.speech.transcribe import Model, Segment, Transcriber, write_trans
 
 MAX_UPLOAD_BYTES = 25 << 20
 """Largest body, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
+QUEUED_BODIES = 8
+"""Bodies of the largest size that may be in memory, arriving, waiting or running; smaller ones may be more."""
 LONGEST_S = 2 * 3600
 """Longest recording [s]."""
 FIELDS = ("file", "model", "language", "response_format", "temperature", "timestamp_granularities[]")
@@ -138,15 +140,17 @@ class TranscriptionServer:
             ],
             middleware=[
                 Middleware(Authenticate, keys=keys, admin_key=None, max_body_bytes=most),
-                Middleware(BodyLimit, max_bytes=most, limits=limits),
+                Middleware(BodyLimit, max_bytes=most, limits=limits, max_held_bytes=QUEUED_BODIES * most),
             ],
         )
 
     async def _transcriptions(self, request: Request) -> Response:
         try:
             check_allowed(request.scope, self.name)
-            fields = parse_multipart(request.headers.get("content-type", ""), await request.body())
-            options = _Options(fields, self.name)
+            # Not request.body(), which would keep a second copy until the answer.
+            body = b"".join([part async for part in request.stream()])
+            options = _Options(parse_multipart(request.headers.get("content-type", ""), body), self.name)
+            del body
             if self.waiting > self.config.max_waiting:
                 raise RequestError(
                     f"the queue is full: {self.waiting - 1} recordings wait already; try again later", status=429,

@@ -4,11 +4,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.config import ServeConfig
+from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CapacityError, ConfigError, RequestError
 from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
@@ -187,6 +189,36 @@ def test_languages_begin_the_source_and_the_target() -> None:
     audit(it)
 
 
+@pytest.mark.parametrize("template", ["eng_Latn $A END", "$A END eng_Latn"])
+def test_tokenizers_that_name_a_language_of_their_own(template: str) -> None:
+    """Published files put eng_Latn before each text, older ones after its end; a request's language counts instead."""
+    plain = translator().tokenizer
+    core = tokenizers.Tokenizer.from_str(plain.json)
+    end = plain.token(plain.eos_ids[0])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template.replace("END", end), special_tokens=[(name, plain.token_id(name)) for name in ("eng_Latn", end)]
+    )
+    it = Engine(translator().model, Tokenizer(core, None, plain.eos_ids), ServeConfig(pages=64, page_tokens=4))
+    asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, source_lang="deu_Latn", target_lang="fra_Latn")
+    german, english = plain.token_id("deu_Latn"), plain.token_id("eng_Latn")
+    text = plain.encode("The quick fox")
+    for prompt, params, language in (
+        ("The quick fox", asked, german),
+        (it.tokenizer.encode("The quick fox"), asked, german),
+        (it.tokenizer.encode("The quick fox"), replace(asked, source_lang=None), english),
+    ):
+        it.add(prompt, params)
+        (piece,) = it.scheduler.schedule().slices
+        assert piece.source == (language, *text, plain.eos_ids[0])
+        it.cancel(next(iter(it._live)))
+    with pytest.raises(RequestError, match="source_lang is missing"):
+        it.add("The quick fox", replace(asked, source_lang=None))
+    for empty in ("", [english], [0], [english, 0]):
+        with pytest.raises(RequestError, match=r"the (prompt|source) is empty"):
+            it.add(empty, asked)
+    audit(it)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,6 +241,7 @@ def test_unknown_languages_are_one_line(options: dict, message: str) -> None:
     [
         ([5], {"target_lang": "fra_Latn"}, RequestError, "target_lang is for models that translate between named"),
         ([], {}, RequestError, "the prompt is empty"),
+        ([0], {}, RequestError, "the source is empty; give the text that the encoder reads"),
         ([5] * 40, {}, RequestError, "the source has 41 tokens with its end, and this model's encoder reads 40"),
         ([5], {"max_tokens": 64}, RequestError, "maximum context length is 64 tokens"),
         ([5], {"echo": True}, RequestError, "echo is for models that continue the prompt"),
