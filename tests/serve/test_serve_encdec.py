@@ -121,6 +121,18 @@ def test_any_schedule_gives_the_same_tokens(
     audit(it)
 
 
+def test_padded_decode_batches_give_the_same_tokens() -> None:
+    """The buffers of CUDA graphs, which a CPU fills and reads too: rows change hands, sources grow and shrink."""
+    it = engine(graph_capture=True, max_requests=3, pages=40)
+    asked = [tuple(range(10, 10 + 3 * n)) for n in (1, 5, 2, 11, 4, 3)]
+    counts = [9, 3, 12, 7, 1, 8]
+    found = it.generate(asked, [params(count) for count in counts])
+    assert [list(each.token_ids) for each in found] == [
+        greedy(source, n) for source, n in zip(asked, counts, strict=True)
+    ]
+    audit(it)
+
+
 def test_preemption_encodes_again() -> None:
     it = engine(pages=9, page_tokens=4, max_requests=3)
     asked = [tuple(range(10, 17)), tuple(range(30, 35)), (8, 9)]

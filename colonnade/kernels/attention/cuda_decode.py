@@ -208,8 +208,10 @@ def compile_macros(
     }  # fmt: skip
 
 
-ScoreMods = tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None]
-"""Soft cap, ALiBi slopes, sinks, scales of keys and values, window."""
+ScoreMods = tuple[
+    float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None, Tensor | None
+]  # fmt: skip
+"""Soft cap, ALiBi slopes, sinks, scales of keys and values, window, relative biases."""
 
 
 def attend(
@@ -234,7 +236,8 @@ def attend(
     shape = layout.shape
     q_TNH, k_PpKH, v_PpKH = (x if _aligned(x) else x.contiguous().clone() for x in (q_TNH, k_PpKH, v_PpKH))
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
-    cap, slopes_N, sinks_N, scales_K, window = score_mods
+    cap, slopes_N, sinks_N, scales_K, window, near_RN = score_mods
+    assert near_RN is None, "this kernel has no relative biases"
     slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
     device = q_TNH.device
     workers = ready.capacity.workers
