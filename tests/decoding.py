@@ -202,7 +202,8 @@ class Case:
         else:
             how = {"window": self.window, "chunk": self.chunk, "shares": bool(self.prefixes)}
             try:
-                layout = KernelLayout.of(q, k, longest, **how, kernels=KERNELS[0])
+                kernels = "triton" if self.near else KERNELS[0]
+                layout = KernelLayout.of(q, k, longest, **how, kernels=kernels)
             except LookupError as why:
                 pytest.skip(str(why))
         # Costs at which everything that can be split is split; with the true ones cases this small would not be. Fixed

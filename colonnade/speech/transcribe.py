@@ -154,7 +154,7 @@ def allow(logits_V: Tensor, ids: Sequence[int], v: _Vocabulary) -> Tensor:
     return logits_V
 
 
-class _Window:
+class Window:
     """Decoding over one encoded window: pages of the target, then pages of the source, in order."""
 
     def __init__(self, model: Model, mel_MF: Tensor):
@@ -250,7 +250,7 @@ class Transcriber:
 
     def _decode_window(self, mel_MF: Tensor, at: int) -> tuple[list[int], "_Decoded"]:
         """(tokens after the prompt, how they were found), at the first temperature whose text is plausible."""
-        window, ids, decoded = _Window(self.model, mel_MF), list[int](), _Decoded(0.0, 0.0, 1.0, 0.0)
+        window, ids, decoded = Window(self.model, mel_MF), list[int](), _Decoded(0.0, 0.0, 1.0, 0.0)
         for temperature in self._temperatures:
             ids, mean_logprob, silence = self._decode(window, temperature, at)
             text = self.model.tokenizer.decode([i for i in ids if i < self._vocabulary.first_time]).encode()
@@ -261,7 +261,7 @@ class Transcriber:
         return ids, decoded
 
     @torch.inference_mode()
-    def _decode(self, window: "_Window", temperature: float, seed: int) -> tuple[list[int], float, float]:
+    def _decode(self, window: "Window", temperature: float, seed: int) -> tuple[list[int], float, float]:
         """(tokens after the prompt, their mean log-probability, the probability of silence)."""
         v, window.length = self._vocabulary, 0
         generator = torch.Generator().manual_seed(seed)
