@@ -57,9 +57,9 @@ def sound(real: bool) -> Tensor:
     """30 s at 16 kHz: spoken sentences, or noise."""
     if not real:
         return 0.1 * torch.randn(30 * RATE, generator=torch.Generator().manual_seed(0))
-    from colonnade.speech.synth import say
+    from colonnade.speech.synth import speak
 
-    samples = torch.from_numpy(say(SENTENCES).samples)
+    samples = torch.from_numpy(speak(SENTENCES).samples)
     return torch.nn.functional.pad(samples[: 30 * RATE], (0, max(0, 30 * RATE - len(samples))))
 
 
@@ -85,14 +85,21 @@ def peer_of(model: Any, real: bool) -> Any:
         )  # fmt: skip
         return transformers.WhisperForConditionalGeneration(config).eval()
     with tempfile.TemporaryDirectory() as folder:
-        colonnade.save(model, folder, format="hf")
-        return transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        colonnade.save(model, Path(folder) / "hf", format="hf")
+        return transformers.WhisperForConditionalGeneration.from_pretrained(
+            Path(folder) / "hf", dtype=torch.float32
+        ).eval()
 
 
 @torch.inference_mode()
 def theirs(model: Any, mel_MF: Tensor, tokens: int) -> list[int]:
     config = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=tokens, eos_token_id=None, pad_token_id=END, suppress_tokens=[END]
+        do_sample=False,
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=END,
+        suppress_tokens=[END],
+        decoder_start_token_id=START,
     )
     # Whisper's own generate() adds rules for times, which none of the others applies here.
     ids = transformers.GenerationMixin.generate(

@@ -82,10 +82,16 @@ def test_openai_client(client: TestClient, sound: bytes) -> None:
     it = openai.OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client)  # type: ignore[arg-type]
     found = it.audio.transcriptions.create(model=NAME, file=("a.wav", sound), temperature=0.0)
     assert "message" in found.text.lower()
-    with pytest.raises(openai.BadRequestError, match="times of single words are not implemented"):
-        it.audio.transcriptions.create(
-            model=NAME, file=("a.wav", sound), response_format="verbose_json", timestamp_granularities=["word"]
-        )
+    timed = it.audio.transcriptions.create(
+        model=NAME, file=("a.wav", sound), response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert timed.words is not None
+    assert timed.segments
+    assert "message" in [each.word.strip(".,").lower() for each in timed.words]
+    assert all(0 <= each.start <= each.end <= timed.duration + 0.01 for each in timed.words)
+    words = post(client, sound, response_format="verbose_json", **{"timestamp_granularities[]": "word"}).json()
+    assert "segments" not in words
+    assert [each["word"] for each in words["words"]] == [each.word for each in timed.words]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +111,18 @@ def test_openai_client(client: TestClient, sound: bytes) -> None:
         (wav(np.zeros(9)), {"stream": "true"}, 400, "stream='true' is not supported"),
         (wav(np.zeros(9)), {"prompt": "Names: Zoë"}, 400, "prompt=.* is not supported"),
         (wav(np.zeros(9)), {"langauge": "en"}, 400, "did you mean 'language'"),
+        (
+            wav(np.zeros(9)),
+            {"timestamp_granularities[]": "letter"},
+            400,
+            "is 'letter'; it must be word, segment, or both",
+        ),
+        (
+            wav(np.zeros(9)),
+            {"timestamp_granularities[]": "word"},
+            400,
+            "need response_format verbose_json, and it is 'json'",
+        ),
         (bytes(4 << 20), {}, 413, "send at most 3,145,728"),
     ],
 )
