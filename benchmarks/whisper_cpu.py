@@ -119,7 +119,7 @@ def ct2_of(folder: Path, threads: int) -> Callable[[Tensor, int], list[int]] | N
 
     def run(mel_MF: Tensor, tokens: int) -> list[int]:
         features = ctranslate2.StorageView.from_array(mel_MF[None].contiguous().numpy())
-        (found,) = model.generate(
+        (found,) = model.generate(  # half of max_length is for earlier text, which there is none of
             features, [[START, NO_TIMES]], beam_size=1, max_length=tokens + 2, suppress_tokens=[END],
             suppress_blank=False, repetition_penalty=1.0,
         )  # fmt: skip
