@@ -55,7 +55,7 @@ def test_spoken_sentences(model: colonnade.Model, recording: Path) -> None:
 
 
 def test_times_of_words(model: colonnade.Model) -> None:
-    """Words are in order, and begin within a third of a second of where espeak-ng spoke them, half within 0.1 s."""
+    """Words are in order, and begin within a third of a second of where espeak-ng spoke them, half within 0.15 s."""
     spoken = speak(TEXT)
     segments = list(Transcriber(model, words=True).transcribe(torch.from_numpy(spoken.samples)))
     found = [word for each in segments for word in each.words]
@@ -67,7 +67,7 @@ def test_times_of_words(model: colonnade.Model) -> None:
     late = [found[a + i].start_s - spoken.words[b + i][0] for a, b, size in same for i in range(size)]
     assert len(late) >= 12
     assert max(map(abs, late)) < 0.35, late
-    assert sum(abs(each) < 0.1 for each in late) >= len(late) / 2, late
+    assert sum(abs(each) < 0.15 for each in late) >= len(late) / 2, late
 
 
 @pytest.mark.slow
