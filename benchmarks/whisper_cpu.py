@@ -112,7 +112,7 @@ def theirs(model: Any, mel_MF: Tensor, tokens: int) -> list[int]:
 def ct2_of(folder: Path, threads: int) -> Callable[[Tensor, int], list[int]] | None:
     """CTranslate2's decoding; None if it is not installed."""
     try:
-        import ctranslate2
+        import ctranslate2  # type: ignore[import-not-found]
     except ImportError:
         return None
     model = ctranslate2.models.Whisper(str(folder), compute_type="float32", intra_threads=threads, inter_threads=1)
@@ -120,7 +120,7 @@ def ct2_of(folder: Path, threads: int) -> Callable[[Tensor, int], list[int]] | N
     def run(mel_MF: Tensor, tokens: int) -> list[int]:
         features = ctranslate2.StorageView.from_array(mel_MF[None].contiguous().numpy())
         (found,) = model.generate(  # half of max_length is for earlier text, which there is none of
-            features, [[START, NO_TIMES]], beam_size=1, max_length=tokens + 2, suppress_tokens=[END],
+            features, [[START, NO_TIMES]], beam_size=1, max_length=2 * tokens, suppress_tokens=[END],
             suppress_blank=False, repetition_penalty=1.0,
         )  # fmt: skip
         return found.sequences_ids[0]

@@ -328,7 +328,7 @@ def _write_shards(
     """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end, done = tokenizer.eos_ids[0], 0
-    begin_source, begin_target = ([tokenizer.token_id(name)] for name in languages) if languages else ([], [])
+    begin_source, begin_target = ([tokenizer.token_id(name) or 0] for name in languages) if languages else ([], [])
     begin = begin_source
     with ExitStack() as files:
         train, validation = (

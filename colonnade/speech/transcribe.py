@@ -14,7 +14,7 @@ The next window begins at the end of the last whole segment. A window is silent 
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from colonnade.checkpoint.load_model import locate
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer
+from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer, fused_block
 from colonnade.model.cross_attention import Memory
 from colonnade.speech.log_mel import HOP, RATE, log_mel
 from colonnade.speech.word_times import FRAME_S, WatchedMemory, Word, alignment_heads, split_words, token_starts
@@ -176,6 +176,7 @@ class Window:
         self.cache = KVCache(
             config, self.model.axes, pages=pages, page_tokens=PAGE_TOKENS, dtype=weight.dtype, device=self.device
         )
+        self.kernels = fused_block.enable(self.model)
         self.mel_MF: Tensor | None = mel_MF.to(self.device, weight.dtype)
         self.length = 0
 
@@ -205,6 +206,7 @@ class Window:
         memory = InPages.of(
             self.cache, torch.tensor(slots, dtype=torch.int64, device=device), [self.far], [self.frames], [T]
         )
+        memory = replace(memory, kernels=self.kernels)
         own = Paged(
             self.cache,
             torch.tensor([self.own], dtype=torch.int32, device=device),
@@ -213,6 +215,7 @@ class Window:
             torch.tensor([self.length], dtype=torch.int32, device=device),
             T,
             self.length,
+            self.kernels,
             known=([T], [self.length]),
             known_pages=[self.own],
         )

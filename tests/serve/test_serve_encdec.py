@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CapacityError, ConfigError, RequestError
+from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import pack_work, unpack_work
@@ -130,6 +131,22 @@ def test_padded_decode_batches_give_the_same_tokens() -> None:
     assert [list(each.token_ids) for each in found] == [
         greedy(source, n) for source, n in zip(asked, counts, strict=True)
     ]
+    audit(it)
+
+
+def test_fused_steps_of_a_cpu_give_the_same_tokens() -> None:
+    """In float32 a CPU runs its C++ kernels, also within blocks that have cross attention."""
+    if not cpu_kernels.available(torch.float32):
+        pytest.skip("the C++ kernels are not available here")
+    config = nllb(vocab_size=301, moe=None, width=64)
+    assert config.encoder is not None
+    plain = built(config.replace(encoder=config.encoder.replace(languages=False, start_token=START))).float()
+    asked = [tuple(range(10, 29)), (8, 9)]
+    expected = [greedy(source, 9, plain) for source in asked]
+    it = Engine(plain, tiny.tokenizer(), ServeConfig(pages=64, page_tokens=4))
+    assert plain.blocks[0].fused
+    found = it.generate(asked, params(9))
+    assert [list(each.token_ids) for each in found] == expected
     audit(it)
 
 
