@@ -50,7 +50,7 @@ from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.model_runner import ModelRunner, SampledTokens
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 from decoding.context_plot import draw
 from decoding.decode_cells import read_bandwidth
 from harness.report import RESULTS, ROOT, Cell, Headline, report

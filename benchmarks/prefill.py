@@ -23,7 +23,7 @@ from colonnade.model import KVCache, Transformer
 from colonnade.serve.model_runner import ModelRunner
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 from harness.clock import Clock
 from harness.report import RESULTS, Cell, Headline, report
 from harness.rows import line

@@ -13,7 +13,7 @@ from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.symmetric_memory import with_small_allreduce
 from colonnade.serve.model_inputs import CacheShard, build_inputs
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 
 STEPS = {
     "decodes": [(37, 1), (0, 1), (5, 1), (200, 1)],

@@ -13,6 +13,7 @@ from colonnade.config.base import (
 )
 from colonnade.config.distill import DistillConfig
 from colonnade.config.encoder import EncoderConfig, RelativePositions
+from colonnade.config.encoder_tuning import EncoderTuning
 from colonnade.config.expert_overrides import AS_TRAINED, ExpertsConfig
 from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.lora import LORA_TARGETS, LoraConfig, LoraTarget
@@ -35,6 +36,7 @@ __all__ = [
     "Device",
     "DistillConfig",
     "EncoderConfig",
+    "EncoderTuning",
     "ExpertsConfig",
     "LatentConfig",
     "LoraConfig",

@@ -244,6 +244,12 @@ def _with_languages(tokenizer: Tokenizer, names: tuple[str, str], *, trained: bo
     return tokenizer
 
 
+def _language_id(tokenizer: Tokenizer, name: str) -> int:
+    token = tokenizer.token_id(name)
+    assert token is not None, "the tokenizer has the languages of the pairs"
+    return token
+
+
 def _check_settings(
     tokenizer: object,
     vocab_size: int | None,
@@ -328,7 +334,7 @@ def _write_shards(
     """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end, done = tokenizer.eos_ids[0], 0
-    begin_source, begin_target = ([tokenizer.token_id(name) or 0] for name in languages) if languages else ([], [])
+    begin_source, begin_target = ([_language_id(tokenizer, name)] for name in languages) if languages else ([], [])
     begin = begin_source
     with ExitStack() as files:
         train, validation = (

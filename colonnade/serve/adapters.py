@@ -21,7 +21,7 @@ from colonnade.model import Transformer
 from colonnade.model.lora import NAME, fuse_qkv
 from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.parallel.layout import layout_of, local_part
-from colonnade.serve.scheduler import Slice
+from colonnade.serve.work import Slice
 
 
 class Group(NamedTuple):

@@ -20,7 +20,7 @@ from colonnade.model import Transformer
 from colonnade.model.norm import HeadsNorm, Norm
 from colonnade.model.tensor_parallel_linear import Linear
 from colonnade.model.weight_only_quant import quantised_kind
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 
 MAX_HEAD_WIDTH = 256
 """Widest heads of the batch-invariant attention kernel."""

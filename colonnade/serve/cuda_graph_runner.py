@@ -2,8 +2,8 @@
 
 A CUDA graph is a recording of kernels with their arguments, so whatever changes from step to step must be in buffers at
 fixed addresses: tokens, positions, slots, lengths, page tables, the split plans of attention. A step that decodes one
-token for each of R requests is padded to one of a few batch sizes (:func:`scheduler.padded_batch_size`). A row without
-a request (:class:`scheduler.BatchRows`) decodes token 0 into the scratch page. A size is captured when it is first
+token for each of R requests is padded to one of a few batch sizes (:func:`batch_rows.padded_batch_size`). A row without
+a request (:class:`batch_rows.BatchRows`) decodes token 0 into the scratch page. A size is captured when it is first
 needed; sampling, which differs between requests, runs after the graph. On a CPU the same buffers are used, and the
 first step of a size is recorded (:mod:`~colonnade.serve.step_recorder`) where C++ kernels compute all of it.
 
@@ -30,10 +30,11 @@ from colonnade.model import Crossed, InPages, KVCache, Paged, Stream, Transforme
 from colonnade.model.context_parallel import ShardedPaged
 from colonnade.model.output_heads import LocalVocabRows
 from colonnade.parallel.cuda_graphs import capture
+from colonnade.serve.batch_rows import padded_batch_size
 from colonnade.serve.graph_sources import SourceTables
 from colonnade.serve.model_inputs import CacheShard
-from colonnade.serve.scheduler import Work, padded_batch_size
 from colonnade.serve.step_recorder import record
+from colonnade.serve.work import Work
 
 PLAN_AHEAD_STEPS = 16
 """Decode steps for which a split plan stays valid."""

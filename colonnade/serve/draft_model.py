@@ -31,7 +31,7 @@ from colonnade.serve.draft_planner import PassTimes, choose_counts
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.request import Request
 from colonnade.serve.sample_args import SampleArgs
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 
 RATE_STEP = 1 / 16
 """Weight of a request's newest draft in its acceptance rate."""

@@ -15,7 +15,7 @@ Pure Python, no clock: the caller measures.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from colonnade.serve.scheduler import padded_batch_size
+from colonnade.serve.batch_rows import padded_batch_size
 
 LEAST_GAIN = 1.05
 """Expected speed-up from which on drafts are tried."""

@@ -61,11 +61,12 @@ from colonnade.serve.request import (
 from colonnade.serve.resolve_config import EngineTraits, check_graph_capture, check_plan, resolve_config
 from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.scheduler import Scheduler, Work
+from colonnade.serve.scheduler import Scheduler
 from colonnade.serve.speculation import NgramSpeculator
 from colonnade.serve.text_stream import TextStream
 from colonnade.serve.tool_calls import ToolNotation
 from colonnade.serve.wait_estimate import WaitEstimate
+from colonnade.serve.work import Work
 
 if TYPE_CHECKING:
     from colonnade.serve.look import EngineLook

@@ -11,7 +11,7 @@ import torch
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload_into
 from colonnade.model import InPages, KVCache
-from colonnade.serve.scheduler import Work
+from colonnade.serve.work import Work
 
 
 class SourceTables:

@@ -27,8 +27,8 @@ from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.weight_only_quant import quantisable_shapes, weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
+from colonnade.serve.batch_rows import padded_batch_size
 from colonnade.serve.resolve_config import EngineTraits, draft_config, resolve_config
-from colonnade.serve.scheduler import padded_batch_size
 
 FLOAT8 = (8, 9)
 """The lowest compute capability whose kernels can convert float8."""

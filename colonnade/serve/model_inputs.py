@@ -28,7 +28,7 @@ from colonnade.model.context_parallel import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import NextTokens, PromptTargets
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 
 RUN, IDLE, STOP, SWAP = 1, 2, 3, 4
 """Kinds of message: run this work; heartbeat of an idle engine; leave the loop; the next stage of a weight swap."""

@@ -23,7 +23,7 @@ from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, scratch_pages, s
 from colonnade.serve.model_inputs import CacheShard, build_inputs
 from colonnade.serve.resolve_config import EngineTraits, draft_config
 from colonnade.serve.sampler import Sampled, sample_and_score
-from colonnade.serve.scheduler import Work
+from colonnade.serve.work import Work
 
 
 def check_model(model: Transformer, config: ServeConfig) -> None:

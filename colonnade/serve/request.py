@@ -90,7 +90,7 @@ class Request:
     sample_index: int = 0
     """Which of the tokens that the last work sampled is this request's."""
     batch_row: int = -1
-    """Its row in a padded decode batch (:class:`~colonnade.serve.scheduler.BatchRows`); negative for none."""
+    """Its row in a padded decode batch (:class:`~colonnade.serve.batch_rows.BatchRows`); negative for none."""
     status: Status = Status.WAITING
     drafter: Drafter | None = None
     """Set by the scheduler; None for no speculative decoding."""

@@ -22,74 +22,19 @@ soon as enough of the running requests have ended.
 Pure Python: no tensors, no clock (the caller passes the time), no model.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from colonnade.errors import RequestError
+from colonnade.serve.batch_rows import BatchRows
 from colonnade.serve.beam_search import BeamSearch, Continuation
 from colonnade.serve.fair_queue import FairQueue
 from colonnade.serve.page_pool import PagePool, extend_page_hashes
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.speculation import Speculator
-
-
-class Slice(NamedTuple):
-    """The tokens of one request in a forward pass."""
-
-    start: int
-    """Position of the first of ``tokens``; also the number of tokens already in the cache."""
-    tokens: tuple[int, ...]
-    """Token ids; -1 - i stands for the i-th token that the previous work sampled."""
-    pages: tuple[int, ...]
-    """The page table up to and including ``tokens``."""
-    sample_args: SampleArgs | None
-    """How to sample the next token; None if ``tokens`` do not reach the end of the request."""
-    batch_row: int = -1
-    """The request's row in a padded decode batch (:class:`BatchRows`); negative for none."""
-    targets: tuple[int, ...] = ()
-    """For each of ``tokens`` the prompt's next one, whose log-probability is wanted, or -1; empty if none is."""
-    alternatives: int = 0
-    """How many of the most probable tokens to return with those."""
-    adapter: int = 0
-    """The request's adapter (:mod:`colonnade.serve.adapters`), from 1; 0: none."""
-    source: tuple[int, ...] = ()
-    """The source's tokens, if this pass has to encode it."""
-    source_pages: tuple[int, ...] = ()
-    """The pages of its keys and values for cross attention."""
-    source_length: int = 0
-    """Tokens of the source."""
-
-    def source_slots(self, page_tokens: int) -> list[int]:
-        """Cache slots for the keys and values of ``source``."""
-        return [self.source_pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(len(self.source))]
-
-    def slots(self, page_tokens: int) -> list[int]:
-        """Cache slots for the keys and values of ``tokens``: page · page_tokens + offset."""
-        span = range(self.start, self.start + len(self.tokens))
-        return [self.pages[i // page_tokens] * page_tokens + i % page_tokens for i in span]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One forward pass. Ranks above 0 receive it without the requests."""
-
-    slices: tuple[Slice, ...]
-    requests: tuple[Request, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the pass."""
-        return sum(len(piece.tokens) for piece in self.slices)
-
-    @property
-    def sample_args(self) -> list[SampleArgs]:
-        """Those of the slices that sample a token, in order."""
-        return [piece.sample_args for piece in self.slices if piece.sample_args is not None]
+from colonnade.serve.work import Slice, Work
 
 
 class Scheduler:
@@ -508,61 +453,3 @@ class Scheduler:
         self.batch_rows.remove(request)
         request.pages, request.computed, request.cached_pages, request.status = [], 0, 0, status
         request.draft_computed = 0
-
-
-def padded_batch_size(requests: int, most: int) -> int:
-    """Round a batch size up to one of four sizes per power of two, at most ``most``.
-
-    Padding adds less than 25%. A CUDA graph is captured for each size (:mod:`colonnade.serve.cuda_graph_runner`).
-    """
-    step = 1 << max(0, requests.bit_length() - 3)
-    return min(most, -(-requests // step) * step)
-
-
-class BatchRows:
-    """Assigns rows of a padded decode batch to at most ``most`` requests.
-
-    A request keeps its row while it decodes, and the row of a finished one is padding until the next request takes it:
-    split plans made for the rows then stay valid while requests come and go. Rows are compacted only if that allows a
-    smaller batch.
-    """
-
-    def __init__(self, most: int):
-        self.most = most
-        self._rows: list[Request | None] = []
-        self._free: list[int] = []
-        """Free rows, a heap."""
-
-    @property
-    def rows(self) -> list[Request | None]:
-        """The request of each row; None for a free row."""
-        return list(self._rows)
-
-    def add(self, request: Request) -> None:
-        """Give ``request`` the lowest free row."""
-        if self._free:
-            request.batch_row = heapq.heappop(self._free)
-            self._rows[request.batch_row] = request
-        else:
-            request.batch_row = len(self._rows)
-            self._rows.append(request)
-
-    def remove(self, request: Request) -> None:
-        """Free the row of ``request``, if it has one."""
-        if request.batch_row < 0:
-            return
-        self._rows[request.batch_row] = None
-        heapq.heappush(self._free, request.batch_row)
-        request.batch_row = -1
-        used = len(self._rows) - len(self._free)
-        if padded_batch_size(used, self.most) < padded_batch_size(len(self._rows), self.most):
-            self._compact()
-
-    def _compact(self) -> None:
-        """Move the requests of the highest rows into the free ones."""
-        requests = [request for request in self._rows if request is not None]
-        free = [row for row in sorted(self._free) if row < len(requests)]
-        for row, request in zip(free, [r for r in requests if r.batch_row >= len(requests)], strict=True):
-            request.batch_row = row
-        requests.sort(key=lambda request: request.batch_row)
-        self._rows, self._free = list(requests), []

@@ -8,12 +8,12 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from colonnade.checkpoint.load_model import load_model, open_for_plan, open_model
-from colonnade.config import AS_TRAINED, DataConfig, Device, Plan, RunConfig, TrainConfig
+from colonnade.config import AS_TRAINED, DataConfig, Device, EncoderTuning, Plan, RunConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer
@@ -25,32 +25,6 @@ from colonnade.tune.spans import SpanTask
 
 READERS: dict[str, Callable[[Path], list[Any]]] = {"classify": read_texts, "choice": read_choices, "span": read_spans}
 """Methods, and how their data are read."""
-
-
-@dataclass(frozen=True)
-class EncoderSettings:
-    """How an encoder is fine-tuned."""
-
-    start: str
-    """The encoder."""
-    method: str
-    data: Path
-    held_out: Path
-    """The development set."""
-    test: Path | None = None
-    seeds: int = 5
-    epochs: float = 3.0
-    lrs: tuple[float, ...] = (2e-5,)
-    batches: tuple[int, ...] = (32,)
-    micro_batch: int = 8
-    sequence: int = 0
-    """Longest sequence; 0: the encoder's context, at most 512."""
-    name: str = ""
-    runs: Path = Path("runs")
-    device: Device = "auto"
-    plan: Plan = field(default_factory=Plan)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    """Further settings of the optimisation; steps, lr, batch, seed and start are set for each run."""
 
 
 class SeedRun(NamedTuple):
@@ -80,7 +54,7 @@ class EncoderResult:
     test_ensemble: dict[str, float] | None
 
 
-def finetune_encoder(settings: EncoderSettings, report: Callable[[str], None] = lambda line: None) -> EncoderResult:
+def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = lambda line: None) -> EncoderResult:
     """Train and score; writes ``results.json`` beside the runs. Finished runs are not trained again.
 
     Raises :class:`DataError` for data in another form, :class:`ConfigError` for settings out of range.
@@ -89,11 +63,11 @@ def finetune_encoder(settings: EncoderSettings, report: Callable[[str], None] = 
     read = READERS[settings.method]
     rows, held_out = read(settings.data), read(settings.held_out)
     test = None if settings.test is None else read(settings.test)
-    opened = open_model(settings.start)
+    opened = open_model(settings.model)
     if opened.config.causal:
-        raise ConfigError(f"{settings.start} is a decoder; --method {settings.method} is for encoders such as BERT")
+        raise ConfigError(f"{settings.model} is a decoder; --method {settings.method} is for encoders such as BERT")
     if (tokenizer := Tokenizer.from_model(opened.tokenizer_source)) is None:
-        raise DataError(f"{settings.start} has no tokenizer; put its tokenizer.json beside the weights")
+        raise DataError(f"{settings.model} has no tokenizer; put its tokenizer.json beside the weights")
     longest = settings.sequence or min(512, opened.config.context)
     if longest > opened.config.context:
         raise ConfigError(f"--sequence {longest} is more than the encoder's context of {opened.config.context}")
@@ -160,7 +134,7 @@ def format_metrics(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def _check(settings: EncoderSettings) -> None:
+def _check(settings: EncoderTuning) -> None:
     if settings.method not in READERS:
         raise ConfigError(f"--method {settings.method} is not one of {', '.join(READERS)}")
     if not 1 <= settings.seeds <= 100:
@@ -172,12 +146,12 @@ def _check(settings: EncoderSettings) -> None:
 
 
 def _run_config(
-    settings: EncoderSettings, model: Any, samples: int, longest: int, seed: int, lr: float, batch: int
+    settings: EncoderTuning, model: Any, samples: int, longest: int, seed: int, lr: float, batch: int
 ) -> RunConfig:
     steps = max(1, math.ceil(samples * settings.epochs / batch))
     name = settings.name or settings.method
     train = settings.train.replace(
-        pretrained_checkpoint=settings.start, steps=steps, lr=lr, min_lr=0.0, batch=batch,
+        pretrained_checkpoint=settings.model, steps=steps, lr=lr, min_lr=0.0, batch=batch,
         micro_batch=min(settings.micro_batch, batch), warmup=steps // 10, schedule="linear", seed=seed, eval_every=0,
         save_every=steps,
     )  # fmt: skip
@@ -187,12 +161,12 @@ def _run_config(
     )  # fmt: skip
 
 
-def _write(settings: EncoderSettings, result: EncoderResult) -> None:
+def _write(settings: EncoderTuning, result: EncoderResult) -> None:
     def plain(run: SeedRun) -> dict[str, Any]:
         return {"seed": run.seed, "lr": run.lr, "batch": run.batch, "folder": str(run.folder), **run.metrics}
 
     values = {
-        "model": settings.start, "method": settings.method, "grid": list(map(plain, result.grid)),
+        "model": settings.model, "method": settings.method, "grid": list(map(plain, result.grid)),
         "runs": list(map(plain, result.runs)), "median": plain(result.median), "ensemble": result.ensemble,
         "test": result.test, "test_ensemble": result.test_ensemble,
     }  # fmt: skip

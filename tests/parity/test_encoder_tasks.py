@@ -23,7 +23,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.classify import Example, example_feed
 from colonnade.tune.encoder_data import SpanQuestion, read_choices, read_spans, read_texts
-from colonnade.tune.encoder_runs import EncoderSettings, SeedRun, finetune_encoder, make_task, median_run
+from colonnade.tune.encoder_runs import EncoderTuning, SeedRun, finetune_encoder, make_task, median_run
 from colonnade.tune.encoder_tasks import ChoiceTask, Pair
 from colonnade.tune.spans import SpanPrediction, SpanTask, normalise_answer, squad_scores
 from tests.models import BERTS, build
@@ -381,14 +381,14 @@ def test_command(method: str, start: Path, tmp_path: Path, capsys: pytest.Captur
 
 def test_settings(start: Path, tmp_path: Path) -> None:
     file = write_data(tmp_path, "classify")
-    settings = {"start": str(start), "method": "classify", "data": file, "held_out": file, "runs": tmp_path}
+    settings = {"model": str(start), "method": "classify", "data": file, "held_out": file, "runs": tmp_path}
     for changes, message in (
         ({"seeds": 0}, "--seeds 0 is not from 1"), ({"epochs": math.nan}, "--epochs nan"),
         ({"method": "rank"}, "not one of"),
         ({"lrs": ()}, "needs at least one learning rate"), ({"sequence": 5000}, "--sequence 5000 is more than"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
-            finetune_encoder(EncoderSettings(**settings | changes))
+            finetune_encoder(EncoderTuning(**settings | changes))
     rows = read_texts(file)
     with pytest.raises(DataError, match="the label '7' is not in the training data"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows, [rows[0]._replace(label="7")])

@@ -13,7 +13,7 @@ from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import CacheShard, build_inputs
-from colonnade.serve.scheduler import Slice, Work
+from colonnade.serve.work import Slice, Work
 from tests.serve import tiny
 from tests.serve.ranks import COUNT, LIMITS, MODELS, PROMPTS, expected, serve
 from tests.split import errors

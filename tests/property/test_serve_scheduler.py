@@ -16,8 +16,9 @@ from colonnade.serve.draft_planner import PassTimes
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.scheduler import Scheduler, Work
+from colonnade.serve.scheduler import Scheduler
 from colonnade.serve.speculation import NgramSpeculator, Speculator
+from colonnade.serve.work import Work
 
 
 def next_token(ids: list[int], tokens: int) -> int:

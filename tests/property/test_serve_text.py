@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from colonnade.serve.model_inputs import pack_work, unpack_work
 from colonnade.serve.sample_args import LogitsChanges, SampleArgs
-from colonnade.serve.scheduler import Slice, Work
 from colonnade.serve.text_stream import StopFilter
+from colonnade.serve.work import Slice, Work
 
 letters = st.text("abc", max_size=30)
 stops = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)

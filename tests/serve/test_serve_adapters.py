@@ -16,8 +16,8 @@ from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.adapters import check_adapters
 from colonnade.serve.model_inputs import pack_work, unpack_work
 from colonnade.serve.page_pool import extend_page_hashes
-from colonnade.serve.scheduler import Slice, Work
 from colonnade.serve.served_models import ServedModels
+from colonnade.serve.work import Slice, Work
 from tests.serve import tiny
 from tests.serve.serving import server
 from tests.worlds import run as in_world

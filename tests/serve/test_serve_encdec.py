@@ -16,7 +16,7 @@ from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import pack_work, unpack_work
-from colonnade.serve.scheduler import Work
+from colonnade.serve.work import Work
 from tests.encdec import built, inputs, nllb, switch, t5
 from tests.serve import tiny
 

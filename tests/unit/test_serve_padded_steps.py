@@ -10,9 +10,9 @@ from colonnade.kernels.attention import cascade
 from colonnade.kernels.attention.cascade import Cascade, KernelCosts
 from colonnade.kernels.attention.split_plan import Costs, Shape
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.batch_rows import BatchRows, padded_batch_size
 from colonnade.serve.cuda_graph_runner import PLAN_AHEAD_STEPS, PlannedBatch
 from colonnade.serve.request import Request
-from colonnade.serve.scheduler import BatchRows, padded_batch_size
 from tests.serve import tiny
 
 
