@@ -109,19 +109,21 @@ class Beside:
     """The longest target and the longest source, or upper bounds; None: not known without waiting for the device."""
     equal: bool = False
     """Whether all targets and all sources have these lengths."""
-    kv_SkL2H: Tensor | None = None
+    layers: tuple[Tensor, ...] | None = None
+    """kv_Sk2H of each layer."""
 
     def keep(self, kv_SkL2H: Tensor) -> "Beside":
         """The memory with these keys and values."""
-        return replace(self, kv_SkL2H=kv_SkL2H)
+        # One unbind: a slice for each layer would fill a whole gradient with zeros, and add it, as many times.
+        return replace(self, layers=kv_SkL2H.unbind(2))
 
     def at(self, layer: int) -> "BesideLayer":
         """The memory of one decoder layer."""
-        assert self.kv_SkL2H is not None, "the sources come before the targets"
+        assert self.layers is not None, "the sources come before the targets"
         pairs = None
         if self.dropout is not None:
             pairs = self.dropout.pairs(layer, self.first_head, self.source_index_S)
-        k_SkH, v_SkH = self.kv_SkL2H[:, :, layer].unbind(2)
+        k_SkH, v_SkH = self.layers[layer].unbind(2)
         return BesideLayer(
             k_SkH, v_SkH, self.cu_targets, self.cu_sources, pairs, self.kernels, self.longest, self.equal
         )

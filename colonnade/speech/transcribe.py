@@ -182,7 +182,7 @@ class Window:
 
     @torch.inference_mode()
     def align(self, tokens: Sequence[int], heads: dict[int, list[int]], frames: int) -> tuple[Tensor, Tensor]:
-        """(weights_HTS, logits_TV) of a whole target: cross attention of ``heads`` to the first ``frames`` frames."""
+        """(weights_NTS, logits_TV) of a whole target: cross attention of ``heads`` to the first ``frames`` frames."""
         self.length, weights = 0, list[Tensor]()
         logits_TV = self.next_logits(tokens, lambda memory: WatchedMemory(
             memory, heads, torch.tensor(self.far, device=self.device), frames, weights
@@ -284,12 +284,12 @@ class Transcriber:
         if not tokens:
             return segments
         prompt = [v.start, *v.prompt, v.no_times]
-        weights_HTS, logits_TV = window.align(
+        weights_NTS, logits_TV = window.align(
             [*prompt, *tokens, v.end], self._heads, max(1, min(window.frames, round(seconds / FRAME_S)))
         )
         # Row i of these is where token i is predicted; the last one is where the end is.
         rows = slice(len(prompt) - 1, -1)
-        starts = token_starts(weights_HTS[:, rows])
+        starts = token_starts(weights_NTS[:, rows])
         prob_TV = logits_TV[rows][:, : v.first_time].softmax(-1).cpu()
         probabilities = prob_TV[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
         found, at = list[Segment](), 0

@@ -78,12 +78,12 @@ def alignment_heads(listed: Sequence[Sequence[int]] | None, layers: int, heads: 
     return chosen
 
 
-def token_starts(weights_HTS: Tensor) -> list[int]:
-    """The first frame of each of T tokens, from the attention weights of H heads."""
-    deviation_H1S, mean_H1S = torch.std_mean(weights_HTS, dim=1, keepdim=True, unbiased=False)
+def token_starts(weights_NTS: Tensor) -> list[int]:
+    """The first frame of each of T tokens, from the attention weights of N heads."""
+    deviation_N1S, mean_N1S = torch.std_mean(weights_NTS, dim=1, keepdim=True, unbiased=False)
     # A frame that all tokens see alike says nothing about where they are.
-    z_HTS = (weights_HTS - mean_H1S) / deviation_H1S.clamp(min=1e-12)
-    tokens, frames = warp(-median_filter(z_HTS).mean(0).double().numpy())
+    z_NTS = (weights_NTS - mean_N1S) / deviation_N1S.clamp(min=1e-12)
+    tokens, frames = warp(-median_filter(z_NTS).mean(0).double().numpy())
     first = np.concatenate([[True], np.diff(tokens) > 0])
     return frames[first].tolist()
 

@@ -162,10 +162,10 @@ def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:
     """
     limit = len(near_RN) // 2
     distance = torch.arange(1 - longest, longest, device=near_RN.device)
-    row_DN = near_RN.index_select(0, distance.clamp(-limit, limit) + limit)
+    row_RN = near_RN.index_select(0, distance.clamp(-limit, limit) + limit)
     if causal:
-        row_DN = row_DN.masked_fill((distance > 0)[:, None], -torch.inf)
-    return row_DN.T.unfold(1, longest, 1).flip(1)
+        row_RN = row_RN.masked_fill((distance > 0)[:, None], -torch.inf)
+    return row_RN.T.unfold(1, longest, 1).flip(1)
 
 
 def relative_paged_reference(
@@ -198,12 +198,14 @@ def _paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, near
     return out_TNH
 
 
-def _biased(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bias_NTS: Tensor) -> Tensor:
+def _biased(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bias: Tensor) -> Tensor:
+    # Fused kernels take masks of four dimensions; with three, torch computes the scores in float32.
+    mask_BNTS = bias if bias.dim() == 4 else bias[None]
     o_BNTH = torch.nn.functional.scaled_dot_product_attention(
         q_BTNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
         v_BSKH.transpose(1, 2),
-        attn_mask=bias_NTS,
+        attn_mask=mask_BNTS,
         enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
     )
     return o_BNTH.transpose(1, 2)
