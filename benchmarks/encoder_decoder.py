@@ -324,7 +324,8 @@ def main() -> None:
     args = parser.parse_args()
     device = "cpu" if args.tiny else "cuda"
     rows, headlines, notes = {"train": train, "serve": serve, "experts": experts}[args.what](args, device)
-    suffix = "tiny" if args.tiny else torch.cuda.get_device_name().split()[-1].lower()
+    gpu = "" if args.tiny else torch.cuda.get_device_name()
+    suffix = "tiny" if args.tiny else next(word for word in gpu.split() if any(c.isdigit() for c in word)).lower()
     name = f"encoder_decoder_{args.what}_{suffix}"
     report(name, rows, notes, headlines=headlines, folder=folder_of(args.out, toy=args.tiny))
 
