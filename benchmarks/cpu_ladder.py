@@ -3,17 +3,21 @@
     python benchmarks/cpu_ladder.py                          # all services, on the cores that this process may use
     python benchmarks/cpu_ladder.py --services image --workers 4 --clients 4 --rounds 5
     python benchmarks/cpu_ladder.py --rate 5                 # an open loop: 5 requests/s arrive, whatever the answers
+    python benchmarks/cpu_ladder.py --random TOKENIZERS      # random weights of the same shapes, which are as fast
+    python benchmarks/cpu_ladder.py --redraw                 # only draw the record again
     python benchmarks/cpu_ladder.py --tiny                   # a smoke test: a small image service, no record
 
 Services: ``image``, ResNet-50 on JPEG images at 384 x 384, in plain torch, about the size of the image scoring model in
 "ML Model Server Resource Saving" (NAVER and Intel, PyTorch's blog), whose figures are shown beside ours;
-``text``, embeddings of a passage by MiniLM; ``chat``, 16 tokens by SmolLM2-135M. Steps, each with as many workers:
+``text``, the class of a passage, by a classifier of MiniLM's shape (random weights); ``chat``, 16 tokens by
+SmolLM2-135M. Steps, each with as many workers:
 
     default     each worker has a thread for each core, which wait as OpenMP's do by default
     aligned     cores / workers threads each
     pinned      and cores, affinity and waiting of colonnade.cores: ``--serve.replicas`` for text and chat
-    int8, int4  and quantised weights; images: bfloat16 weights
-    student     images only: ResNet-18 at 224 x 224, in the place of the article's distilled model
+    int8, int4  and quantised weights; images and text: bfloat16 weights
+    student     a model in the place of a distilled one, with random weights: ResNet-18 at 224 x 224; half of the
+                classifier's layers in bfloat16; a third of SmolLM2's layers in int4
 
 Clients are closed loops, bound to the workers in turn (pinned engines: to their router), and use the same cores. One
 service runs at a time; steps alternate over the rounds, each with servers of its own, after a warm-up. Latencies are of
@@ -25,11 +29,13 @@ Stages: ``image`` pinned, with decoding, resizing and JSON beside the network of
 
 import argparse
 import io
+import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,8 +46,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from colonnade.api import Model, load_tokenizer, save
+from colonnade.config.presets import preset
 from colonnade.cores import OPENMP_VARIABLES, child_placement, idle_warning, place, read_machine
 from colonnade.data.readers import sotu_documents
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.distributed_context import DistributedContext
 from harness.http_load import Served, closed_loop, open_loop
 from harness.paired_timing import Neighbours, turns
 from harness.report import RESULTS, ROOT, Cell, Headline, report
@@ -50,6 +60,9 @@ from harness.served import served
 
 PUBLISHED = {"default": 2.1, "aligned": 6.3, "pinned": 7.9, "student": 61.9}
 """Requests/s of the article's image scoring model: 4 workers under a quota of 8 cores of 2 x 12."""
+TEXT_LAYERS, CHAT_LAYERS = 3, 10
+"""Layers of the students."""
+CLASSES = 4
 LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
 """Order of the plot."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
@@ -70,6 +83,8 @@ class Step:
     weights: str = "float32"
     ids: bool = False
     """Text is sent as token ids."""
+    model: str = "model"
+    """The model's folder: ``model`` or ``student``."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,10 @@ class Settings:
     seconds: float
     rate: float | None
     size: int = 384
+    models: Path = Path()
+    """Folder of the text models, by service."""
+    tokenizers: Path | None = None
+    """Folder of the tokenizers ``minilm`` and ``smollm2``; None: those of the packages, and SmolLM2's weights."""
 
 
 def steps_of(service: str, settings: Settings) -> list[Step]:
@@ -97,10 +116,43 @@ def steps_of(service: str, settings: Settings) -> list[Step]:
             replace(pinned, name="student", flags=("--overlap", "--model", "resnet18", "--size", "224")),
             replace(pinned, name="pinned, stages in turn", flags=image),
         ]  # fmt: skip
+
+    def quantised(kind: str) -> Step:
+        return replace(pinned, name=kind, flags=("--serve.weights", kind), weights=kind)
+
     if service == "text":
-        return [default, aligned, pinned, replace(pinned, name="pinned, token ids", ids=True)]
-    quantised = (replace(pinned, name=kind, flags=("--serve.weights", kind), weights=kind) for kind in ("int8", "int4"))
-    return [default, aligned, pinned, *quantised]
+        halved = replace(pinned, name="bfloat16", flags=("--dtype", "bfloat16"), weights="bfloat16")
+        student = replace(halved, name="student", model="student")
+        return [default, aligned, pinned, halved, student, replace(pinned, name="pinned, token ids", ids=True)]
+    student = replace(quantised("int4"), name="student", model="student")
+    return [default, aligned, pinned, quantised("int8"), quantised("int4"), student]
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def make_models(service: str, settings: Settings) -> None:
+    """Write the text models of ``service`` with random weights, but for SmolLM2's own where its package is used."""
+    folder, given = settings.models / service, settings.tokenizers
+    if service == "image":
+        return
+    if service == "text":
+        full = preset("minilm-l6").replace(task_head="classes", classes=CLASSES, tied=True)
+        configs = {"model": full, "student": full.replace(layers=TEXT_LAYERS)}
+    else:
+        configs = {"model": preset("smollm2-135m")} if given else {}
+        configs["student"] = preset("smollm2-135m").replace(layers=CHAT_LAYERS)
+    name = "minilm" if service == "text" else "smollm2"
+    tokenizer = load_tokenizer(given / name if given else name)
+    for kind, config in configs.items():
+        model = initialise(Transformer(config), seed=0).requires_grad_(False)
+        save(Model(model, tokenizer, DistributedContext.solo(), kind), folder / kind, format="hf")
+
+
+def model_path(service: str, step: Step, settings: Settings) -> str | Path:
+    """What ``colonnade serve`` gets."""
+    own = settings.models / service / step.model
+    return own if own.exists() else "smollm2"
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -144,13 +196,14 @@ def image_worker(step: Step, number: int, workers: int) -> Iterator[str]:
 
 
 @contextmanager
-def started(service: str, step: Step, workers: int) -> Iterator[list[str]]:
+def started(service: str, step: Step, settings: Settings) -> Iterator[list[str]]:
     """The URLs to which the clients of ``step`` send their requests."""
+    workers = settings.workers
     with without_thread_settings(), ExitStack() as stack:
         if service == "image":
             urls = [stack.enter_context(image_worker(step, i, workers)) for i in range(workers)]
         else:
-            model, path = ("minilm", "/v1/embeddings") if service == "text" else ("smollm2", "/v1/completions")
+            model, path = model_path(service, step, settings), "/classify" if service == "text" else "/v1/completions"
             flags = ("--serve.log", "off", *step.flags)
             flags += ("--serve.replicas", str(workers)) if step.pinned else ()
             servers = [served(model, *flags, **environment(step)) for _ in range(1 if step.pinned else workers)]
@@ -161,7 +214,7 @@ def started(service: str, step: Step, workers: int) -> Iterator[list[str]]:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def request_of(service: str, step: Step) -> dict[str, Any]:
+def request_of(service: str, step: Step, settings: Settings) -> dict[str, Any]:
     """The arguments of ``httpx``'s ``post``."""
     if service == "image":
         return {"content": photo()}
@@ -170,14 +223,8 @@ def request_of(service: str, step: Step) -> dict[str, Any]:
         body = {"prompt": " ".join(words[:24]), "max_tokens": 16, "ignore_eos": True, "temperature": 0}
         return {"json": body}
     text = " ".join(words[:100])
-    return {"json": {"input": [token_ids(text)] if step.ids else text, "encoding_format": "base64"}}
-
-
-def token_ids(text: str) -> list[int]:
-    """MiniLM's ids of ``text``."""
-    from colonnade.api import load_tokenizer
-
-    return load_tokenizer("minilm").encode(text)
+    tokenizer = load_tokenizer(settings.models / service / step.model)
+    return {"json": {"input": [tokenizer.encode(text) if step.ids else text]}}
 
 
 def photo(height: int = 768, width: int = 1024) -> bytes:
@@ -196,8 +243,8 @@ def photo(height: int = 768, width: int = 1024) -> bytes:
 
 def run_step(service: str, step: Step, settings: Settings, number: int) -> Served:
     """One round of one step: start the workers, warm up, measure, and stop."""
-    request = request_of(service, step)
-    with started(service, step, settings.workers) as urls:
+    request = request_of(service, step, settings)
+    with started(service, step, settings) as urls:
         closed_loop(urls, request, settings.clients, min(WARM_UP_S, settings.seconds))
         if settings.rate is None:
             result = closed_loop(urls, request, settings.clients, settings.seconds)
@@ -209,6 +256,7 @@ def run_step(service: str, step: Step, settings: Settings, number: int) -> Serve
 
 def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cell]]:
     """A row for each step of ``service``."""
+    make_models(service, settings)
     steps = steps_of(service, settings)
     runs: dict[str, Callable[[int], Served]] = {step.name: partial(run_step, service, step, settings) for step in steps}
     results = turns(runs, rounds, warm_up=0)
@@ -246,7 +294,7 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
 def headlines(rows: Sequence[dict[str, Cell]]) -> list[Headline]:
     """Pinned workers beside default threads, for each service."""
     speed = {(row["service"], row["step"]): float(row["requests_per_s"] or 0) for row in rows}
-    names = {"image": "ResNet-50 at 384 x 384", "text": "MiniLM embeddings", "chat": "SmolLM2-135M, 16 tokens"}
+    names = {"image": "ResNet-50 at 384 x 384", "text": "MiniLM classifier", "chat": "SmolLM2-135M, 16 tokens"}
     return [
         Headline(f"{what} on a CPU, pinned workers", speed[service, "pinned"], "requests/s",
                  "default threads", speed[service, "default"])
@@ -288,8 +336,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, help="requests/s that arrive, in place of clients that wait for answers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
+    parser.add_argument("--random", type=Path, help="folder of the tokenizers minilm and smollm2")
+    parser.add_argument("--redraw", action="store_true", help="draw the record in --out, and measure nothing")
+    parser.add_argument("--no-picture", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small images, short rounds; writes no record")
     args = parser.parse_args(argv)
+    if args.redraw:
+        draw(json.loads((args.out / "cpu_ladder.json").read_text())["rows"], args.picture)
+        return
     machine, neighbours = read_machine(), Neighbours()
     workers = args.workers or min(4, machine.usable)
     place(machine, workers)  # refuses more workers than cores
@@ -299,11 +353,17 @@ def main(argv: list[str] | None = None) -> None:
     if args.tiny:
         measure("image", replace(settings, seconds=0.5, size=64), 1)
         return
-    rows = [row for service in args.services for row in measure(service, settings, args.rounds)]
-    draw(rows, args.picture)
-    load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
-    notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
-    report("cpu_ladder", rows, notes, headlines=headlines(rows), folder=args.out)
+    rows = list[dict[str, Cell]]()
+    with tempfile.TemporaryDirectory() as models:
+        settings = replace(settings, models=Path(models), tokenizers=args.random)
+        for service in args.services:
+            rows += measure(service, settings, args.rounds)
+            load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
+            notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
+            notes += "\nrandom weights" if args.random else ""
+            report("cpu_ladder", rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
+    if not args.no_picture:
+        draw(rows, args.picture)
 
 
 if __name__ == "__main__":

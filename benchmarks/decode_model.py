@@ -261,6 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="as with serve.batch_invariant")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--name", default="h200", help="machine name in the result's name; the plot shows h200")
     parser.add_argument("--picture", type=Path, help="default: docs/assets/decode_models.png, or in OUT if given")
     parser.add_argument("--draw", action="store_true", help="redraw the plot from the records")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; writes no record")
@@ -286,9 +287,10 @@ def main(argv: list[str] | None = None) -> None:
     bits = ("" if args.weights == "stored" else f"_{args.weights}") + ("_invariant" if args.batch_invariant else "")
     layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "etp") if (size := getattr(plan, n)) > 1)
     layout += "_nccl" * args.nccl
-    name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200"
+    name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_{args.name}"
     report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)
-    draw(recorded(args.out), picture)
+    if args.name == "h200":
+        draw(recorded(args.out), picture)
 
 
 if __name__ == "__main__":

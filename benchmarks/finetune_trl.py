@@ -1,12 +1,14 @@
-"""Fine-tuning against TRL in the same run: SFT in tokens/s, GRPO in seconds a step, and the engine's refresh.
+"""Fine-tuning against TRL in the same run: SFT in tokens/s, GRPO in seconds a step, the engine's refresh and ``exact``.
 
     python benchmarks/finetune_trl.py --device cpu          # a Llama of 6 layers and width 384, float32
     python benchmarks/finetune_trl.py --device cuda         # of 16 layers and width 2048, bfloat16
 
 Both sides read one random model from the same Hugging Face folder, train all weights with AdamW, and see the same rows.
-SFT: completions of 20 to 200 tokens, 8 in a batch; TRL pads them, ours are packed. GRPO: 4 prompts with 8 answers of
-64 tokens each, all weights rewarded by length; TRL samples with transformers' generate. A step's time is the median
-over the later steps, with everything that a step does. Tokens of the padding do not count.
+SFT: completions of 20 to 200 tokens, 8 in a batch; TRL pads them, ours are packed; "lora" is the same with adapters of
+rank 16 at all matrices of the blocks, TRL's by PEFT. GRPO: 4 prompts with 8 answers of 64 tokens each, on a GPU also of
+256, rewarded by length; TRL samples with transformers' generate. A step's time is the median over the later steps, with
+everything that a step does; ``exact_s`` is that with ``--tune.exact``. Tokens of the padding do not count. Nothing is
+compiled, but for ``compiled_s`` of SFT on a GPU, the default there, which pads batches to one shape.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import tokenizers
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from colonnade.config import TrainConfig, TuneConfig
+from colonnade.config import LoraConfig, TrainConfig, TuneConfig
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.grpo import RewardFeed
@@ -33,11 +35,12 @@ from harness.rows import line
 
 SIZES = {"toy": (2, 64, 2), "cpu": (6, 384, 6), "cuda": (16, 2048, 16)}
 """Layers, width, heads."""
+RANK = 16
 WORDS = [f"word{i}" for i in range(1990)]
 REWARD = "def length(prompt, answer, row):\n    return float(len(answer) % 97)\n"
 
 
-def write_model(folder: Path, size: str) -> None:
+def write_model(folder: Path, size: str, device: str = "cpu") -> None:
     """A random Llama and a tokenizer of words."""
     layers, width, heads = SIZES[size]
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
@@ -51,7 +54,8 @@ def write_model(folder: Path, size: str) -> None:
         pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.device(device):
+        LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def conversations(count: int) -> list[dict[str, str]]:
@@ -64,15 +68,26 @@ def conversations(count: int) -> list[dict[str, str]]:
 
 
 def ours(
-    folder: Path, data: Path, method: str, steps: int, device: str, batch: int, *, exact: bool = False
+    folder: Path,
+    data: Path,
+    method: str,
+    steps: int,
+    device: str,
+    batch: int,
+    *,
+    exact: bool = False,
+    compiled: bool | None = None,
+    answer: int = 64,
 ) -> tuple[list[float], float, float]:
     """(seconds of each step, mean tokens of a step, seconds of one refresh)."""
-    train = TrainConfig(steps=steps, batch=batch, micro_batch=batch if method == "sft" else batch // 2,
-                        lr=1e-5, dtype="float32" if device == "cpu" else "bfloat16", save_every=0)  # fmt: skip
-    runs = folder / f"runs-{method}-{exact}"
-    run = tuned_run(folder, runs=runs, device=device, sequence=256, train=train)  # type: ignore[arg-type]
-    tune = TuneConfig(reward=f"{folder / 'reward.py'}:length", group=8, max_tokens=64, exact=exact)
-    tuner = Tuner(run, data, method, tune)
+    train = TrainConfig(steps=steps, batch=batch, micro_batch=batch // 2 if method == "grpo" else batch,
+                        dtype="float32" if device == "cpu" else "bfloat16", lr=1e-5, save_every=0,
+                        compile=compiled)  # fmt: skip
+    runs = folder / f"runs-{method}-{answer}-{exact}-{compiled}"
+    lora = LoraConfig(rank=RANK) if method == "lora" else None
+    run = tuned_run(folder, runs=runs, device=device, sequence=192 + answer, train=train, lora=lora)  # type: ignore[arg-type]
+    tune = TuneConfig(reward=f"{folder / 'reward.py'}:length", group=8, max_tokens=answer, exact=exact)
+    tuner = Tuner(run, data, "grpo" if method == "grpo" else "sft", tune)
     seconds: list[float] = []
     refresh_s = 0.0
     with (
@@ -108,7 +123,9 @@ class _Clock(TrainerCallback):
     on_train_begin = on_step_end
 
 
-def theirs(folder: Path, rows: list[dict[str, Any]], method: str, steps: int, device: str, batch: int) -> list[float]:
+def theirs(
+    folder: Path, rows: list[dict[str, Any]], method: str, steps: int, device: str, batch: int, answer: int
+) -> list[float]:
     """Seconds of each step of TRL's trainer."""
     from datasets import Dataset
     from trl import (  # pyright: ignore[reportMissingImports] - a peer, installed only for this comparison
@@ -125,13 +142,20 @@ def theirs(folder: Path, rows: list[dict[str, Any]], method: str, steps: int, de
         "disable_tqdm": True, "gradient_checkpointing": False, "dataloader_pin_memory": False,
     }  # fmt: skip
     model = str(folder)
-    if method == "sft":
+    if method != "grpo":
         config: Any = SFTConfig(**common, per_device_train_batch_size=batch, max_length=256)
-        trainer: Any = SFTTrainer(model, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
+        adapters = None
+        if method == "lora":
+            from peft import LoraConfig as PeftConfig
+
+            adapters = PeftConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer: Any = SFTTrainer(
+            model, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock], peft_config=adapters
+        )
     else:
         config = GRPOConfig(
             **common, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=2, num_generations=8,
-            max_completion_length=64, beta=0.0, temperature=1.0,
+            max_completion_length=answer, beta=0.0, temperature=1.0,
         )  # fmt: skip
 
         def length(completions: list[str], **_: Any) -> list[float]:
@@ -149,14 +173,15 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
     heads: list[Headline] = []
     with TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, size)
+        write_model(folder, size, device)
         (folder / "reward.py").write_text(REWARD)
-        for method, batch in (("sft", 8), ("grpo", 32)):
+        jobs = [("sft", 8, 64), ("lora", 8, 64), ("grpo", 32, 64)]
+        for method, batch, answer in [*jobs, ("grpo", 32, 256)] if device == "cuda" else jobs:
             data = conversations(batch * steps)
             file = folder / f"{method}.jsonl"
             file.write_text("\n".join(json.dumps(row) for row in data))
-            mine, tokens, refresh_s = ours(folder, file, method, steps, device, batch)
-            peer = theirs(folder, data, method, steps, device, batch)
+            mine, tokens, refresh_s = ours(folder, file, method, steps, device, batch, compiled=False, answer=answer)
+            peer = theirs(folder, data, method, steps, device, batch, answer)
             late: Callable[[list[float]], float] = lambda s: statistics.median(s[len(s) // 3 :])  # noqa: E731
             row: dict[str, Cell] = {
                 "method": method, "model": f"{SIZES[size][0]} layers, width {SIZES[size][1]}", "device": device,
@@ -164,15 +189,21 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
                 "trl_over_ours": round(late(peer) / late(mine), 2),
             }  # fmt: skip
             if method == "grpo":
-                row |= {"refresh_s": round(refresh_s, 4), "refresh_share": round(refresh_s / late(mine), 4)}
-                if device == "cpu":
-                    exact, *_ = ours(folder, file, method, 2, device, batch, exact=True)
-                    row["exact_s"] = round(exact[-1], 4)
-                heads.append(Headline("GRPO step, 32 answers of 64 tokens", late(mine), "s", "TRL", late(peer)))
+                row |= {
+                    "answer_tokens": answer,
+                    "refresh_s": round(refresh_s, 4),
+                    "refresh_share": round(refresh_s / late(mine), 4),
+                }
+                exact_s = late(ours(folder, file, method, steps, device, batch, exact=True, answer=answer)[0])
+                row |= {"exact_s": round(exact_s, 4), "exact_over_ours": round(exact_s / late(mine), 2)}
+                heads.append(Headline(f"GRPO step, 32 answers of {answer} tokens", late(mine), "s", "TRL", late(peer)))
             else:
+                if device == "cuda" and method == "sft":
+                    row["compiled_s"] = round(late(ours(folder, file, method, steps, device, batch)[0]), 4)
                 rates = tokens / late(mine), tokens / late(peer)  # both see all rows once, in another order
                 row |= {"ours_tokens_per_s": round(rates[0]), "trl_tokens_per_s": round(rates[1])}
-                heads.append(Headline("SFT, 8 conversations a step", rates[0], "tokens/s", "TRL", rates[1]))
+                what = "SFT with LoRA" if method == "lora" else "SFT"
+                heads.append(Headline(f"{what}, 8 conversations a step", rates[0], "tokens/s", "TRL", rates[1]))
             rows.append(row)
             print(line(row), flush=True)
             if torch.cuda.is_available():

@@ -4,8 +4,9 @@
     python benchmarks/managed_table.py --device cuda
 
 Hits: 200,000 ids by Zipf's law (exponent 1.1) on 20,032 rows, after 50 batches of 20,000; the best possible are those
-of the most frequent ids. Speed: look-ups of ids that mostly have rows, one process. Prefetch: batches of ids, a network
-of three layers as the computation; hidden = (time without − time with prefetch) / time of the reads alone, per step.
+of the most frequent ids; TorchRec's managed collisions beside, where it is installed. Speed: look-ups of ids that
+mostly have rows, one process. Prefetch: batches of ids, a network of three layers as the computation; hidden = (time
+without − time with prefetch) / time of the reads alone, per step.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from colonnade.nn.table_prefetch import prefetched
 from harness.report import Cell, Headline, folder_of, report
 from harness.rows import line
 
+IDS, ROWS, BATCH, EVERY = 200_000, 20_032, 20_000, 5
+"""Of the measurement of hits: ids, rows of the table, ids in a batch, steps between evictions."""
+
 
 def zipf(ids: int, batch: int, count: int, seed: int = 0) -> list[Tensor]:
     random = np.random.default_rng(seed)
@@ -30,11 +34,9 @@ def zipf(ids: int, batch: int, count: int, seed: int = 0) -> list[Tensor]:
 
 
 def hits() -> dict[str, Cell]:
-    rows, ids = 20_032, 200_000
-    table = ManagedTable(rows, 2, every=5)
-    weights = 1 / np.arange(1, ids + 1) ** 1.1
+    table = ManagedTable(ROWS, 2, every=EVERY)
     spent: list[float] = []
-    for step, batch in enumerate(zipf(ids, 20_000, 60)):
+    for step, batch in enumerate(zipf(IDS, BATCH, 60)):
         if step == 50:
             table.looked_up = table.hits = 0
         began = time.thread_time()
@@ -42,10 +44,38 @@ def hits() -> dict[str, Cell]:
         spent.append(time.thread_time() - began)
         table.use(table.read(found))
         table.step(0.0)
-    best = float((weights / weights.sum())[: rows - BUCKETS].sum())
-    share = table.hits / table.looked_up
-    return {"what": "hits", "share": round(share, 4), "best": round(best, 4), "of_best": round(share / best, 4),
-            "ids_per_s": round(20_000 / float(np.median(spent[50:])))}  # fmt: skip
+    return {"what": "hits", **_row(table.hits / table.looked_up, ROWS - BUCKETS, spent)}
+
+
+def torchrec_hits() -> dict[str, Cell] | None:
+    """As :func:`hits`, with TorchRec's managed collisions, where that is installed."""
+    try:
+        from torchrec.modules.mc_modules import (  # pyright: ignore[reportMissingImports] - a peer
+            LFU_EvictionPolicy,
+            MCHManagedCollisionModule,
+        )
+        from torchrec.sparse.jagged_tensor import JaggedTensor  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError) as why:  # OSError: its library is for another torch
+        print(f"without TorchRec: {why}")
+        return None
+    table = MCHManagedCollisionModule(ROWS, torch.device("cpu"), LFU_EvictionPolicy(), eviction_interval=EVERY)
+    looked_up = found = 0
+    spent: list[float] = []
+    for step, batch in enumerate(zipf(IDS, BATCH, 60)):
+        ids = {"ids": JaggedTensor(batch, lengths=torch.ones(len(batch), dtype=torch.int64))}
+        began = time.thread_time()
+        slots = table(ids)["ids"].values()
+        spent.append(time.thread_time() - began)
+        if step >= 50:
+            looked_up, found = looked_up + len(batch), found + int((slots != ROWS - 1).sum())
+    return {"what": "hits, TorchRec", **_row(found / looked_up, ROWS - 1, spent)}
+
+
+def _row(share: float, own_rows: int, spent: list[float]) -> dict[str, Cell]:
+    weights = 1 / np.arange(1, IDS + 1) ** 1.1
+    best = float((weights / weights.sum())[:own_rows].sum())
+    return {"share": round(share, 4), "best": round(best, 4), "of_best": round(share / best, 4),
+            "ids_per_s": round(BATCH / float(np.median(spent[50:])))}  # fmt: skip
 
 
 def hidden(device: str, *, toy: bool) -> dict[str, Cell]:
@@ -92,10 +122,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     args = parser.parse_args(argv)
-    rows = [hits(), hidden(args.device, toy=args.toy)]
+    peer = torchrec_hits()
+    rows = [hits(), *([peer] if peer else []), hidden(args.device, toy=args.toy)]
     for row in rows:
         print(line(row), flush=True)
-    head = Headline("Managed table: hits of the best possible", float(rows[0]["of_best"] or 0), "")
+    ours, theirs = (float(each["of_best"] or 0) if each else None for each in (rows[0], peer))
+    head = Headline("Managed table: hits of the best possible", ours or 0.0, "", "TorchRec" if peer else "", theirs)
     name = f"managed_table_{'cpu' if args.device == 'cpu' else 'gpu'}"
     report(name, rows, notes=__doc__ or "", headlines=[head], folder=folder_of(args.out, toy=args.toy))
 

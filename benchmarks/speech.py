@@ -3,10 +3,11 @@
     python benchmarks/speech.py                      # minutes: speaks sentences, trains speech-tiny-av, measures
     python benchmarks/speech.py --run runs/speech    # keeps the run there, and continues it
     python benchmarks/speech.py --tiny               # a smoke test
+    python benchmarks/speech.py --draw               # only the plot, from the record
 
 Sentences and voices of the test are not in training. Noise is babble of 8 to 20 voices of the test set. **Mouths are
 drawn from phoneme times**: they tell more than lips do, so results with them prove fusion, synchrony and streaming, not
-the gain of real lips. Writes ``results/speech_cpu.json`` and a plot of the word errors beside it.
+the gain of real lips. Writes ``results/speech_cpu.json``. ``cores`` of a row is how many cores this process could use.
 
 The delay of a word is when its last letter has appeared, computing included, minus its end in the sound, for sentences
 that are right; sound arrives in parts of 40 ms. RTF is computing time over the sound's length, of one stream. Computing
@@ -14,10 +15,13 @@ is CPU time of the whole process, which neighbours on the machine change little.
 """
 
 import argparse
+import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +35,11 @@ from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.fit import FitSettings, fit, word_error_rate
 from colonnade.speech.listen import Listeners
 from colonnade.speech.model import SpeechModel
-from harness.report import Cell, Headline, folder_of, report
+from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
 
 SNRS = (None, 10.0, 5.0, 0.0, -5.0)
 """Of the test [dB]; None is clean."""
+PICTURE = ROOT / "docs" / "assets" / "speech.png"
 INPUTS = {False: "sound", True: "sound and drawn mouths"}
 STREAMED = 60
 """Recordings of the test that are streamed."""
@@ -108,8 +113,9 @@ def alignment(model: SpeechModel, corpus: Corpus, snr: float | None) -> dict[str
     errors: list[float] = []
     for i, one in enumerate(corpus.recordings):
         samples = torch.from_numpy(corpus.noisy(i, snr, np.random.Generator(np.random.PCG64([0, i]))))
-        for (_, start, end, _), true in zip(model.align(samples, one.text), one.words, strict=True):
-            errors += [start - true[0], end - true[1]]
+        if one.words:
+            for found, true in zip(model.align(samples, one.text), one.words, strict=True):
+                errors += [found.start_s - true[0], found.end_s - true[1]]
     return {
         "what": "times of words", "input": INPUTS[False], "snr_db": snr, "bounds": len(errors),
         "within_60_ms": round(float(np.mean(np.abs(errors) <= TOLERANCE_S)), 4),
@@ -144,6 +150,18 @@ def measure(model: SpeechModel, corpus: Corpus) -> list[dict[str, Cell]]:
     return rows
 
 
+@contextmanager
+def timed(rows: list[dict[str, Cell]], what: str) -> Iterator[dict[str, Cell]]:
+    """Append a row with the wall and CPU time of a block, which may add values."""
+    row: dict[str, Cell] = {"what": what}
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    yield row
+    row["wall_s"], row["cpu_s"] = round(time.perf_counter() - start_s), round(time.process_time() - start_cpu_s)
+    row["cores"] = len(os.sched_getaffinity(0))
+    print(row, flush=True)
+    rows.append(row)
+
+
 def draw(path: Path, rows: Sequence[dict[str, Cell]], title: str) -> None:
     """Word errors by noise."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -166,6 +184,7 @@ def draw(path: Path, rows: Sequence[dict[str, Cell]], title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
+    print(path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -176,29 +195,32 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--test", type=int, default=200, help="sentences to test on")
     parser.add_argument("--steps", type=int, default=FitSettings().steps)
     parser.add_argument("--threads", type=int, default=1, help="of the model; another one prepares the batches")
-    parser.add_argument("--out", type=Path, help="folder of the JSON file and the picture")
+    parser.add_argument("--out", type=Path, help="folder of the JSON file")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
+    parser.add_argument("--draw", action="store_true", help="only draw the plot, from the record")
     parser.add_argument("--tiny", action="store_true", help="few sentences and steps; writes to a temporary folder")
     args = parser.parse_args(argv)
+    if args.draw:
+        record = json.loads(((args.out or RESULTS) / "speech_cpu.json").read_text(encoding="utf-8"))
+        draw(args.picture, record["rows"], "speech-tiny: unseen voices; mouths are drawn, not lips")
+        return
     torch.set_num_threads(args.threads)
     settings = FitSettings(steps=args.steps)
     if args.tiny:
         args.train, args.test, settings = 8, 2, settings._replace(steps=2, batch=4)
     with tempfile.TemporaryDirectory() as temporary:
         run = args.run or Path(temporary)
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        if not (run / "data" / MANIFEST).exists():
-            make_data(run / "data", args.train, args.test)
         config, rows = SPEECH_PRESETS["speech-tiny-av"], list[dict[str, Cell]]()
+        if not (run / "data" / MANIFEST).exists():
+            with timed(rows, "speaking") as row:
+                row["sentences"] = len(make_data(run / "data", args.train, args.test))
         checkpoint = args.checkpoint
         if checkpoint is None:
             done: list[int] = []
-            checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step))
-            rows.append({
-                "what": "training", "sentences": len(read_manifest(run / "data", "train")), "steps": settings.steps,
-                "steps_here": len(done), "wall_s": round(time.perf_counter() - start_s),
-                "cpu_s": round(time.process_time() - start_cpu_s),
-            })  # fmt: skip
-            print(rows[0], flush=True)
+            with timed(rows, "training") as row:
+                checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step))
+                sentences = len(read_manifest(run / "data", "train"))
+                row |= {"sentences": sentences, "steps": settings.steps, "steps_here": len(done)}
         rows += measure(SpeechModel.load(checkpoint), Corpus(run / "data", config, "test"))
     folder = folder_of(args.out, toy=args.tiny)
     found = {
@@ -211,8 +233,7 @@ def main(argv: list[str] | None = None) -> None:
         Headline(f"speech-tiny-av, {what}, {both}", found[both, snr], "% wrong words", sound, found[sound, snr])
         for what, snr in (("clean", None), ("-5 dB of babble", -5.0))
     ]
-    path = report("speech_cpu", rows, notes=__doc__ or "", headlines=heads, folder=folder)
-    draw(path.with_suffix(".png"), rows, "speech-tiny: unseen voices; mouths are drawn, not lips")
+    report("speech_cpu", rows, notes=__doc__ or "", headlines=heads, folder=folder)
 
 
 if __name__ == "__main__":

@@ -3,26 +3,32 @@
 import asyncio
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
 from colonnade.config import did_you_mean
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CheckpointError, ColonnadeError
+from colonnade.errors import CheckpointError, ColonnadeError, RequestError
 from colonnade.model_spec import ModelSpec, load_checked
 from colonnade.parallel.launch import launch, rank_and_world
 from colonnade.serve.batch_invariance import batching_note
 from colonnade.serve.engine import Engine
 from colonnade.serve.engine_process import engine_process
 from colonnade.serve.ipc import EngineClient, GenerationRequest
+from colonnade.serve.package import Package
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.worker import open_context
 
 CONTINUATION_TOKENS = 256
 """Default max_tokens of ``generate``, since a continuation need not end by itself."""
+
+Messages = list[Mapping[str, str]]
+"""The messages of a conversation."""
 
 COMMANDS = {
     "/help": "lists the commands",
@@ -56,7 +62,8 @@ def _generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
             engine.follow()
             return
         if params.max_tokens is None:
-            left = engine.model.config.context - len(engine.tokenizer.encode(prompt))
+            most = min(engine.model.config.context, engine.scheduler.pool.max_request_tokens)
+            left = most - len(engine.tokenizer.encode(prompt))
             params = replace(params, max_tokens=max(1, min(CONTINUATION_TOKENS, left)))
         try:
             for output in engine.stream(prompt, params):
@@ -81,42 +88,93 @@ def chat(spec: ModelSpec, system: str | None, params: SamplingParams) -> None:
         )
     _print_note(batching_note(opened.config))
     console = Console(stderr=True, highlight=False)
-    opening: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         with console.status("loading the model"):
             process = engine_process(spec.open_loader, spec.plan, spec.serve, spec.device, asyncio.Event())
             engine = runner.run(stack.enter_async_context(process))
         try:
-            console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C stops an answer[/dim]")
-            while (line := _read_line()) not in (None, "/quit", "/exit"):
-                if line == "/reset":
-                    messages = list(opening)
-                elif line == "/help":
-                    console.print(HELP, markup=False)
-                elif re.fullmatch(r"/\w+", line):
-                    console.print(f"there is no command {line}{did_you_mean(line, list(COMMANDS))}", markup=False)
-                elif line:
-                    asked = [*messages, {"role": "user", "content": line}]
-                    fitting = drop_turns(asked, tokenizer, opened.config.context, params.max_tokens)
-                    if len(fitting) < len(asked):
-                        console.print("[dim]the context is full: the oldest turns are left out[/dim]")
-                    messages = _answer(runner, engine, fitting, params, console)
+            limits = engine.max_request_tokens, params.max_tokens
+            _converse(system, tokenizer, *limits, partial(_answer, runner, engine, params, console), console)
         finally:
             runner.run(stack.aclose())
 
 
+def generate_from_package(folder: Path, prompt: str, params: SamplingParams, *, trust: bool) -> None:
+    """Print the continuation of ``prompt`` by an exported package; raises what :class:`Package` raises."""
+    package = Package(folder, trust=trust)
+    if params.max_tokens is None and package.tokenizer is not None:
+        left = package.info.context - len(package.tokenizer.encode(prompt))
+        params = replace(params, max_tokens=max(1, min(CONTINUATION_TOKENS, left)))
+    for text, _ in package.stream(prompt, params):
+        print(text, end="", flush=True)
+    print()
+
+
+def chat_with_package(folder: Path, system: str | None, params: SamplingParams, *, trust: bool) -> None:
+    """Chat with an exported package, as :func:`chat` does with a model."""
+    package, console = Package(folder, trust=trust), Console(stderr=True, highlight=False)
+    tokenizer = package.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise CheckpointError(
+            f"{folder} has no chat template, so it cannot chat; continue a text instead: "
+            f"colonnade generate {folder} PROMPT --trust"
+        )
+
+    def answer(messages: Messages) -> Messages:
+        pieces: list[str] = []
+        try:
+            for text, _ in package.stream(tokenizer.encode_chat([dict(each) for each in messages]), params):
+                pieces.append(text)
+                print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            pass  # the answer ends here, and the conversation goes on with this part of it
+        except RequestError as error:
+            console.print(f"[red]{error}[/red]")
+            return messages[:-1]
+        print(flush=True)
+        return [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+    _converse(system, tokenizer, package.info.context, params.max_tokens, answer, console)
+
+
+def _converse(
+    system: str | None,
+    tokenizer: Tokenizer,
+    max_request_tokens: int,
+    max_tokens: int | None,
+    answer: Callable[[Messages], Messages],
+    console: Console,
+) -> None:
+    """Read lines until /quit or the end of the input; ``answer`` prints the answer to messages and appends it."""
+    opening: Messages = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C stops an answer[/dim]")
+    while (line := _read_line()) not in (None, "/quit", "/exit"):
+        if line == "/reset":
+            messages = list(opening)
+        elif line == "/help":
+            console.print(HELP, markup=False)
+        elif re.fullmatch(r"/\w+", line):
+            console.print(f"there is no command {line}{did_you_mean(line, list(COMMANDS))}", markup=False)
+        elif line:
+            asked: Messages = [*messages, {"role": "user", "content": line}]
+            fitting = drop_turns(asked, tokenizer, max_request_tokens, max_tokens)
+            if len(fitting) < len(asked):
+                console.print("[dim]the context or the KV cache is full: the oldest turns are left out[/dim]")
+            messages = answer(fitting)
+
+
 def drop_turns(
-    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, context: int, answer_tokens: int | None
-) -> list[Mapping[str, str]]:
-    """The conversation without its oldest turns, so that the prompt and the answer fit into the context.
+    messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, max_request_tokens: int, answer_tokens: int | None
+) -> Messages:
+    """The conversation without its oldest turns, so that prompt and answer have at most ``max_request_tokens``.
 
     A question leaves together with its answer; a system message and the last question stay. Without a limit the answer
-    gets an eighth of the context.
+    gets an eighth of the tokens.
     """
     opening = [message for message in messages[:1] if message["role"] == "system"]
-    turns, room = list(messages[len(opening) :]), context - (answer_tokens or context // 8)
+    turns, room = list(messages[len(opening) :]), max_request_tokens - (answer_tokens or max_request_tokens // 8)
     while len(turns) > 1 and len(tokenizer.encode_chat([dict(each) for each in (*opening, *turns)])) > room:
         turns = turns[next((i for i in range(1, len(turns)) if turns[i]["role"] == "user"), 1) :]
     return [*opening, *turns]
@@ -136,10 +194,10 @@ def _read_line() -> str | None:
 def _answer(
     runner: asyncio.Runner,
     engine: EngineClient,
-    messages: list[Mapping[str, str]],
     params: SamplingParams,
     console: Console,
-) -> list[Mapping[str, str]]:
+    messages: Messages,
+) -> Messages:
     """Print the answer to ``messages`` and append it; without the last message if it was refused."""
     pieces: list[str] = []
     try:

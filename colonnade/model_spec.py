@@ -113,7 +113,7 @@ def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Trans
     draft = spec.open_draft(opened)
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": plan.etp}
     serve = spec.serve
-    if serve.weights == "stored" and opened.formats:
+    if serve.weights in ("stored", "file") and opened.formats:
         serve = serve.replace(weights=opened.weights)
     check_memory(
         EngineSpec(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, SupportsFloat, cast
 
 from colonnade.errors import ConfigError
 
@@ -69,6 +69,13 @@ def _verifier(task: str) -> RewardFunction:
     return verify
 
 
+def _number(value: object) -> object:
+    """A number of another library, such as numpy's, as a float; anything else as it is."""
+    if isinstance(value, int | float) or not isinstance(value, SupportsFloat):
+        return value
+    return float(value)
+
+
 def main() -> None:
     """The process: its arguments are the number of its pipe, the function's name, and the parent."""
     pipe, name, parent = sys.argv[1:4]
@@ -86,8 +93,7 @@ def work(pipe: Connection, name: str, parent: int) -> None:
         except (EOFError, OSError):
             return
         try:
-            reply = {"reward": function(call["prompt"], call["answer"], call["row"])}
-            text = json.dumps(reply)
+            text = json.dumps({"reward": _number(function(call["prompt"], call["answer"], call["row"]))})
         except Exception as why:  # noqa: BLE001 - one sample's failure
             text = json.dumps({"failure": f"{type(why).__name__}: {why}"})
         pipe.send_bytes(text.encode())

@@ -1,6 +1,8 @@
 """Common test setup: one thread per process, no network, fixed examples, GPU tests skipped without a GPU."""
 
 import os
+from collections.abc import Generator
+from contextlib import nullcontext
 from pathlib import Path
 
 # Set before torch is imported, here and in child processes: workers share the cores, one thread each.
@@ -15,6 +17,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import fork_server
+
 # httpx gives up after 5 s by default, less than a busy machine may need.
 httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = httpx._config.DEFAULT_TIMEOUT_CONFIG.read = 120.0
 httpx._config.DEFAULT_TIMEOUT_CONFIG.write = httpx._config.DEFAULT_TIMEOUT_CONFIG.pool = 120.0
@@ -28,6 +32,18 @@ hypothesis.settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-failed", type=Path, help="write the ids of failed tests to this file, one a line")
+    parser.addoption("--exec", action="store_true", help="start all programs by exec, as users do; takes twice as long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--exec"):
+        fork_server.install()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with fork_server.by_exec() if item.get_closest_marker("exec") else nullcontext():
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

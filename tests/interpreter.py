@@ -3,8 +3,10 @@
     TRITON_INTERPRET=1 python -m tests.interpreter            reads module names, writes a line of JSON for each
 
 At each launch, and at each call of a function inside a kernel, the interpreter searches triton.language for its
-builtins; for each value it builds a table of all types. Together that took 40% of the time of our kernels, which call
-many small functions. Here both are done once; results are unchanged.
+builtins. For each value it builds a table of all types, the name of its type, and constants of its shape. For each
+integer sum it computes whether int32 would overflow, and then ignores the answer. Here the tables and constants are
+built once, and the rest not at all: kernels, which call many small functions, take a third of the time. Results are
+unchanged.
 
 Each module runs in its own child process, forked after torch and Triton have been imported.
 """
@@ -12,6 +14,7 @@ Each module runs in its own child process, forked after torch and Triton have be
 import functools
 import inspect
 import json
+import math
 import os
 import runpy
 import sys
@@ -25,6 +28,7 @@ MODULES = ("torch._dynamo", "colonnade.kernels.registry")
 def cache_lookups() -> None:
     """Cache the interpreter's lookups; needs Triton imported under TRITON_INTERPRET=1."""
     from triton import language as tl
+    from triton.language import semantic
     from triton.runtime import interpreter
 
     found = {
@@ -55,6 +59,37 @@ def cache_lookups() -> None:
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_language, numpy_type
     interpreter.InterpretedFunction.__call__ = call
+    cache_shapes()
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+
+
+def cache_shapes() -> None:
+    """Compute what depends on the shape alone once per shape."""
+    from triton import language as tl
+    from triton._utils import validate_block_shape
+
+    @functools.cache
+    def sizes(shape: tuple[int, ...]) -> tuple[Any, int]:
+        if not shape:
+            raise TypeError("0d block_type is forbidden")
+        return tl.tuple(shape), validate_block_shape(shape)
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel = sizes(
+            tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        )
+
+    @functools.cache
+    def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.tuple(map(tl.constexpr, shape)), tl.constexpr(math.prod(shape))
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = constants(tuple(kind.shape.values) if kind.is_block() else ())
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
 
 
 def run(module: str) -> tuple[int, str]:

@@ -3,7 +3,8 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitized
 
 Without torch's caching allocator each tensor is its own allocation, so that out-of-bounds accesses are detected.
-With the argument ``cpu`` and ``TRITON_INTERPRET=1`` it checks that the program itself works.
+With the argument ``cpu`` and ``TRITON_INTERPRET=1`` it checks that the program itself works, with ``cuda cpp`` it runs
+the kernels in CUDA C++ alone.
 """
 
 import sys
@@ -48,8 +49,39 @@ def same(made: Made | LatentMade, what: str) -> None:
     assert float((got - exact).norm() / exact.norm()) < 1e-3, what
 
 
-def main(device: str) -> None:
+def cuda_cpp(device: str) -> None:
+    """Run the kernels in CUDA C++, also with invalid pages."""
+    KERNELS[:] = ["cuda"]
+    for what in CUDA_CASES:
+        same(next(case for name, case, _ in CASES if name == what).made(device), what)
+        print(f"{what}, in CUDA C++", flush=True)
+    same(Case([900, 0, 333], [1, 1, 1], K=2, group=8, H=64, page=16, sinks=True, **HALF).made(device), "cut lines")
+    same(Case([40] * 200, [1] * 200, K=4, group=2, H=64, page=16, **HALF).made(device), "teams of warps")
+    KERNELS[:] = ["auto"]
+    for most in (10, 128):  # the kernel for a few keys, of one warp a line and of eight
+        lengths = [(29 * i) % (most + 1) for i in range(150)]
+        same(Case(lengths, [1] * 150, K=2, group=9, H=64, page=16, **HALF, **EVERYTHING).made(device), "few keys")
+        print(f"{most} keys, in CUDA C++", flush=True)
+    made = Case([70, 3, 0, 100], [1] * 4, K=2, group=5, H=64, page=16, **HALF).made(device)
+    for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+        made.table.pages_RP[0, ::2] = wrong
+        assert not made.run().o.isnan().any()
+    KERNELS[:] = ["cuda"]
+    same(Case([900, 40], [1, 1], K=2, group=4, H=64, page=16, chunk=128, **HALF).made(device), "cut fixed lines")
+    made = next(case for name, case, _ in CASES if name == "decodes").made(device)
+    for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+        made.table.pages_RP[0, ::2] = wrong
+        assert not made.run().o.isnan().any()
+    KERNELS[:] = ["auto"]
+
+
+def main(device: str, part: str = "all") -> None:
     """Run all cases, invalid pages and cache writes."""
+    if part == "cpp":
+        cuda_cpp(device)
+        torch.cuda.synchronize()
+        print("all", flush=True)
+        return
     for what, case, tiles in CASES:
         OVERRIDE[:] = [tiles]
         same(case.made(device), what)
@@ -60,17 +92,7 @@ def main(device: str) -> None:
         and torch.cuda.get_device_capability() == cuda_decode.ARCH
         and nvrtc.unavailable_reason() is None
     ):
-        KERNELS[:] = ["cuda"]
-        for what in CUDA_CASES:
-            same(next(case for name, case, _ in CASES if name == what).made(device), what)
-            print(f"{what}, in CUDA C++", flush=True)
-        same(Case([900, 0, 333], [1, 1, 1], K=2, group=8, H=64, page=16, sinks=True, **HALF).made(device), "cut lines")
-        same(Case([40] * 200, [1] * 200, K=4, group=2, H=64, page=16, **HALF).made(device), "teams of warps")
-        made = next(case for name, case, _ in CASES if name == "decodes").made(device)
-        for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
-            made.table.pages_RP[0, ::2] = wrong
-            assert not made.run().o.isnan().any()
-        KERNELS[:] = ["auto"]
+        cuda_cpp(device)
     OVERRIDE[:] = [SMALL]
     named = {what: case for what, case, _ in CASES}
     for case in (named["decodes"], replace(named["decodes"], many=True), named["chunks"], named["shared prefixes"]):
@@ -93,4 +115,4 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    main(*(sys.argv[1:] or ["cuda"]))

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from decoding.decode_cells import Cell, Tensors, error, exact, flashinfer, loads, ours, peers, seconds
+from decoding.decode_cells import Cell, Run, Tensors, error, exact, flashinfer, loads, ours, peers, seconds
 from harness.rows import figures, line
 
 TOLERANCE = 6e-4
+CLOSE = 1.2
+"""A sweep times ours and the best peer twice if the peer takes at most so many times as long."""
 
 
 def measured(
@@ -31,7 +33,7 @@ def measured(
         who.append(("colonnade, fixed cuts", ours(tensors, chunk=chunk)))
     if floor and (run := loads(tensors)):
         who += [("colonnade, loads alone", run), ("colonnade, Triton", ours(tensors, kernels="triton"))]
-    rows = []
+    rows, runs = [], dict[str, Run]()
     in_order = dict(flashinfer(tensors, in_order=True)) if device == "cuda" else {}
     for name, run in [*who, *(peers(tensors, flex=flex) if device == "cuda" else [])]:
         try:
@@ -43,15 +45,23 @@ def measured(
         except (RuntimeError, torch.OutOfMemoryError) as why:
             print(f"{cell.name} {name}: {str(why).splitlines()[0][:90]}", flush=True)
             continue
-        rows.append(
-            {
-                "B": len(cell.lengths), "S": max(cell.lengths), "lengths": cell.kind, "kv_heads": cell.K,
-                "group": cell.group, "width": cell.H, "page": cell.page, "who": name, "us": round(took * 1e6, 2),
-                "tb_per_s": figures(cell.bytes / took / 1e12), "of_read": figures(cell.bytes / took / read),
-            }
-        )  # fmt: skip
+        runs[name] = run
+        rows.append(_row(cell, name, took, read))
         print(line(rows[-1]), flush=True)
+    peer = best_peer(rows)
+    if math.isfinite(far) and peer and peer["us"] < CLOSE * rows[0]["us"]:
+        # Ours ran first, while the clocks rose: both again in turns, the best of two each.
+        for row in (rows[0], peer):
+            row.update(_row(cell, row["who"], min(row["us"] / 1e6, seconds(runs[row["who"]], tensors)), read))
     return rows
+
+
+def _row(cell: Cell, who: str, took: float, read: float) -> dict[str, Any]:
+    return {
+        "B": len(cell.lengths), "S": max(cell.lengths), "lengths": cell.kind, "kv_heads": cell.K, "group": cell.group,
+        "width": cell.H, "page": cell.page, "who": who, "us": round(took * 1e6, 2),
+        "tb_per_s": figures(cell.bytes / took / 1e12), "of_read": figures(cell.bytes / took / read),
+    }  # fmt: skip
 
 
 def best_peer(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

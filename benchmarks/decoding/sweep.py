@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 
-from colonnade.kernels.attention import decode_tiles
+from colonnade.kernels.attention import cuda_decode, decode_tiles
 from decoding.decode_cells import Cell, Tensors, ours, seconds
 from decoding.peers import ahead, best_peer, measured
 from decoding.tune import CANDIDATES, too_much
+from harness.report import commit
 from harness.rows import Rows, figures, line
 
 PINNED = 12
 FAR = 2.5
 """Peers that take so many times as long as ours are replayed once."""
-COMPILERS = max(1, min(48, (os.cpu_count() or 1) - 2))
+COMPILERS = max(1, min(48, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
 """Processes that compile a sweep's kernels in advance, which would otherwise take most of its time."""
 
 
@@ -58,19 +59,33 @@ def random_cell(draw: torch.Generator, most_bytes: float) -> Cell:
             return cell
 
 
+def random_cells(seed: int, count: int, most_bytes: float) -> list[Cell]:
+    draw = torch.Generator().manual_seed(seed)
+    return [random_cell(draw, most_bytes) for _ in range(count)]
+
+
+def compile_all(cells: Sequence[Cell], pinned: int = 0) -> None:
+    """Compile the kernels of all cells into the disk cache, in several processes; needs a GPU, but hardly uses it."""
+    began = time.perf_counter()
+    with concurrent.futures.ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compiled, cells, [i < pinned for i in range(len(cells))]))
+    print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+
+
 def sweep(
     rows: Rows, seed: int, count: int, device: str, read: float, *, most_bytes: float, pinned: int, most_s: float
 ) -> Rows:
-    """Measure random cells on all GPUs until the time is over; adds rows of ours against the best peer."""
-    draw = torch.Generator().manual_seed(seed)
-    cells = [random_cell(draw, most_bytes) for _ in range(count)]
+    """Measure random cells on all GPUs until the time is over; adds rows of ours against the best peer.
+
+    Cells that ``rows`` has from an earlier run are left out.
+    """
+    until, gpus = time.time() + most_s, torch.cuda.device_count()
+    cells, done = random_cells(seed, count, most_bytes), {row["cell"] for row in rows}
+    measured_commit = commit()
     if device == "cuda":
-        with concurrent.futures.ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compiled, cells, [i < pinned for i in range(count)]))
-        print(f"compiled in {time.perf_counter() - rows.began:.0f} s", flush=True)
-    until, gpus = time.time() + most_s - (time.perf_counter() - rows.began), torch.cuda.device_count()
+        compile_all([cell for i, cell in enumerate(cells) if i not in done], pinned)
     measure = functools.partial(against, device=device, read=read, until=until)
-    tasks = [(cell, i < pinned) for i, cell in enumerate(cells)]
+    tasks = [(i, cell, i < pinned) for i, cell in enumerate(cells) if i not in done]
     with contextlib.ExitStack() as ends:
         found = map(measure, tasks)
         if gpus > 1:  # each GPU runs one cell at a time
@@ -81,7 +96,7 @@ def sweep(
             found = ends.enter_context(spawn.Pool(gpus, _take, (free,))).imap_unordered(measure, tasks)
         for row in found:
             if row is not None:
-                rows.add(row)
+                rows.add({**row, "commit": measured_commit})
     rows.sort(key=lambda row: row["ahead"] or math.inf)
     print(f"{len(rows)} of {count} cells; worst ten:", *map(line, rows[:10]), sep="\n  ", flush=True)
     return rows
@@ -92,9 +107,9 @@ def _take(free: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = free.get()
 
 
-def against(task: tuple[Cell, bool], device: str, read: float, until: float) -> dict[str, Any] | None:
-    """The row of one (cell, pinned); None if the time is over."""
-    cell, pinned = task
+def against(task: tuple[int, Cell, bool], device: str, read: float, until: float) -> dict[str, Any] | None:
+    """The row of one (number, cell, pinned); None if the time is over."""
+    number, cell, pinned = task
     if time.time() > until:
         return None
     here = measured(cell, device, read, flex=False, far=FAR)
@@ -104,6 +119,7 @@ def against(task: tuple[Cell, bool], device: str, read: float, until: float) -> 
         best_us = pinned_us(cell, device)
         extra = {"pinned_us": best_us, "of_pinned": figures(best_us / row["us"]) if best_us else None}
     return {
+        "cell": number,
         **row,
         "peer": peer["who"] if peer else None,
         "peer_us": peer["us"] if peer else None,
@@ -114,7 +130,9 @@ def against(task: tuple[Cell, bool], device: str, read: float, until: float) -> 
 
 def compiled(cell: Cell, pinned: bool) -> None:
     """Compile a cell's kernels into the disk cache, by running it with few keys."""
-    few = tuple(min(length, 2 * cell.page) for length in cell.lengths)
+    # Not so few that another kernel runs.
+    most = max(2 * cell.page, cuda_decode.SHORT_KEYS + 1)
+    few = tuple(min(length, most) for length in cell.lengths)
     tensors = Tensors(dataclasses.replace(cell, lengths=few), "cuda", copies=1)
     for tiles in (None, *(CANDIDATES[:PINNED] if pinned else ())):
         decode_tiles.OVERRIDE[:] = [] if tiles is None else [tiles]

@@ -26,7 +26,19 @@ from colonnade.bench.ceilings import machine_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PEERS = ("torch", "transformers", "triton", "numpy", "tokenizers", "openai", "llama-cpp-python", "flashinfer-python")
+PEERS = (
+    "torch",
+    "transformers",
+    "triton",
+    "numpy",
+    "tokenizers",
+    "openai",
+    "llama-cpp-python",
+    "flashinfer-python",
+    "trl",
+    "peft",
+    "torchrec",
+)
 
 Cell = str | int | float | bool | None
 

@@ -26,21 +26,30 @@ def line(row: Mapping[str, Cell]) -> str:
 
 
 class Rows(list[Row]):
-    """A list of rows that are written one by one."""
+    """A list of rows that are written one by one; with ``resume`` it begins with those of an earlier run, if any."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, *, resume: bool = False) -> None:
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.began = folder / f"{name}.partial.jsonl", time.perf_counter()
-        self.path.write_text("", encoding="utf-8")
+        record = folder / f"{name}.json"
+        if resume and self.path.exists():
+            self.extend(json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines())
+        elif resume and record.exists():
+            self.extend(json.loads(record.read_text(encoding="utf-8"))["rows"])
+        self.path.write_text("".join(map(_json_line, self)), encoding="utf-8")
 
     def add(self, row: Row) -> None:
         """Append a row, print it with the elapsed seconds, and write it to disk."""
         self.append(row)
         print(f"{time.perf_counter() - self.began:6.1f} s  {line(row)}", flush=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(_json_line(row))
 
     def done(self) -> None:
         """Remove the partial record."""
         self.path.unlink(missing_ok=True)
+
+
+def _json_line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"

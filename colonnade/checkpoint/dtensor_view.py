@@ -86,7 +86,8 @@ def component_shape(key: str, form: StoredFormat, shape: torch.Size) -> torch.Si
     *lead, outputs, inputs = (shape[0], shape[2], shape[1]) if _is_transposed(key, shape) else shape
     groups, int4 = -(-inputs // form.group), form.kind == "int4"
     if key.endswith(VALUES):
-        return torch.Size((*lead, outputs, groups * form.group // INT4_PER_WORD if int4 else inputs))
+        words = groups * form.group // INT4_PER_WORD if int4 else groups if form.kind == "ternary" else inputs
+        return torch.Size((*lead, outputs, words))
     return torch.Size((*lead, outputs, groups, 2) if int4 else (*lead, outputs, 1))
 
 

@@ -22,6 +22,7 @@ from colonnade.checkpoint.atomic_folder import Manifest
 from colonnade.checkpoint.ct2 import CT2File, is_ct2
 from colonnade.checkpoint.gguf.read import GGUFFile
 from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.checkpoint.package_format import is_package
 from colonnade.checkpoint.peft import is_peft, read_base
 from colonnade.config import AS_TRAINED, ExpertsConfig, ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised as check_weights
@@ -80,8 +81,10 @@ class OpenedModel:
     """Whether it is a run's adapters, merged into their base model while it is loaded."""
 
 
-def open_model(path: str | Path) -> OpenedModel:
-    """Opens the model that ``path`` names; raises :class:`CheckpointError` when it is missing, damaged or unknown.
+def open_model(path: str | Path, *, keep: bool = False) -> OpenedModel:
+    """Opens the model that ``path`` names, with ``keep`` a GGUF file's 4-bit matrices as they are.
+
+    Raises :class:`CheckpointError` when it is missing, damaged or unknown.
 
     A run with adapters is opened as its base model with the adapters merged.
     """
@@ -111,7 +114,7 @@ def open_model(path: str | Path) -> OpenedModel:
     if location.is_dir():
         foreign = CT2File(location) if is_ct2(location) else HFFolder(location)
     else:
-        foreign = GGUFFile(location)
+        foreign = GGUFFile(location, keep=keep)
 
     def load_foreign(model: Transformer, _: DistributedContext, place: StoreWeight) -> None:
         foreign.load_weights(model, place)
@@ -127,7 +130,7 @@ def open_model(path: str | Path) -> OpenedModel:
         load_foreign,
         load_foreign_masters,
         foreign.tokenizer if isinstance(foreign, GGUFFile) else location,
-        formats=foreign.formats if isinstance(foreign, HFFolder) else {},
+        formats={} if isinstance(foreign, CT2File) else foreign.formats,
     )
 
 
@@ -174,6 +177,11 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
     if location.is_file():
         return location
     if location.is_dir():
+        if is_package(location):
+            raise CheckpointError(
+                f"{location} is an exported package, whose native code is never loaded as a model; run it with "
+                f"colonnade generate {location} PROMPT --trust, or give the model that it was made from"
+            )
         if _is_model(location):
             return location
         newest = native.newest(location)
@@ -263,20 +271,29 @@ def open_for_plan(
 
     Raises what :func:`colonnade.load` raises.
     """
-    opened = open_model(path)
+    opened = open_model(path, keep=weights == "file")
+    if weights == "file" and not opened.formats:
+        raise ConfigError(
+            f"{opened.path} has no 4-bit matrices that could be kept as in the file (Q4_0 and Q4_1 of GGUF are); use "
+            "--serve.weights int8, or leave it out"
+        )
     if adapter is not None:
         opened = with_adapter(opened, adapter)
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid out over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(opened.config)
+    if weights == "ternary":
+        raise ConfigError(
+            "ternary weights need calibration; make a checkpoint: colonnade compress MODEL OUT --weights ternary"
+        )
     check_weights(opened.config, weights, weight_group, plan.tp, plan.etp)
     if opened.formats:
-        if weights not in ("stored", "dense"):
+        if weights not in ("stored", "dense", "file"):
             raise ConfigError(
                 f"{opened.path} stores its weights in {opened.weights} already, and rounding them again to {weights} "
                 "would lose more; leave --serve.weights out (or set it to dense)"
             )
-        for form in set(opened.formats.values()) if weights == "stored" else ():
+        for form in set(opened.formats.values()) if weights != "dense" else ():
             check_weights(opened.config, form.kind, form.group, plan.tp, plan.etp)
     config = experts.apply_to(opened.config, opened.tasks)
     if config.moe is not None and experts.active is not None:
@@ -295,6 +312,7 @@ def load_model(
     group: WeightGroup,
 ) -> Transformer:
     """Build this rank's shard of an opened model and read its weights; checks the memory first."""
+    weights = "stored" if weights == "file" else weights  # the model was opened for it
     if context.device.type == "cuda" and "int8_dynamic" in (weights, opened.weights if weights == "stored" else ""):
         raise ConfigError(
             "int8_dynamic rounds inputs on a CPU only; use --serve.weights float8 on a GPU (or dense, int8)"

@@ -319,8 +319,9 @@ def _check_components(folder: Path, index: Index, key: str, form: StoredFormat, 
 
 
 def _component_dtypes(form: StoredFormat) -> tuple[torch.dtype, torch.dtype]:
-    values = {"int4": torch.int32, "float8": torch.float8_e4m3fn}.get(form.kind, torch.int8)
-    return values, torch.bfloat16 if form.kind == "int4" and not form.wide_scales else torch.float32
+    values = {"int4": torch.int32, "float8": torch.float8_e4m3fn, "ternary": torch.int16}.get(form.kind, torch.int8)
+    narrow = form.kind == "ternary" or (form.kind == "int4" and not form.wide_scales)
+    return values, torch.bfloat16 if narrow else torch.float32
 
 
 def _empty_quantised(key: str, form: StoredFormat, shape: torch.Size, device: torch.device) -> Quantised:
@@ -330,7 +331,7 @@ def _empty_quantised(key: str, form: StoredFormat, shape: torch.Size, device: to
         for suffix, dtype in zip((VALUES, SCALES), _component_dtypes(form), strict=True)
     )
     inputs = shape[1] if len(shape) == 2 or key.endswith(".down") else shape[2]
-    return Quantised(form.kind, values, scales, inputs, form.group if form.kind == "int4" else inputs)
+    return Quantised(form.kind, values, scales, inputs, form.group if form.kind in ("int4", "ternary") else inputs)
 
 
 def _check_same_model(folder: Path, meta: Meta, expected: ModelConfig) -> None:

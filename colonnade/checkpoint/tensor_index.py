@@ -16,7 +16,8 @@ from colonnade.errors import CheckpointError, ConfigError
 
 INDEX = "tensors.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.float8_e4m3fn,
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int16, torch.int8,
+    torch.float8_e4m3fn,
 )}  # fmt: skip
 
 

@@ -43,6 +43,14 @@ class RankArgs:
 
 
 @dataclass(frozen=True)
+class EvaluationRankArgs(RankArgs):
+    """The parallel layout for evaluation."""
+
+    dp: int = 1
+    """Data parallel: replicas that share the requests of --tasks."""
+
+
+@dataclass(frozen=True)
 class ServingRankArgs(RankArgs):
     """The parallel layout for text generation."""
 
@@ -80,6 +88,13 @@ class PlacementArgs:
     def spec(self, model: str, serve: ServeConfig) -> "ModelSpec":
         """The same for :mod:`colonnade.model_spec`."""
         return ModelSpec(model, Plan(**vars(self.plan)), serve, self.device, self.dtype, self.experts)
+
+
+@dataclass(frozen=True)
+class EvaluationPlacementArgs(PlacementArgs):
+    """Where a model that is evaluated runs."""
+
+    plan: EvaluationRankArgs = EvaluationRankArgs()
 
 
 @dataclass(frozen=True)

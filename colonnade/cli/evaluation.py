@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import Model, PlacementArgs, console, is_main_process, refuse_torchrun
+from colonnade.cli.common import EvaluationPlacementArgs, Model, console, is_main_process, refuse_torchrun
 from colonnade.config import ModelConfig, Plan, ServeConfig, plural
 from colonnade.config.presets import PRESETS, preset
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 
 if TYPE_CHECKING:
     from colonnade.model_spec import ModelSpec
@@ -39,7 +40,7 @@ def evaluate(
     data: tuple[Path, ...] = (),
     chat: bool = False,
     out: Path = Path("runs/eval"),
-    placement: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
+    placement: Annotated[EvaluationPlacementArgs, arg(name="")] = EvaluationPlacementArgs(),
 ) -> None:
     """Print a model's perplexity on a text, or its scores in tasks.
 
@@ -66,6 +67,8 @@ def evaluate(
         return
     if limit is not None or shots is not None or data or chat:
         raise ConfigError("--limit, --shots, --data and --chat are for tasks; add --tasks, for example sotu_cloze")
+    if placement.plan.dp > 1:
+        raise PlanError(f"--plan.dp {placement.plan.dp} is for --tasks, whose requests replicas share; leave it out")
     from colonnade.data.readers import sotu_documents
     from colonnade.parallel.launch import launch
 
@@ -94,7 +97,12 @@ def _evaluate_tasks(spec: "ModelSpec", out: Path, *options: Any) -> None:
 
     chosen = TaskOptions(*options)
     check_tasks(chosen)
-    spec.open()  # errors come before any process starts
+    replica = replace(spec, plan=spec.plan.replace(dp=1, replicate=1))
+    opened = replica.open()  # errors come before any process starts
+    if opened.config.moe is not None and spec.plan.data_ranks > 1:
+        raise PlanError(
+            f"the experts of a mixture are distributed over all ranks, and {spec.plan} has replicas; use tp instead"
+        )
     with console.status("evaluating"):
         results = evaluate_tasks(spec, chosen, out)
     if is_main_process():

@@ -32,10 +32,11 @@ def look(
         placement: Where the model runs.
     """
     refuse_torchrun("look")
-    from colonnade.parallel.launch import launch
-
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port {port} is not from 0 to {MAX_PORT}")
+    console.print(f"loading {model} ...", soft_wrap=True, markup=False)
+    from colonnade.parallel.launch import launch
+
     spec = placement.spec(model, ServeConfig())
     spec.open()  # errors come before any process starts
     launch(_look, (spec, port), spec.plan)

@@ -20,6 +20,7 @@ from colonnade.cli.common import console
 from colonnade.cli.compress import compress
 from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
+from colonnade.cli.export import export
 from colonnade.cli.finetune import finetune, finetune_with_defaults
 from colonnade.cli.look import look
 from colonnade.cli.serving import chat, generate, serve
@@ -54,6 +55,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "look": look,
     "compress": compress,
+    "export": export,
     "verify": verify,
     "bench": bench,
     "speech": speech,

@@ -31,26 +31,31 @@ def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, see
 def train(
     data: Path = Path("speech-data"),
     run: Path = Path("runs/speech"),
-    preset: Literal["speech-tiny", "speech-tiny-av"] = "speech-tiny",
+    preset: Literal["speech-tiny", "speech-tiny-av", "av-small"] = "speech-tiny",
     steps: int = 3000,
     batch: int = 16,
     lr: float = 2e-3,
     seed: int = 0,
     save_every: int = 500,
     clean: int = 400,
+    noises: Path | None = None,
+    augment: bool = False,
 ) -> None:
     """Train a streaming recogniser in noise; continues from the newest checkpoint of the run.
 
     Args:
         data: Folder with a manifest.jsonl.
         run: Folder for checkpoints.
-        preset: speech-tiny hears; speech-tiny-av also sees mouths, drawn from the recordings' phonemes.
+        preset: speech-tiny hears; speech-tiny-av also sees mouths, drawn from the recordings' phonemes; av-small does
+            so by ResNets of 15 million parameters.
         steps: Training steps.
         batch: Recordings a step.
         lr: Highest learning rate.
         seed: Of the weights, the order and the noise.
         save_every: Steps between checkpoints.
         clean: Steps before the first noise, which teach letters quickly.
+        noises: Folder of recordings of noise, mixed in beside babble, white and pink noise.
+        augment: After the clean steps, also rooms, telephone codecs, masks of time and frequency, crops of pictures.
     """
     from colonnade.config.speech import SPEECH_PRESETS
     from colonnade.speech.fit import Corpus, FitSettings, fit, word_error_rate
@@ -61,7 +66,9 @@ def train(
             console.print(f"step {step:,}: loss {loss:.3f} a letter", soft_wrap=True)
 
     config = SPEECH_PRESETS[preset]
-    settings = FitSettings(steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean)
+    settings = FitSettings(
+        steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean, noises=noises, augment=augment
+    )
     checkpoint = fit(config, data, run, settings, log)
     model, corpus = SpeechModel.load(checkpoint), Corpus(data, config, "test")
     for pictures in (False, True) if config.picture else (False,):

@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
@@ -110,6 +111,7 @@ def generate(
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
     int8: bool = False,
+    trust: bool = False,
 ) -> None:
     """Continue a text; prints it as it is generated.
 
@@ -120,11 +122,31 @@ def generate(
         placement: Where the model runs.
         serve: The engine's memory.
         int8: Weights and their inputs in 8 bits (--serve.weights int8_dynamic), on a CPU.
+        trust: Run the native code of a package that colonnade export wrote.
     """
-    params, spec = sampling.params(), placement.spec(model, _with_int8(serve.for_beams(sampling.beams), int8))
+    params = sampling.params()
+    if _runs_package(model, trust, ours=placement == ServingPlacementArgs() and serve == CacheArgs() and not int8):
+        from colonnade.chat import generate_from_package
+
+        generate_from_package(Path(model), _read_stdin() if prompt == "-" else prompt, params, trust=trust)
+        return
+    spec = placement.spec(model, _with_int8(serve.for_beams(sampling.beams), int8))
     from colonnade.chat import generate
 
     generate(spec, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)
+
+
+def _runs_package(model: str, trust: bool, *, ours: bool) -> bool:
+    """Whether ``model`` is an exported package; ``ours``: no flag asks for what a package cannot change."""
+    package = (Path(model) / "package.json").is_file()
+    if trust and not package:
+        raise ConfigError(f"--trust is for packages that colonnade export wrote, and {model} is none; leave it out")
+    if package and not ours:
+        raise ConfigError(
+            f"{model} is an exported package, which runs as it was exported: leave --plan, --device, --dtype, "
+            "--experts, --serve and --int8 out, or give the model that it was made from"
+        )
+    return package
 
 
 def _with_int8(config: ServeConfig, int8: bool) -> ServeConfig:
@@ -147,6 +169,7 @@ def chat(
     placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
     int8: bool = False,
+    trust: bool = False,
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
 
@@ -157,9 +180,16 @@ def chat(
         placement: Where the model runs.
         serve: The engine's memory.
         int8: Weights and their inputs in 8 bits (--serve.weights int8_dynamic), on a CPU.
+        trust: Run the native code of a package that colonnade export wrote.
     """
     refuse_torchrun("chat")
-    params, spec = sampling.params(), placement.spec(model, _with_int8(serve.config, int8))
+    params = sampling.params()
+    if _runs_package(model, trust, ours=placement == ServingPlacementArgs() and serve == CacheArgs() and not int8):
+        from colonnade.chat import chat_with_package
+
+        chat_with_package(Path(model), system, params, trust=trust)
+        return
+    spec = placement.spec(model, _with_int8(serve.config, int8))
     from colonnade.chat import chat
 
     chat(spec, system, params)

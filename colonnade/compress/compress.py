@@ -19,6 +19,7 @@ from colonnade.compress.fold import fold
 from colonnade.compress.gptq import gptq, nearest
 from colonnade.compress.grids import GridKind
 from colonnade.compress.ranks import WholeBlock, check_ranks
+from colonnade.compress.sparse24 import OF, by_size, sparsegpt
 from colonnade.config import Config, WeightGroup
 from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CheckpointError, ConfigError, DataError
@@ -30,29 +31,43 @@ from colonnade.model.weight_only_quant import (
     assign_quantised,
     kind_of,
     quantisable_modules,
+    quantisable_shapes,
     quantised_kind,
+    ternary_names,
 )
 
-FOLDED: tuple[Kind, ...] = ("int4", "int8_dynamic")
+Weights = Kind | Literal["sparse24"]
+"""What weights become: a quantised format, or zeros in two of each four inputs."""
+FOLDED: tuple[Weights, ...] = ("int4", "int8_dynamic")
 """Formats for which folding has a rule."""
 
 
 class Compression(Config):
     """How weights are quantised."""
 
-    weights: Kind = "int4"
-    """int8 and float8 with one scale per row, int4 with one per group of inputs; int8_dynamic also rounds inputs."""
+    weights: Weights = "int4"
+    """int8 and float8 with one scale per row, int4 with one per group of inputs; int8_dynamic also rounds inputs;
+    ternary packs experts, and them alone, into less than a bit a weight
+    (:mod:`~colonnade.kernels.linear.ternary`); sparse24 keeps two of four consecutive inputs, unquantised
+    (:mod:`~colonnade.compress.sparse24`)."""
     by: Literal["gptq", "fold", "nearest"] = "gptq"
     """gptq corrects each weight's rounding in those not rounded yet; fold only scales inputs first (AWQ for int4,
     SmoothQuant for int8_dynamic); both need texts. nearest rounds each weight by itself."""
     weight_group: WeightGroup = 64
     """int4: consecutive inputs that share a scale."""
+    word: Literal[18, 24, 32] = 18
+    """ternary: weights in a word of 16 bits, at most 4, 3 and 3 of which are not 0."""
     grid: GridKind = "affine"
     """int4: a low value per group (affine), an integer zero point per group (zero), or the zero point 8 (symmetric)."""
     fold: bool = True
     """gptq: scale inputs first, for int4 by AWQ's rule, for int8_dynamic by SmoothQuant's."""
     min_tokens: int | None = Field(default=None, gt=0)
     """Tokens that a calibration needs; None: as many as the widest matrix has inputs."""
+
+    @property
+    def group(self) -> int:
+        """Consecutive inputs that share a scale, or a word."""
+        return self.word if self.weights == "ternary" else self.weight_group
 
 
 @torch.no_grad()
@@ -75,11 +90,15 @@ def compress(
             f"there is no rule to fold scales for {compression.weights}, only for {' and '.join(FOLDED)}; use "
             "--by gptq or nearest"
         )
-    kind, group, grid = compression.weights, compression.weight_group, compression.grid
+    kind = compression.weights
     modules = quantisable_modules(model)
+    if kind == "ternary":
+        modules = {name: modules[name] for name in ternary_names(model)}
+    elif kind == "sparse24":
+        modules = {name: module for name, module in modules.items() if name.startswith("blocks.")}
     if compression.by == "nearest":
         for name in modules:
-            _assign(model, name, lambda w, k, _: nearest(w, k, group, grid), kind)
+            _assign(model, name, _rounding(None, compression), kind)
         return
     folds = kind in FOLDED and (compression.fold or compression.by == "fold")
     _check_texts(modules_inputs(model), compression, texts)
@@ -87,8 +106,8 @@ def compress(
     for layer in range(model.config.layers):
         with WholeBlock(model, layer).restored() as whole:
             statistics = runner.gather(layer)
-            if folds:
-                fold(whole.block, statistics, kind, group, grid)
+            if folds and kind != "sparse24":
+                fold(whole.block, statistics, kind, compression.group, compression.grid)
             prefix = f"blocks.{layer}."
             for name in (name for name in modules if name.startswith(prefix)):
                 _assign(model, name, _quantiser(name, statistics, compression), kind, whole)
@@ -108,16 +127,20 @@ def modules_inputs(model: Transformer) -> int:
     )
 
 
-Quantiser = Callable[[Tensor, Kind, int], Quantised]
-"""Called with a matrix, its format, and its number in a stack."""
+Quantiser = Callable[[Tensor, Weights, int], Quantised | Tensor]
+"""Called with a matrix, its format, and its number in a stack; sparse matrices are tensors."""
 
 
 def _rounding(hessian: Tensor | None, compression: Compression) -> Quantiser:
     """GPTQ with ``hessian``; without one, rounding to nearest."""
-    group, grid = compression.weight_group, compression.grid
-    if hessian is None:
-        return lambda w, k, _: nearest(w, k, group, grid)
-    return lambda w, k, _: gptq(w, hessian, k, group, grid)
+    group, grid = compression.group, compression.grid
+
+    def run(w_FD: Tensor, kind: Weights, _number: int) -> Quantised | Tensor:
+        if kind == "sparse24":
+            return by_size(w_FD) if hessian is None else sparsegpt(w_FD, hessian)
+        return nearest(w_FD, kind, group, grid) if hessian is None else gptq(w_FD, hessian, kind, group, grid)
+
+    return run
 
 
 def _quantiser(name: str, statistics: InputStatistics, compression: Compression) -> Quantiser:
@@ -131,10 +154,10 @@ def _quantiser(name: str, statistics: InputStatistics, compression: Compression)
     return lambda w, k, e: _rounding(hessians[e], compression)(w, k, e)
 
 
-def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Kind, whole: WholeBlock | None = None) -> None:
+def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Weights, whole: WholeBlock | None = None) -> None:
     """Replace a matrix, or each of a stack, by ``quantise(matrix, kind, its number)``."""
     module_name, _, part = name.rpartition(".")
-    module, kind = model.get_submodule(module_name), kind_of(name, kind)
+    module, kind = model.get_submodule(module_name), kind if kind == "sparse24" else kind_of(name, kind)
     value = module.get_parameter(part).detach()
     if not value.isfinite().all():
         raise CheckpointError(
@@ -142,7 +165,12 @@ def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Kind, whol
         )
     if isinstance(module, Experts):
         numbers = range(len(value)) if whole is None else whole.experts(len(value))
-        matrices = [quantise((value[e].T if part == "down" else value[e]).float(), kind, e) for e in numbers]
+        found = [quantise((value[e].T if part == "down" else value[e]).float(), kind, e) for e in numbers]
+        matrices = [matrix for matrix in found if isinstance(matrix, Quantised)]
+        if not matrices:
+            parts = torch.stack([matrix.T if part == "down" else matrix for matrix in found])  # type: ignore[union-attr]
+            value.copy_(parts if whole is None else whole.gather_tensor(parts))
+            return
         wide = torch.tensor(any(matrix.has_wide_scales for matrix in matrices), dtype=torch.int32, device=value.device)
         wide = bool(model.axes.experts.ep.max_(wide))  # one format on all ranks
         scales = [matrix.scales.float() if wide else matrix.scales for matrix in matrices]
@@ -151,7 +179,11 @@ def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Kind, whol
         assign_quantised(module, name, stack if whole is None else whole.gather(stack))
     else:
         assert isinstance(module, QuantisableMatrix)
-        assign_quantised(module, name, quantise(value.float(), kind, 0))
+        matrix = quantise(value.float(), kind, 0)
+        if isinstance(matrix, Quantised):
+            assign_quantised(module, name, matrix)
+        else:
+            value.copy_(matrix)
 
 
 def _check(model: Transformer, compression: Compression) -> None:
@@ -161,7 +193,12 @@ def _check(model: Transformer, compression: Compression) -> None:
             "weights='dense' loads it dequantised)"
         )
     check_ranks(model)
-    check_quantised(model.config, compression.weights, compression.weight_group, tp=1)
+    if compression.weights != "sparse24":
+        check_quantised(model.config, compression.weights, compression.group, tp=1)
+        return
+    for name, (_count, _outputs, inputs) in quantisable_shapes(model).items():
+        if name.startswith("blocks.") and inputs % OF:
+            raise ConfigError(f"sparse24 takes inputs in fours, and '{name}' has {inputs}; use --weights int4")
 
 
 def _check_texts(inputs: int, compression: Compression, texts: Sequence[Tensor]) -> None:

@@ -6,15 +6,20 @@
 Grids are chosen before any column is rounded, so that a group is a run of consecutive inputs although the columns are
 visited in another order (no ``g_idx``). H is factored in float64 on a CPU. If H is a multiple of I, nothing is
 corrected, and the result is rounding to nearest on the same grid. Of GPTQ and two kinds of rounding to nearest, the one
-with the least error is kept, so the error is never above that of rounding to nearest.
+with the least error is kept, so the error is never above that of rounding to nearest. The places of ternary words are
+chosen before, and once more word by word in the order of the columns, as the earlier words correct them.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from colonnade.compress.grids import Grid, GridKind, choose_grid
 from colonnade.errors import DataError
-from colonnade.kernels.linear.quantise import Kind, Quantised
+from colonnade.kernels.linear import ternary
+from colonnade.kernels.linear.quantise import Kind, Quantised, pack_ternary
 
 DAMPING = 0.01
 """λ, as a share of the mean of H's diagonal."""
@@ -26,7 +31,7 @@ def nearest(
     w_FD: Tensor, kind: Kind, group: int, grid: GridKind = "affine", importance_D: Tensor | None = None
 ) -> Quantised:
     """``w_FD`` rounded to nearest; with ``importance_D``, groups clip their range where that lowers the error."""
-    return _round_all(w_FD.float(), choose_grid(w_FD.float(), kind, group, grid, importance_D))
+    return _round_all(w_FD.float(), _grid(w_FD.float(), kind, group, grid, importance_D))
 
 
 def gptq(w_FD: Tensor, hessian_DD: Tensor, kind: Kind, group: int, grid: GridKind = "affine") -> Quantised:
@@ -36,17 +41,68 @@ def gptq(w_FD: Tensor, hessian_DD: Tensor, kind: Kind, group: int, grid: GridKin
     """
     h_DD, w_FD = damped(hessian_DD), w_FD.float()
     importance_D = h_DD.diagonal()
-    clipped = choose_grid(w_FD, kind, group, grid, importance_D)
-    whole = choose_grid(w_FD, kind, group, grid)
-    found = [
+    clipped = _grid(w_FD, kind, group, grid, importance_D)
+    whole = _grid(w_FD, kind, group, grid)
+    found: list[tuple[Tensor, Grid | TernaryGrid]] = [
         (_gptq(w_FD, h_DD, clipped), clipped),
         (_nearest(w_FD, clipped), clipped),
         (_nearest(w_FD, whole), whole),
     ]
+    if isinstance(clipped, TernaryGrid):
+        found.append(clipped.corrected(w_FD, h_DD))
     groups_D = clipped.groups(torch.arange(w_FD.shape[1], device=w_FD.device))
     errors = [error(by.value(q, groups_D) - w_FD, h_DD) for q, by in found]
     q_FD, by = found[min(range(len(found)), key=errors.__getitem__)]
     return by.pack(q_FD)
+
+
+@dataclass(frozen=True)
+class TernaryGrid:
+    """Where a matrix may be ±s, and where it is 0; every column is a group of its own."""
+
+    trits: int
+    allowed_FD: Tensor
+    scale_F1: Tensor
+
+    @staticmethod
+    def of(w_FD: Tensor, trits: int, importance_D: Tensor | None = None) -> "TernaryGrid":
+        """The places and scales of least error."""
+        return TernaryGrid(trits, *ternary.choose(w_FD, trits, importance_D))
+
+    def round(self, w_FC: Tensor, columns_C: Tensor) -> Tensor:
+        """Trits of columns, as float32."""
+        return (w_FC / self.scale_F1.clamp(min=1e-30)).round().clamp(-1, 1) * self.allowed_FD[:, columns_C]
+
+    def value(self, q_FC: Tensor, _columns_C: Tensor) -> Tensor:
+        """The weights that ``q_FC`` stands for."""
+        return q_FC * self.scale_F1
+
+    def corrected(self, w_FD: Tensor, h_DD: Tensor) -> "tuple[Tensor, TernaryGrid]":
+        """(trits, their grid): the places of a word are chosen by its weights as the earlier words correct them."""
+        scale_F = self.scale_F1[:, 0].clamp(min=1e-30)
+
+        def select(w_FC: Tensor) -> Tensor:
+            best = w_FC.abs().topk(min(ternary.NONZERO[self.trits], w_FC.shape[1]), 1)
+            return torch.zeros_like(w_FC, dtype=torch.bool).scatter_(1, best.indices, True)
+
+        rounded = correct_in_order(
+            w_FD, h_DD, self.trits, select, lambda w_F: (w_F / scale_F).round().clamp(-1, 1) * scale_F
+        )
+        return rounded.sign(), TernaryGrid(self.trits, rounded != 0, self.scale_F1)
+
+    def pack(self, q_FD: Tensor) -> Quantised:
+        """The matrix in words."""
+        return pack_ternary(q_FD, self.allowed_FD, self.scale_F1, self.trits)
+
+    def groups(self, columns_C: Tensor) -> Tensor:
+        """The columns themselves."""
+        return columns_C
+
+
+def _grid(w_FD: Tensor, kind: Kind, group: int, grid: GridKind, importance_D: Tensor | None = None):
+    if kind == "ternary":
+        return TernaryGrid.of(w_FD, group, importance_D)
+    return choose_grid(w_FD, kind, group, grid, importance_D)
 
 
 def error(delta_FD: Tensor, hessian_DD: Tensor) -> float:
@@ -67,15 +123,44 @@ def damped(hessian_DD: Tensor) -> Tensor:
     return h_DD + torch.eye(len(h_DD), dtype=h_DD.dtype, device=h_DD.device) * (DAMPING * mean if mean > 0 else 1.0)
 
 
-def _nearest(w_FD: Tensor, grid: Grid) -> Tensor:
+def _nearest(w_FD: Tensor, grid: Grid | TernaryGrid) -> Tensor:
     return grid.round(w_FD, grid.groups(torch.arange(w_FD.shape[1], device=w_FD.device)))
 
 
-def _round_all(w_FD: Tensor, grid: Grid) -> Quantised:
+def _round_all(w_FD: Tensor, grid: Grid | TernaryGrid) -> Quantised:
     return grid.pack(_nearest(w_FD, grid))
 
 
-def _gptq(w_FD: Tensor, h_DD: Tensor, grid: Grid) -> Tensor:
+def correct_in_order(
+    w_FD: Tensor,
+    h_DD: Tensor,
+    size: int,
+    select: Callable[[Tensor], Tensor],
+    round_column: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Ŵ by GPTQ with columns in their order, where ``size`` consecutive ones share a choice of which may be not zero.
+
+    ``select`` gets the corrected columns, divided by U_jj, when the first of them is reached, and returns a mask;
+    ``round_column`` (F,) to (F,).
+    """
+    lower = torch.linalg.cholesky(h_DD)
+    u_DD = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    u_D, w, result = u_DD.diagonal(), w_FD.clone(), torch.zeros_like(w_FD)
+    D, block, mask = w.shape[1], max(1, BLOCK // size) * size, torch.empty(0)
+    for start in range(0, D, block):
+        stop = min(start + block, D)
+        delta = torch.empty_like(w[:, start:stop])
+        for j in range(start, stop):
+            if j % size == 0:
+                mask = select(w[:, j : j + size] / u_D[j : j + size])
+            result[:, j] = round_column(w[:, j]) * mask[:, j % size]
+            delta[:, j - start] = (w[:, j] - result[:, j]) / u_D[j]
+            w[:, j + 1 : stop] -= delta[:, j - start : j - start + 1] * u_DD[j, j + 1 : stop]
+        w[:, stop:] -= delta @ u_DD[start:stop, stop:]
+    return result
+
+
+def _gptq(w_FD: Tensor, h_DD: Tensor, grid: Grid | TernaryGrid) -> Tensor:
     """q_FD."""
     order_D = h_DD.diagonal().argsort(descending=True, stable=True)
     lower = torch.linalg.cholesky(h_DD[order_D][:, order_D])

@@ -100,6 +100,10 @@ class WholeBlock:
         values, scales = (self._gathered(x.contiguous()) for x in (weight.values.view(torch.uint8), weight.scales))
         return weight._replace(values=values.view(weight.values.dtype), scales=scales)
 
+    def gather_tensor(self, stack: Tensor) -> Tensor:
+        """The whole of a stack of which this rank has its experts."""
+        return self._gathered(stack.contiguous())
+
     def experts(self, count: int) -> range:
         """The experts that this rank quantises."""
         return range(*self.ep.part(count)) if self.block is not self.own else range(count)

@@ -3,6 +3,8 @@
     minimise KL(p ‖ p̂) over s, m and the norms;      Ŵ = q s + m, with q fixed          (EfficientQAT, arXiv 2407.11062)
     s = s₀ (1 + δ),   m = m₀ + s₀ ε                  δ and ε train, so that a step has the same size in every format
 
+Of a matrix with 2:4 sparsity, every weight that is not zero trains: w = w₀ (1 + δ).
+
 Where the grid has integer zero points z (symmetric ones among them), m = −z s stays tied to s. Trained are the linear
 layers of the blocks; stacks of experts and the output projection keep their scales. The last text is not trained on:
 the state with the least divergence there is kept, which may be the one before.
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from colonnade.compress.sparse24 import is_sparse24
 from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.linear.quantise import Quantised, int4_scales, round_inputs, to_float, unpack_int4
 from colonnade.model import Hidden, Packed, Stream, Transformer
@@ -22,6 +25,8 @@ from colonnade.model.moe import Routing
 from colonnade.model.norm import Norm
 from colonnade.model.tensor_parallel_linear import Linear, linear
 
+WEIGHT_LR = 5.0
+"""The step of single weights, relative to that of the scales."""
 LR = 4e-4
 """Adam's step, relative to each scale; twelve times as much made SmolLM2 worse."""
 NORM_LR = 0.02
@@ -44,16 +49,22 @@ def recover(
     A step is one text, int64 token ids (T,). Raises :class:`ConfigError` for a model without quantised layers or of
     another vocabulary, :class:`DataError` for fewer than two texts.
     """
-    layers = [_Layer(module) for module in model.blocks.modules() if isinstance(module, Linear) and module.quantised]
+    linears = [module for module in model.blocks.modules() if isinstance(module, Linear)]
+    layers = [_Layer(module) for module in linears if module.quantised]
+    if not layers:
+        layers = [_SparseLayer(m) for m in linears if not m.never_quantise and is_sparse24(m.weight.detach())]
+    faster = WEIGHT_LR if layers and isinstance(layers[0], _SparseLayer) else 1.0
     if not layers or model.config.vocab_size != teacher.config.vocab_size:
-        raise ConfigError("recovery needs a quantised model and the model that it was made from; compress it first")
+        raise ConfigError(
+            "recovery needs a quantised or sparse model and the model that it was made from; compress it first"
+        )
     if len(texts) < 2:
         raise DataError(f"recovery trains on all texts but the last, and was given {len(texts)}; give more tokens")
     norms = [p for module in model.modules() if isinstance(module, Norm) for p in module.parameters()]
     trained = [p for layer in layers for p in layer.parameters] + norms
     for parameter in norms:
         parameter.requires_grad_(True)
-    relative = [1.0] * (len(trained) - len(norms)) + [NORM_LR] * len(norms)
+    relative = [faster] * (len(trained) - len(norms)) + [NORM_LR] * len(norms)
     groups = [{"params": [p], "lr": lr * share} for p, share in zip(trained, relative, strict=True)]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), foreach=False)
     try:
@@ -139,6 +150,35 @@ class _Layer:
             return scale, _Round.apply(self.first_low + self.first_scale * self.low)
         assert self.zero is not None
         return scale, -self.zero * scale
+
+
+class _SparseLayer:
+    """A linear layer with 2:4 sparsity whose weights train, each by a factor."""
+
+    def __init__(self, module: Linear):
+        self.module, self.first_FD = module, module.weight.detach().clone()
+        self.factor = nn.Parameter(torch.zeros_like(self.first_FD))
+        self.parameters = [self.factor]
+
+    def attach(self) -> None:
+        """Multiply with the weights in training from now on."""
+        module = self.module
+
+        def product(x: Tensor) -> Tensor:
+            return F.linear(x, self.first_FD * (1 + self.factor))
+
+        def forward(x: Tensor) -> Tensor:
+            y = product(x)
+            return y if module.bias is None else y + module.bias
+
+        module.forward, module.product = forward, product
+
+    def detach(self) -> None:
+        """Store the trained weights."""
+        for method in ("forward", "product"):
+            vars(self.module).pop(method, None)
+        with torch.no_grad():
+            self.module.weight.copy_(self.first_FD * (1 + self.factor))
 
 
 class _Round(Function):

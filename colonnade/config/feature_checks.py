@@ -93,8 +93,10 @@ def check_cuda_graph(run: "RunConfig") -> None:
         )
 
 
-WeightFormat = Literal["stored", "dense", "int8", "int4", "float8", "int8_dynamic"]
-"""Storage format of the weight matrices for inference; dense dequantises those of a quantised checkpoint."""
+WeightFormat = Literal["stored", "dense", "int8", "int4", "float8", "int8_dynamic", "ternary", "file"]
+"""Storage format of the weight matrices for inference; dense dequantises those of a quantised checkpoint. ternary, of
+experts only, needs calibration: colonnade compress makes such checkpoints. file keeps the 4-bit matrices of a GGUF file
+(Q4_0, Q4_1) as they are, which saves memory; kernels of other formats are faster."""
 WeightGroup = Literal[32, 64, 128]
 """Consecutive inputs that share an int4 scale."""
 
@@ -114,13 +116,15 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
 
     ``tp`` shards the layers, ``etp`` the experts' hidden units.
     """
-    if weights in ("stored", "dense"):
+    if weights in ("stored", "dense", "file"):
         return
     if not model.causal:
         raise ConfigError(
             f"weights in {weights} are for models that generate, and this one attends in both directions (causal = "
             "False); load it stored"
         )
+    if weights == "ternary":
+        _check_ternary(model, group, etp)
     if weights not in ("int4", "int8_dynamic"):
         return
     group = group if weights == "int4" else INPUT_GROUP
@@ -140,3 +144,15 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
                 f"{weights} has one scale for {group} inputs, and {axis}={ranks} leaves a rank {share} of {what} "
                 f"{inputs}, which cuts a group in two; {remedy}"
             )
+
+
+def _check_ternary(model: ModelConfig, group: int, etp: int) -> None:
+    if model.moe is None:
+        raise ConfigError(
+            "ternary is for experts, of which a model has many, and this one has none; use --weights int4"
+        )
+    if etp > 1 and model.moe.ffn_width // etp % group:
+        raise PlanError(
+            f"ternary has {group} inputs in a word, and etp={etp} leaves a rank {model.moe.ffn_width // etp} of "
+            f"moe.ffn_width {model.moe.ffn_width}, which cuts a word in two; use ep in the place of etp"
+        )

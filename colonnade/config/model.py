@@ -385,7 +385,7 @@ class ModelConfig(Config):
         encoder_experts = self.encoder.expert_layers if self.encoder and self.moe else 0
         ffn = self._ffn_parameters(f) * (self.layers - expert_layers + encoder_experts)
         if moe := self.moe:
-            each = moe.experts * self._ffn_parameters(moe.ffn_width)
+            each = moe.stored_experts * self._ffn_parameters(moe.ffn_width)
             each += self._ffn_parameters(moe.shared_width) * bool(moe.shared_width) + d * moe.shared_gate
             each += moe.router_parameters(d)
             ffn += each * expert_layers
@@ -413,15 +413,15 @@ class ModelConfig(Config):
         """Parameters of the routed experts, shared experts left out."""
         if self.moe is None:
             return 0
-        return self.expert_layers * self.moe.experts * self._ffn_parameters(self.moe.ffn_width)
+        return self.expert_layers * self.moe.stored_experts * self._ffn_parameters(self.moe.ffn_width)
 
     @property
     def active_parameters(self) -> int:
         """Parameters that process one token: all but the experts to which it is not routed."""
         if self.moe is None:
             return self.parameters
-        idle = self.moe.experts - self.moe.active
-        return self.parameters - self.expert_parameters // self.moe.experts * idle
+        stored = self.moe.stored_experts
+        return self.parameters - self.expert_parameters // stored * max(0, stored - self.moe.active)
 
     @property
     def size(self) -> str:

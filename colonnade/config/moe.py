@@ -76,6 +76,9 @@ class MoeConfig(Config):
     """E: experts per layer."""
     active: int = Field(default=2, ge=1, le=MAX_EXPERTS)
     """A: experts per token (top-k)."""
+    merged: int = Field(default=0, ge=0, le=MAX_EXPERTS)
+    """Experts that are stored in each layer if they were merged (colonnade compress --merge): the router chooses among
+    E, and each of its choices is mapped to one of these; 0: not merged."""
     ffn_width: int = Field(gt=0, le=MAX_DIM)
     """F: hidden width of one expert."""
     shared_width: int = Field(default=0, ge=0, le=MAX_DIM)
@@ -127,6 +130,8 @@ class MoeConfig(Config):
     def _validate(self) -> "MoeConfig":
         if self.active > self.experts:
             raise ConfigError(f"a token cannot go to {self.active} of {self.experts} experts; lower model.moe.active")
+        if self.merged >= self.experts:
+            raise ConfigError(f"{self.experts} experts are not merged into {self.merged}; set model.moe.merged to 0")
         router = self.router
         if self.experts % router.groups:
             raise ConfigError(f"{self.experts} experts do not divide into {router.groups} groups; change one of them")
@@ -168,6 +173,11 @@ class MoeConfig(Config):
         if self.shared_gate and not self.shared_width:
             raise ConfigError("model.moe.shared_gate needs shared experts; set model.moe.shared_width or leave it off")
         return self
+
+    @property
+    def stored_experts(self) -> int:
+        """Experts whose weights a layer has."""
+        return self.merged or self.experts
 
     @property
     def normalises_weights(self) -> bool:

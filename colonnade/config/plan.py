@@ -184,14 +184,15 @@ class Plan(Config):
             raise PlanError(f"plan.{setting} is about experts, and this model has none; leave it out")
         if model.moe is not None:
             for what, size, ranks in (
-                ("experts", model.moe.experts, self.ep), ("hidden units of an expert", model.moe.ffn_width, self.etp)
+                ("experts", model.moe.stored_experts, self.ep),
+                ("hidden units of an expert", model.moe.ffn_width, self.etp)
             ):  # fmt: skip
                 if size % ranks:
                     name = "ep" if what == "experts" else "etp"
                     raise PlanError(f"{size} {what} do not divide over {name}={ranks}; use {name} of {divisors(size)}")
-            if self.shadows >= model.moe.experts:
+            if self.shadows >= model.moe.stored_experts:
                 raise PlanError(
-                    f"{self.shadows} shadows of {model.moe.experts} experts are all; use --plan.adaptive_r 0"
+                    f"{self.shadows} shadows of {model.moe.stored_experts} experts are all; use --plan.adaptive_r 0"
                 )
         if model.layers < self.total_stages:
             raise PlanError(
@@ -270,7 +271,11 @@ class Plan(Config):
             self.adaptive_r, f"each token is sent to {self.adaptive_r} of the ranks of its expert"
         )
         return [
-            ("ep", self.ep, f"{moe.experts // self.ep} of {moe.experts} experts in each layer that has some; {how}"),
+            (
+                "ep",
+                self.ep,
+                f"{moe.stored_experts // self.ep} of {moe.stored_experts} experts in each layer that has some; {how}",
+            ),
             ("etp", self.etp, f"{moe.ffn_width // self.etp} of {moe.ffn_width} hidden units of each expert"),
         ]
 

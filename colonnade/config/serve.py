@@ -88,7 +88,7 @@ class ServeConfig(Config):
     CPU recorded once and replayed in one call. None: for models and layouts whose steps can be captured or recorded."""
     batch_invariant: bool = False
     """Bitwise batch-invariant: a request's logits do not depend on the other requests. Slower; needs one rank; on a CPU
-    it computes one token at a time."""
+    models without C++ kernels compute one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Longest queue of waiting requests; further ones are refused (429)."""
     replicas: int | Literal["auto"] = 1

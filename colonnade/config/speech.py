@@ -29,10 +29,18 @@ class SpeechConfig(Config):
     """Width of the joint network."""
     predictor: Literal["lstm", "stateless"] = "lstm"
     """What labels so far the next one depends on: all, or the last two."""
+    predictor_layers: int = Field(default=1, gt=0, le=64)
+    """Layers of the LSTM."""
+    predictor_width: int | None = Field(default=None, gt=0, le=MAX_DIM)
+    """Width of the predictor; None: the joint network's."""
+    front_end: Literal["small", "resnet"] = "small"
+    """small: log-mel spectra, two convolutions a picture. resnet: ResNet-18 of samples and of pictures."""
+    fusion_width: int | None = Field(default=None, gt=0, le=MAX_DIM)
+    """Hidden units of the fusion of sound and pictures; None: 4 × width."""
     mels: int = Field(default=80, gt=1, le=256)
-    """Mel filters; a frame has four spectra, one each 10 ms."""
+    """Mel filters of the front end small; a frame has four spectra, one each 10 ms."""
     audio_history: int = Field(default=8, ge=0, le=256)
-    """Spectra before its own four that a frame sees."""
+    """Spectra before its own four that a frame of the front end small sees."""
     picture: int = Field(default=0, ge=0, le=256)
     """Height and width of the pictures of the mouth [pixels]; 0: sound only."""
     picture_history: int = Field(default=4, ge=0, le=64)
@@ -82,4 +90,12 @@ class SpeechConfig(Config):
         return "".join(self.letters[label - 1] for label in labels)
 
 
-SPEECH_PRESETS = {"speech-tiny": SpeechConfig(), "speech-tiny-av": SpeechConfig(picture=24)}
+SPEECH_PRESETS = {
+    "speech-tiny": SpeechConfig(),
+    "speech-tiny-av": SpeechConfig(picture=24),
+    "av-small": SpeechConfig(
+        layers=12, ffn_width=2048, heads=8, joint_width=1024, predictor_layers=3, predictor_width=512,
+        front_end="resnet", fusion_width=3072, picture=88, segment=16, left=32, right=4,
+    ),
+}  # fmt: skip
+"""av-small is that of Ma et al. (arXiv 2303.14307) with letters as labels; its 12 blocks are 128 wide."""

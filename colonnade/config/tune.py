@@ -41,8 +41,8 @@ class TuneConfig(Config):
     max_tokens: int = Field(default=256, ge=1, le=MAX_DIM)
     """grpo: longest answer [tokens]."""
     exact: bool = False
-    """grpo: sample with the batch-invariant engine, and compute the trainer's values with the same calls, token by
-    token: the ratio of probabilities before an update is 1, bit for bit. Dense models, one process, CPU."""
+    """grpo: sample with the batch-invariant engine, and compute the trainer's values with the same kernels: the ratio
+    of probabilities before an update is 1, bit for bit. Dense models, one process."""
     requests: int = Field(default=64, ge=1, le=1 << 16)
     """grpo: answers that are sampled at a time on one data rank; the cache is for so many of data.sequence tokens."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)

@@ -128,6 +128,13 @@ class Tokenizer:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is created if necessary."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        config = {**self.info, _CONFIG_KEY: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)}}
+        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What transformers' ``tokenizer_config.json`` says of it: class, special tokens, chat template."""
         to_token = self._core.id_to_token
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -140,11 +147,8 @@ class Tokenizer:
                 if self.token_id(token) in self.special_ids
             },
             "chat_template": self.chat_template,
-            _CONFIG_KEY: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)},
         }
-        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
-        present = {key: value for key, value in config.items() if value is not None}
-        (folder / "tokenizer_config.json").write_text(json.dumps(present, indent=2, ensure_ascii=False), "utf-8")
+        return {key: value for key, value in config.items() if value is not None}
 
     @property
     def size_bytes(self) -> int:
@@ -171,6 +175,13 @@ class Tokenizer:
             return self._core.encode(text, add_special_tokens=special).ids
         except TypeError:
             raise _surrogate_error(text) from None
+
+    def encode_batch(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+        """:meth:`encode` of each text, on several cores."""
+        try:
+            return [each.ids for each in self._core.encode_batch_fast(list(texts), add_special_tokens=special)]
+        except TypeError:
+            return [self.encode(text, special) for text in texts]  # raises the error of the text
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of ``text`` without special tokens, and the characters (start, stop) of each token."""

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,10 @@ from colonnade.evaluate.report import write_report
 from colonnade.evaluate.scorer import STOP, Scorer
 from colonnade.evaluate.zeroshot import lambada, read_lambada, read_wikitext, wikitext103
 from colonnade.model import Transformer
+from colonnade.parallel.axis import SOLO, Axis
 from colonnade.parallel.device_memory import usable_bytes
 from colonnade.parallel.launch import launch
+from colonnade.serve.worker import open_context
 
 # The hash of the commit in the current folder, whatever it belongs to; outside a repository git prints an error.
 lm_eval.evaluator.get_git_commit_hash = lambda: ""
@@ -108,8 +110,10 @@ def evaluate_tasks(spec: Any, options: TaskOptions, out: Path | None = None) -> 
 
 
 def _evaluate(spec: Any, options: TaskOptions) -> list[TaskResult] | None:
-    with spec.load() as model:
-        return evaluate_model(model.transformer, model.tokenizer, options, name=model.source)
+    with open_context(spec.plan, spec.device) as context:
+        own = context.replica()
+        with replace(spec, plan=own.plan).load(own) as model:
+            return evaluate_model(model.transformer, model.tokenizer, options, name=model.source, data=context.axes.dp)
 
 
 def evaluate_model(
@@ -118,11 +122,15 @@ def evaluate_model(
     options: TaskOptions,
     serve: ServeConfig | None = None,
     name: str = "model",
+    data: Axis = SOLO,
 ) -> list[TaskResult] | None:
-    """Evaluate a loaded model; every rank calls this, and ranks above 0 get None."""
+    """Evaluate a loaded model; every rank calls this, and ranks above 0 get None.
+
+    ``data``: replicas of the model that share the requests.
+    """
     serve = serve or _serve_config(model)
-    scorer = Scorer(model, options.budget_tokens)
-    if model.axes.token_replicas.rank:
+    scorer = Scorer(model, options.budget_tokens, data)
+    if not scorer.leads:
         follow(scorer, tokenizer, serve)
         return None
     try:
@@ -130,7 +138,7 @@ def evaluate_model(
         harness = HarnessModel(scorer, tokenizer, serve, name)
         return [_evaluate_task(task, options, manager, harness, scorer, tokenizer) for task in options.tasks]
     finally:
-        scorer.announce(STOP)
+        scorer.send(STOP)
 
 
 def _serve_config(model: Transformer) -> ServeConfig:

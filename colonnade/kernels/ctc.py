@@ -44,16 +44,15 @@ def align(logprobs_TV: Tensor, labels: Sequence[int], blank: int = 0) -> list[Sp
     state_S[1::2] = own_L
     skips_S = torch.zeros_like(state_S, dtype=torch.bool)
     skips_S[3::2] = own_L[1:] != own_L[:-1]
-    emit_TS = logprobs_TV[:, state_S]
-    score_S = torch.full_like(emit_TS[0], -torch.inf)
-    score_S[:2] = emit_TS[0, :2]
-    moves = torch.zeros(T, len(state_S), dtype=torch.uint8, device=emit_TS.device)
+    score_S = logprobs_TV.new_full((len(state_S),), -torch.inf)
+    score_S[:2] = logprobs_TV[0, state_S[:2]]
+    moves = torch.zeros(T, len(state_S), dtype=torch.uint8, device=logprobs_TV.device)
     never = score_S.new_full((2,), -torch.inf)
     for t in range(1, T):
         one_S = torch.cat((never[:1], score_S[:-1]))
         two_S = torch.where(skips_S, torch.cat((never, score_S[:-2])), -torch.inf)
         best_S, move_S = torch.stack((score_S, one_S, two_S)).max(0)
-        moves[t], score_S = move_S, best_S + emit_TS[t]
+        moves[t], score_S = move_S, best_S + logprobs_TV[t, state_S]
     last = len(state_S) - 1
     s = last if score_S[last] >= score_S[last - 1] else last - 1
     if not math.isfinite(float(score_S[s])):
@@ -67,8 +66,11 @@ def align(logprobs_TV: Tensor, labels: Sequence[int], blank: int = 0) -> list[Sp
     for t, s in enumerate(path):
         if s % 2:
             frames[s // 2].append(t)
-    probabilities = emit_TS.exp().cpu()
-    return [Span(own[0], own[-1] + 1, float(probabilities[own, 2 * i + 1].mean())) for i, own in enumerate(frames)]
+    probabilities = logprobs_TV.exp().cpu()
+    return [
+        Span(own[0], own[-1] + 1, float(probabilities[own, label].mean()))
+        for own, label in zip(frames, labels, strict=True)
+    ]
 
 
 def greedy(logprobs_TV: Tensor, blank: int = 0) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.kernels import adamw, dropout, norm, permute, rotary, routing, sampling
-from colonnade.kernels.attention import cache_write, chunk, cross, reference, sdpa
+from colonnade.kernels.attention import cache_write, chunk, cross, reference, sdpa, shared_prefix
 from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
@@ -29,6 +29,7 @@ Operation = Literal[
     "dropout_attention",
     "paged_attention",
     "cross_attention",
+    "shared_prefix_attention",
     "relative_attention",
     "relative_paged_attention",
     "rope_and_kv_write",
@@ -176,11 +177,21 @@ def _native() -> tuple[Kernel, ...]:
 
 def _batch_invariant() -> tuple[Kernel, ...]:
     """Kernels whose result for a row does not depend on the number of rows; selected by name only."""
+    partial, name = functools.partial, "batch_invariant"
+    on_cpu = (
+        Kernel("rope_cos_sin", name, cpu_kernels.rotation, **NATIVE),
+        Kernel("norm", name, cpu_kernels.norm, **NATIVE),
+        Kernel("linear", name, partial(cpu_kernels.linear, most_rows=None), **NATIVE),
+        Kernel("fused_linear", name, partial(cpu_kernels.fused_linear, most_rows=None), **NATIVE),
+        Kernel("rope_and_kv_write", name, cpu_kernels.rope_and_kv_write, **NATIVE),
+        Kernel("paged_attention", name, partial(cpu_kernels.paged, most_queries=None), **NATIVE),
+    )
     if not TRITON:
-        return ()
+        return on_cpu
     from colonnade.kernels import triton_batch_invariant
 
     return (
+        *on_cpu,
         Kernel("paged_attention", "batch_invariant", triton_batch_invariant.paged, **ON_GPU),
         Kernel("linear", "batch_invariant", triton_batch_invariant.linear, **ON_GPU),
         Kernel("norm", "batch_invariant", triton_batch_invariant.norm, **ON_GPU),
@@ -217,6 +228,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cross_attention", "varlen", cross.cross_varlen, **ON_GPU_16_BIT),
     Kernel("cross_attention", "sdpa", cross.cross_sdpa),
     Kernel("cross_attention", "reference", cross.cross_reference),
+    Kernel("shared_prefix_attention", "flash", shared_prefix.shared_prefix_flash, **ON_GPU_16_BIT),
+    Kernel("shared_prefix_attention", "sdpa", shared_prefix.shared_prefix_sdpa),
+    Kernel("shared_prefix_attention", "reference", shared_prefix.shared_prefix_reference),
     Kernel("relative_attention", "sdpa", cross.relative_sdpa),
     Kernel("relative_attention", "reference", cross.relative_reference),
     Kernel("relative_paged_attention", "sdpa", cross.relative_paged_sdpa),

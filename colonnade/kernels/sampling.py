@@ -8,6 +8,7 @@ of a seed, the number of tokens generated before, and the token.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -65,12 +66,26 @@ def sample_noise(seed_R: Tensor, index_R: Tensor) -> Tensor:
     return lowbias32(lowbias32(lowbias32(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int())
 
 
-def log_exponential_noise(noise_R: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def by_row_(function: Callable[[Tensor], Tensor], x_RV: Tensor) -> Tensor:
+    """Apply an element-wise function in place, on a CPU one row at a time, so that no row's bits depend on the others.
+
+    torch's exponentials and logarithms on a CPU round otherwise in whole vectors than in the rest behind them.
+    """
+    if x_RV.is_cuda or len(x_RV) == 1:
+        return function(x_RV)
+    for row_V in x_RV.unbind(0):
+        function(row_V)
+    return x_RV
+
+
+def log_exponential_noise(noise_R: Tensor, ids: Tensor, dtype: torch.dtype, *, rowwise: bool = False) -> Tensor:
     """log e of exponential noise e = -log u for the tokens ``ids``, (V,) for all rows or (R, V).
 
     The uniform u has 32 bits plus a half, so that it is never 0 or 1, and its logarithm is taken in float64: with
     float32's 24 bits, one step in a few hundred would get e = 0 for some token of a large vocabulary, and emit that
-    token however improbable it is.
+    token however improbable it is. ``rowwise``: no rounding depends on another row.
     """
     u = lowbias32(noise_R[:, None] ^ column_hash(0, ids)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
+    if rowwise:
+        return by_row_(torch.log_, by_row_(torch.log_, u).neg_().to(dtype))
     return u.log_().neg_().to(dtype).log_()

@@ -14,7 +14,7 @@ from colonnade.errors import RequestError
 
 ATTENTION = {"wQ": "q", "wK_t": "k", "wV": "v", "wO": "out"}
 """A head's matrices, and the adapter's targets."""
-FEED_FORWARD = {"up": "up", "down": "down"}
+FEED_FORWARD = ("up", "down", "gate")
 
 
 def adapter_factors(adapter: Adapter, config: ModelConfig, layer: int, head: int) -> dict[str, tuple[Tensor, Tensor]]:

@@ -31,6 +31,8 @@ class _Builder:
         self.leaves: dict[str, Any] = {}
         self.letters: dict[str, list[str]] = {}
         self.nodes: dict[str, dict[str, Any]] = {}
+        self.positions: dict[str, list[int]] = {}
+        """Leaves whose rows are some of the tokens, with the index of each row's token."""
 
     def leaf(self, name: str, tensor: str | None = None, letters: str = "") -> str:
         """Add the leaf ``name``, of the tensor of this or another name; returns ``name``."""
@@ -45,7 +47,7 @@ class _Builder:
         plan = {"tp": self.recording.plan.tp} if self.recording.plan.tp > 1 else {}
         return {
             "expr": expr, "leaves": self.leaves, "nodes": self.nodes, "letters": self.letters, "title": title,
-            "note": note, **({"plan": plan} if plan else {}), **more,
+            "note": note, "positions": self.positions, **({"plan": plan} if plan else {}), **more,
         }  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def head_page(recording: Recording, layer: int, head: int, rank: int) -> Scene: 
     )
     share = f" {config.group} query heads share its keys and values." if config.group > 1 else ""
     computed = f"{len(recording.tokens)} tokens; every product is computed in this page from the model's own tensors."
-    return build.scene(expr, f"Layer {layer}, head {head}", computed + share + owner)
+    return build.scene(expr, f"Layer {layer}, head {head}", computed + share + owner, start="attn")
 
 
 def decode_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
@@ -123,25 +125,42 @@ def decode_page(recording: Recording, layer: int, head: int, rank: int) -> Scene
     k_t, v = build.leaf("K_t", "K_t_recorded", "HS"), build.leaf("V", "V_recorded", "SH")
     wo = build.leaf("wO", letters="HD")
     if config.latent:  # the query's own projection is on the head's page
-        expr = f"out = (attn = {build.leaf('Q', last, '-H')} @ {k_t}) @ {v} @ {wo}"
+        row = build.leaf("Q", last, "-H")
+        expr = f"out = (attn = {row} @ {k_t}) @ {v} @ {wo}"
         build.nodes["attn"] = {"epilogue": "scaled softmax"}
     else:
-        x, wq = build.leaf("input", "last", "-D"), build.leaf("wQ", letters="DH")
-        expr = f"out = (attn = (Q = {x} @ {wq}) @ {k_t}) @ {v} @ {wo}"
+        row, wq = build.leaf("input", "last", "-D"), build.leaf("wQ", letters="DH")
+        expr = f"out = (attn = (Q = {row} @ {wq}) @ {k_t}) @ {v} @ {wo}"
         _attention_nodes(build, recorded_q="Q_last", rows="last_")
         for unused in ("K_t", "V"):
             build.nodes.pop(unused, None)
+    build.positions[row] = [len(recording.tokens) - 1]
     note = f"One query row reads {len(recording.tokens)} cached keys and values."
-    return build.scene(expr, f"Layer {layer}, head {head}: decoding one token", note)
+    return build.scene(expr, f"Layer {layer}, head {head}: decoding one token", note, start="attn")
 
 
-def _ffn_nodes(build: _Builder) -> None:
-    config = build.recording.config
-    hidden: dict[str, Any] = {"times": build.leaf("gate")} if config.gated else {"epilogue": config.activation}
+def _feed_forward(build: _Builder, x: str, weights: Mapping[str, str], names: tuple[str, str], expert: str = "") -> str:
+    """The statements of a feed-forward part with the input ``x``; ``names`` are those of its hidden units and output.
+
+    ``weights`` are expressions of up, down and gate; ``expert`` is the prefix of an expert's tensors.
+    """
+    config, (hidden, out) = build.recording.config, names
+    nodes: dict[str, dict[str, Any]] = {hidden: {"times": "gated"} if config.gated else {"epilogue": config.activation}}
+    if config.gated:
+        nodes["gated"] = {"epilogue": config.activation}
     if config.ffn_bias:
-        hidden["plus"] = build.leaf("bup")
-        build.nodes["ffn"] = {"plus": build.leaf("bdown")}
-    build.nodes["hidden"] = hidden
+        nodes.setdefault(out, {})
+        for name, bias in ((hidden, "bup"), (out, "bdown"), ("gated", "bgate")):
+            if name in nodes:
+                nodes[name]["plus"] = build.leaf(bias, expert + bias)
+    build.nodes |= nodes
+    gate = f"gated = {x} @ {weights['gate']}; " if config.gated else ""
+    return f"{gate}{out} = ({hidden} = {x} @ {weights['up']}) @ {weights['down']}"
+
+
+def _ffn_weights(build: _Builder, expert: str = "") -> dict[str, str]:
+    letters = {"up": "DF", "down": "FD"} | ({"gate": "DF"} if build.recording.config.gated else {})
+    return {name: build.leaf(name, expert + name, each) for name, each in letters.items()}
 
 
 def layer_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
@@ -158,13 +177,8 @@ def layer_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
     if config.out_bias:
         build.nodes["mha"] = {"plus": build.leaf("bO")}
     if config.experts_of(layer) is None:
-        ffn_in, up, down = (
-            build.leaf("ffn_in", letters="TD"),
-            build.leaf("up", letters="DF"),
-            build.leaf("down", letters="FD"),
-        )
-        statements.append(f"ffn = (hidden = {ffn_in} @ {up}) @ {down}")
-        _ffn_nodes(build)
+        x = build.leaf("ffn_in", letters="TD")
+        statements.append(_feed_forward(build, x, _ffn_weights(build), ("hidden", "ffn")))
     note = (
         "Projections of all heads, and the feed-forward part; before norms of queries and keys, and rotary positions."
     )
@@ -173,26 +187,25 @@ def layer_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
 
 def experts_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001
     """One expert and the tokens that chose it; ``head`` is the expert's number."""
-    config, moe = recording.config, recording.config.experts_of(layer)
+    moe = recording.config.experts_of(layer)
     if moe is None:
         raise RequestError(f"layer {layer} has no experts; choose another layer", param="layer")
     if not 0 <= head < moe.experts:
         raise RequestError(f"there is no expert {head}; this layer has 0 to {moe.experts - 1}", param="head")
     build = _Builder(recording, layer, head)
-    if not len(build.names.rows_of_expert()):
+    rows = build.names.rows_of_expert().tolist()
+    chosen, count = build.names.choices_of_expert(), len(recording.tokens)
+    dropped = f" {len(rows)} kept and {chosen - len(rows)} dropped by the expert's capacity." if moe.capacity else ""
+    if not rows:
         raise RequestError(
-            f"no token of this text chose expert {head} of layer {layer}; see the routing page", param="head"
+            f"expert {head} of layer {layer} has no token of this text: {chosen} of {count} tokens chose it.{dropped} "
+            "Choose another; the routing page shows the load of each",
+            param="head",
         )
-    x, up = build.leaf("x", "expert_in", "TD"), build.leaf("up", "expert_up", "DF")
-    expr = f"y = (h = {x} @ {up}) @ {build.leaf('down', 'expert_down', 'FD')}"
-    h: dict[str, Any] = (
-        {"times": build.leaf("gate", "expert_gate")} if config.gated else {"epilogue": config.activation}
-    )
-    if config.ffn_bias:
-        h["plus"], build.nodes["y"] = build.leaf("bup", "expert_bup"), {"plus": build.leaf("bdown", "expert_bdown")}
-    build.nodes["h"] = h
-    count = build.leaves["x"]["rows"]
-    note = f"{count} of {len(recording.tokens)} tokens go to this expert; the router's weights come after."
+    x = build.leaf("x", "expert_in", "TD")
+    build.positions[x] = rows
+    expr = _feed_forward(build, x, _ffn_weights(build, "expert_"), ("h", "y"), "expert_")
+    note = f"{chosen} of {count} tokens chose this expert.{dropped} The router's weights come after."
     return build.scene(expr, f"Layer {layer}, expert {head}", note)
 
 
@@ -207,7 +220,8 @@ def lora_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
     assert lora is not None
     statements: list[str] = []
 
-    def factors(name: str, before: str, after: str) -> str:
+    def factors(name: str) -> str:
+        before, after = build.letters.pop(name)
         pair = f"{build.leaf(f'{name}_A', letters=f'{before}R')} @ {build.leaf(f'{name}_B', letters=f'R{after}')}"
         build.nodes[name] = {"plus": build.leaf(f"{name}_base")}
         build.leaves.pop(name, None)
@@ -216,15 +230,13 @@ def lora_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
     if attention := [name for name in adapted if name in ATTENTION]:
         names = _head_leaves(build)
         for weight in attention:
-            names[weight] = factors(weight, *build.letters.pop(weight))
+            names[weight] = factors(weight)
         statements.append(HEAD.format(**names))
         _attention_nodes(build)
     if ffn := [name for name in adapted if name in FEED_FORWARD]:
-        build.leaf("ffn_in", letters="TD")
-        up = factors("up", "D", "F") if "up" in ffn else build.leaf("up", letters="DF")
-        down = factors("down", "F", "D") if "down" in ffn else build.leaf("down", letters="FD")
-        statements.append(f"ffn = (hidden = ffn_in @ {up}) @ {down}")
-        _ffn_nodes(build)
+        x = build.leaf("ffn_in", letters="TD")
+        weights = {name: factors(name) if name in ffn else name for name in _ffn_weights(build)}
+        statements.append(_feed_forward(build, x, weights, ("hidden", "ffn")))
     if not statements:
         raise RequestError(
             f"the adapter changes neither attention nor a dense feed-forward part of layer {layer}; choose another",
@@ -235,7 +247,7 @@ def lora_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:
         f"Targets {', '.join(lora.targets)}. Each adapted matrix is base + A @ B, with B times alpha / rank = "
         f"{lora.scale:g}; without the base, A @ B is what fine-tuning changed."
     )
-    return build.scene("; ".join(statements), title, note)
+    return build.scene("; ".join(statements), title, note, **({"start": "attn"} if attention else {}))
 
 
 def _low_rank_page(build: _Builder, rank: int) -> Scene:
@@ -259,7 +271,8 @@ def _low_rank_page(build: _Builder, rank: int) -> Scene:
         f"This model has no adapter: each weight is replaced by its best approximation of rank {rank}. To see an "
         "adapter's own factors: colonnade look ADAPTER."
     )
-    return build.scene(HEAD.format(**names), f"Layer {layer}, head {head} with factors of rank {rank}", note)
+    title = f"Layer {layer}, head {head} with factors of rank {rank}"
+    return build.scene(HEAD.format(**names), title, note, start="attn")
 
 
 def heads_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001

@@ -180,11 +180,11 @@ def _gather(values: dict[str, Tensor], model: Transformer, T: int) -> None:
 
 
 def _whole_weights(model: Transformer, layer: int) -> Mapping[str, Tensor]:
-    """The block's parameters over all tp ranks, by name."""
+    """The block's parameters over all tp ranks, and its buffers, by name."""
     axes, block = model.axes, model.blocks.get_submodule(str(layer))
     if axes.tp.size == 1:
-        return dict(block.named_parameters())
-    shapes, found = model.global_shapes(), {}
+        return {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    shapes, found = model.global_shapes(), {name: x.cpu() for name, x in block.named_buffers()}
     for prefix, module in block.named_modules():
         layout = getattr(module, "layout", {})
         for name, place in layout.items():

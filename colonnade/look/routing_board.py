@@ -35,8 +35,12 @@ def routing_board(recording: Recording, history: History) -> dict[str, Any]:
     layers = [_layer(i, recording.layers[i], moe.experts) for i in range(config.layers) if config.experts_of(i)]
     note = f"{T} tokens, {moe.active} of {moe.experts} experts each."
     if moe.capacity:
-        places = capacity(abs(moe.capacity), moe.active, T, moe.experts)
-        note += f" Capacity {moe.capacity:g}: an expert takes at most {places} of them, and later choices are dropped."
+        factor, share = abs(moe.capacity), -(-T // moe.experts)
+        places = capacity(factor, moe.active, T, moe.experts)
+        note += (
+            f" Capacity {moe.capacity:g}: an expert takes at most {moe.active} x int({factor:g} x {share}) = {places} "
+            f"choices, where {share} is {T} tokens / {moe.experts} experts, rounded up. Later choices are dropped."
+        )
     for layer in layers:
         layer["history"] = history.get(str(layer["layer"]))
     return {"run": recording.run, "experts": moe.experts, "layers": layers, "title": "Routing", "note": note}

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import RequestError
-from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.look.lora import adapter_factors, low_rank
 from colonnade.look.recorder import Recording
 
@@ -110,7 +109,8 @@ class Names:
                 "bdown": lambda: self._bias("ffn.down.bias", config.width)[None],
             }
             if config.gated:
-                found["gate"] = self._gate
+                found["gate"] = lambda: self.weight("ffn.gate.weight").T
+                found["bgate"] = lambda: self._bias("ffn.gate.bias", config.ffn_width)[None]
         else:
             found["routing"] = self._routing
         return found
@@ -170,19 +170,20 @@ class Names:
             "V_recorded": lambda: record["v"][:, kv],
         }
 
-    def _gate(self) -> Tensor:
-        bias = self._bias("ffn.gate.bias", self.config.ffn_width)
-        w = self.weight("ffn.gate.weight").float().cpu()
-        return ACTIVATIONS[self.config.activation](self.record["ffn_in"] @ w.T + bias.float().cpu())
-
     def rows_of_expert(self) -> Tensor:
         """The tokens that the expert ``head`` takes."""
         return (self.record["kept_ids"] == self.head).any(1).nonzero().flatten()
 
+    def choices_of_expert(self) -> int:
+        """Tokens that chose the expert ``head``, dropped ones included."""
+        return int((self.record["choice_ids"] == self.head).any(1).sum())
+
     def _of_expert(self) -> dict[str, Callable[[], Tensor]]:
         if self.moe is None or not 0 <= self.head < self.moe.experts:
             return {}
-        e, config, moe = self.head, self.config, self.moe
+        groups = self.weights.get("ffn.group_E")
+        e = self.head if groups is None else int(groups[self.head])
+        config, moe = self.config, self.moe
         x = lambda: self.record["ffn_in"][self.rows_of_expert()]  # noqa: E731
 
         def stack(name: str) -> Tensor:
@@ -191,7 +192,6 @@ class Names:
         def bias(name: str, width: int) -> Tensor:
             return stack(name) if f"ffn.experts.{name}" in self.weights else torch.zeros(width)
 
-        act = ACTIVATIONS[config.activation]
         found: dict[str, Callable[[], Tensor]] = {
             "expert_in": x,
             "expert_up": lambda: stack("up").T,
@@ -200,7 +200,8 @@ class Names:
             "expert_bdown": lambda: bias("down_bias", config.width)[None],
         }
         if config.gated:
-            found["expert_gate"] = lambda: act(x() @ stack("gate").T + bias("gate_bias", moe.ffn_width))
+            found["expert_gate"] = lambda: stack("gate").T
+            found["expert_bgate"] = lambda: bias("gate_bias", moe.ffn_width)[None]
         return found
 
     def _routing(self) -> Tensor:

@@ -1,6 +1,6 @@
 """One Transformer for training and serving: ``out = model(stream, attend, head)``."""
 
-from colonnade.model.attend import Packed, Paged
+from colonnade.model.attend import Packed, Paged, SharedPrefix
 from colonnade.model.cache import KVCache
 from colonnade.model.context_parallel import Ring
 from colonnade.model.cross_attention import Beside, Crossed, InPages
@@ -45,6 +45,7 @@ __all__ = [
     "Ring",
     "Rows",
     "SentenceOrders",
+    "SharedPrefix",
     "Source",
     "SpanLoss",
     "Spans",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention.cross import relative_mask
 from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.attention.shared_prefix import PrefixTree
 from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.registry import choose
@@ -111,6 +112,30 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class SharedPrefix:
+    """Packed prefixes, then their continuations, each of which attends to its prefix and itself: scoring of answers."""
+
+    caches: ClassVar[bool] = False
+
+    tree: PrefixTree
+    window: int | None = None
+
+    @staticmethod
+    def of(prefixes: list[int], continuations: list[list[int]], device: torch.device | str = "cpu") -> "SharedPrefix":
+        """Prefixes of these lengths, each with continuations of these lengths."""
+        return SharedPrefix(PrefixTree.of(prefixes, continuations, device))
+
+    def at(self, layer: int, window: int | None) -> "SharedPrefix":
+        """The view of one layer."""
+        return self if window == self.window else replace(self, window=window)
+
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
+        """o_TnH."""
+        run = choose("shared_prefix_attention", q_TnH.device.type, q_TnH.dtype)
+        return run(q_TnH, k_TkH, v_TkH, self.tree, window=self.window)
+
+
+@dataclass(frozen=True)
 class Paged:
     """New tokens of R requests with keys in a paged cache: prefill, chunked prefill and decoding in one batch.
 
@@ -173,7 +198,8 @@ class PagedView:
         self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[NormWeights, NormWeights] | None
     ) -> Tensor:
         """o_TnH from the fused q/k/v projection; one kernel normalises, rotates and writes to the cache."""
-        kernels = self.kernels if self.kernels == "native" else "auto"  # other names are of attention only
+        # Other names are of attention only.
+        kernels = self.kernels if self.kernels in ("native", "batch_invariant") else "auto"
         place = choose("rope_and_kv_write", qkv_Tz.device.type, qkv_Tz.dtype, kernels)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=rotation, norms=norms)
         return self._attend(q_TnH)

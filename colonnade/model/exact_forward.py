@@ -1,32 +1,39 @@
-"""A training forward pass whose values are, bit for bit, those of the batch-invariant engine on a CPU.
+"""A training forward pass whose values are, bit for bit, those of the batch-invariant engine.
 
-    exact      each token alone through the blocks, over a cache of the keys before it: the engine's calls
+    exact      the engine's kernels over a paged cache, many tokens at a time (:mod:`~colonnade.model.batch_invariant`);
+               a model without such kernels runs token by token, as its engine does
     ordinary   all tokens at once, for the gradient
     y = exact value,  ∂y/∂x = that of the ordinary block at the exact x
 
 Libraries round a row of a product by the number of rows beside it, so an engine that decodes and a trainer that packs
 give other log-probabilities for the same weights (in bfloat16 by 0.1). Here the ratio of both is exactly 1. The price
-is one more pass, token by token; a beginning that several sequences share is computed once.
+is one more forward pass.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from colonnade.model import batch_invariant
 from colonnade.model.attend import Packed, Paged
 from colonnade.model.cache import KVCache
 from colonnade.model.embedding import Stream
 from colonnade.model.output_heads import OutputProjection, project_rows, projection_input
-from colonnade.model.token_logprobs import score_logits
+from colonnade.model.token_logprobs import TokenScores, score_logits
 from colonnade.model.transformer import Transformer
 
-PAGE_TOKENS = 16
-"""Of the cache of one pass."""
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}
+"""Of the cache of one pass, by device."""
+CHUNK_TOKENS = 512
+"""Tokens of a pass that are computed at a time, which bounds the memory of attention."""
+ONE_BY_ONE = "reference"
+"""The name of the kernels of models that run token by token."""
 
 
 class _Replace(Function):
@@ -52,16 +59,21 @@ class _Values:
     normed_TD: Tensor
 
 
-def make_exact(model: Transformer) -> None:
-    """Make every later pass of ``model`` over packed tokens, with gradients, exact up to the head."""
+def make_exact(model: Transformer) -> str:
+    """Make every later pass of ``model`` over packed tokens, with gradients, exact up to the head.
+
+    Returns the name of the kernels, for :func:`exact_logprobs`. Raises :class:`ConfigError` for a model without
+    batch-invariant kernels on a GPU.
+    """
     current: list[_Values] = []
+    kernels = batch_invariant.NAME if batch_invariant.has_kernels(model) else ONE_BY_ONE
 
     def before(module: Transformer, arguments: tuple[Any, ...]) -> None:
         stream, attend, _ = arguments
         current.clear()
         if torch.is_grad_enabled():
             assert isinstance(attend, Packed), "one process packs its tokens"
-            current.append(_run(module, stream, attend.cu_seqlens.tolist()))
+            current.append(_run(module, stream, attend.cu_seqlens.tolist(), kernels))
 
     def after_block(layer: int) -> Callable[..., Any]:
         def hook(_block: Any, _arguments: Any, result: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
@@ -77,82 +89,96 @@ def make_exact(model: Transformer) -> None:
         block.register_forward_hook(after_block(layer))
     assert model.norm is not None, "one process has all blocks"
     model.norm.register_forward_hook(after_norm)
+    return kernels
+
+
+class _Sequence(NamedTuple):
+    """Tokens ``start`` to ``end`` of the stream, and their pages."""
+
+    start: int
+    end: int
+    pages: list[int]
 
 
 @torch.no_grad()
-def _run(model: Transformer, stream: Stream, starts: list[int]) -> _Values:
-    """Every token by itself; hooks are not called."""
-    tokens, T = stream.tokens_T.tolist(), len(stream.tokens_T)
-    spans = [(a, b) for a, b in pairwise(starts) if b > a]
-    pages = [-(-(b - a) // PAGE_TOKENS) for a, b in spans]
-    weight = next(model.parameters())
-    cache = KVCache(
-        model.config, model.axes, pages=sum(pages), page_tokens=PAGE_TOKENS, dtype=weight.dtype, device=weight.device
-    )
-    rows: list[list[Tensor]] = []
+def _run(model: Transformer, stream: Stream, starts: list[int], kernels: str) -> _Values:
+    """All tokens, a chunk at a time; hooks are not called."""
+    T, weight = len(stream.tokens_T), next(model.parameters())
+    page, step = PAGE_TOKENS[weight.device.type], CHUNK_TOKENS if kernels == batch_invariant.NAME else 1
+    sequences: list[_Sequence] = []
     slots: list[int] = []
-    known: dict[tuple[int, int], int] = {}
-    """(the first token with the beginning before, token id) -> the first token with this beginning."""
-    first_page = 0
-    for (a, b), count in zip(spans, pages, strict=True):
-        table = list(range(first_page, first_page + count))
-        slots += range(first_page * PAGE_TOKENS, first_page * PAGE_TOKENS + b - a)
-        first_page += count
-        same = -1
-        for t in range(a, b):
-            same = known.setdefault((same, tokens[t]), t)
-            if same < t:
-                rows.append(rows[same])
-                for pool in (*cache.k, *cache.v):
-                    flat = pool.flatten(0, 1)
-                    flat[slots[t]] = flat[slots[same]]
-            else:
-                rows.append(_token(model, stream, t, t - a, table, cache))
-    assert len(rows) == T
+    first = 0
+    for a, b in pairwise(starts):
+        count = -(-(b - a) // page)
+        sequences.append(_Sequence(a, b, list(range(first, first + count))))
+        slots += range(first * page, first * page + b - a)
+        first += count
+    assert len(slots) == T
+    cache = KVCache(model.config, model.axes, pages=first, page_tokens=page, dtype=weight.dtype, device=weight.device)
+    slots_T = torch.tensor(slots, device=weight.device)
+    rows: list[list[Tensor]] = []
+    with batch_invariant.selected_kernels(model) if step > 1 else nullcontext():
+        for t in range(0, T, step):
+            chunk = range(t, min(t + step, T))
+            rows.append(_chunk(model, stream, _attend(sequences, chunk, slots_T, cache, kernels), chunk))
     columns = [torch.cat(parts) for parts in zip(*rows, strict=True)]
     return _Values(columns[:-1], columns[-1])
 
 
-def _token(model: Transformer, stream: Stream, t: int, position: int, table: list[int], cache: KVCache) -> list[Tensor]:
-    """The residual stream of token ``t`` after each block, and the normed one."""
-    one = slice(t, t + 1)
-    piece = Stream(stream.tokens_T[one].clone(), stream.positions_T[one].clone())
-    pages = table[: position // PAGE_TOKENS + 1]
-    attend = Paged(
+def _attend(sequences: list[_Sequence], chunk: range, slots_T: Tensor, cache: KVCache, kernels: str) -> Paged:
+    """Attention of the tokens in ``chunk`` to those before them in their sequences."""
+    new, lengths, pages = list[int](), list[int](), list[list[int]]()
+    for a, b, own in sequences:
+        first, end = max(a, chunk.start), min(b, chunk.stop)
+        if first < end:
+            new.append(end - first)
+            lengths.append(end - a)
+            pages.append(own[: -(-(end - a) // cache.page_tokens)])
+    most, device = max(map(len, pages)), slots_T.device
+    return Paged(
         cache,
-        pages_RP=torch.tensor([pages], dtype=torch.int32),
-        slots_T=torch.tensor([pages[-1] * PAGE_TOKENS + position % PAGE_TOKENS]),
-        cu_queries=torch.tensor([0, 1], dtype=torch.int32),
-        lengths_R=torch.tensor([position + 1], dtype=torch.int32),
-        longest_query=1,
-        longest_context=position + 1,
-        kernels="reference",
-        known=([1], [position + 1]),
-        known_pages=[pages],
+        pages_RP=torch.tensor([own + [0] * (most - len(own)) for own in pages], dtype=torch.int32, device=device),
+        slots_T=slots_T[chunk.start : chunk.stop].clone(),
+        cu_queries=torch.tensor([0, *new]).cumsum(0).to(device, torch.int32),
+        lengths_R=torch.tensor(lengths, dtype=torch.int32, device=device),
+        longest_query=max(new),
+        longest_context=max(lengths),
+        kernels=kernels,
+        known=(new, lengths),
+        known_pages=pages,
         share=False,
     )
+
+
+def _chunk(model: Transformer, stream: Stream, attend: Paged, chunk: range) -> list[Tensor]:
+    """The residual stream of a chunk's tokens after each block, and the normed one."""
+    mine = slice(chunk.start, chunk.stop)
+    piece = Stream(stream.tokens_T[mine].clone(), stream.positions_T[mine].clone())
     assert model.embed is not None
     assert model.norm is not None
-    x_1D = model.embed.forward(piece)
-    rotation = model.rotation_of(piece.positions_T, x_1D.dtype)
+    x_TD = model.embed.forward(piece)
+    rotation = model.rotation_of(piece.positions_T, x_TD.dtype)
     values: list[Tensor] = []
     for layer, block in enumerate(model.blocks):
-        x_1D, _ = block.forward(x_1D, 1, rotation, attend.at(layer, model.config.window_of(layer)))
-        values.append(x_1D)
-    return [*values, model.norm.forward(x_1D)]
+        x_TD, _ = block.forward(x_TD, len(chunk), rotation, attend.at(layer, model.config.window_of(layer)))
+        values.append(x_TD)
+    return [*values, model.norm.forward(x_TD)]
 
 
 @torch.no_grad()
 def exact_logprobs(
-    x_tD: Tensor, T: int, rows_R: Tensor | None, targets_R: Tensor, output: OutputProjection, temperature: float
-) -> Tensor:
-    """logp_R as the engine's head gives them, one row at a time."""
+    x_tD: Tensor, T: int, rows_R: Tensor | None, targets_R: Tensor, output: OutputProjection, temperature: float,
+    kernels: str,
+) -> Tensor:  # fmt: skip
+    """logp_R as the engine's head gives them; ``kernels`` as :func:`make_exact` returns."""
     x_RD, bias_v = projection_input(x_tD, T, rows_R, output)
-    exact = torch.promote_types(x_RD.dtype, torch.float32)
-    parts = []
-    for r in range(len(x_RD)):
-        z_1v = project_rows(x_RD[r : r + 1].clone(), bias_v, output)
-        if temperature != 1.0:
-            z_1v = z_1v.to(exact) / temperature
-        parts.append(score_logits(z_1v, targets_R[r : r + 1], vocab_size=output.vocab_size).logp_R)
-    return torch.cat(parts) if parts else x_RD.new_zeros(0, dtype=exact)
+    exact, step = torch.promote_types(x_RD.dtype, torch.float32), 1
+    if kernels == batch_invariant.NAME:
+        output, step = output._replace(kernels=kernels), CHUNK_TOKENS
+    parts = list[TokenScores]()
+    for r in range(0, len(x_RD), step):
+        z_Rv = project_rows(x_RD[r : r + step].clone(), bias_v, output)
+        if temperature != 1.0:  # by a tensor, as the engine: a GPU multiplies by the reciprocal of a number
+            z_Rv = z_Rv.to(exact) / z_Rv.new_full((len(z_Rv), 1), temperature, dtype=exact)
+        parts.append(score_logits(z_Rv, targets_R[r : r + step], vocab_size=output.vocab_size, rowwise=True))
+    return torch.cat([part.logp_R for part in parts]) if parts else x_RD.new_zeros(0, dtype=exact)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from colonnade.config import MoeConfig
+from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.cpu import experts as cpu_experts
 from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.cpu.huge_pages import Arena, arena_bytes
@@ -36,6 +36,9 @@ from colonnade.model.moe.layer import MixtureOfExperts
 from colonnade.model.moe.router import Gate as RouterGate
 from colonnade.model.norm import Norm
 from colonnade.model.tensor_parallel_linear import Linear, QuantisableMatrix
+
+CPU_KERNELS = ("native", "batch_invariant")
+"""Names of the C++ kernels, for few rows and for any number (:mod:`~colonnade.model.batch_invariant`)."""
 
 if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
@@ -106,7 +109,7 @@ def can_fuse_ffn(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
     ffn = block.ffn
     if isinstance(ffn, MixtureOfExperts):
         return _can_fuse_experts(block, ffn, x_tD) and attend.caches and _can_fuse(block, block.norm2, x_tD, ffn)
-    if not isinstance(ffn, FeedForward) or (ffn.gate is None and block.kernels != "native"):
+    if not isinstance(ffn, FeedForward) or (ffn.gate is None and block.kernels not in CPU_KERNELS):
         return False
     return _can_add_bias(block, ffn.down) and attend.caches and _can_fuse(block, block.norm2, x_tD, ffn)
 
@@ -153,11 +156,19 @@ def _can_fuse_experts(block: "Block", ffn: MixtureOfExperts, x_tD: Tensor) -> bo
     return alone and cpu_experts.fits(x_tD, _softmax_router(ffn), experts.stored)
 
 
+def fuses_dense_steps(config: ModelConfig) -> bool:
+    """Whether the C++ kernels compute all of a pass, but for experts."""
+    pre = config.norm_order == "pre" and not config.embed_norm and not config.segments
+    plain = config.latent is None and config.positions in ("rotary", "learned") and config.score_scale is None
+    plain = plain and config.encoder is None and config.relative_positions is None and config.qkv_clip is None
+    return pre and plain and (not config.qk_norm or (config.norm == "rmsnorm" and config.qk_norm_over == "head"))
+
+
 def fuses_experts(moe: MoeConfig) -> bool:
     """Whether the C++ kernels compute such experts."""
     router = moe.router
     simple = router.kind == "softmax" and router.gates == router.groups == 1 and router.dtype == "float32"
-    return simple and moe.capacity is None and not moe.shared_gate and not moe.bias_rate
+    return simple and moe.capacity is None and not (moe.shared_gate or moe.bias_rate or moe.merged)
 
 
 def _softmax_router(ffn: MixtureOfExperts) -> cpu_experts.SoftmaxRouter:
@@ -179,11 +190,13 @@ def _experts_step(block: "Block", ffn: MixtureOfExperts, x_TD: Tensor) -> Tensor
 def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:
     if not len(x_tD) or block.post or block.axes.sequence_parallel:
         return False
-    if block.kernels == "native" and not all(
-        cpu_kernels.fits(x_tD, layer.matrix) for layer in part.modules() if isinstance(layer, Linear)
+    most_rows = cpu_kernels.MAX_ROWS if block.kernels == "native" else None
+    if block.kernels in CPU_KERNELS and not all(
+        cpu_kernels.fits(x_tD, layer.matrix, most_rows) for layer in part.modules() if isinstance(layer, Linear)
     ):
         return False
-    if not isinstance(norm, Norm) or (norm.bias is not None and block.kernels != "native") or norm.kernels != "auto":
+    biased = isinstance(norm, Norm) and norm.bias is not None
+    if not isinstance(norm, Norm) or (biased and block.kernels not in CPU_KERNELS) or norm.kernels != "auto":
         return False
     if any(isinstance(layer, Linear) and (layer.float8 or layer.adapts) for layer in part.modules()):
         return False
@@ -192,7 +205,7 @@ def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) ->
 
 def _can_add_bias(block: "Block", layer: Linear) -> bool:
     """Whether a fused product can add the bias of a row-parallel ``layer``, if it has one."""
-    return layer.bias is None or (block.kernels == "native" and block.axes.tp.size == 1)
+    return layer.bias is None or (block.kernels in CPU_KERNELS and block.axes.tp.size == 1)
 
 
 def _scale(norm: nn.Module) -> NormWeights:

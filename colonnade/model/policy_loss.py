@@ -31,9 +31,9 @@ class PolicySettings:
     cap: float = 2.0
     kl: float = 0.0
     temperature: float = 1.0
-    exact: bool = False
-    """Take the values of log-probabilities one row at a time, as the batch-invariant engine on a CPU does
-    (:mod:`colonnade.model.exact_forward`)."""
+    exact: str = ""
+    """The kernels that the values of log-probabilities are taken from, those of the batch-invariant engine
+    (:func:`colonnade.model.exact_forward.make_exact`); empty: ordinary ones."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class PolicyLoss:
         """π_R: a head of its own."""
         inputs = x_tD, T, self.rows_R, self.targets_R, output, self.settings.temperature
         logp_R = logp_with_gradient(*inputs)
-        return replace_value(logp_R, exact_logprobs(*inputs)) if self.settings.exact else logp_R
+        kernels = self.settings.exact
+        return replace_value(logp_R, exact_logprobs(*inputs, kernels)) if kernels else logp_R
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of targets), the same on all tp ranks."""

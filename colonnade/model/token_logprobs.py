@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.sampling import by_row_
 from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS, IGNORE
 from colonnade.model.output_heads import OutputProjection, project_rows, projection_input
 from colonnade.parallel.axis import SOLO, Axis
@@ -99,11 +100,8 @@ def score_logits(
 ) -> TokenScores:
     """Scores of ``targets_R`` under the logits ``z_Rv``, this rank's share of the vocabulary.
 
-    ``rowwise``: one row at a time, so that no rounding depends on another row.
+    ``rowwise``: no rounding depends on another row.
     """
-    if rowwise and len(z_Rv) > 1:
-        rows = zip(z_Rv.split(1), targets_R.split(1), strict=True)
-        return TokenScores.cat([score_logits(*row, tp, vocab_size, top=top) for row in rows])
     V = vocab_size or z_Rv.shape[1]
     shard, first = -(-V // tp.size), tp.part(V)[0]
     z_Rv = z_Rv if z_Rv.dtype == torch.float64 else z_Rv.float()
@@ -118,9 +116,10 @@ def score_logits(
     # The target is the argmax unless its own rank has another maximum or a lower rank has an equal one.
     has_max_R = local_max_R == max_R
     other_R = torch.where(mine_R, ~has_max_R | (column_R != local_R), has_max_R & (tp.rank < owner_R))
-    sum_R = (z_Rv - max_R[:, None]).exp_().sum(1)
+    exp_Rv = z_Rv - max_R[:, None]
+    sum_R = sum_pairwise(by_row_(torch.exp_, exp_Rv)) if rowwise else exp_Rv.exp_().sum(1)
     sum_R, target_R, others_R = tp.sum_(torch.stack((sum_R, target_R, other_R.to(sum_R)))).unbind(0)
-    log_sum_R = sum_R.log()
+    log_sum_R = by_row_(torch.log_, sum_R[:, None].clone())[:, 0] if rowwise else sum_R.log()
     valid_R = targets_R != IGNORE
     logp_R = torch.where(valid_R, target_R - max_R - log_sum_R, 0.0)
     greedy_R = valid_R & (others_R == 0)
@@ -137,6 +136,15 @@ def score_logits(
         ids_RK = _gather_ranks(ids_RK, tp).gather(1, order)
     top_RK, ids_RK = top_RK[:, :count], ids_RK[:, :count]
     return TokenScores(logp_R, greedy_R, top_RK - max_R[:, None] - log_sum_R[:, None], ids_RK)
+
+
+def sum_pairwise(x_Rv: Tensor) -> Tensor:
+    """The sum of each row, element by element in an order that depends on its length only."""
+    x_Rv = F.pad(x_Rv, (0, (1 << (x_Rv.shape[1] - 1).bit_length()) - x_Rv.shape[1]))
+    while x_Rv.shape[1] > 1:
+        half = x_Rv.shape[1] // 2
+        x_Rv = x_Rv[:, :half] + x_Rv[:, half:]
+    return x_Rv[:, 0]
 
 
 def _gather_ranks(x_RK: Tensor, tp: Axis) -> Tensor:

@@ -207,6 +207,11 @@ def kind_of(name: str, kind: Kind) -> Kind:
     return "int8" if kind == "int4" and name in ("unembed.weight", "embed.tokens.weight") else kind
 
 
+def ternary_names(model: nn.Module) -> list[str]:
+    """The quantisable parameters that may be ternary: those of experts."""
+    return [name for name, module in quantisable_modules(model).items() if isinstance(module, Experts)]
+
+
 def quantisable_shapes(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
     """(count, outputs, inputs) of each quantisable parameter; the model may be on the meta device."""
     found: dict[str, tuple[int, int, int]] = {}
@@ -235,7 +240,8 @@ def weight_bytes_as(shape: nn.Module, weights: WeightFormat, group: int, formats
         }
         of = {name: each for name, each in ends.items() if each is not None}
     else:
-        of = {name: StoredFormat(kind=kind_of(name, weights), group=group) for name in quantised}
+        names = ternary_names(shape) if weights == "ternary" else quantised
+        of = {name: StoredFormat(kind=kind_of(name, weights), group=group) for name in names}
     plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in of)
     return sum(plain) + sum(
         count * of[name].bytes(outputs, inputs) for name, (count, outputs, inputs) in quantised.items() if name in of
@@ -244,7 +250,8 @@ def weight_bytes_as(shape: nn.Module, weights: WeightFormat, group: int, formats
 
 def quantised_kind(model: nn.Module) -> Kind | None:
     """The format of a model's quantised blocks; None if they are not quantised."""
-    found = (m.quantised for m in model.modules() if isinstance(m, Linear) and m.quantised is not None)
+    found = [m.quantised for m in model.modules() if isinstance(m, Linear) and m.quantised is not None]
+    found += [weight for m in model.modules() if isinstance(m, Experts) for weight in m.quantised.values()]
     return next((weight.kind for weight in found), None)
 
 

@@ -10,7 +10,7 @@ import datetime
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -89,6 +89,12 @@ class DistributedContext:
         """(number, blocks) of each pipeline stage on this rank."""
         spans = self.plan.stage_layers(layers)
         return [(s, spans[s]) for s in range(self.axes.pp.rank, len(spans), self.plan.pp)]
+
+    def replica(self) -> "DistributedContext":
+        """This data rank's tp and cp ranks alone, for inference: each replica loads the whole model."""
+        plan = self.plan.replace(dp=1, replicate=1)
+        axes = replace(self.axes, dp=SOLO, replicate=SOLO, batch=self.axes.cp)
+        return replace(self, plan=plan, axes=axes, rank=self.rank % plan.world)
 
     @property
     def shard(self) -> Axis:

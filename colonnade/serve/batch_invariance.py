@@ -5,25 +5,16 @@ sometimes a token does too. With ``serve.batch_invariant`` the bits of a request
 on one device with one number of threads; so its text, greedy or sampled, does not depend on other requests, order of
 arrival, shared prefixes, preemption, or how its prompt was split into chunks.
 
-    CPU    a pass of T tokens is run as T passes of one token: every library call has the same shape and aligned
-           operands for any batch, and attention the shape of the request's own past. This relies on no guarantee of a
-           library
-    GPU    matrix products, norms and attention use kernels of ours whose tiles do not depend on the number of rows
-           (:mod:`~colonnade.kernels.triton_batch_invariant`, …); everything else works element by element
+Kernels of ours compute a row in the same order whatever is beside it (:mod:`colonnade.model.batch_invariant`). Models
+without such kernels, on a CPU, run a pass of T tokens as T passes of one token: every library call has the same shape
+and aligned operands for any batch, and attention the shape of the request's own past. This relies on no guarantee of a
+library.
 """
-
-import torch
 
 from colonnade.config import ModelConfig
 from colonnade.errors import ConfigError
-from colonnade.model import Transformer
-from colonnade.model.norm import HeadsNorm, Norm
-from colonnade.model.tensor_parallel_linear import Linear
-from colonnade.model.weight_only_quant import quantised_kind
+from colonnade.model import Transformer, batch_invariant
 from colonnade.serve.work import Slice, Work
-
-MAX_HEAD_WIDTH = 256
-"""Widest heads of the batch-invariant attention kernel."""
 
 
 def check_ranks(*, tp: int, cp: int) -> None:
@@ -39,29 +30,14 @@ def check_ranks(*, tp: int, cp: int) -> None:
 def make_batch_invariant(model: Transformer) -> str:
     """Switch ``model`` to batch-invariant kernels, for good, and return the name of its attention implementation.
 
-    Raises :class:`ConfigError` for a model without such kernels.
+    "reference" is for a model that runs token by token. Raises :class:`ConfigError` for a model without such kernels
+    on a GPU.
     """
-    config, weight = model.config, next(model.parameters())
     check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
-    if weight.device.type == "cpu":
+    if not batch_invariant.has_kernels(model):
         return "reference"
-    unsupported = {
-        "experts": config.moe is not None,
-        "latent attention": config.latent is not None,
-        f"heads wider than {MAX_HEAD_WIDTH}": config.head_width > MAX_HEAD_WIDTH,
-        f"weights in {quantised_kind(model)}": quantised_kind(model) is not None,
-        "float64": weight.dtype == torch.float64,
-    }
-    if found := [what for what, present in unsupported.items() if present]:
-        raise ConfigError(
-            f"serve.batch_invariant has no kernels for {' and '.join(found)} on a GPU; use --device cpu, or leave it "
-            "out"
-        )
-    for module in model.modules():
-        if isinstance(module, Linear | Norm | HeadsNorm):
-            module.kernels = "batch_invariant"
-    model.kernels = "batch_invariant"
-    return "batch_invariant"
+    batch_invariant.select_kernels(model)
+    return batch_invariant.NAME
 
 
 def split_into_single_tokens(work: Work, page_tokens: int) -> list[Work]:

@@ -7,6 +7,7 @@
                       {"do": "swap", "ids", "path"}
                       {"do": "tokenize", "ids", "prompt", "messages", …}
                       {"do": "detokenize", "ids", "tokens"}   {"do": "connect", "address"}
+                      {"do": "tokenizer_info", "ids"}
     engine -> HTTP    {"event": "loaded"}
                       {"event": "ready", "context", "cache_tokens", "longest_token_bytes", "tools", "pid",
                        "capabilities", "note", "stats": {…}}

@@ -8,6 +8,7 @@ from base64 import b64decode, b64encode
 from typing import Any
 
 from colonnade.config import Plan
+from colonnade.config.base import plural
 from colonnade.errors import RequestError
 from colonnade.look.app import Answer, LookApp, error_answer
 from colonnade.look.recorder import Recording, record
@@ -20,15 +21,15 @@ MAX_ANSWER_BYTES = 1 << 24
 class EngineLook:
     """Answers the viewer's questions about one engine."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, name: str):
+        """``name`` is that of the served model."""
         self._engine = engine
         axes = engine.model.axes
         ranks = axes.tp.size * axes.cp.size
         plan = f"tp={axes.tp.size} cp={axes.cp.size}" if ranks > 1 else ""
         self._app = LookApp(
-            engine.model.config.family, engine.model.config, engine.tokenizer, self._record, plan=plan,
-            cache=lambda: cache_board(engine),
-        )  # fmt: skip
+            name, engine.model.config, engine.tokenizer, self._record, plan=plan, cache=lambda: cache_board(engine)
+        )
 
     def _record(self, tokens: list[int], pieces: list[str]) -> Recording:
         axes = self._engine.model.axes
@@ -49,9 +50,9 @@ class EngineLook:
         return {"event": "answer", "ids": message["ids"], "answer": [answer.status, answer.content_type, body]}
 
 
-def question(method: str, path: str, query: str, body: bytes) -> dict[str, Any]:
-    """The fields of a message that asks an engine."""
-    return {"method": method, "path": path, "query": query, "body": b64encode(body).decode()}
+def question(model: str, method: str, path: str, query: str, body: bytes) -> dict[str, Any]:
+    """The fields of a message that asks the engine of ``model``."""
+    return {"model": model, "method": method, "path": path, "query": query, "body": b64encode(body).decode()}
 
 
 def answer_of(reply: dict[str, Any]) -> Answer:
@@ -67,7 +68,7 @@ def cache_board(engine: Engine) -> dict[str, Any]:
     requests = [{"id": i, "tokens": each.computed, "pages": list(each.pages)} for i, each in enumerate(running)]
     split = f" Page p is on context rank p mod {axes.cp.size}." if axes.cp.size > 1 else ""
     return {
-        "title": "Pages of the cache", "note": f"{len(running)} requests run now; reload for another moment.",
+        "title": "Pages of the cache", "note": f"{plural(len(running), 'request')} ran at this moment.",
         "pages": pool.pages, "used": pool.used, "page_tokens": pool.page_tokens, "cached": pool.cached_pages(),
         "requests": requests,
         "merge": "A decode step reads the pages of a request in chunks, each with a softmax of its own, and merges the "

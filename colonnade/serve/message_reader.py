@@ -22,7 +22,7 @@ from colonnade.serve.pooling_engine import PoolingEngine
 from colonnade.serve.prompts import encode_text
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
-from colonnade.serve.tokenize_messages import answer_message, work_size
+from colonnade.serve.tokenize_messages import MESSAGES, answer_message, work_size
 
 LOG = logging.getLogger("colonnade.serve.engine")
 
@@ -119,7 +119,7 @@ def _is_slow(message: Message) -> bool:
 
 def _text_size(message: Message) -> int:
     """Characters of text that must be tokenised, or ids to decode."""
-    if message["do"] in ("tokenize", "detokenize"):
+    if message["do"] in MESSAGES:
         return work_size(message)
     if message["do"] != "submit":
         return 0
@@ -135,7 +135,7 @@ def prepare(message: Message, engine: Engine | PoolingEngine, wanted: Callable[[
 
     Compiles its grammar, which the engine keeps. A request to tokenise or decode becomes its answer.
     """
-    if message["do"] in ("tokenize", "detokenize"):
+    if message["do"] in MESSAGES:
         return {"do": "answer", "event": answer_message(message, engine.tokenizer)}
     if message["do"] != "submit":
         return message

@@ -30,7 +30,7 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
     """Raise :class:`ConfigError` if ``config`` contradicts the loaded model or its device."""
     config.check(model.config)
     loaded = quantised_kind(model) or "stored"
-    if config.weights not in ("stored", loaded) and (config.weights, loaded) != ("dense", "stored"):
+    if config.weights not in ("stored", "file", loaded) and (config.weights, loaded) != ("dense", "stored"):
         raise ConfigError(
             f"serve.weights is {config.weights}, and this model's weights are {loaded}: they are quantised while a "
             f'model is loaded; load it with weights="{config.weights}"'
@@ -53,8 +53,7 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
         check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
     if config.batch_invariant and config.graph_capture and device.type == "cpu":
         raise ConfigError(
-            "serve.batch_invariant runs one token at a time on a CPU, which serve.graph_capture cannot pad; "
-            "leave one out"
+            "steps of serve.batch_invariant are not recorded on a CPU; leave it or serve.graph_capture out"
         )
 
 
@@ -115,10 +114,9 @@ class ModelRunner:
         """
         self.model, self.cache, self.graphs, self.share, self.invariant = model, cache, graphs, share, invariant
         self._adapters = adapters
-        # Batch-invariant kernels are not fused.
         self._kernels = invariant or fused_block.enable(model)
         self._shard = CacheShard.of(model, cache)
-        self._single_tokens = invariant is not None and not cache.k[0].is_cuda
+        self._single_tokens = invariant == "reference"
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
         """Tokens sampled by the last work: the next one may begin with them before the host has seen them."""
 

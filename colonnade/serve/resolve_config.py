@@ -38,6 +38,8 @@ class EngineTraits:
     """Whether tokens are sent to the ranks of their experts (all-to-all)."""
     sequence_parallel: bool = False
     """Whether the residual stream is sharded by tokens."""
+    loops_over_experts: bool = False
+    """Whether the host reads the experts' loads: their format has no kernel (ternary, int4 with float32 scales)."""
 
     @staticmethod
     def of(model: Transformer) -> "EngineTraits":
@@ -49,6 +51,9 @@ class EngineTraits:
             offloads_experts=any(layer.fetch is not None for layer in experts),
             exchanges_tokens=bool(experts) and axes.experts.all.size > 1 and not axes.cp_replicated,
             sequence_parallel=axes.sequence_parallel,
+            loops_over_experts=any(
+                w.kind == "ternary" or w.has_wide_scales for layer in experts for w in layer.quantised.values()
+            ),
         )  # fmt: skip
 
     @property
@@ -65,6 +70,8 @@ class EngineTraits:
             return f"of heads {config.head_width} wide (at most {MAX_FUSED_HEAD_WIDTH})", "use --device cpu"
         if self.offloads_experts:
             return "of experts offloaded to host memory", "leave --experts.layers_on_device out"
+        if self.loops_over_experts:
+            return "of experts in a format without a kernel", "leave --serve.graph_capture out"
         if self.exchanges_tokens:
             return "that exchange tokens between expert ranks", "build the model with ground.axes.serving()"
         return None
@@ -72,14 +79,11 @@ class EngineTraits:
     @property
     def records_steps(self) -> bool:
         """Whether C++ kernels run all of a decode step on a CPU (on one rank), so that it can be recorded."""
-        config = self.model
-        fused = config.norm_order == "pre" and not config.embed_norm and not config.segments
-        experts = config.moe is None or (fused_block.fuses_experts(config.moe) and not self.offloads_experts)
-        plain = experts and config.latent is None and config.positions in ("rotary", "learned")
-        plain = plain and config.encoder is None and config.relative_positions is None and config.score_scale is None
-        heads = not config.qk_norm or (config.norm == "rmsnorm" and config.qk_norm_over == "head")
+        moe = self.model.moe
+        experts = moe is None or (fused_block.fuses_experts(moe) and not self.offloads_experts)
         on_cpu = self.cp == 1 and not self.sequence_parallel and self.device.type == "cpu"
-        return fused and plain and heads and config.qkv_clip is None and on_cpu and cpu_kernels.available(self.dtype)
+        fused = experts and fused_block.fuses_dense_steps(self.model)
+        return fused and on_cpu and cpu_kernels.available(self.dtype)
 
     @property
     def padding_safe(self) -> bool:

@@ -19,6 +19,7 @@ renormalised rest, then min-p. Everything is computed in float32 or float64, and
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -103,8 +104,18 @@ def sample_and_score(
     return Sampled(tokens_R, score_logits(scored_Rv, tokens_R[which], tp, vocab_size, top=top, rowwise=rowwise))
 
 
-def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:
-    """tokens_R (or :data:`NOT_FINITE`), int64, equal on every rank, from logits sharded over ``tp``."""
+def sample(
+    logits_Rv: Tensor,
+    args: Sequence[SampleArgs],
+    tp: Axis = SOLO,
+    vocab_size: int | None = None,
+    *,
+    rowwise: bool = False,
+) -> Tensor:
+    """tokens_R (or :data:`NOT_FINITE`), int64, equal on every rank, from logits sharded over ``tp``.
+
+    ``rowwise``: without top-k and top-p, no rounding depends on another row.
+    """
     V = vocab_size or logits_Rv.shape[1]
     if tp.size == 1 and all(each.greedy for each in args):
         return choose("greedy_tokens", logits_Rv.device.type, logits_Rv.dtype)(logits_Rv, NOT_FINITE)
@@ -123,7 +134,7 @@ def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab
     )
     peak_R, winner_R = best[..., 0].max(1)
     tokens_R = best[..., 1].gather(1, winner_R[:, None]).squeeze(1).long()
-    for filtered, run in ((False, _sample_unfiltered), (True, _sample_filtered)):
+    for filtered, run in ((False, partial(_sample_unfiltered, rowwise=rowwise)), (True, _sample_filtered)):
         rows = [r for r, each in enumerate(args) if not each.greedy and each.filtered == filtered]
         if rows:
             # Usually all requests of a batch are of one kind, and nothing is copied.
@@ -144,9 +155,9 @@ def kernel_args(args: SampleArgs) -> tuple[float, ...]:
 def sample_rowwise(
     logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab_size: int | None = None
 ) -> Tensor:
-    """Like :func:`sample`, one row at a time where rows are summed: no rounding depends on another row."""
-    if all(each.greedy for each in args) or (tp.size == 1 and logits_Rv.is_cuda):
-        return sample(logits_Rv, args, tp, vocab_size)  # one kernel program per row
+    """Like :func:`sample`, one row at a time if any are summed: no rounding depends on another row."""
+    if (tp.size == 1 and logits_Rv.is_cuda) or not any(each.filtered for each in args):
+        return sample(logits_Rv, args, tp, vocab_size, rowwise=True)  # a kernel has one program per row
     return torch.cat([sample(logits_Rv[r : r + 1], [each], tp, vocab_size) for r, each in enumerate(args)])
 
 
@@ -181,10 +192,10 @@ class SamplingTensors:
         return SamplingTensors(temperature, top_k, top_p, log_min_p, noise_R, max(top_ks), all(top_ks))
 
 
-def _sample_unfiltered(x_Rv: Tensor, tensors: SamplingTensors, first: int, tp: Axis) -> Tensor:
+def _sample_unfiltered(x_Rv: Tensor, tensors: SamplingTensors, first: int, tp: Axis, *, rowwise: bool) -> Tensor:
     """tokens_R of rows without top-k and top-p; the maximum of each whole row is 0."""
     ids_v = torch.arange(first, first + x_Rv.shape[1], device=x_Rv.device)
-    score_Rv = x_Rv - log_exponential_noise(tensors.noise_R, ids_v, x_Rv.dtype)
+    score_Rv = x_Rv - log_exponential_noise(tensors.noise_R, ids_v, x_Rv.dtype, rowwise=rowwise)
     best_R, column_R = score_Rv.masked_fill_(x_Rv < tensors.log_min_p, -math.inf).max(-1)
     best = _gather_ranks(torch.stack([best_R, (first + column_R).to(best_R)], 1), tp)
     return best[..., 1].gather(1, best[..., :1].argmax(1)).squeeze(1).long()

@@ -1,9 +1,12 @@
-"""Answers the messages of /tokenize and /detokenize in the engine process, beside the model's steps."""
+"""Answers the messages of /tokenize, /detokenize and /tokenizer_info in the engine process, beside steps."""
 
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.serve.ipc import Message, error_to_dict
 from colonnade.serve.prompts import check_vocabulary
+
+MESSAGES = ("tokenize", "detokenize", "tokenizer_info")
+"""Values of ``do``."""
 
 MAX_TEXT_CHARACTERS = 1 << 20
 """Longest text that is tokenised."""
@@ -17,6 +20,8 @@ MAX_DECODED_BYTES = 1 << 24
 
 def work_size(message: Message) -> int:
     """Characters of text, or ids, to convert."""
+    if message["do"] == "tokenizer_info":
+        return 0
     if message["do"] == "detokenize":
         return len(message["tokens"])
     if message["messages"] is not None:
@@ -27,7 +32,10 @@ def work_size(message: Message) -> int:
 def answer_message(message: Message, tokenizer: Tokenizer) -> Message:
     """The event that answers ``message``, or refuses it."""
     try:
-        answer = _detokenize(message, tokenizer) if message["do"] == "detokenize" else _tokenize(message, tokenizer)
+        if message["do"] == "tokenizer_info":
+            answer: Message = {"info": tokenizer.info}
+        else:
+            answer = _detokenize(message, tokenizer) if message["do"] == "detokenize" else _tokenize(message, tokenizer)
     except ColonnadeError as error:
         return {"event": "refused", "ids": message["ids"], "error": error_to_dict(error)}
     return {"event": "answer", "ids": message["ids"], **answer}

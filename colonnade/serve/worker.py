@@ -216,7 +216,7 @@ def _look(engine: Engine | PoolingEngine, message: Message) -> Message:
     if engine.look is None:
         from colonnade.serve.look import EngineLook
 
-        engine.look = EngineLook(engine)
+        engine.look = EngineLook(engine, message["model"])
     return engine.look.reply(message)
 
 

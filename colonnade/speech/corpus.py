@@ -10,11 +10,14 @@ from torch import Tensor
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.data import load_samples, read_manifest
-from colonnade.speech.features import FRAME, before, log_mel, mel_filters
+from colonnade.speech.audio import load_audio
+from colonnade.speech.augment import BORDER, augment_sound, crop_pictures, mask_bands, mask_sound
+from colonnade.speech.data import Recording, load_samples, read_manifest
+from colonnade.speech.features import FRAME, Features
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.mix import SNRS, babble, mix, pink, white
 from colonnade.speech.mouth import draw_mouths
+from colonnade.speech.word_times import PARTS, UNKNOWN, letter_targets
 
 DROP_SOUND, DROP_PICTURES = 0.15, 0.45
 """Shares of the recordings that train on pictures alone, and on sound alone."""
@@ -30,11 +33,14 @@ class Batch(NamedTuple):
     frames: Frames
     lengths: list[int]
     labels: list[list[int]]
+    letters_P: Tensor
+    """Letter targets (:mod:`colonnade.speech.word_times`)."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on ``device``."""
-        mel_TA, *others = self.frames
-        return self._replace(frames=Frames(mel_TA.to(device), *(None if x is None else x.to(device) for x in others)))
+        sound_TA, *others = self.frames
+        frames = Frames(sound_TA.to(device), *(None if x is None else x.to(device) for x in others))
+        return self._replace(frames=frames, letters_P=self.letters_P.to(device))
 
 
 class Example(NamedTuple):
@@ -48,16 +54,21 @@ class Example(NamedTuple):
 class Corpus:
     """The recordings of one split."""
 
-    def __init__(self, folder: Path, config: SpeechConfig, split: str):
+    def __init__(self, folder: Path, config: SpeechConfig, split: str, noises: Path | None = None):
         self.config, self.recordings = config, read_manifest(folder, split)
-        self.filters = mel_filters(config.mels).float()
+        self.noises = [load_audio(path).numpy() for path in sorted(noises.iterdir())] if noises else []
+        if noises and not self.noises:
+            raise DataError(f"{noises} has no files; put recordings of noise there")
+        self.features = Features(config)
         self.labels = [config.labels(one.text) for one in self.recordings]
+        self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
         for one, labels in zip(self.recordings, self.labels, strict=True):
             samples = load_samples(folder, one)
             if not len(samples) or not labels:
                 raise DataError(f"{one.audio} has {len(samples)} samples and text {one.text!r}; remove it")
             self.samples.append((samples * 32767).round().clip(-32768, 32767).astype(np.int16))
+            self.letters.append(self._letters(one, labels, self.frames(len(self.letters))))
         if config.picture and not all(one.phonemes for one in self.recordings):
             raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
 
@@ -66,32 +77,51 @@ class Corpus:
         return -(-len(self.samples[i]) // FRAME)
 
     def noisy(self, i: int, snr: float | None, random: np.random.Generator, kind: int = 0) -> np.ndarray:
-        """Recording ``i`` at a ratio in dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink."""
-        own = self.samples[i].astype(np.float32) / 32768
+        """Recording ``i`` at a ratio in dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink, 3 from a file."""
+        return self._mixed(i, self.samples[i].astype(np.float32) / 32768, snr, random, kind)
+
+    def _mixed(self, i: int, own: np.ndarray, snr: float | None, random: np.random.Generator, kind: int) -> np.ndarray:
         if snr is None:
             return own
+        if kind == 3:
+            noise = self.noises[random.integers(len(self.noises))]
+            return mix(own, np.roll(noise, -random.integers(len(noise))), snr)
         if kind:
             return mix(own, (white, pink)[kind - 1](len(own), random), snr)
         others = self.samples[: BABBLE_VOICES + 1]
         others = [x for j, x in enumerate(others) if j != i] or others
         return mix(own, babble(others[:BABBLE_VOICES], len(own), random), snr)
 
-    def mouths(self, i: int, random: np.random.Generator) -> Tensor:
+    def mouths(self, i: int, random: np.random.Generator, size: int | None = None) -> Tensor:
         """Drawn pictures of recording ``i``."""
-        size = self.config.picture
+        size = size or self.config.picture
         return torch.from_numpy(draw_mouths(self.recordings[i].known_phonemes, self.frames(i), size, random))
 
-    def train_batch(self, chosen: Sequence[int], random: np.random.Generator, noise: bool) -> Batch:
-        """Recordings with random noise, some without sound or without pictures."""
+    def train_batch(
+        self, chosen: Sequence[int], random: np.random.Generator, noise: bool, augment: bool = False
+    ) -> Batch:
+        """Recordings with random noise, some without sound or without pictures; ``augment`` changes them more."""
         examples: list[Example] = []
+        size, kinds = self.config.picture, 4 if self.noises else 3
         for i in chosen:
             snr = SNRS[random.integers(len(SNRS))] if noise else None
-            kind = 0 if random.random() < BABBLE_SHARE else int(random.integers(1, 3))
-            drop = random.random() if self.config.picture else 1.0
-            samples = None if drop < DROP_SOUND else self.noisy(i, snr, random, kind)
-            seen = self.config.picture and not DROP_SOUND <= drop < DROP_SOUND + DROP_PICTURES
-            examples.append(Example(i, samples, self.mouths(i, random) if seen else None))
-        return self.batch(examples)
+            kind = 0 if random.random() < BABBLE_SHARE else int(random.integers(1, kinds))
+            drop = random.random() if size else 1.0
+            samples = pictures = None
+            if drop >= DROP_SOUND:
+                own = self.samples[i].astype(np.float32) / 32768
+                samples = self._mixed(i, augment_sound(own, random) if augment else own, snr, random, kind)
+                samples = mask_sound(samples, random) if augment else samples
+            if size and not DROP_SOUND <= drop < DROP_SOUND + DROP_PICTURES:
+                pictures = self.mouths(i, random, round(BORDER * size) if augment else size)
+                pictures = crop_pictures(pictures, size, random) if augment else pictures
+            examples.append(Example(i, samples, pictures))
+        batch = self.batch(examples)
+        if not augment or self.features.samples:
+            return batch
+        parts = batch.frames.sound_TA.split(batch.lengths)
+        sound_TA = torch.cat([mask_bands(part, self.config.mels, random) for part in parts])
+        return batch._replace(frames=batch.frames._replace(sound_TA=sound_TA))
 
     def test_batch(self, chosen: Sequence[int], snr: float | None, pictures: bool, seed: int) -> Batch:
         """Recordings in babble; noise and pictures are functions of the seed and the recording."""
@@ -104,24 +134,31 @@ class Corpus:
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """The frames of these recordings."""
-        audio, video = self.config.audio_history, self.config.picture_history
-        mels, stacks = [], []
+        before, video = self.features.before, self.config.picture_history
+        sounds, stacks = [], []
         heard, seen = [], []
         for i, samples, pictures in examples:
             T = self.frames(i)
             if samples is None:
-                mels.append(torch.zeros(T, (audio + 4) * self.config.mels))
+                sounds.append(torch.zeros(T, self.features.width))
             else:
-                padded = np.zeros(before(audio) + T * FRAME, np.float32)
-                padded[before(audio) : before(audio) + len(samples)] = samples
-                mels.append(log_mel(torch.from_numpy(padded), self.filters, audio))
+                padded = np.zeros(before + T * FRAME, np.float32)
+                padded[before : before + len(samples)] = samples
+                sounds.append(self.features(torch.from_numpy(padded)))
             if pictures is not None:
                 padded = torch.cat((pictures.new_zeros(video, *pictures.shape[1:]), pictures))
                 stacks.append(stack_pictures(padded, video))
             heard += [samples is not None] * T
             seen += [pictures is not None] * T
         pictures_seen = torch.cat(stacks) if stacks else None
-        none = torch.zeros(0, (audio + 4) * self.config.mels)
-        frames = Frames(torch.cat([none, *mels]), torch.tensor(heard), pictures_seen, torch.tensor(seen))
+        none = torch.zeros(0, self.features.width)
+        frames = Frames(torch.cat([none, *sounds]), torch.tensor(heard), pictures_seen, torch.tensor(seen))
         indices = [example.i for example in examples]
-        return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices])
+        letters_P = torch.cat([self.letters[i] for i in indices])
+        return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices], letters_P)
+
+    def _letters(self, one: Recording, labels: Sequence[int], frames: int) -> Tensor:
+        """Letter targets of a recording, all UNKNOWN without times of its words."""
+        if not one.words or " " not in self.config.letters:
+            return torch.full((PARTS * frames,), UNKNOWN)
+        return letter_targets(labels, self.config.letters.index(" ") + 1, one.words, frames)

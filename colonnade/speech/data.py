@@ -96,6 +96,8 @@ def make_data(
         write_audio(out / name, np.pad(spoken.samples, (before, after)))
         phonemes = tuple((round(p.start_s + before / 16000, 4), p.name) for p in spoken.phonemes)
         words = tuple((round(a + before / 16000, 4), round(b + before / 16000, 4)) for a, b in spoken.words)
+        if len(words) != len(text.split()):  # espeak-ng speaks a few pairs as one word
+            words = ()
         split: Literal["train", "test"] = "test" if is_test else "train"
         recordings.append(Recording(audio=name, text=text, split=split, speaker=voice, phonemes=phonemes, words=words))
         if progress is not None:

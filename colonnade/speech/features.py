@@ -1,4 +1,4 @@
-"""Log-mel spectra in frames of 40 ms, also while the sound arrives.
+"""Features of the sound in frames of 40 ms, also while it arrives: log-mel spectra, or samples for a ResNet.
 
 A spectrum is that of 400 samples (25 ms) under a Hann window, one each 10 ms. Frame t has the four that end within it
 and ``history`` spectra before them; it needs nothing after sample 640·(t + 1). Filters are triangles on the mel scale
@@ -8,7 +8,9 @@ and ``history`` spectra before them; it needs nothing after sample 640·(t + 1).
 import torch
 from torch import Tensor
 
+from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
+from colonnade.speech.resnet import BEFORE
 
 RATE = 16000
 FRAME = 640
@@ -46,24 +48,46 @@ def log_mel(samples: Tensor, filters: Tensor, history: int = 0) -> Tensor:
     return ((mel - MEAN) * SCALE).unfold(0, spectra, FRAME // HOP).transpose(1, 2).flatten(1)
 
 
-class FrameStream:
-    """Samples in runs of any length to spectra of whole frames; one stream."""
+class Features:
+    """What a front end is given of the sound: log-mel spectra, or the samples themselves."""
 
-    def __init__(self, filters: Tensor, history: int = 0):
-        self.filters, self.history = filters, history
-        self.tail = torch.zeros(before(history), dtype=filters.dtype)
+    def __init__(self, config: SpeechConfig, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+        self.history, self.filters = config.audio_history, mel_filters(config.mels).to(dtype)
+        self.samples = config.front_end == "resnet"
+        self.before = BEFORE if self.samples else before(self.history)
+        """Samples before a frame that it needs."""
+        spectra = (self.history + FRAME // HOP) * config.mels
+        self.width = BEFORE + FRAME if self.samples else spectra
+        """Numbers of a frame."""
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """(T, width) from ``before`` samples and T whole frames of them."""
+        if not self.samples:
+            return log_mel(samples, self.filters, self.history)
+        T = (len(samples) - self.before) // FRAME
+        if T < 1:
+            return samples.new_zeros(0, self.width)
+        return samples[: self.before + T * FRAME].unfold(0, self.before + FRAME, FRAME)
+
+
+class FrameStream:
+    """Samples in runs of any length to the features of whole frames; one stream."""
+
+    def __init__(self, features: Features):
+        self.features = features
+        self.tail = torch.zeros(features.before, dtype=features.dtype)
 
     def push(self, samples: Tensor) -> Tensor:
         """The frames that are complete now; keeps less than a frame, and what the next one reads."""
-        samples = check_samples(samples).to(self.tail)
-        waiting = torch.cat((self.tail, samples))
-        T = (len(waiting) - before(self.history)) // FRAME
+        waiting = torch.cat((self.tail, check_samples(samples).to(self.tail)))
+        T = (len(waiting) - self.features.before) // FRAME
         self.tail = waiting[T * FRAME :].clone()
-        return log_mel(waiting[: before(self.history) + T * FRAME], self.filters, self.history)
+        return self.features(waiting[: self.features.before + T * FRAME])
 
     def end(self) -> Tensor:
         """The last frame, filled up with silence, if samples are left."""
-        left = len(self.tail) - before(self.history)
+        left = len(self.tail) - self.features.before
         return self.push(torch.zeros(FRAME - left if left else 0))
 
 

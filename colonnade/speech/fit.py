@@ -31,7 +31,9 @@ from colonnade.train.trackers import JsonLines
 from colonnade.train.training_state import RunLock
 
 PARTS = 2
-"""Parts of a batch; each has a thread, so training takes two cores. The numbers do not depend on the cores."""
+"""Parts of a batch, a thread each, so training takes two cores. The numbers do not depend on the cores: the parts of
+a model with batch norm, whose statistics depend on the order, run one after another.
+"""
 TEST_BATCH = 50
 """Recordings that are tested at once."""
 
@@ -48,6 +50,10 @@ class FitSettings(NamedTuple):
     clean: int = 400
     """Steps before the first noise: in noise from the start, the encoder learns nothing for hundreds of steps."""
     noise: bool = True
+    noises: Path | None = None
+    """Folder with further recordings of noise."""
+    augment: bool = False
+    """Rooms, codecs, masks and crops too."""
 
 
 def fit(
@@ -65,7 +71,7 @@ def fit(
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
         raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
-    corpus = Corpus(data, config, "train")
+    corpus = Corpus(data, config, "train", settings.noises)
     with RunLock(run, SOLO) as lock, StopSignal(SOLO) as stop, ExitStack() as stack:
         remove_partials(run)
         model, first, state = SpeechModel(config, settings.seed), 0, {}
@@ -78,7 +84,7 @@ def fit(
         schedule = TrainConfig(lr=settings.lr, warmup=settings.warmup, steps=max(settings.steps, settings.warmup + 1))
         metrics = JsonLines(run, first)
         stack.callback(metrics.close)
-        workers = stack.enter_context(_workers())
+        workers = stack.enter_context(_workers(1 if config.front_end == "resnet" else PARTS))
         for step in range(first, settings.steps):
             lr = optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
             parts = list(workers.map(partial(_gradients, model, parameters, corpus, settings, step), range(PARTS)))
@@ -106,10 +112,11 @@ def fit(
 
 
 @contextmanager
-def _workers() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each part of a batch, without threads of its own: products are too small to be divided."""
+def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for the parts of a batch; two have no threads of their own: products are too small to be divided."""
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(PARTS, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+    own = 1 if count > 1 else threads
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(own,)) as workers:
         try:
             yield workers
         finally:
@@ -128,11 +135,11 @@ def _gradients(
     model: SpeechModel, parameters: Sequence[Tensor], corpus: Corpus, settings: FitSettings, step: int, part: int
 ) -> _Part:
     """Loss and gradients of a part of a batch, also its preparation."""
-    frames, lengths, labels = train_batch(corpus, settings, step, part).to(parameters[0].device)
+    frames, lengths, labels, letters_P = train_batch(corpus, settings, step, part).to(parameters[0].device)
     count = sum(map(len, labels))
     if not count:
         return _Part(0.0, 0, [torch.zeros_like(x) for x in parameters])
-    loss = count * model.loss(model.front_end(frames), lengths, labels)
+    loss = count * model.loss(model.front_end(frames), lengths, labels, letters_P)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return _Part(loss.item(), count, list(gradients))
 
@@ -141,7 +148,8 @@ def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0)
     """A part of the batch of ``step``: its recordings, noise and modalities are functions of seed, step and part."""
     random = np.random.Generator(np.random.PCG64([settings.seed, step, part]))
     indices = batch_indices(len(corpus.samples), settings, step)[part::PARTS]
-    return corpus.train_batch(indices, random, settings.noise and step >= settings.clean)
+    noise = settings.noise and step >= settings.clean
+    return corpus.train_batch(indices, random, noise, settings.augment and noise)
 
 
 def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int]:
@@ -160,7 +168,7 @@ def word_error_rate(model: SpeechModel, corpus: Corpus, snr: float | None, pictu
     errors = words = 0
     for first in range(0, len(corpus.samples), TEST_BATCH):
         chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
-        frames, lengths, _ = corpus.test_batch(chosen, snr, pictures, seed)
+        frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed)
         texts = model.texts(model.front_end(frames), lengths)
         for i, text in zip(chosen, texts, strict=True):
             errors += word_errors(corpus.recordings[i].text, text)

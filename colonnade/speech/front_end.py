@@ -2,6 +2,7 @@
 
     sound     log-mel spectra, a few before the frame too -> linear SiLU linear         a_t
     pictures  convolution over the last pictures, convolution -> linear                 v_t
+    resnet    both by :mod:`colonnade.speech.resnet`, and a linear layer after fusion
     fusion    [v | a] -> LayerNorm -> 4D SiLU -> D        a missing modality is 0 (Ma et al., arXiv 2303.14307)
 
 Segment attention has no positions, so what moves within a frame's history must show here. The first convolution reads
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
+from colonnade.speech.resnet import OUT, PictureResNet, SoundResNet
 
 
 class Frames(NamedTuple):
     """What T frames hear and see; ``None`` where no frame has the modality."""
 
-    mel_TA: Tensor
+    sound_TA: Tensor
+    """:class:`colonnade.speech.features.Features`."""
     heard_T: Tensor | None = None
     """Frames that have sound; None: all."""
     pictures_seen: Tensor | None = None
@@ -34,30 +37,43 @@ class FrontEnd(nn.Module):
 
     def __init__(self, config: SpeechConfig):
         super().__init__()
-        D = config.width
-        spectra = (config.audio_history + 4) * config.mels
-        self.audio = nn.Sequential(nn.Linear(spectra, 2 * D), nn.SiLU(), nn.Linear(2 * D, D))
-        self.video = self.fusion = None
+        D, spectra = config.width, (config.audio_history + 4) * config.mels
+        self.video = self.fusion = self.project = None
+        if config.front_end == "resnet":
+            self.audio, width = SoundResNet(), OUT
+            self.project = nn.Linear(OUT, D)
+            if config.picture:
+                self.video = PictureResNet(config.picture_history)
+        else:
+            self.audio, width = nn.Sequential(nn.Linear(spectra, 2 * D), nn.SiLU(), nn.Linear(2 * D, D)), D
+            if config.picture:
+                left = ((config.picture - 5) // 2 + 1 - 3) // 2 + 1
+                layers = nn.Conv2d(config.picture_history + 1, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.ReLU()
+                self.video = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * left * left, D))
         if config.picture:
-            left = ((config.picture - 5) // 2 + 1 - 3) // 2 + 1
-            layers = nn.Conv2d(config.picture_history + 1, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.ReLU()
-            self.video = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * left * left, D))
-            self.fusion = nn.Sequential(nn.LayerNorm(2 * D), nn.Linear(2 * D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D))
+            hidden = config.fusion_width or 4 * D
+            layers = nn.LayerNorm(2 * width), nn.Linear(2 * width, hidden), nn.SiLU(), nn.Linear(hidden, width)
+            self.fusion = nn.Sequential(*layers)
 
     def forward(self, frames: Frames) -> Tensor:
         """x_TD."""
-        a_TD = self.audio(frames.mel_TA)
+        x_TF = self.fuse(frames)
+        return x_TF if self.project is None else self.project(x_TF)
+
+    def fuse(self, frames: Frames) -> Tensor:
+        """Sound and pictures as one vector a frame."""
+        a_TF = self.audio(frames.sound_TA)
         if frames.heard_T is not None:
-            a_TD = torch.where(frames.heard_T[:, None], a_TD, 0.0)
+            a_TF = torch.where(frames.heard_T[:, None], a_TF, 0.0)
         if self.video is None or self.fusion is None:
             if frames.pictures_seen is not None:
                 raise DataError("this recogniser has no pictures; leave them out, or train the preset speech-tiny-av")
-            return a_TD
-        v_TD = torch.zeros_like(a_TD)
+            return a_TF
+        v_TF = torch.zeros_like(a_TF)
         if frames.pictures_seen is not None:
-            v_ND = self.video(frames.pictures_seen.to(a_TD.dtype))
-            v_TD = v_ND if frames.seen_T is None else v_TD.index_put((frames.seen_T,), v_ND)
-        return self.fusion(torch.cat((v_TD, a_TD), 1))
+            v_NF = self.video(frames.pictures_seen.to(a_TF.dtype))
+            v_TF = v_NF if frames.seen_T is None else v_TF.index_put((frames.seen_T,), v_NF)
+        return self.fusion(torch.cat((v_TF, a_TF), 1))
 
 
 def stack_pictures(pictures: Tensor, history: int) -> Tensor:

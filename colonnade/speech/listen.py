@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.features import FrameStream, check_samples
+from colonnade.speech.features import Features, FrameStream, check_samples
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
@@ -14,69 +15,89 @@ from colonnade.speech.streams import StreamPool
 
 MOST_AHEAD = 1500
 """Pictures that may wait for their sound: a minute."""
+LAG = 3
+"""Frames of sound that wait for a picture, if the stream has pictures."""
+LOST = 25
+"""Frames without a picture after which sound waits no more."""
+
+
+class _Stream:
+    """What one stream keeps between calls."""
+
+    def __init__(self, config: SpeechConfig, features: Features):
+        self.sound = FrameStream(features)
+        self.waiting_TA = self.sound.tail.new_zeros(0, features.width)
+        """Frames that wait for their pictures."""
+        self.pictures: dict[int, Tensor] = {}
+        self.held: dict[int, Tensor] = {}
+        """Pictures of frames that may still get one of their own."""
+        self.tail = self.sound.tail.new_zeros(config.picture_history, config.picture, config.picture)
+        self.made = self.received = 0
+        """Frames given to the encoder; pictures that came in order."""
+        self.newest = -LOST
+        """The last frame that has a picture."""
+
+    def ready(self, ended: bool) -> int:
+        """Waiting frames that need not wait longer."""
+        total = self.made + len(self.waiting_TA)
+        if ended or total - self.newest > LOST:
+            return len(self.waiting_TA)
+        return max(0, min(total, max(self.newest + 1, total - LAG)) - self.made)
 
 
 class Listeners:
     """At most ``streams`` streams at once, in constant memory.
 
-    Greedy labels are final, so each delta is. A picture belongs to the frame of its number; it must arrive before or
-    with the samples that complete its frame. A frame without one is recognised by sound alone.
+    Greedy labels are final, so each delta is. A picture belongs to the frame of its number. Once a stream has pictures,
+    sound waits up to LAG frames for them; a frame whose picture comes later or never is recognised by sound alone.
     """
 
     def __init__(self, model: SpeechModel, streams: int = 1):
         self.model = model
         self.pool = StreamPool(model.encoder, model.sizes, streams)
         self.search = GreedySearch(model.predictor, model.joint.logprobs, streams)
-        self.sound: dict[int, FrameStream] = {}
-        self.pictures: dict[int, dict[int, Tensor]] = {}
-        self.tails: dict[int, Tensor] = {}
-        self.counts: dict[int, list[int]] = {}
+        self.streams: dict[int, _Stream] = {}
 
     @torch.inference_mode()
     def open(self) -> int:
         """A new stream's number; raises CapacityError if all are taken."""
         stream = self.pool.open()
         self.search.reset(stream)
-        config, filters = self.model.config, self.model.filters
-        self.sound[stream], self.pictures[stream] = FrameStream(filters, config.audio_history), {}
-        self.tails[stream] = filters.new_zeros(config.picture_history, config.picture, config.picture)
-        self.counts[stream] = [0, 0]  # frames made, pictures received
+        self.streams[stream] = _Stream(self.model.config, self.model.sound)
         return stream
 
     @torch.inference_mode()
     def push(self, stream: int, samples: Tensor, pictures: Tensor | None = None) -> None:
-        """Add samples at 16 kHz, and pictures (t, height, width)."""
-        if stream not in self.sound:
-            raise DataError(f"stream {stream} is not open")
+        """Add samples at 16 kHz, and the next pictures (t, height, width), one a frame."""
+        own = self._stream(stream)
         check_samples(samples)  # nothing is taken of a call that fails
-        size = self.model.config.picture
         if pictures is not None:
-            if not size or pictures.shape[1:] != (size, size):
-                need = f"(t, {size}, {size})" if size else "none: this recogniser has no pictures"
-                raise DataError(f"pictures of shape {tuple(pictures.shape)}; use {need}")
-            if not bool(torch.isfinite(pictures).all()):
-                raise DataError("pictures with NaN or infinity; check the camera")
-            made, received = self.counts[stream]
-            if received + len(pictures) - made > MOST_AHEAD:
-                raise DataError(f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send them in step")
-            numbered = enumerate(pictures, received)
-            self.pictures[stream].update((number, each) for number, each in numbered if number >= made)
-            self.counts[stream][1] += len(pictures)
-        self._frames(stream, self.sound[stream].push(samples))
+            self._check_pictures(own, own.received + len(pictures) - 1, pictures)
+            for number, each in enumerate(pictures, own.received):
+                self._see(own, number, each)
+            own.received += len(pictures)
+        self._frames(stream, own.sound.push(samples))
+
+    @torch.inference_mode()
+    def see(self, stream: int, frame: int, picture: Tensor, hold: int = 0) -> None:
+        """Add the picture of a frame, (height, width); it stands for the ``hold`` next frames if they have none."""
+        own = self._stream(stream)
+        self._check_pictures(own, frame, picture[None])
+        self._see(own, frame, picture)
+        for i in range(frame + 1, frame + 1 + hold):
+            if i >= own.made:
+                own.held[i] = picture
 
     @torch.inference_mode()
     def end(self, stream: int) -> None:
         """No more will come; :meth:`step` returns the rest."""
-        if stream not in self.sound:
-            raise DataError(f"stream {stream} is not open")
-        self._frames(stream, self.sound[stream].end())
+        self._frames(stream, self._stream(stream).sound.end(), ended=True)
         self.pool.end(stream)
 
     def close(self, stream: int) -> None:
         """Give up a stream; what waits is dropped."""
         self.pool.close(stream)
-        for own in (self.sound, self.pictures, self.tails, self.counts):
-            del own[stream]
+        del self.streams[stream]
 
     @torch.inference_mode()
     def step(self) -> dict[int, str]:
@@ -84,26 +105,51 @@ class Listeners:
         encoded = self.pool.step()
         if not encoded:
             return {}
-        none = self.model.filters.new_empty(0, self.model.config.joint_width)
+        none = self.model.out.weight.new_empty(0, self.model.config.joint_width)
         frames = [self.model.out(encoded[r]) if r in encoded else none for r in range(self.pool.cache.streams)]
         found = self.search.push(frames)
         return {stream: self.model.config.text([label for _, label in found[stream]]) for stream in encoded}
 
-    def _frames(self, stream: int, mel_TA: Tensor) -> None:
-        """Give the pool the frames of these spectra, each with its picture if that has arrived."""
-        if not len(mel_TA):
+    def _stream(self, stream: int) -> _Stream:
+        if stream not in self.streams:
+            raise DataError(f"stream {stream} is not open")
+        return self.streams[stream]
+
+    def _check_pictures(self, own: _Stream, last: int, pictures: Tensor) -> None:
+        """Raise DataError unless these are pictures of this recogniser, the last one of frame ``last``."""
+        size = self.model.config.picture
+        if not size or pictures.shape[1:] != (size, size):
+            need = f"(t, {size}, {size})" if size else "none: this recogniser has no pictures"
+            raise DataError(f"pictures of shape {tuple(pictures.shape)}; use {need}")
+        if not bool(torch.isfinite(pictures).all()):
+            raise DataError("pictures with NaN or infinity; check the camera")
+        if last - own.made >= MOST_AHEAD:
+            raise DataError(f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send them in step")
+
+    def _see(self, own: _Stream, frame: int, picture: Tensor) -> None:
+        if frame >= own.made:
+            own.pictures[frame] = picture
+            own.newest = max(own.newest, frame)
+
+    def _frames(self, stream: int, sound_TA: Tensor, ended: bool = False) -> None:
+        """Give the encoder the frames that are ready, each with its picture if that has arrived."""
+        own, config = self.streams[stream], self.model.config
+        own.waiting_TA = torch.cat((own.waiting_TA, sound_TA)) if len(own.waiting_TA) else sound_TA
+        count = own.ready(ended) if config.picture else len(own.waiting_TA)
+        if not count:
             return
-        start = self.counts[stream][0]
-        own = [self.pictures[stream].pop(start + i, None) for i in range(len(mel_TA))]
-        self.counts[stream][0] += len(mel_TA)
+        sound_TA, own.waiting_TA = own.waiting_TA[:count], own.waiting_TA[count:].clone()
         pictures = seen_T = None
-        if self.model.config.picture:
-            tail = self.tails[stream]
-            pictures = torch.cat((tail, *(tail.new_zeros(1, *tail.shape[1:]) if x is None else x[None] for x in own)))
-            self.tails[stream] = pictures[len(own) :].clone()
-            seen_T = torch.tensor([x is not None for x in own])
-            pictures = stack_pictures(pictures, len(tail))[seen_T] if bool(seen_T.any()) else None
-        self.pool.push(stream, self.model.front_end(Frames(mel_TA, None, pictures, seen_T)))
+        if config.picture:
+            numbers, blank = range(own.made, own.made + count), own.tail.new_zeros(config.picture, config.picture)
+            found = [own.pictures.pop(i, own.held.get(i)) for i in numbers]
+            own.held = {i: x for i, x in own.held.items() if i >= own.made + count}
+            pictures = torch.cat((own.tail, torch.stack([blank if x is None else x.to(blank) for x in found])))
+            own.tail = pictures[count:].clone()
+            seen_T = torch.tensor([x is not None for x in found])
+            pictures = stack_pictures(pictures, config.picture_history)[seen_T] if bool(seen_T.any()) else None
+        own.made += count
+        self.pool.push(stream, self.model.front_end(Frames(sound_TA, None, pictures, seen_T)))
 
 
 def listen(model: SpeechModel, chunks: Iterable[Tensor]) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
     frames    :mod:`colonnade.speech.front_end`
     encoder   :mod:`colonnade.model.segment_encoder`
-    loss      transducer + ½ CTC
+    loss      transducer + ½ (cross-entropy of the letters where the times of words are known, else CTC)
 
-The CTC head serves alignment, and without its loss the encoder learns nothing for hundreds of steps: the predictor
-learns the grammar first.
+The letter head gives a label for each 10 ms and serves alignment. Without its loss the encoder learns nothing for
+hundreds of steps: the predictor learns the grammar first.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,13 @@ from colonnade.kernels import ctc
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
 from colonnade.model.transducer import Joint
-from colonnade.speech.features import FRAME, FrameStream, mel_filters
+from colonnade.speech.features import Features, FrameStream
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import GreedySearch
+from colonnade.speech.word_times import PARTS, UNKNOWN, WordTime, word_times
 
-CTC_WEIGHT = 0.5
+LETTER_WEIGHT = 0.5
 
 
 class SpeechModel(nn.Module):
@@ -52,51 +53,74 @@ class SpeechModel(nn.Module):
             torch.manual_seed(seed)
             self.front_end = FrontEnd(config)
             self.encoder = SegmentEncoder(config.encoder)
-            self.out, self.ctc = nn.Linear(D, J), nn.Linear(D, V)
+            self.out, self.letters = nn.Linear(D, J), nn.Linear(D, PARTS * V)
             lstm = config.predictor == "lstm"
-            self.predictor = LstmPredictor(J, V, J, layers=1) if lstm else StatelessPredictor(J, V, J)
+            P = config.predictor_width or J
+            self.predictor = LstmPredictor(P, V, J, config.predictor_layers) if lstm else StatelessPredictor(P, V, J)
             self.joint = Joint(J, V)
             nn.init.normal_(self.joint.weight, std=J**-0.5)
         self.encoder.initialise(seed)
         self.to(dtype)
-        self.filters = mel_filters(config.mels).to(dtype)
+        self.sound = Features(config, dtype)
 
     def features(self, samples: Tensor) -> Tensor:
-        """The spectra of a whole recording at 16 kHz, (T, 4·mels); a last part of a frame is filled up."""
-        stream = FrameStream(self.filters, self.config.audio_history)
+        """The features of a whole recording at 16 kHz, (T, A); a last part of a frame is filled up."""
+        stream = FrameStream(self.sound)
         return torch.cat((stream.push(samples), stream.end()))
 
-    def frames(self, mel_TA: Tensor, pictures: Tensor | None = None) -> Tensor:
-        """x_TD of a whole recording's spectra and its first pictures, (t, height, width)."""
-        pictures = None if pictures is None or not len(pictures) else pictures[: len(mel_TA)]
+    def frames(self, sound_TA: Tensor, pictures: Tensor | None = None) -> Tensor:
+        """x_TD of a whole recording's features and its first pictures, (t, height, width)."""
+        pictures = None if pictures is None or not len(pictures) else pictures[: len(sound_TA)]
         if pictures is None or not self.config.picture:
-            return self.front_end(Frames(mel_TA, pictures_seen=pictures))
+            return self.front_end(Frames(sound_TA, pictures_seen=pictures))
         history = self.config.picture_history
         padded = torch.cat((pictures.new_zeros(history, *pictures.shape[1:]), pictures))
-        seen_T = torch.arange(len(mel_TA), device=mel_TA.device) < len(pictures)
-        return self.front_end(Frames(mel_TA, None, stack_pictures(padded, history), seen_T))
+        seen_T = torch.arange(len(sound_TA), device=sound_TA.device) < len(pictures)
+        return self.front_end(Frames(sound_TA, None, stack_pictures(padded, history), seen_T))
 
     def encode(self, x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
         """The encoded frames of whole recordings."""
         return self.encoder(x_TD, self.sizes.batch(lengths, x_TD.device))
 
-    def loss(self, x_TD: Tensor, lengths: Sequence[int], labels: Sequence[Sequence[int]]) -> Tensor:
-        """The loss of a label, mean over the batch."""
+    def letter_logprobs(self, y_TD: Tensor) -> Tensor:
+        """Log-probabilities of the labels of each 10 ms, (4T, V)."""
+        return self.letters(y_TD).view(-1, self.config.vocab_size).log_softmax(1)
+
+    def loss(
+        self,
+        x_TD: Tensor,
+        lengths: Sequence[int],
+        labels: Sequence[Sequence[int]],
+        letters_P: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of a label, mean over the batch.
+
+        ``letters_P`` are the letter targets of all recordings, 4 a frame, UNKNOWN for a recording without times.
+        """
         y_TD = self.encode(x_TD, lengths)
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
-        logprobs = nn.utils.rnn.pad_sequence(self.ctc(y_TD).log_softmax(1).split(list(lengths)))
-        targets = torch.tensor([label for own in labels for label in own], device=y_TD.device)
-        T_B, U_B = torch.tensor(list(lengths)), torch.tensor([len(own) for own in labels])
-        side = F.ctc_loss(logprobs, targets, T_B, U_B, reduction="sum", zero_infinity=True)
-        return (transducer + CTC_WEIGHT * side) / max(1, len(targets))
+        logprobs_PV = self.letter_logprobs(y_TD)
+        if letters_P is None:
+            letters_P = torch.full((len(logprobs_PV),), UNKNOWN, device=y_TD.device)
+        side = F.nll_loss(logprobs_PV, letters_P, ignore_index=UNKNOWN, reduction="sum") / PARTS
+        targets_P = letters_P.split([PARTS * n for n in lengths])
+        untimed = [i for i, own in enumerate(targets_P) if bool((own == UNKNOWN).any())]
+        if untimed:
+            # One label a frame, by the mean of its four logits: CTC learns far worse from four times as many labels.
+            frames = self.letters(y_TD).unflatten(1, (PARTS, -1)).mean(1).log_softmax(1).split(list(lengths))
+            padded = nn.utils.rnn.pad_sequence([frames[i] for i in untimed])
+            targets = torch.tensor([label for i in untimed for label in labels[i]], device=y_TD.device)
+            T_B, U_B = torch.tensor([lengths[i] for i in untimed]), torch.tensor([len(labels[i]) for i in untimed])
+            side = side + F.ctc_loss(padded, targets, T_B, U_B, reduction="sum", zero_infinity=True)
+        return (transducer + LETTER_WEIGHT * side) / max(1, sum(map(len, labels)))
 
     @torch.inference_mode()
     def recognise(self, samples: Tensor, pictures: Tensor | None = None) -> str:
         """The text of a whole recording, by greedy search; equal to what streams give."""
-        mel_TA = self.features(samples)
-        if not len(mel_TA):
+        sound_TA = self.features(samples)
+        if not len(sound_TA):
             return ""
-        return self.texts(self.frames(mel_TA, pictures), [len(mel_TA)])[0]
+        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)])[0]
 
     @torch.inference_mode()
     def texts(self, x_TD: Tensor, lengths: Sequence[int]) -> list[str]:
@@ -106,24 +130,14 @@ class SpeechModel(nn.Module):
         return [self.config.text([label for _, label in pairs]) for pairs in found]
 
     @torch.inference_mode()
-    def align(
-        self, samples: Tensor, text: str, pictures: Tensor | None = None
-    ) -> list[tuple[str, float, float, float]]:
-        """(word, start [s], end [s], score) of each word of a known text, by CTC."""
-        mel_TA = self.features(samples)
+    def align(self, samples: Tensor, text: str, pictures: Tensor | None = None) -> list[WordTime]:
+        """The time of each word of a known text, by the best path through the letter head's labels."""
+        sound_TA = self.features(samples)
         labels = self.config.labels(text)
-        if not len(mel_TA):
+        if not len(sound_TA):
             raise DataError("a recording of 0 samples has no words; give a longer one")
-        y_TD = self.encode(self.frames(mel_TA, pictures), [len(mel_TA)])
-        spans = ctc.align(self.ctc(y_TD).log_softmax(1), labels)
-        words, place = [], 0
-        for word in text.split(" "):
-            own = spans[place : place + len(word)]
-            if own:
-                score = sum(span.score for span in own) / len(own)
-                words.append((word, own[0].start * FRAME / 16000, own[-1].stop * FRAME / 16000, score))
-            place += len(word) + 1
-        return words
+        y_TD = self.encode(self.frames(sound_TA, pictures), [len(sound_TA)])
+        return word_times(text, ctc.align(self.letter_logprobs(y_TD), labels))
 
     def save(
         self, folder: Path, overwrite: bool = False, state: dict[str, Tensor] | None = None, step: int = 0

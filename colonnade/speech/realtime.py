@@ -2,11 +2,17 @@
 
     session.update                                       session.created, session.updated
     input_audio_buffer.append, .commit, .clear           input_audio_buffer.committed, .cleared, conversation.item.added
+    input_video_buffer.append
                                                          conversation.item.input_audio_transcription.delta, .completed
                                                          error
 
-Deltas come while the sound arrives: an item's id is that which its commit will name. What is malformed is answered with
-``error``, and the connection goes on. Sound is dropped once it is used, and never logged.
+Deltas come while the sound arrives: an item's id is that which its commit will name. ``audio_ms`` of a delta says how
+much of the item's sound had arrived. What is malformed is answered with ``error``, and the connection goes on. Sound
+and pictures are dropped once they are used, and never logged.
+
+``input_video_buffer.append`` is ours: ``image``, a JPEG of the mouth in base64, and ``time_us``, when it was taken. An
+``input_audio_buffer.append`` may say when its first sample was taken, by the same clock; without it, 0 is the item's
+first sample. The two devices' rates may differ: each append corrects the difference.
 """
 
 import base64
@@ -20,8 +26,10 @@ import numpy as np
 import torch
 
 from colonnade.errors import CapacityError, DataError, RequestError, WorkerError
+from colonnade.speech.features import FRAME
 from colonnade.speech.pcm import RATE, require
 from colonnade.speech.stream_engine import StreamEngine
+from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg
 
 Event = dict[str, Any]
 RATES = (16000, 24000)
@@ -29,6 +37,8 @@ LONGEST_S = 3600
 """Longest item; a client commits before."""
 SHORTEST_S = 0.1
 """Shortest item that may be committed."""
+MAX_TIME_US = 1 << 53
+"""Larger numbers are not exact in JavaScript."""
 
 
 class RealtimeSession:
@@ -41,7 +51,7 @@ class RealtimeSession:
         self._stream: int | None = None
         self._resampler: Any = None
         self._item, self._previous = _id("item"), None
-        self._samples, self._text = 0, list[str]()
+        self._samples, self._text, self._clock = 0, list[str](), PictureClock()
         self._id = _id("sess")
 
     async def start(self) -> None:
@@ -78,6 +88,7 @@ class RealtimeSession:
         return {
             "session.update": self._update, "input_audio_buffer.append": self._append,
             "input_audio_buffer.commit": self._commit, "input_audio_buffer.clear": self._clear,
+            "input_video_buffer.append": self._append_picture,
         }  # fmt: skip
 
     async def _update(self, event: Event) -> None:
@@ -109,18 +120,41 @@ class RealtimeSession:
 
     async def _append(self, event: Event) -> None:
         samples = _samples(event.get("audio"))
+        time_s = _time_s(event)
         if (self._samples + len(samples)) / self.rate > LONGEST_S:
             raise RequestError(f"the item is longer than {LONGEST_S} s; commit it", param="audio")
+        stream = await self._open()
+        if time_s is not None:
+            self._clock.sound(time_s, self._samples * RATE // self.rate)
+        self._samples += len(samples)
+        self.seconds += len(samples) / self.rate
+        if self._resampler is not None:
+            samples = self._resampler.resample_chunk(samples)
+        await self._delta(await self.engine.push(stream, torch.from_numpy(samples)))
+
+    async def _append_picture(self, event: Event) -> None:
+        size = self.engine.listeners.model.config.picture
+        if not size:
+            raise RequestError(f"{self.model} takes no pictures; send sound only", param="type")
+        time_s = _time_s(event)
+        if time_s is None:
+            raise RequestError("time_us is missing; send when the picture was taken, in microseconds", param="time_us")
+        image = event.get("image")
+        if isinstance(image, str) and len(image) > 2 * MAX_JPEG_BYTES:
+            raise RequestError(f"the picture is too large; send at most {MAX_JPEG_BYTES:,} bytes", param="image")
+        picture = decode_jpeg(_base64(image, "image", "a JPEG"), size)
+        frame = self._clock.frame(time_s)
+        if frame >= 0:
+            await self.engine.see(await self._open(), frame, picture)
+
+    async def _open(self) -> int:
+        """The stream of the item."""
         if self._stream is None:
             self._stream = await self.engine.open()
             self._resampler = None
             if self.rate != RATE:
                 self._resampler = require("soxr").ResampleStream(self.rate, RATE, 1, dtype="float32")
-        self._samples += len(samples)
-        self.seconds += len(samples) / self.rate
-        if self._resampler is not None:
-            samples = self._resampler.resample_chunk(samples)
-        await self._delta(await self.engine.push(self._stream, torch.from_numpy(samples)))
+        return self._stream
 
     async def _commit(self, event: Event) -> None:
         seconds = self._samples / self.rate
@@ -149,18 +183,25 @@ class RealtimeSession:
     def _reset(self) -> None:
         """Begin a new item."""
         self.close()
-        self._item, self._samples, self._text = _id("item"), 0, []
+        self._item, self._samples, self._text, self._clock = _id("item"), 0, [], PictureClock()
 
     async def _delta(self, text: str) -> None:
         if text:
             self._text.append(text)
             kind = "conversation.item.input_audio_transcription.delta"
-            await self._emit(kind, item_id=self._item, content_index=0, delta=text)
+            audio_ms = self._samples * 1000 // self.rate
+            await self._emit(kind, item_id=self._item, content_index=0, delta=text, audio_ms=audio_ms)
 
     def _session(self) -> Event:
         form = {"type": "audio/pcm", "rate": self.rate}
         given = {"format": form, "transcription": {"model": self.model}, "turn_detection": None}
-        return {"type": "transcription", "id": self._id, "object": "realtime.session", "audio": {"input": given}}
+        audio: Event = {"input": given}
+        session = {"type": "transcription", "id": self._id, "object": "realtime.session", "audio": audio}
+        config = self.engine.listeners.model.config
+        if config.picture:
+            session["video"] = {"input": {"format": {"type": "image/jpeg", "size": config.picture}}}
+        session["mean_latency_ms"] = FRAME * 1000 // RATE * (2 * config.right + config.segment) // 2
+        return session
 
     async def _error(
         self, kind: str, message: str, param: str | None, event_id: object, code: str = "invalid_value"
@@ -191,17 +232,31 @@ def _table(values: Event, name: str, path: str = "") -> Event:
     return found or {}
 
 
+def _base64(value: object, name: str, what: str) -> bytes:
+    if not isinstance(value, str):
+        raise RequestError(f"{name} is not a string; send {what} in base64", param=name)
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(f"{name} is not base64", param=name) from None
+
+
 def _samples(audio: object) -> np.ndarray:
     """Samples of base64."""
-    if not isinstance(audio, str):
-        raise RequestError("audio is not a string; send 16-bit samples in base64", param="audio")
-    try:
-        data = base64.b64decode(audio, validate=True)
-    except (binascii.Error, ValueError):
-        raise RequestError("audio is not base64", param="audio") from None
+    data = _base64(audio, "audio", "16-bit samples")
     if len(data) % 2:
         raise RequestError(f"audio has {len(data)} bytes, an odd number; samples have 2", param="audio")
     return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+
+
+def _time_s(event: Event) -> float | None:
+    """``time_us`` of an append in seconds."""
+    time_us = event.get("time_us")
+    if time_us is None:
+        return None
+    if isinstance(time_us, bool) or not isinstance(time_us, int) or not 0 <= time_us <= MAX_TIME_US:
+        raise RequestError(f"time_us is {str(time_us)[:64]}; send whole microseconds", param="time_us")
+    return time_us / 1e6
 
 
 def _id(kind: str) -> str:

@@ -1,6 +1,7 @@
 """Serves a recogniser: OpenAI's realtime transcription over WebSockets.
 
     /v1/realtime?intent=transcription   a WebSocket (:mod:`colonnade.speech.realtime`)
+    /speech                             a page with microphone and camera
     /v1/models, /health, /ready, /metrics
 
 A key comes in the header ``authorization: Bearer KEY``, or from browsers as subprotocol
@@ -32,6 +33,7 @@ from colonnade.serve.api.errors import error_reply
 from colonnade.serve.engine_process import wait_first
 from colonnade.serve.http_server import GRACE_S, BackgroundServer, listen, new_event_loop, url_of
 from colonnade.speech.model import SpeechModel
+from colonnade.speech.page import page_routes
 from colonnade.speech.pcm import require
 from colonnade.speech.realtime import Event, RealtimeSession
 from colonnade.speech.stream_engine import StreamEngine
@@ -72,6 +74,7 @@ class SpeechServer:
                 Route("/health", self._health),
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
+                *page_routes(),
             ]
         )
 
@@ -180,7 +183,9 @@ class SpeechServer:
             self._authenticate(request)
         except RequestError as refusal:
             return error_reply(refusal)
-        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "colonnade"}]})
+        takes = ["sound", "pictures"] if self.engine.listeners.model.config.picture else ["sound"]
+        model = {"id": self.name, "object": "model", "owned_by": "colonnade", "capabilities": takes}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def _health(self, request: Request) -> Response:
         alive = self.engine.failure is None
@@ -231,7 +236,7 @@ async def _serve(
     server.engine.start()
     try:
         async with http.running(listener):
-            announce(f"serving {server.name} at {url_of(listener)} (realtime transcription; Ctrl-C stops)")
+            announce(f"serving {server.name} at {url_of(listener)} (a page at /speech; Ctrl-C stops)")
             await wait_first(stop.wait(), http.closed.wait())
             running = plural(len(server.sessions), "stream")
             announce(f"stopping: {running} may run for {config.drain_s:g} s; Ctrl-C again ends now")

@@ -17,6 +17,7 @@ from torch import Tensor
 from colonnade.errors import ColonnadeError, WorkerError
 from colonnade.speech.listen import Listeners
 from colonnade.speech.model import SpeechModel
+from colonnade.speech.video import HOLD
 
 
 class _Call(NamedTuple):
@@ -80,6 +81,14 @@ class StreamEngine:
             return stream
 
         return await self._ask(run)
+
+    async def see(self, stream: int, frame: int, picture: Tensor) -> None:
+        """Add the picture of a frame."""
+
+        def run() -> None:
+            self.listeners.see(stream, frame, picture, HOLD)
+
+        await self._ask(run, waits=False)
 
     async def end(self, stream: int) -> str:
         """No more will come; the rest of the text. Close the stream then."""

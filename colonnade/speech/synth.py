@@ -63,8 +63,8 @@ def _library() -> tuple[ctypes.CDLL, int]:
     """espeak-ng, initialised, and its rate [Hz]."""
     loader = require("espeakng_loader", "speech-data")
     library = ctypes.CDLL(loader.get_library_path())
-    retrieval, phoneme_events, no_exit = 1, 1, 0x8000
-    rate = library["espeak_Initialize"](retrieval, 0, str(loader.get_data_path()).encode(), phoneme_events | no_exit)
+    synchronous, phoneme_events, no_exit = 2, 1, 0x8000
+    rate = library["espeak_Initialize"](synchronous, 0, str(loader.get_data_path()).encode(), phoneme_events | no_exit)
     if rate <= 0:
         raise ColonnadeError("espeak-ng does not start; install espeakng-loader again")
     return library, rate

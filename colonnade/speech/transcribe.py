@@ -27,7 +27,7 @@ from colonnade.errors import CheckpointError, RequestError
 from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer, fused_block
 from colonnade.model.cross_attention import Memory
 from colonnade.speech.log_mel import HOP, RATE, log_mel
-from colonnade.speech.word_times import FRAME_S, WatchedMemory, Word, alignment_heads, split_words, token_starts
+from colonnade.speech.token_times import FRAME_S, WatchedMemory, Word, alignment_heads, split_words, token_starts
 
 Format = Literal["txt", "srt", "vtt", "json"]
 WINDOW_S, TIME_S = 30, 0.02

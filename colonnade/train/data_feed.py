@@ -4,6 +4,7 @@ This happens once in the launching process, so that errors appear before any wor
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -76,6 +77,24 @@ class DataFeed(Protocol):
 
 MakeFeed = Callable[[RunConfig, int, int], DataFeed]
 """(run, data rank, data ranks) -> the samples of that rank. Sent to other processes, so no lambda."""
+
+
+@dataclass(frozen=True)
+class VaryingFeed:
+    """A :data:`MakeFeed` whose micro-batches differ in shape, so that blocks are not compiled by default."""
+
+    make: MakeFeed
+
+    def __call__(self, run: RunConfig, rank: int, ranks: int) -> DataFeed:
+        """The samples of data rank ``rank``."""
+        return self.make(run, rank, ranks)
+
+    @staticmethod
+    def settle(run: RunConfig, feed: MakeFeed) -> RunConfig:
+        """``run`` with the default of train.compile for ``feed``."""
+        if run.train.compile is None and isinstance(feed, VaryingFeed):
+            return run.replace(train=run.train.replace(compile=False))
+        return run
 
 
 def check_data_unchanged(feed: DataFeed, data: DataConfig, old: Mapping[str, Any], checkpoint: str) -> list[str]:

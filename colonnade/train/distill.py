@@ -37,7 +37,7 @@ class Distiller:
     def __init__(self, load: Callable[[], Transformer], loss: DistillLoss, tp: Axis, cache: TeacherCache | None = None):
         """With a ``cache``, the teacher is loaded when a sample is missing there."""
         self.loss, self.tp, self.cache, self._load = loss, tp, cache, load
-        self.teacher = None if cache else load()
+        self.teacher = load() if cache is None else None
 
     @torch.no_grad()
     def head(
@@ -65,6 +65,9 @@ class Distiller:
         positions = stream.positions_T.split(cache.sequence)
         keys = [cache.key(torch.cat(pair)) for pair in zip(samples, positions, strict=True)]
         found = [cache.find(key) for key in keys]
+        if None in found:  # another rank may have added it
+            cache.scan()
+            found = [known or cache.find(key) for key, known in zip(keys, found, strict=True)]
         device = stream.tokens_T.device
         missing = torch.tensor(any(each is None for each in found), dtype=torch.int32, device=device)
         if not int(self.tp.max_(missing)):  # all tensor-parallel ranks, which compute it together
@@ -91,6 +94,8 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
         )
     plan.check(opened.config)
     weights = run.distill.weights
+    if weights in ("ternary", "file"):
+        raise ConfigError(f"distill.weights {weights} is none to quantise a teacher to; use int8, int4 or float8")
     if opened.formats and weights not in ("stored", "dense"):
         raise ConfigError(
             f"distill.teacher stores its weights in {opened.weights} already; leave --distill.weights {weights} out"

@@ -29,7 +29,7 @@ from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
 from colonnade.train.cuda_graph import check_device
-from colonnade.train.data_feed import CorpusFeed, MakeFeed
+from colonnade.train.data_feed import CorpusFeed, MakeFeed, VaryingFeed
 from colonnade.train.distill import check_teacher
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
@@ -88,6 +88,7 @@ class Trainer:
         whose package is not installed.
         """
         check_settings(run)
+        run = VaryingFeed.settle(run, feed)
         if data is not None:
             run = _with_tokens(run, data, validation, tokenizer)
         elif validation is not None or tokenizer is not None:

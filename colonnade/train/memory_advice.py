@@ -237,7 +237,7 @@ def _more_ranks(run: RunConfig, machine: Machine, axis: str, extra: Changes) -> 
             note, on = f"{factor * run.plan.world} processes, a GPU each", replace(machine, ranks=None)
         plan: Changes = {f"plan.{axis}": factor * getattr(run.plan, axis)}
         if (moe := run.model.moe) is not None:  # experts are divided among the same ranks
-            ep = min(moe.experts, factor * run.plan.ep)
+            ep = min(moe.stored_experts, factor * run.plan.ep)
             plan |= {"plan.ep": ep} | ({"plan.etp": factor * run.plan.ep // ep} if factor * run.plan.ep > ep else {})
         if _fits_with(run, on, plan):
             extra = {}

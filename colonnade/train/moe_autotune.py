@@ -209,7 +209,7 @@ class MoeAutotuner:
 
 
 def _layer_load(module: MixtureOfExperts, load: Sequence[int], grid: ExpertAxes, micro_batches: int) -> LayerLoad:
-    experts, each = module.experts, module.moe.experts // grid.ep.size
+    experts, each = module.experts, module.experts.count // grid.ep.size
     # Copies of the experts divide the load among them.
     groups = grid.copies.size * micro_batches
     by_rank = [sum(load[i : i + each]) / groups for i in range(0, len(load), each)]

@@ -14,7 +14,7 @@ import uuid
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,24 @@ class TeacherCache:
         meta = {**identity, "sequence": sequence, "tokens": k}
         self._open(meta)
         self._places: dict[bytes, tuple[Path, int]] = {}
-        for path in sorted(folder.glob("part-*.bin")):
-            self._scan(path)
-        self._own: BinaryIO | None = None
+        self._scanned: dict[Path, int] = {}
+        """Records of each file that are known."""
+        self.scan()
+        self._own = folder / f"part-{uuid.uuid4().hex}.bin"
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self._places)
+
+    def scan(self) -> None:
+        """Find the records that other processes have added."""
+        for path in sorted(self.folder.glob("part-*.bin")):
+            known, count = self._scanned.get(path, 0), path.stat().st_size // self._record.itemsize
+            with path.open("rb") as file:
+                for number in range(known, count):
+                    file.seek(number * self._record.itemsize)
+                    self._places[file.read(KEY_BYTES)] = path, number
+            self._scanned[path] = max(known, count)
 
     def key(self, tokens_S: Tensor) -> bytes:
         """The key of a sample."""
@@ -73,16 +84,14 @@ class TeacherCache:
         record["body"][1] = top.logp_Tk.float().cpu().numpy().view("<i4")
         record["crc"] = zlib.crc32(record["body"].tobytes())
         try:
-            if self._own is None:
-                self._own = (self.folder / f"part-{uuid.uuid4().hex}.bin").open("ab")
-            number = self._own.tell() // self._record.itemsize
-            self._own.write(record.tobytes())
-            self._own.flush()
+            with self._own.open("ab") as file:
+                number = file.tell() // self._record.itemsize
+                file.write(record.tobytes())
         except OSError as why:
             raise DataError(
                 f"distill.cache {self.folder} cannot be written: {why.strerror}; free space, or leave it out"
             ) from None
-        self._places[key] = Path(self._own.name), number
+        self._places[key] = self._own, number
 
     def _open(self, meta: dict[str, Any]) -> None:
         path = self.folder / META
@@ -103,12 +112,6 @@ class TeacherCache:
             raise ConfigError(
                 f"distill.cache {self.folder} belongs to another run: it differs in {differ}; give another folder"
             )
-
-    def _scan(self, path: Path) -> None:
-        with path.open("rb") as file:
-            for number in range(path.stat().st_size // self._record.itemsize):
-                file.seek(number * self._record.itemsize)
-                self._places[file.read(KEY_BYTES)] = path, number
 
 
 def fingerprint(model: Path) -> str:

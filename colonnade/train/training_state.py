@@ -39,7 +39,7 @@ from colonnade.parallel.rendezvous import broadcast_text, check_same_settings
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
-from colonnade.train.data_feed import CorpusFeed, MakeFeed, check_data_unchanged
+from colonnade.train.data_feed import CorpusFeed, MakeFeed, VaryingFeed, check_data_unchanged
 from colonnade.train.distill import load_distiller
 from colonnade.train.initial_weights import freeze, initialise_masters, load_quantised_base
 from colonnade.train.loss_scaler import LossScaler
@@ -69,7 +69,7 @@ class TrainingState:
         """
         if run.train.cuda_graph:
             check_device(context.device)
-        run = run.resolved(context.device.type)
+        run = VaryingFeed.settle(run, feed).resolved(context.device.type)
         self.run, self.context, self.world = run, context, world_axis()
         self.watchdog = watchdog or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock

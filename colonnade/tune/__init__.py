@@ -3,6 +3,7 @@
 from colonnade.tune.classify import Example, accuracy, classifier, fit
 from colonnade.tune.expert_scores import ExpertScores, score_experts
 from colonnade.tune.expert_subsets import keep_by_output
+from colonnade.tune.merge_experts import merge_experts
 from colonnade.tune.on_policy import OnPolicyFeed
 from colonnade.tune.prune_experts import measure, prune
 from colonnade.tune.to_dense import to_dense
@@ -17,6 +18,7 @@ __all__ = [
     "fit",
     "keep_by_output",
     "measure",
+    "merge_experts",
     "prune",
     "score_experts",
     "to_dense",

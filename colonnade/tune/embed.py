@@ -26,7 +26,7 @@ from colonnade.data.loader import Objective
 from colonnade.errors import ConfigError, DataError, RequestError
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.contrastive import Contrast, ContrastiveLoss, contrastive_losses
-from colonnade.train.data_feed import MakeFeed
+from colonnade.train.data_feed import MakeFeed, VaryingFeed
 from colonnade.train.model_inputs import model_inputs
 from colonnade.tune.chats import Conversation, Conversations, fit_conversation, read_rows
 from colonnade.tune.packing import TuneFeed, check_tune_settings, pack_rows
@@ -199,7 +199,7 @@ def embed_feed(data: Conversations, held_out: Conversations, contrast: Contrast)
     """The data feed of embedding tuning; raises :class:`DataError` without rows."""
     if not len(data):
         raise DataError("there are no rows; give at least one query with its positive")
-    return partial(EmbedFeed, data, held_out, contrast)
+    return VaryingFeed(partial(EmbedFeed, data, held_out, contrast))
 
 
 def check_same_texts(counts: Sequence[int], path: str | Path) -> None:

@@ -34,7 +34,7 @@ from colonnade.parallel.axis import Axis
 from colonnade.serve.engine import Engine
 from colonnade.serve.request import Completion
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.train.data_feed import MakeFeed
+from colonnade.train.data_feed import MakeFeed, VaryingFeed
 from colonnade.train.model_inputs import model_inputs
 from colonnade.train.train_step import PipelineStep
 from colonnade.tune.classify import start_tokenizer
@@ -80,7 +80,6 @@ class RewardFeed:
         self._reference: Transformer | None = None
         self._metrics: dict[str, float] = {}
         self._dp: Axis | None = None
-        self._is_exact = False
 
     def difference(self, old: Mapping[str, Any]) -> str | None:
         """How data or method differ from a checkpoint's, if at all."""
@@ -118,11 +117,8 @@ class RewardFeed:
     def before_step(self, model: Transformer, seen: int) -> None:
         """Sample and score the answers of the step after ``seen`` answers; all ranks call this together."""
         self._dp = model.axes.dp
-        if self._tune.exact and not self._is_exact:
-            if next(model.parameters()).device.type != "cpu":
-                raise ConfigError("tune.exact is for a CPU, where the engine runs token by token; set --device cpu")
-            make_exact(model)
-            self._is_exact = True
+        if self._tune.exact and not self.samples.exact:
+            self.samples.exact = make_exact(model)
         positions = self.samples.positions(seen)
         rows = [self._rows[number] for number in self.samples.rows(positions) for _ in range(self._tune.group)]
         answers = self._engine.run(model, partial(self._sample, positions, rows))
@@ -131,23 +127,28 @@ class RewardFeed:
             self._score_reference(model)
         group = self._tune.group
         groups = [answers[start : start + group] for start in range(0, len(answers), group)]
-        rewards = [reward for *_, reward in answers if reward is not None]
+        rewards = [reward for *_, reward, _ in answers if reward is not None]
         total, scored, failed, skipped, tokens, count = self._dp.sum_(
             torch.tensor([
                 math.fsum(rewards), len(rewards), len(answers) - len(rewards),
-                sum(all(advantage is None for *_, advantage, _ in each) for each in groups),
+                sum(all(advantage is None for *_, advantage, _, _ in each) for each in groups),
                 sum(len(ids) for ids, *_ in answers), len(answers),
             ], dtype=torch.float64)
         ).tolist()  # fmt: skip
+        if not scored:
+            raise DataError(
+                f"tune.reward {self._tune.reward} failed for all {count:g} answers of a step, of the first: "
+                f"{answers[0][-1]}; correct it, or raise --tune.reward_s {self._tune.reward_s:g}"
+            )
         self._metrics = {
-            "reward": total / max(1, scored),
+            "reward": total / scored,
             "reward_failures": failed,
             "skipped_groups": skipped,
             "answer_tokens": tokens / count,
         }
 
     def _sample(self, positions: range, rows: Sequence[PromptRow], engine: Engine) -> list[Any]:
-        """(tokens, log-probabilities, advantage, reward) of each answer to ``rows``."""
+        """(tokens, log-probabilities, advantage, reward, why it failed) of each answer to ``rows``."""
         tune = self._tune
         numbers = [position * tune.group + answer for position in positions for answer in range(tune.group)]
         params = [
@@ -166,7 +167,7 @@ class RewardFeed:
         for start in range(0, len(rows), tune.group):
             found += advantages(scored[start : start + tune.group], normalise=tune.normalise)
         return [
-            (list(each.token_ids), _logp(each), value, score.reward)
+            (list(each.token_ids), _logp(each), value, score.reward, score.failure)
             for each, value, score in zip(completions, found, scored, strict=True)
         ]
 
@@ -230,8 +231,8 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
         raise ConfigError(
             f"reward tuning merges adapters into the engine's weights; leave lora.base {run.model.lora.base} out"
         )
-    if tune.exact and (plan.world > 1 or run.model.lora is not None or run.device == "cuda"):
-        raise ConfigError("tune.exact is for one process on a CPU without adapters; leave --tune.exact out")
+    if tune.exact and (plan.world > 1 or run.model.lora is not None):
+        raise ConfigError("tune.exact is for one process without adapters; leave --tune.exact out")
     if run.train.dropout or run.train.attention_dropout or run.train.embedding_dropout:
         raise ConfigError("dropout would change the probabilities of the sampled tokens; leave it out")
 
@@ -247,4 +248,4 @@ def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> 
                 f"prompt {number} has {len(row.tokens)} tokens; with {tune.max_tokens} of an answer a sequence of "
                 f"{run.data.sequence} holds 1 to {run.data.sequence - tune.max_tokens}; raise --sequence"
             )
-    return partial(RewardFeed, list(rows), tune)
+    return VaryingFeed(partial(RewardFeed, list(rows), tune))

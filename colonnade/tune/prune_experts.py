@@ -100,6 +100,10 @@ def check_keep(config: ModelConfig, keep: int) -> None:
     moe = config.moe
     if moe is None:
         raise ConfigError("this model has no experts to prune")
+    if moe.merged:
+        raise ConfigError(
+            f"the {moe.experts} experts are merged into {moe.merged} already; prune those of the original"
+        )
     if not moe.active <= keep <= moe.experts:
         raise ConfigError(
             f"{keep} experts cannot be kept of {moe.experts}, of which a token uses {moe.active}; keep {moe.active} to "

@@ -17,6 +17,7 @@ import torch
 from colonnade.config import RunConfig, ServeConfig, TuneConfig
 from colonnade.data import Tokenizer
 from colonnade.model import Transformer
+from colonnade.model.exact_forward import PAGE_TOKENS
 from colonnade.model.lora import is_adapter, merged_delta
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.fsdp import unsharded
@@ -56,7 +57,7 @@ class RolloutEngine:
     def _build(self, trained: Transformer) -> Engine:
         """An engine with room for all requests of the longest sequence, without weights."""
         own = copy_of(trained, self._run, serving=True)
-        page = 16 if next(own.parameters()).device.type == "cpu" else 64
+        page = PAGE_TOKENS[next(own.parameters()).device.type]
         pages = self._requests * -(-self._run.data.sequence // page) + 1
         config = ServeConfig(
             max_requests=self._requests,

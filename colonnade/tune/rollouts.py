@@ -46,8 +46,8 @@ def advantages(scored: Sequence[Scored], *, normalise: bool) -> list[float | Non
     return [None if each.reward is None else (each.reward - mean) / scale for each in scored]
 
 
-def pack_rollouts(rollouts: Sequence[Rollout], sequence: int, tune: TuneConfig) -> Batch:
-    """The batch of ``rollouts``; those that are left out have no targets."""
+def pack_rollouts(rollouts: Sequence[Rollout], sequence: int, tune: TuneConfig, exact: str = "") -> Batch:
+    """The batch of ``rollouts``; those that are left out have no targets. ``exact`` as in :class:`PolicySettings`."""
     rows, policy = [], list[tuple[float, float, float, float]]()
     for prompt, answer, logp, advantage in rollouts:
         counts = [False] * len(prompt) + [advantage is not None] * len(answer)
@@ -65,7 +65,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], sequence: int, tune: TuneConfig) 
         units = torch.tensor(sum(each.advantage is not None for each in rollouts))
     policy_4T = torch.tensor(policy, dtype=torch.float64).T.contiguous()
     settings = PolicySettings(
-        tune.clip_low, tune.clip_high, kl=tune.kl, temperature=tune.temperature or 1.0, exact=tune.exact
+        tune.clip_low, tune.clip_high, kl=tune.kl, temperature=tune.temperature or 1.0, exact=exact
     )
     return replace(batch, policy_4T=policy_4T, units=units, policy=asdict(settings))
 
@@ -81,6 +81,8 @@ class RolloutSamples:
         self.rollouts: list[Rollout] = []
         self.batches: list[Batch] = []
         self.observed: list[Tensor] = []
+        self.exact = ""
+        """The kernels of exact log-probabilities (:class:`PolicySettings`)."""
 
     def take(self, rollouts: list[Rollout]) -> None:
         """Use these rollouts from now on."""
@@ -88,7 +90,7 @@ class RolloutSamples:
         first = self._rank * t.batch // self._ranks
         self.rollouts, self.batches = rollouts, []
         for start in range(0, len(rollouts), t.micro_batch):
-            batch = pack_rollouts(rollouts[start : start + t.micro_batch], sequence, self._tune)
+            batch = pack_rollouts(rollouts[start : start + t.micro_batch], sequence, self._tune, self.exact)
             self.batches.append(replace(batch, first=(first + start) * sequence, observed=self.observed))
 
     def at(self, seen: int) -> list[Batch]:

@@ -27,6 +27,8 @@ def dense_config(config: ModelConfig, keep: int) -> ModelConfig:
     moe = config.moe
     if moe is None:
         raise ConfigError("this model has no experts to put side by side")
+    if moe.merged:
+        raise ConfigError(f"the {moe.experts} experts are merged into {moe.merged}; make the original dense")
     if not 1 <= keep <= moe.experts:
         raise ConfigError(f"{keep} experts cannot be put side by side of {moe.experts}; use 1 to {moe.experts}")
     if moe.shared_gate:

@@ -61,8 +61,6 @@ class Data(NamedTuple):
     rows: int
 
 
-UNCOMPILED = ("grpo", "embed")
-"""Methods whose steps have no fixed shape: their blocks are not compiled."""
 ReadData = Callable[[RunConfig, TuneConfig, str | Path, "str | Path | None", Tokenizer], Data]
 """(run, settings, file, held-out file, tokenizer) -> data."""
 
@@ -159,14 +157,13 @@ class Tuner:
             raise ConfigError(f"method {method} is unknown{did_you_mean(method, list(methods))}")
         tune = tune or TuneConfig()
         check_tune_settings(run, generates=method != "embed")
-        if method in UNCOMPILED and run.train.compile is None:  # the default of a GPU is to compile
-            run = run.replace(train=run.train.replace(compile=False))
         tokenizer = _tokenizer(run.train.pretrained_checkpoint)
         self.data = methods[method](run, tune, data, held_out, tokenizer)
         if set_steps:
             steps = max(1, math.ceil(tune.epochs * self.data.rows / run.train.batch))
             run = run.replace(train=run.train.replace(steps=steps))
-        self.run, self.trainer = run, Trainer(run, trackers, self.data.feed)
+        self.trainer = Trainer(run, trackers, self.data.feed)
+        self.run = self.trainer.run
 
     def fit(self) -> Summary:
         """Train; see :meth:`colonnade.train.loop.Trainer.fit`."""

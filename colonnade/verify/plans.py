@@ -153,6 +153,7 @@ def _shrink_experts(moe: MoeConfig) -> MoeConfig:
     kept = min(router.groups_kept, groups)
     return moe.replace(
         experts=experts,
+        merged=min(moe.merged, experts // 2),
         active=min(moe.active, kept * (experts // groups)),
         ffn_width=EXPERT_WIDTH,
         shared_width=moe.shared_width and EXPERT_WIDTH + 1,

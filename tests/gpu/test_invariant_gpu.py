@@ -102,5 +102,5 @@ def test_request_in_a_batch_of_256() -> None:
 
 @pytest.mark.parametrize(("name", "what"), [("experts", "experts"), ("latent", "latent attention")])
 def test_unsupported_models_are_refused(name: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"no kernels for {what} on a GPU"):
+    with pytest.raises(ConfigError, match=f"no batch-invariant kernels for {what} on a GPU"):
         Engine(cpu.model(name).to("cuda"), tiny.tokenizer(), ServeConfig(batch_invariant=True))

@@ -5,6 +5,7 @@ import torch
 
 from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.attention.shared_prefix import PrefixTree, shared_prefix_reference
 from colonnade.kernels.registry import Kernel
 from tests.gpu.rows import rows
 
@@ -43,6 +44,23 @@ def test_packed(row: Kernel, dtype: torch.dtype, lengths: list[int], causal: boo
     for grad, exact in zip(grads, grads_exact, strict=True):
         if exact.norm() > 1e-9:  # a single key has no gradient but rounding
             assert error(grad, exact) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("row", "dtype"), rows("shared_prefix_attention"))
+@pytest.mark.parametrize(
+    ("prefixes", "continuations"),
+    [([200, 1, 33], [[20, 3, 150], [4], []]), ([130, 20], [[], []]), ([64], [[1, 1]])],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kv", [2, 6])
+def test_shared_prefix(
+    row: Kernel, dtype: torch.dtype, prefixes: list[int], continuations: list[list[int]], window: int | None, kv: int
+) -> None:
+    tree = PrefixTree.of(prefixes, continuations, "cuda")
+    q, k, v = (heads(sum(prefixes) + sum(map(sum, continuations)), n, i, dtype) for i, n in enumerate((6, kv, kv)))
+    exact = shared_prefix_reference(q.double(), k.double(), v.double(), tree, window=window)
+    assert error(row.run(q, k, v, tree, window=window), exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("row", "dtype"), rows("paged_attention"))

@@ -1,4 +1,4 @@
-"""One Chromium for all tests of the viewer; a page that may ask its own server only."""
+"""One Chromium, one page and one server for all tests of the viewer; the page may ask its own server only."""
 
 import shutil
 from base64 import b64decode
@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
+from colonnade.look.app import Answer, LookApp, error_answer, json_answer
+from colonnade.look.server import running
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
     "--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--disable-default-apps", "--use-angle=swiftshader", "--enable-unsafe-swiftshader",
+    "--disable-gpu-compositing",  # software draws the page's other parts quicker without it
     "--force-color-profile=srgb", "--hide-scrollbars",
 ]  # fmt: skip
 TIMEOUT_MS = 120_000
@@ -40,6 +44,7 @@ class Viewer:
 
     def __init__(self, context: Any, failures: list[str]):
         self.page, self.url, self._hosts = context.new_page(), "", set[str]()
+        self.failures = failures
         context.route("**/*", partial(self._check, failures))
         self.page.on("pageerror", lambda error: failures.append(str(error)))
         self.page.on("console", lambda it: failures.append(it.text) if "Content Security Policy" in it.text else None)
@@ -103,7 +108,7 @@ def viewers(browser: Any) -> Iterator[Callable[..., Viewer]]:
     contexts, failures = [], []
 
     def make(url: str, fragment: str = "", **options: Any) -> Viewer:
-        size = {"viewport": VIEWPORT, "reduced_motion": "reduce", "color_scheme": "light"}
+        size = {"viewport": VIEWPORT, "reduced_motion": "reduce", "color_scheme": "light", "has_touch": True}
         context = browser.new_context(**(size | options))
         context.set_default_timeout(TIMEOUT_MS)
         contexts.append(context)
@@ -111,9 +116,11 @@ def viewers(browser: Any) -> Iterator[Callable[..., Viewer]]:
         viewer.open(fragment, url)
         return viewer
 
-    yield make
-    for context in contexts:
-        context.close()
+    try:
+        yield make
+    finally:
+        for context in contexts:
+            context.close()
     assert failures == []
 
 
@@ -124,22 +131,55 @@ def open_viewer(browser: Any) -> Iterator[Callable[..., Viewer]]:
         yield make
 
 
-@pytest.fixture(scope="module")
-def shared_viewer(browser: Any) -> Iterator[Callable[..., Viewer]]:
-    """A function that opens an address in one page that the tests of a module share: a page costs a second."""
-    made: list[Viewer] = []
+class Site:
+    """One server for all tests: it answers for the model of the test that runs, or has no model."""
+
+    def __init__(self) -> None:
+        self.app: LookApp | None = None
+        self.url = ""
+
+    def answer(self, method: str, path: str, query: str = "", body: bytes = b"") -> Answer:
+        """What the model's own server would answer."""
+        if self.app is not None:
+            return self.app.answer(method, path, query, body)
+        return json_answer(None) if path == "model" else error_answer("there is no such page", 404)
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    made = Site()
+    with running(cast("LookApp", made)) as made.url:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def _page(browser: Any, site: Site) -> Iterator[tuple[Viewer, list[str]]]:
+    """The page that tests share, and what went wrong in it: a page of its own costs a test more than a second."""
     with viewers(browser) as make:
+        viewer = make(site.url)
+        yield viewer, viewer.failures
 
-        def open_shared(url: str, fragment: str = "") -> Viewer:
-            if not made:
-                made.append(make(url, fragment))
-            elif made[0].url == url:
-                made[0].go(fragment)
-            else:
-                made[0].open(fragment, url)
-            return made[0]
 
-        yield open_shared
+@pytest.fixture
+def viewer(_page: tuple[Viewer, list[str]], site: Site) -> Iterator[Viewer]:
+    """The shared page, without a model; what went wrong in it is the fault of the test that runs."""
+    shared, failures = _page
+    yield shared
+    site.app = None
+    found, failures[:] = [*failures], []
+    assert found == []
+
+
+@pytest.fixture
+def model_viewer(viewer: Viewer, site: Site) -> Callable[[LookApp, str], Viewer]:
+    """A function that shows a link of a model's server in the shared page."""
+
+    def show(app: LookApp, fragment: str) -> Viewer:
+        site.app = app
+        viewer.go(fragment)
+        return viewer
+
+    return show
 
 
 @pytest.fixture(scope="session")

@@ -114,6 +114,11 @@ def test_experts_sum_to_the_layers_output(recording: Recording) -> None:
         if len(rows):
             assert (weights[rows, e] > 0).all()
             total[rows] += weights[rows, e : e + 1] * faces(recording, "experts", 1, e)["y"]
+            scene, chosen = make_page(recording, "experts", 1, e, 8), (weights[:, e] != 0).sum()
+            assert scene["positions"] == {"x": rows.tolist()}
+            assert f"{chosen} of {len(recording.tokens)} tokens chose this expert." in scene["note"]
+            kept = f"{len(rows)} kept and {chosen - len(rows)} dropped by the expert's capacity."
+            assert (kept in scene["note"]) == (moe.capacity is not None)
     close(total, names.get("ffn_out"))
     board, T = make_page(recording, "routing", 0, 0, 8), len(recording.tokens)
     assert [sum(layer["load"]) for layer in board["layers"]] == [2 * T] * recording.config.layers
@@ -171,7 +176,9 @@ def test_an_adapters_factors_and_base_are_the_adapted_model(
     assert ("ffn" in found) == ("down" in targets)
     if "down" in targets:
         close(found["ffn"], names.get("ffn_out"))
-    for weight in ("wQ", "wK_t", "wV", "wO", "up", "down"):
+    if "gate" in targets:
+        assert "gate_A" in found
+    for weight in ("wQ", "wK_t", "wV", "wO", "up", "down", "gate"):
         if f"{weight}_A" in found:
             close(found[weight], names.get(weight))
             base = Names(recording_of(MODELS[name]), 1, 7).get(weight)

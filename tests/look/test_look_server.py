@@ -120,7 +120,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         visitor.join()
         signal.signal(signal.SIGINT, handler)
     said = capsys.readouterr().err
-    assert f"http://127.0.0.1:{port}/ (Ctrl-C ends)" in " ".join(said.split()) and "closed" in said
+    first, _, then = " ".join(said.split()).partition(" ... ")
+    assert first == f"loading {tmp_path / 'model'}"  # before the weights are read
+    assert f"http://127.0.0.1:{port}/ (Ctrl-C ends)" in then and "closed" in then
     assert answers[0][0] == 200 and json.loads(answers[0][2])["pieces"]
 
 

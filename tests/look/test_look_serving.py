@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from colonnade.look.tensors import Names
 from colonnade.look.tiles import decode_tile
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.look import EngineLook, answer_of, question
+from tests.look.pictures import check_references
 from tests.look.test_look_pages import TEXT
 from tests.serve import tiny
 from tests.serve.serving import Running, server
@@ -27,7 +29,7 @@ KEY = {"authorization": "Bearer secret"}
 
 def ask(look: EngineLook, method: str, path: str, query: str = "", body: Any = None) -> tuple[int, Any]:
     raw = b"" if body is None else json.dumps(body).encode()
-    wire = json.loads(json.dumps({"do": "look", "ids": ["1"], **question(method, path, query, raw)}))
+    wire = json.loads(json.dumps({"do": "look", "ids": ["1"], **question("tiny", method, path, query, raw)}))
     answer = answer_of(json.loads(json.dumps(look.reply(wire))))
     return answer.status, json.loads(answer.body) if answer.content_type == "application/json" else answer.body
 
@@ -39,7 +41,7 @@ def test_an_engine_answers_between_steps() -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     alone = Engine(model, tiny.tokenizer(), config).generate([TEXT], params)[0]
     engine = Engine(model, tiny.tokenizer(), config)
-    look, tokens = EngineLook(engine), []
+    look, tokens = EngineLook(engine, "tiny"), []
     key = engine.add(tiny.tokenizer().encode(TEXT), params)
     run = ""
     while engine.busy:
@@ -53,7 +55,8 @@ def test_an_engine_answers_between_steps() -> None:
     status, tile = ask(look, "GET", "tensor", f"run={run}&layer=1&head=2&name=out&parts=2")
     expected = record(model, tiny.tokenizer().encode("The lazy dog sleeps on."), [])
     assert np.abs(decode_tile(tile) - Names(expected, 1, 2).get("out")).max() < 1e-4
-    assert ask(look, "GET", "model")[1]["pages"][-1] == "cache"
+    model = ask(look, "GET", "model")[1]
+    assert model["pages"][-1] == "cache" and model["model"] == "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +80,14 @@ def test_only_the_admin_key_opens_it(running: Running) -> None:
 
 
 @pytest.mark.slow
-def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: Running) -> None:
+def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: Running, references: Path) -> None:
     viewer = open_viewer(f"{running.url}/look/")
     viewer.wait("Boolean(document.querySelector('#group-model input[type=password]'))")
     viewer.page.fill("#group-model input", "wrong")
     viewer.page.click("#group-model button")
-    viewer.wait("document.querySelector('#group-model input').value === ''")  # it asks again
+    viewer.wait("document.querySelector('#group-model input').value === ''")  # it asks again, and says why
+    refused = viewer.page.locator("#group-model [role=alert]")
+    assert refused.inner_text() == "This is not the server's admin key. Try again."
     viewer.page.fill("#group-model input", "secret")
     viewer.page.click("#group-model button")
     viewer.wait("Boolean(document.getElementById('model-page'))")
@@ -102,6 +107,10 @@ def test_page_under_a_running_server(open_viewer: Callable[..., Any], running: R
     viewer.go(encode_state({"model": {"page": "cache"}}))
     requests.join()
     assert viewer.error == "" and "pages of 4 tokens" in viewer.page.text_content("#board")
+    assert viewer.page.inner_text("#group-model .quiet").startswith("tiny: 2 layers")
+    viewer.page.click("#group-model button.main")  # reads the cache again: the request has ended
+    viewer.wait("document.getElementById('board').textContent.includes('No request runs now')")
+    check_references({"server_cache_light": viewer.shot()}, references)
 
 
 @pytest.mark.long

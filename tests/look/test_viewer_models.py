@@ -20,11 +20,12 @@ from colonnade.look.app import LookApp
 from colonnade.look.group import Leader, follow
 from colonnade.look.notebook import encode_state, make_app, serve
 from colonnade.look.recorder import Recording, record
-from colonnade.look.server import running
 from colonnade.look.tensors import Names
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.look import cache_board
+from tests.look.accessibility import check_contrast, unnamed_controls
+from tests.look.conftest import Site, Viewer
 from tests.look.pictures import check_references
 from tests.look.test_look_pages import MODELS, TEXT, adapted
 from tests.models import build
@@ -32,6 +33,7 @@ from tests.serve import tiny
 from tests.worlds import run as in_world
 
 Open = Callable[..., Any]
+Show = Callable[[LookApp, str], Viewer]
 
 
 class Recorded:
@@ -55,47 +57,91 @@ def link(page: str, layer: int = 1, head: int = 1) -> str:
     return encode_state({"model": {"page": page, "text": TEXT, "layer": layer, "head": head, "rank": 3}})
 
 
-CASES = ["gpt2", "llama_grouped_biased", "capacity", "latent", "qwen3_window_tied"]
+CASES = [
+    "gpt2",
+    "llama_grouped_biased",
+    "capacity",
+    "latent",
+    pytest.param("qwen3_window_tied", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_result_faces_equal_torch(shared_viewer: Open, name: str) -> None:
+def test_result_faces_equal_torch(model_viewer: Show, name: str) -> None:
     made = Recorded(name)
-    with running(made.app) as url:
-        viewer = shared_viewer(url, link("head"))
+    viewer = model_viewer(made.app, link("head"))
+    assert viewer.error == ""
+    names, found = Names(made.recording, 1, 1), viewer.faces()
+    close(found["out"], names.get("out"))
+    close(found["attn"], names.attention(1).numpy())
+    close(found["Q"], names.get("Q_recorded"))
+    close(found["K_t"], names.get("K_t_recorded"))
+    for page, key, reference in (
+        ("decode", "out", names.get("out")[-1:]),
+        ("layer", "mha", names.get("attention_out")),
+    ):
+        viewer.go(link(page))
         assert viewer.error == ""
-        names, found = Names(made.recording, 1, 1), viewer.faces()
-        close(found["out"], names.get("out"))
-        close(found["attn"], names.attention(1).numpy())
-        close(found["Q"], names.get("Q_recorded"))
-        close(found["K_t"], names.get("K_t_recorded"))
-        for page, key, reference in (
-            ("decode", "out", names.get("out")[-1:]),
-            ("layer", "mha", names.get("attention_out")),
-        ):
-            viewer.go(link(page))
-            assert viewer.error == ""
-            close(viewer.faces()[key], reference)
-        if made.model.config.moe is None:
-            close(viewer.faces()["ffn"], names.get("ffn_out"))
-        else:
-            e = int(made.recording.layers[1]["kept_ids"][0, 0])
-            viewer.go(link("experts", 1, e))
-            x = Names(made.recording, 1, e)
-            h = x.get("expert_gate") * (x.get("expert_in") @ x.get("expert_up"))
-            close(viewer.faces()["y"], h @ x.get("expert_down"))
-        viewer.go(link("lora"))
-        found = viewer.faces()
-        u, s, v = np.linalg.svd(names.get("wQ").astype(float), full_matrices=False)
-        close(found["wQ"], (u[:, :3] * s[:3]) @ v[:3])
+        close(viewer.faces()[key], reference)
+    if made.model.config.moe is None:
+        close(viewer.faces()["ffn"], names.get("ffn_out"))
+    else:
+        e = int(made.recording.layers[1]["kept_ids"][0, 0])
+        viewer.go(link("experts", 1, e))
+        x = Names(made.recording, 1, e)
+        gated = torch.nn.functional.silu(torch.tensor(x.get("expert_in") @ x.get("expert_gate"))).numpy()
+        close(viewer.faces()["y"], gated * (x.get("expert_in") @ x.get("expert_up")) @ x.get("expert_down"))
+    viewer.go(link("lora"))
+    found = viewer.faces()
+    u, s, v = np.linalg.svd(names.get("wQ").astype(float), full_matrices=False)
+    close(found["wQ"], (u[:, :3] * s[:3]) @ v[:3])
+
+
+def test_numbers_name_their_tokens(model_viewer: Show) -> None:
+    """The page starts near the attention; its numbers name both tokens, and those of weights none."""
+    made = Recorded("capacity")
+    viewer = model_viewer(made.app, link("head"))
+    pieces = made.recording.pieces
+    assert viewer.page.text_content("#near").startswith(
+        "attn, 28 × 28: Q times K_t, then causal scaled softmax (keys: "
+    )
+    width, height = viewer.run("[document.getElementById('stage').clientWidth, innerHeight]")
+    corners = viewer.run("[[0, 0], [0, 27], [27, 0], [27, 27]].map(([i, j]) => colonnade.project('attn', i, j))")
+    assert all(0 < x < width and 0 < y < height for x, y in corners)
+    (left, *_), *_, (right, *_) = sorted(corners)
+    assert right - left > width / 4
+
+    def said(key: str, i: int, j: int) -> str:
+        viewer.run("document.getElementById('group-inspect').open = true")
+        viewer.page.select_option("#inspect-matrix", key)
+        viewer.page.fill("#inspect-row", str(i))
+        viewer.page.fill("#inspect-col", str(j))
+        viewer.page.press("#inspect-col", "Enter")
+        text = viewer.page.text_content("#value")
+        assert text.startswith(f"{key} [{i}, {j}] = ")
+        return text.partition(" = ")[2].partition("  ")[2]
+
+    assert said("attn", 7, 2) == f"query “{pieces[7]}” → key “{pieces[2]}”"
+    assert said("input", 3, 0) == said("Q", 3, 0) == said("K_t", 0, 3) == f"token “{pieces[3]}”"
+    assert said("wQ", 3, 0) == said("wO", 1, 1) == ""
+    viewer.go(link("decode"))
+    assert said("attn", 0, 2) == f"query “{pieces[-1]}” → key “{pieces[2]}”"
+    e = int(made.recording.layers[1]["kept_ids"][-1, 0])
+    viewer.go(link("experts", 1, e))
+    rows = Names(made.recording, 1, e).rows_of_expert().tolist()
+    assert said("h", len(rows) - 1, 0) == f"token “{pieces[rows[-1]]}”"
+    assert said("up", 1, 0) == ""
+    words = viewer.page.text_content("#description")
+    assert "then silu" in words and "each element times that of gated" in words
+    assert "dropped by the expert's capacity" in viewer.page.text_content("#note")
 
 
 @pytest.mark.slow
-def test_every_page_is_reachable_and_described(open_viewer: Open) -> None:
+def test_every_page_is_reachable_and_described(open_viewer: Open, site: Site) -> None:
     made = Recorded("experts")
-    with running(made.app) as url:
-        viewer = open_viewer(url)
+    site.app = made.app
+    try:
+        viewer = open_viewer(site.url)
         viewer.wait("Boolean(document.getElementById('model-page'))")
         pages = viewer.run("[...document.getElementById('model-page').options].map(o => o.value).filter(Boolean)")
         assert pages == ["head", "heads", "layer", "experts", "decode", "lora", "routing"]
@@ -111,56 +157,65 @@ def test_every_page_is_reachable_and_described(open_viewer: Open) -> None:
         assert viewer.run("document.querySelectorAll('#board .heads a').length") == 2 * 6
         viewer.page.click("#board a[title='layer 1, head 4']")
         viewer.wait("colonnade.state().title === 'Layer 1, head 4' && Boolean(document.documentElement.dataset.ready)")
-        # Hovering names the token.
-        x, y = viewer.run("colonnade.project('input', 2, 3)")
+        # Hovering names both tokens of a score.
+        x, y = viewer.run("colonnade.project('attn', 12, 3)")
         viewer.page.mouse.move(x, y)
-        assert re.search(r"^\w+ \[\d+, \d+\] = ", viewer.page.text_content("#value"))
+        pieces = made.recording.pieces
+        assert viewer.page.text_content("#value").endswith(f"query “{pieces[12]}” → key “{pieces[3]}”")
         # The link is short, and restores the page.
         link_of_head = viewer.run("location.hash.slice(1)")
         assert len(link_of_head) < 500
         viewer.open(link_of_head)
         assert viewer.state["title"] == "Layer 1, head 4"
+        assert viewer.page.inner_text("#group-model .quiet").startswith("experts: 2 layers, 6 heads, 4 experts")
+    finally:
+        site.app = None
 
 
 @pytest.mark.slow
-def test_routing_page(shared_viewer: Open) -> None:
+def test_routing_page(model_viewer: Show) -> None:
     """Loads, drops by capacity, ranks of a plan, and the steps of a run."""
     history = {
         "1": {"step": [10, 20], "load": [[4, 4, 0, 0], [2, 2, 2, 2]], "dropped": [2, 0], "entropy": [0.69, 1.39]}
     }
     made = Recorded("capacity", history=history)
-    with running(made.app) as url:
-        viewer = shared_viewer(url, encode_state({"model": {"page": "routing", "text": TEXT}, "plan": {"ep": 2}}))
-        tables = viewer.run(
-            """[...document.querySelectorAll('#board table')].map(table =>
-              [...table.rows].slice(1).map(row => [...row.cells].map(cell => Number.parseFloat(cell.textContent))))"""
-        )
-        words = viewer.page.text_content("#description")
-        for layer, rows in enumerate(tables):
-            ids, kept = (made.recording.layers[layer][name] for name in ("choice_ids", "kept_ids"))
-            load = ids.flatten().bincount(minlength=4).tolist()
-            assert [row[:3] for row in rows] == [[e, e // 2, load[e]] for e in range(4)]
-            assert [row[4] for row in rows] == kept[kept < 4].bincount(minlength=4).tolist()
-            dropped = int((ids != kept).sum())
-            assert dropped > 0 and f"{dropped} of {ids.numel()} choices dropped" in words
-            assert f"load by rank: 0: {100 * sum(load[:2]) / sum(load):.1f}%" in words
-        titles = viewer.run("[...document.querySelectorAll('#board h3')].map(it => it.textContent)")
-        assert [title.startswith("Over training, steps 10 to 20") for title in titles] == [False] * 4 + [True]
-        captions = viewer.page.text_content("#board")
-        assert "dropped, at most 25.0% of the choices" in captions and "entropy 0.69 to 1.39 of 1.39 nats" in captions
+    page = encode_state({"model": {"page": "routing", "text": TEXT}, "plan": {"ep": 2}})
+    viewer = model_viewer(made.app, page)
+    tables = viewer.run(
+        """[...document.querySelectorAll('#board table')].map(table =>
+          [...table.rows].slice(1).map(row => [...row.cells].map(cell => Number.parseFloat(cell.textContent))))"""
+    )
+    words = viewer.page.text_content("#description")
+    for layer, rows in enumerate(tables):
+        ids, kept = (made.recording.layers[layer][name] for name in ("choice_ids", "kept_ids"))
+        load = ids.flatten().bincount(minlength=4).tolist()
+        assert [row[:3] for row in rows] == [[e, e // 2, load[e]] for e in range(4)]
+        assert [row[4] for row in rows] == kept[kept < 4].bincount(minlength=4).tolist()
+        dropped = int((ids != kept).sum())
+        assert dropped > 0 and f"{dropped} of {ids.numel()} choices dropped" in words
+        assert f"load by rank: 0: {100 * sum(load[:2]) / sum(load):.1f}%" in words
+    titles = viewer.run("[...document.querySelectorAll('#board h3')].map(it => it.textContent)")
+    assert [title.startswith("Over training, steps 10 to 20") for title in titles] == [False] * 4 + [True]
+    captions = viewer.page.text_content("#board")
+    assert "dropped, at most 25.0% of the choices" in captions and "entropy 0.69 to 1.39 of 1.39 nats" in captions
+    below, above = (viewer.page.locator(each).bounding_box() for each in ("#board", "#caption"))
+    assert below["y"] >= above["y"] + above["height"]
+    note = viewer.page.text_content("#note")
+    assert "an expert takes at most 2 x int(1 x 7) = 14 choices, where 7 is 28 tokens / 4 experts, rounded up" in note
 
 
 @pytest.mark.slow
-def test_an_adapter_in_the_page(shared_viewer: Open, tmp_path: Path) -> None:
-    with adapted(tmp_path, "llama_grouped_biased", LORA_TARGETS) as model, running(make_app(model)) as url:
-        viewer = shared_viewer(url, link("lora", 1, 7))
+def test_an_adapter_in_the_page(model_viewer: Show, tmp_path: Path) -> None:
+    with adapted(tmp_path, "llama_grouped_biased", LORA_TARGETS) as model:
+        viewer = model_viewer(make_app(model), link("lora", 1, 7))
         found = viewer.faces()
         names = Names(record(model.transformer, tiny.tokenizer().encode(TEXT), []), 1, 7)
         close(found["out"], names.get("out"))
         close(found["ffn"], names.get("ffn_out"))
         close(found["wQ"], names.get("wQ"))
         assert found["wQ_A"].shape == (24, 3) and "adapter of rank 3" in viewer.page.text_content("#title")
-        assert viewer.run("document.getElementById('model-rank').labels[0].hidden")  # the adapter has its own
+        words = viewer.page.text_content("#description")
+        assert re.search(r"wQ \(24 × \d+\) is wQ_A \(24 × 3\) times wQ_B \(3 × \d+\), plus wQ_base \(24 × \d+\)", words)
 
 
 def busy_engine() -> Engine:
@@ -175,38 +230,35 @@ def busy_engine() -> Engine:
 
 
 @pytest.mark.slow
-def test_model_pages_look_as_their_references(shared_viewer: Open, references: Path, tmp_path: Path) -> None:
-    """Each page in both themes."""
+def test_model_pages_look_as_their_references(model_viewer: Show, references: Path, tmp_path: Path) -> None:
+    """Each page in both themes, with texts that contrast and controls that have names."""
     engine = busy_engine()
     made = Recorded("capacity", cache=lambda: cache_board(engine))
     shots: dict[str, bytes] = {}
-    with running(made.app) as url:
-        viewer = shared_viewer(url)
-        for page in ("head", "heads", "layer", "experts", "decode", "lora", "routing", "cache"):
-            for theme in ("light", "dark"):
-                model = {"page": page, "text": TEXT, "layer": 1, "head": 1, "rank": 3}
-                viewer.go(encode_state({"model": model, "theme": theme}))
-                assert viewer.error == ""
-                shots[f"model_{page}_{theme}"] = viewer.shot()
-        assert f"{engine.scheduler.pool.used} of 64 pages of 4 tokens are in use" in viewer.page.text_content(
-            "#description"
-        )
-        rows = viewer.run("[...document.querySelectorAll('#board tbody tr')].map(row => row.cells[2].textContent)")
-        assert [int(row) for row in rows] == [len(each.pages) for each in engine.scheduler.running] and len(rows) == 3
-    with adapted(tmp_path, "llama_grouped_biased", ("q", "v")) as model, running(make_app(model)) as url:
-        viewer = shared_viewer(url, link("lora", 1, 1))
+    for page in ("head", "heads", "layer", "experts", "decode", "lora", "routing", "cache"):
+        for theme in ("light", "dark"):
+            model = {"page": page, "text": TEXT, "layer": 1, "head": 1, "rank": 3}
+            viewer = model_viewer(made.app, encode_state({"model": model, "theme": theme}))
+            assert viewer.error == ""
+            shots[f"model_{page}_{theme}"] = viewer.shot()
+            assert check_contrast(viewer) > 10 and unnamed_controls(viewer) == []
+    used = f"{engine.scheduler.pool.used} of 64 pages of 4 tokens are in use"
+    assert used in viewer.page.text_content("#description")
+    rows = viewer.run("[...document.querySelectorAll('#board tbody tr')].map(row => row.cells[2].textContent)")
+    assert [int(row) for row in rows] == [len(each.pages) for each in engine.scheduler.running] and len(rows) == 3
+    with adapted(tmp_path, "llama_grouped_biased", ("q", "v")) as model:
+        viewer = model_viewer(make_app(model), link("lora", 1, 1))
         shots["model_adapter_light"] = viewer.shot()
     check_references(shots, references)
 
 
-@pytest.mark.slow
-def test_bad_texts_show_an_error(shared_viewer: Open) -> None:
-    with running(Recorded("llama").app) as url:
-        for model, message in (
-            ({"page": "head", "text": "fox " * 4000}, "give 2 to"), ({"page": "head", "layer": 99}, "no layer 99"),
-            ({"page": "routing"}, "no experts"), ({"page": "cache"}, "running server"),
-        ):  # fmt: skip
-            assert message in shared_viewer(url, encode_state({"model": model})).error
+def test_bad_texts_show_an_error(model_viewer: Show) -> None:
+    app = Recorded("llama").app
+    for model, message in (
+        ({"page": "head", "text": "fox " * 4000}, "give 2 to"), ({"page": "head", "layer": 99}, "no layer 99"),
+        ({"page": "routing"}, "no experts"), ({"page": "cache"}, "running server"),
+    ):  # fmt: skip
+        assert message in model_viewer(app, encode_state({"model": model})).error
 
 
 def _lead(path: str, texts: list[str]) -> list[Recording] | None:
@@ -261,18 +313,20 @@ def test_two_ranks_of_other_models(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_in_the_page(shared_viewer: Open, two_ranks: list[Recording]) -> None:
+def test_two_ranks_in_the_page(model_viewer: Show, two_ranks: list[Recording]) -> None:
     model = build(MODELS["llama_grouped_biased"], dtype=torch.float32)
     app = LookApp("two ranks", model.config, tiny.tokenizer(), lambda tokens, pieces: two_ranks[0], plan="tp=2")
     alone = Names(record(model, tiny.tokenizer().encode(TEXT), []), 1, 23)
-    with running(app) as url:
-        viewer = shared_viewer(url, link("head", 1, 23))
-        close(viewer.faces()["out"], alone.get("out"))
-        assert "tensor-parallel rank 1" in viewer.page.text_content("#note")
-        assert viewer.state["plan"] == {"tp": 2}
-        viewer.go(link("layer", 1, 0))
-        close(viewer.faces()["ffn"], alone.get("ffn_out"))
-        assert "summed over 2 ranks" in viewer.page.text_content("#description")
+    viewer = model_viewer(app, link("head", 1, 23))
+    close(viewer.faces()["out"], alone.get("out"))
+    assert "tensor-parallel rank 1" in viewer.page.text_content("#note")
+    assert viewer.state["plan"] == {"tp": 2}
+    viewer.go(link("head", 1, 0))  # a head of the other rank
+    close(viewer.faces()["out"], Names(record(model, tiny.tokenizer().encode(TEXT), []), 1, 0).get("out"))
+    assert "tensor-parallel rank 0" in viewer.page.text_content("#note")
+    viewer.go(link("layer", 1, 0))
+    close(viewer.faces()["ffn"], alone.get("ffn_out"))
+    assert "summed over 2 ranks" in viewer.page.text_content("#description")
 
 
 @contextmanager

@@ -148,6 +148,7 @@ def _check_plan(plan: Plan, alone: RunConfig, tmp_path: Path) -> None:
     several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=1))
     in_world(plan.world, tuning.fit, several, feed)
     assert len(tuning.history(alone)) >= 2 * alone.train.steps
+    assert tuning.history(several)[:2] == pytest.approx(tuning.history(alone)[:2], rel=1e-10)
     assert tuning.history(several) == pytest.approx(tuning.history(alone), rel=1e-9)
     ours, theirs = (np.load(next(run.folder.glob("reference-*.npy"))) for run in (several, alone))
     assert ours == pytest.approx(theirs, rel=1e-12)

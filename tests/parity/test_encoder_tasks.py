@@ -218,6 +218,19 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
         '{"question1": "a", "question2": "b", "is_duplicate": 1}\n{"text": "c", "label": 0}\n'
     )
     assert [tuple(each) for each in read_texts(tmp_path / "qqp.jsonl")] == [("a", "b", "1"), ("c", None, "0")]
+    # The columns of GLUE's files.
+    mnli = re.findall(
+        r"\S+",
+        "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
+        "sentence1 sentence2 label1 label2 label3 label4 label5 gold_label",
+    )
+    row = [name.upper() if name.startswith("sentence") else "neutral" for name in mnli]
+    (tmp_path / "dev_matched.tsv").write_text("\t".join(mnli) + "\n" + "\t".join(row) + "\n")
+    assert [tuple(each) for each in read_texts(tmp_path / "dev_matched.tsv")] == [("SENTENCE1", "SENTENCE2", "neutral")]
+    (tmp_path / "train.tsv").write_text(
+        'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n7\t1\t2\tIs "this\tthat?\t0\n'
+    )
+    assert [tuple(each) for each in read_texts(tmp_path / "train.tsv")] == [('Is "this', "that?", "0")]
     (tmp_path / "race" / "high").mkdir(parents=True)
     (tmp_path / "race" / "high" / "1.txt").write_text(json.dumps(RACE))
     first, second = read_choices(tmp_path / "race")
@@ -226,6 +239,10 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
     answered, impossible = read_spans(tmp_path / "squad.json")
     assert answered.passage[answered.start :].startswith("The river was") and len(answered.answers) == 2
     assert impossible.answers == () and impossible.start == -1
+    first = json.loads(json.dumps(SQUAD).replace('"is_impossible": false, ', ""))  # SQuAD 1.1 has no such key
+    first["data"][0]["paragraphs"][0]["qas"].pop()
+    (tmp_path / "squad1.json").write_text(json.dumps({**first, "version": "1.1"}))
+    assert read_spans(tmp_path / "squad1.json") == [answered]
 
 
 @pytest.mark.parametrize(
@@ -317,6 +334,9 @@ def test_choices_are_pairs_of_passage_and_answer(start: Path) -> None:
     first, second = task.examples([question])
     assert tokenizer.decode(first.tokens, skip_special=False).endswith("[SEP] the city was red . [SEP]")
     assert first.segments[-1] == 1 and len(first.tokens) <= 16 and (first.label, second.label) == (0, IGNORE)
+    long = question._replace(passage="king " * 600, question="who " * 200)
+    for example in ChoiceTask(Pair(tokenizer, 512), 2).examples([long]):
+        assert len(example.tokens) == 512 and sum(example.segments) == 128 + 1
     with pytest.raises(DataError, match="has 3 options, and others have 2"):
         task.examples([question._replace(options=("a", "b", "c"))])
 

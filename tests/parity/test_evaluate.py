@@ -6,6 +6,8 @@ import math
 import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ import torch
 
 from colonnade.api import Model, save
 from colonnade.cli import main
-from colonnade.config import Plan
+from colonnade.config import LatentConfig, Plan
 from colonnade.errors import ConfigError, DataError, RequestError
 from colonnade.evaluate import run as evaluation
-from colonnade.evaluate.harness import HarnessModel
+from colonnade.evaluate.harness import HarnessModel, sampling
 from colonnade.evaluate.run import TaskOptions, evaluate_model, own_tasks
 from colonnade.evaluate.scorer import Request, Scorer
 from colonnade.evaluate.tasks import speeches
@@ -79,6 +81,36 @@ def test_equal_inputs_are_run_once() -> None:
     assert sum(
         math.exp(each.logp) for each in scorer.score([Request([1, 2, 3], [t]) for t in range(301)])
     ) == pytest.approx(1)
+
+
+def answers(contexts: int = 4, seed: int = 5) -> list[Request]:
+    """Questions with several answers of different lengths, some of them equal or one the beginning of another."""
+    choose, made = random.Random(seed), list[Request]()
+    for length in choose.sample(range(10, 110), contexts):
+        context = choose.choices(range(300), k=length)
+        first = choose.choices(range(300), k=6)
+        made += [Request(context, first), Request(context, first[:3]), Request(context, [first[0]])]
+        made += [Request(context, choose.choices(range(300), k=choose.randrange(1, 12))) for _ in range(3)]
+    return choose.sample(made, len(made))
+
+
+@pytest.mark.parametrize("kind", ["grouped", "window", "latent", "learned"])
+def test_answers_that_share_a_context_equal_a_full_log_softmax(kind: str) -> None:
+    settings: dict[str, Any] = {
+        "grouped": {}, "window": {"window": 24},
+        "latent": {"latent": LatentConfig(kv_rank=5, rope_width=2, v_width=5), "kv_heads": 6},
+        "learned": {"positions": "learned", "norm": "layernorm"},
+    }[kind]  # fmt: skip
+    model, lengths = tiny.model(context=CONTEXT, **settings), []
+    made = answers()
+    expected = [reference(model, each) for each in made]
+    model.register_forward_hook(lambda _, inputs, __: lengths.append(len(inputs[0].tokens_T)))
+    for budget in (100, 100_000):
+        lengths.clear()
+        found = Scorer(model, budget).score(made)
+        assert [each.logp for each in found] == pytest.approx([logp for logp, _ in expected], abs=1e-10)
+        assert [each.greedy for each in found] == [greedy for _, greedy in expected]
+    assert sum(lengths) < 0.4 * sum(len(context) + len(targets) - 1 for context, targets in made)
 
 
 def test_impossible_requests() -> None:
@@ -185,23 +217,43 @@ def test_harness_equals_hflm(folder: Path, tmp_path: Path) -> None:
     assert greedy >= 3
 
 
-def _responses(tasks: list[str], world: int) -> list[tuple[str, dict[str, float], Any]] | None:
-    with DistributedContext.build(Plan(tp=world)) as context:
-        model = tiny.model(context.axes, context=CONTEXT)
-        results = evaluate_model(model, tiny.tokenizer(), TaskOptions(tuple(tasks)))
+def _responses(tasks: list[str], plan: Plan) -> list[tuple[str, dict[str, float], Any]] | None:
+    with DistributedContext.build(plan) as context:
+        own = context.replica()
+        model = tiny.model(own.axes, context=CONTEXT)
+        results = evaluate_model(
+            model, tiny.tokenizer(), TaskOptions(tuple(tasks), budget_tokens=200), data=context.axes.dp
+        )
         return None if results is None else [(each.task, each.metrics, each.samples) for each in results]
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("worlds")
-def test_two_ranks_give_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan", [Plan(tp=2), Plan(dp=2), pytest.param(Plan(tp=2, dp=2), marks=pytest.mark.long)], ids=["tp", "dp", "both"]
+)
+def test_several_ranks_give_the_same(plan: Plan, tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path)
-    (alone,), (first, second) = run(1, _responses, tasks, 1), run(2, _responses, tasks, 2)
-    assert second is None and first is not None and alone is not None and len(first) == 4
+    (alone,), (first, *others) = run(1, _responses, tasks, Plan()), run(plan.world, _responses, tasks, plan)
+    assert not any(others) and first is not None and alone is not None and len(first) == 4
     for (task, metrics, samples), (_, expected, theirs) in zip(first, alone, strict=True):
         assert metrics == pytest.approx(expected, rel=1e-9), task
         if task == "written":
             assert samples == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_command_with_replicas(folder: Path, tmp_path: Path, offline: None) -> None:
+    tables = []
+    for plan in ([], ["--plan.dp", "2"]):
+        out = tmp_path / f"out{len(plan)}"
+        command = [sys.executable, "-m", "colonnade", "eval", str(folder), "--device", "cpu", "--dtype", "float32"]
+        command += ["--tasks", "sotu_next", "sotu_repeat", "--limit", "3", "--out", str(out), *plan]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr
+        tables.append(json.loads((out / "results.json").read_text())["tasks"])
+    assert tables[0] == tables[1]
 
 
 def test_special_tokens_and_prefix() -> None:
@@ -212,10 +264,10 @@ def test_special_tokens_and_prefix() -> None:
     with pytest.raises(ConfigError, match="a task generates 128 tokens, and the model's context is 128"):
         lm.generate_until([type("Instance", (), {"args": ("x", {"until": ["a"], "max_gen_toks": 128})})()])
     with pytest.raises(ConfigError, match="generates with typical_p"):
-        lm._sampling({"until": "a", "typical_p": 0.3})
-    _, params = lm._sampling({"do_sample": True, "temperature": 0.5, "top_p": 0.9, "until": ["\n"]})
+        sampling({"until": "a", "typical_p": 0.3})
+    params = sampling({"do_sample": True, "temperature": 0.5, "top_p": 0.9, "until": ["\n"]})
     assert (params.temperature, params.top_p, params.stop) == (0.5, 0.9, ("\n",))
-    assert lm._sampling({"temperature": 0.7, "do_sample": False})[1].temperature == 0
+    assert sampling({"temperature": 0.7, "do_sample": False}).temperature == 0
 
 
 def test_wikitext_detokenizer_is_megatrons() -> None:
@@ -336,6 +388,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--tasks", "lambada"], 'task lambada needs the file lambada_test.jsonl (lines like {"text": "…"})'),
         (["--tasks", "wikitext103", "--data", "nowhere"], "task wikitext103 needs nowhere"),
         (["--limit", "3"], "--limit, --shots, --data and --chat are for tasks"),
+        (["--plan.dp", "2"], "--plan.dp 2 is for --tasks, whose requests replicas share; leave it out"),
         (["--tasks", "sotu_next", "--limit", "0"], "--limit 0 is not positive"),
         (["--tasks", "sotu_next", "--stride", "3"], "--routing, --context and --stride are for --text"),
         (["--tasks", "none.yaml"], "there is no task file none.yaml"),

@@ -15,6 +15,7 @@ from colonnade.data import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
+from colonnade.train.loop import Trainer
 from colonnade.train.trackers import read_rows
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.grpo import PromptRow, RewardFeed, reward_feed
@@ -36,6 +37,18 @@ def low(prompt, answer, row):
 
 def length(prompt, answer, row):
     return float(len(answer) % 7)
+
+def equal(prompt, answer, row):
+    return 0.5
+
+def first(prompt, answer, row):
+    if row["prompt"] == "fox":
+        while True:
+            pass
+    return 0.5 if row["prompt"] == "The quick" else float(len(answer) % 7)
+
+def broken(prompt, answer, row):
+    return row["no such key"]
 """
 
 
@@ -175,9 +188,9 @@ def test_any_plan_gives_the_same_answers_and_losses(plan: Plan, lora: LoraConfig
     several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=3))
     tuning.fit(alone, reward_feed(rows(), tune, alone))
     in_world(plan.world, tuning.fit, several, reward_feed(rows(), tune, several))
-    for ours, theirs in zip(read_rows(several.folder), read_rows(alone.folder), strict=True):
+    for step, (ours, theirs) in enumerate(zip(read_rows(several.folder), read_rows(alone.folder), strict=True)):
         for key in ("loss", "grad_norm", "reward", "answer_tokens", "skipped_groups", "kl"):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-9), key
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-9 if step else 1e-10), key
         assert ours["mismatch_max"] < 1e-10
     assert len({row["reward"] for row in read_rows(alone.folder)}) > 1
 
@@ -201,6 +214,53 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
         tuning.fit(
             resumed.replace(train=resumed.train.replace(steps=5)), reward_feed(rows(), tune.replace(group=2), whole)
         )
+
+
+def test_groups_of_equal_rewards_move_nothing(tmp_path: Path) -> None:
+    tune = TuneConfig(reward=reward(tmp_path, "equal"), group=4, max_tokens=2)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8, weight_decay=0.0, steps=1, save_every=1)
+    tuning.fit(run, reward_feed(rows(), tune, run))
+    (row,) = read_rows(run.folder)
+    assert (row["skipped_groups"], row["grad_norm"], row["loss"]) == (2, 0, 0)
+    ours = tuning.weights(run)
+    for name, x in build(tuning.MODEL).state_dict().items():
+        assert torch.equal(ours[name], x), name
+
+
+def test_an_endless_reward_ends_its_sample_only(tmp_path: Path) -> None:
+    tune = TuneConfig(reward=reward(tmp_path, "first"), group=2, max_tokens=4, reward_s=3.0)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=6, micro_batch=6, steps=1, save_every=0)
+    tuning.fit(run, reward_feed(rows(), tune, run))
+    (row,) = read_rows(run.folder)
+    assert row["reward_failures"] == 2
+    assert row["skipped_groups"] >= 2, "that of equal rewards, and that without"
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
+def test_answers_are_sampled_from_the_whole_distribution(name: str) -> None:
+    """A filter would enter the ratio of probabilities (TRL issue 6789), so there is no setting for one."""
+    with pytest.raises(ConfigError, match=name):
+        TuneConfig(**{name: 0.8})
+
+
+def test_a_reward_that_fails_for_every_answer_ends_the_run(tmp_path: Path) -> None:
+    tune = TuneConfig(reward=reward(tmp_path, "broken"), group=4, max_tokens=2)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8)
+    with pytest.raises(DataError, match="failed for all 8 answers of a step, of the first: KeyError: 'no such key'"):
+        tuning.fit(run, reward_feed(rows(), tune, run))
+
+
+def test_a_trainer_does_not_compile_answers_by_default(tmp_path: Path) -> None:
+    """Also without a Tuner; a GPU's default is to compile, which is refused."""
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=2)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8)
+    assert run.resolved("cuda").train.compile
+    feed = reward_feed(rows(), tune, run)
+    assert Trainer(run, feed=feed).run.resolved("cuda").train.compile is False
+    with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context, feed=feed) as training:
+        assert training.run.resolved("cuda").train.compile is False
+    with pytest.raises(ConfigError, match=r"without train\.compile"):
+        Trainer(run.replace(train=run.train.replace(compile=True)), feed=feed)
 
 
 def _bandit(folder: Path) -> Path:

@@ -147,6 +147,7 @@ def _check_plan(plan: Plan, model: ModelConfig, tmp_path: Path) -> None:
     tuning.fit(alone, feed)
     several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=1))
     in_world(plan.world, tuning.fit, several, feed)
+    assert tuning.history(several)[:2] == pytest.approx(tuning.history(alone)[:2], rel=1e-10)
     assert tuning.history(several) == pytest.approx(tuning.history(alone), rel=1e-9)
     mine = tuning.weights(several)
     for name, x in tuning.weights(alone).items():

@@ -209,10 +209,10 @@ def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest
     output = capfd.readouterr()
     assert output.out.count("ok  ") == len(plans)
     assert f"{len(plans)} of {len(plans)} plans equal one process" in output.err
-    assert "leaked" not in output.err, "no output of leak checks"
 
 
 @pytest.mark.slow
+@pytest.mark.exec
 def test_encoder_compares_no_generated_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,13 +224,16 @@ def test_encoder_compares_no_generated_tokens(
     assert "leaked" not in capfd.readouterr().err, "workers leak no objects"
 
 
-def _checkpoint(folder: Path) -> Path:
-    config = MODEL.replace(kv_heads=1, layers=2)
+def _checkpoint(folder: Path, **changes: object) -> Path:
+    config = MODEL.replace(**changes)
     native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo())
     return folder
 
 
-def test_checkpoint_is_verified_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.exec  # a program started by fork ends without leak checks
+def test_checkpoint_is_verified_by_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One key/value head allows no tensor parallelism, so no such plan is tried."""
     allowed: list[Plan] = []
 
@@ -240,10 +243,11 @@ def test_checkpoint_is_verified_by_its_config(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(it, "covering", two)
     out = tmp_path / "verify.json"
-    assert _verify(_checkpoint(tmp_path / "tiny"), "--world", "2", "--out", out) == 0
+    assert _verify(_checkpoint(tmp_path / "tiny", kv_heads=1, layers=2), "--world", "2", "--out", out) == 0
     assert {plan.tp for plan in allowed} == {1} and {plan.pp for plan in allowed} == {1, 2}
     found = _read(out, 2)["model"]
     assert (found["kv_heads"], found["qk_norm"], found["window"]) == (1, True, 7)
+    assert "leaked" not in capfd.readouterr().err, "no output of leak checks"
 
 
 def test_one_process_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +265,7 @@ def test_miss_exits_with_1_and_names_the_tensor(
     broken = functools.partial(faults.work, faults.tied_gradients_not_summed)
     monkeypatch.setattr(verifying, "_work", broken)
     monkeypatch.setattr(it, "all_plans", lambda *_: [Plan(pp=2), Plan(dp=2)])
-    assert _verify("tour", "--world", "2", "--all", "--out", out) == 1
+    assert _verify(_checkpoint(tmp_path / "tiny", layers=4), "--world", "2", "--all", "--out", out) == 1
     broke, correct = _read(out, 2)["plans"]
     assert (broke["ok"], correct["ok"]) == (False, True)
     assert broke["where"]["gradients"] == "embed.tokens.weight"

@@ -14,8 +14,8 @@ from colonnade.checkpoint.hf.write import write_hf
 from colonnade.errors import CheckpointError
 from colonnade.model import Rows, Source
 from colonnade.speech.log_mel import log_mel
+from colonnade.speech.token_times import token_starts
 from colonnade.speech.transcribe import Window
-from colonnade.speech.word_times import token_starts
 from tests.encdec import inputs, texts
 from tests.hf import load
 from tests.hf_theirs import same_loss_and_gradients

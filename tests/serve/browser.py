@@ -113,8 +113,8 @@ class Browser:
 
 
 @contextmanager
-def browser() -> Iterator[Browser]:
-    """A browser with an empty profile; killed at the end."""
+def browser(*flags: str) -> Iterator[Browser]:
+    """A browser with an empty profile and more flags; killed at the end."""
     assert PATH is not None, MISSING
     command_end, commands = os.pipe()
     replies, reply_end = os.pipe()
@@ -122,7 +122,7 @@ def browser() -> Iterator[Browser]:
     wrapper = ["bash", "-c", f'exec "$@" 3<&{command_end} 4>&{reply_end}', "browser"]
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
-            [*wrapper, PATH, *FLAGS, f"--user-data-dir={profile}"],
+            [*wrapper, PATH, *FLAGS, *flags, f"--user-data-dir={profile}"],
             pass_fds=(command_end, reply_end), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         with process:

@@ -19,7 +19,7 @@ from colonnade.serve.worker import Loaded
 from tests.serve import tiny
 
 MINE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-pytestmark = pytest.mark.skipif(len(MINE) < 2, reason="needs Linux and two CPUs")
+pytestmark = [pytest.mark.skipif(len(MINE) < 2, reason="needs Linux and two CPUs"), pytest.mark.exec]
 
 
 def record(folder: str, context: DistributedContext) -> Loaded:

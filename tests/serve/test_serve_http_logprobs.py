@@ -85,6 +85,14 @@ def test_log_likelihood_of_a_continuation(client: openai.OpenAI):
     assert prompt.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
 
 
+def test_scoring_more_than_the_context_is_refused_with_numbers(running: Running):
+    for count, wanted in ((128, 1), (200, 0)):
+        asked = {"prompt": [5] * count, "echo": True, "logprobs": 1, "max_tokens": wanted}
+        reply = httpx.post(f"{running.url}/v1/completions", json=asked)
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and str(count) in error["message"] and "128" in error["message"], error
+
+
 def test_streamed_logprobs_join_to_the_whole(client: openai.OpenAI):
     asked = {"model": "tiny", "prompt": [PROMPT, "The quick"], "logprobs": 2, "echo": True, "extra_body": IGNORE_EOS}
     whole = client.completions.create(**asked, **GREEDY)

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
+from colonnade.serve.api.tokenize import TokenizerInfo
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
@@ -74,6 +76,17 @@ def test_tokenize_and_detokenize_are_inverse(running: Running):
     assert post(running, "/tokenize", {"prompt": "x"}).json()["token_strs"] is None
     assert post(running, "/tokenize", {"prompt": "", "model": "tiny"}).json()["tokens"] == []
     assert post(running, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+def test_tokenizer_info(running: Running):
+    """lm-eval's remote tokenizer reads it."""
+    info = httpx.get(f"{running.url}/tokenizer_info").json()
+    assert info == tiny.tokenizer().info and info["chat_template"] == tiny.TEMPLATE
+    assert post(running, "/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"] == [
+        0
+    ]
+    assert httpx.get(f"{running.url}/tokenizer_info?model=other").status_code == 404
+    TypeAdapter(TokenizerInfo).validate_python(info)
 
 
 def test_messages_are_tokenised_with_the_template(running: Running):

@@ -18,8 +18,10 @@ import context
 import cost_growth
 import decode_model
 import engine
+import expert_compression
 import flash_decoding
 import fsdp
+import int8_step
 import moe_cpu
 import moe_layer
 import prefill
@@ -27,6 +29,7 @@ import quantised_linear
 import quantised_quality
 import skinny_gemm
 import speech
+import speech_streams
 import weak_scaling
 from colonnade import api
 from colonnade.config import Plan
@@ -162,6 +165,10 @@ def test_flash_decoding_benchmark(tmp_path: Path) -> None:
     assert len(cells) == 6 and len(pinned) == 1
     assert pinned[0]["of_pinned"] == pytest.approx(pinned[0]["pinned_us"] / pinned[0]["us"], abs=1e-3)
     assert not decode_tiles.OVERRIDE, "the pinned tiles are removed again"
+    flash_decoding.main(["--tiny", "--sweep", "0", "8", "--resume", "--out", str(tmp_path)])
+    more = json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]
+    assert sorted(row["cell"] for row in more) == list(range(8))
+    assert all(row in more for row in cells), "cells of the record are kept"
     flash_decoding.main(["--tiny", "--eight-bits", "--out", str(tmp_path)])
     caches = json.loads((tmp_path / "flash_decoding_eight_tiny.json").read_text())["rows"]
     assert [row["cache"] for row in caches] == ["bfloat16", "float8", "float8, scales", "int8, scales"]
@@ -349,6 +356,23 @@ def test_compress_benchmark(tmp_path: Path) -> None:
     assert [row["what"] for row in again] == list(rows)
 
 
+@pytest.mark.slow
+def test_expert_compression_benchmark(tmp_path: Path) -> None:
+    expert_compression.main(["--tiny", "--out", str(tmp_path)])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "expert_compression.json").read_text())["rows"]}
+    assert rows["all experts"]["kl_nats"] == 0
+    size = {what: row["expert_bytes"] for what, row in rows.items()}
+    assert size["keep 2, reap"] == size["merge 2"] == size["all experts"] // 4
+    assert size["ternary 0.5 bits"] < size["ternary 0.889 bits"] < size["int4 g32 gptq, keep 2 by reap"]
+    assert all(row["perplexity"] > 1 for row in rows.values())
+
+
+def test_int8_step_benchmark(tmp_path: Path) -> None:
+    int8_step.main(["--tiny", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "int8_step_cpu.json").read_text())["rows"]
+    assert row["ratio"] > 0
+
+
 def test_quantised_quality_benchmark(tmp_path: Path) -> None:
     """A shuffled model gives the same logits in other quantisation groups; KL to itself is 0."""
     config = decode_model.TINY.replace(width=64, tied=True)
@@ -390,16 +414,32 @@ def test_prefill_benchmark() -> None:
     assert results[0].value == rows[0]["tokens_per_s"] and results[0].peer_value == rows[1]["tokens_per_s"]
 
 
+def test_the_benchmark_of_streams_measures(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip("PIL")
+    threads = torch.get_num_threads()
+    try:
+        speech_streams.main(["--tiny", "--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "speech_streams_cpu.json").read_text())["rows"]
+    kinds = ["one live stream"] * 2 + ["front ends"] * 2 + ["encoder step"] * 2 + ["streams"]
+    assert [row["what"] for row in rows] == kinds
+    assert 1 < rows[0]["letters_per_s"] < 60
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_speech_trains_and_measures(tmp_path: Path) -> None:
     pytest.importorskip("espeakng_loader")
     speech.main(["--tiny", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "speech_cpu.json").read_text())["rows"]
     assert [row["what"] for row in rows] == [
+        "speaking",
         "training",
         *["word errors"] * 10,
         *["times of words"] * 2,
         *["streams"] * 4,
     ]
     assert all(row["equal_to_whole"] == row["recordings"] for row in rows if row["what"] == "streams")
-    assert (tmp_path / "speech_cpu.png").stat().st_size > 10_000
+    speech.main(["--draw", "--out", str(tmp_path), "--picture", str(tmp_path / "speech.png")])
+    assert (tmp_path / "speech.png").stat().st_size > 10_000

@@ -46,25 +46,29 @@ def test_old_turns_leave_whole() -> None:
 
 
 @pytest.mark.slow
-def test_a_conversation_in_int8_outlives_the_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("context", "flags"), [(48, ["--int8"]), (1024, ["--serve.pages", "4", "--serve.page_tokens", "16"])],
+    ids=["context", "cache"],
+)  # fmt: skip
+def test_a_conversation_outlives_the_context_and_the_cache(tmp_path: Path, context: int, flags: list[str]) -> None:
     """DialoGPT's files, from the question to the answer, with more turns than fit."""
     tokenizer = tiny.tokenizer()
     config = ModelConfig.model_validate(preset("gpt2").model_dump() | {
         "vocab_size": tokenizer.vocab_size, "layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "head_width": 16,
-        "ffn_width": 64, "context": 48,
+        "ffn_width": 64, "context": context,
     })  # fmt: skip
     path, model = tmp_path / "m", initialise(Transformer(config), 0).requires_grad_(False)
     api.save(api.Model(model, tokenizer, DistributedContext.solo(), "m"), path, format="hf")
     written = json.loads((path / "config.json").read_text())
     written["task_specific_params"] = {"conversational": {"max_length": 1000}}
     (path / "config.json").write_text(json.dumps(written))
-    command = [sys.executable, "-m", "colonnade", "chat", str(path), "--int8", "--max_tokens", "4", "--device", "cpu"]
+    command = [sys.executable, "-m", "colonnade", "chat", str(path), *flags, "--max_tokens", "4", "--device", "cpu"]
     done = subprocess.run(
         command, input=8 * "the quick fox\n", text=True, capture_output=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "the context is full: the oldest turns are left out" in done.stderr
-    assert "RequestError" not in done.stderr
+    assert "the context or the KV cache is full: the oldest turns are left out" in done.stderr
+    assert "RequestError" not in done.stderr and "this server holds" not in done.stderr
     assert len(done.stdout.splitlines()) >= 8
 
 

@@ -147,7 +147,12 @@ def test_steps_on_eight_cores():
         assert [step.name for step in (default, aligned, pinned)] == ["default", "aligned", "pinned"]
         assert (default.threads, aligned.threads) == (8, 2) and pinned.pinned and not aligned.pinned
         assert "OMP_NUM_THREADS" in cpu_ladder.environment(aligned) and not cpu_ladder.environment(pinned)
-    assert [step.weights for step in cpu_ladder.steps_of("chat", settings)[3:]] == ["int8", "int4"]
+    assert [step.weights for step in cpu_ladder.steps_of("chat", settings)[3:]] == ["int8", "int4", "int4"]
+    assert [step.name for step in cpu_ladder.steps_of("text", settings)[3:]] == [
+        "bfloat16",
+        "student",
+        "pinned, token ids",
+    ]
 
 
 def test_own_thread_settings_are_not_inherited(monkeypatch: pytest.MonkeyPatch):

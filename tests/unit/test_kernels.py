@@ -8,12 +8,14 @@ import torch
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.attention.shared_prefix import PrefixTree, shared_prefix_reference
 from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.registry import KERNELS, Kernel, choose
 from tests.worlds import assert_same
 
 PACKED = [row for row in KERNELS if row.operation == "packed_attention" and row.name != "reference"]
+SHARED_PREFIX = [row for row in KERNELS if row.operation == "shared_prefix_attention" and row.name != "reference"]
 LINEAR = [row for row in KERNELS if row.operation == "linear" and row.name != "reference"]
 PAGED = [row for row in KERNELS if row.operation == "paged_attention" and row.name != "reference"]
 
@@ -46,6 +48,26 @@ def test_packed_attention_matches_the_reference(
         results.append((o, *(torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v))))
     for ours, theirs in zip(results[1], results[0], strict=True):
         assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("row", on_cpu(SHARED_PREFIX), ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    ("prefixes", "continuations"),
+    [([5, 1, 7], [[2, 3, 1], [4], []]), ([3, 2], [[], []]), ([6], [[1, 1]]), ([], [])],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("kv", [1, 2, 6])
+def test_shared_prefix_attention_matches_the_reference(
+    row: Kernel, prefixes: list[int], continuations: list[list[int]], window: int | None, kv: int
+) -> None:
+    tree = PrefixTree.of(prefixes, continuations, "cpu")
+    q, k, v = (random_heads(sum(prefixes) + sum(map(sum, continuations)), n, i) for i, n in enumerate((6, kv, kv)))
+    expected = shared_prefix_reference(q, k, v, tree, window=window)
+    assert_same(row.run(q, k, v, tree, window=window), expected)
+    if prefixes and not any(continuations):
+        cu = tree.cu_prefixes
+        assert_same(expected, reference.packed(q, k, v, cu, longest=max(prefixes), equal=False, window=window))
 
 
 def page_table(new: list[int], known: list[int], page: int, *, scattered: bool) -> PageTable:

@@ -11,6 +11,8 @@ from colonnade.tune.rewards import Answer, RewardPool
 
 FUNCTIONS = """
 import os, time
+from fractions import Fraction
+import numpy as np
 
 def reward(prompt, answer, row):
     if answer == "raise":
@@ -26,6 +28,12 @@ def reward(prompt, answer, row):
         return float("nan")
     if answer == "huge":
         return 10**400
+    if answer == "numpy":
+        return np.float32(0.5)
+    if answer == "fraction":
+        return Fraction(1, 4)
+    if answer == "array":
+        return np.zeros(2)
     return len(answer) + row["bonus"]
 
 number = 3
@@ -56,6 +64,14 @@ def test_failures_end_their_sample_only(functions: str) -> None:
     assert "no finite number" in failures[5]
     assert "no finite number" in failures[6]
     assert again[0].reward == 4
+
+
+def test_numbers_of_other_libraries_are_rewards(functions: str) -> None:
+    answers = [Answer("p", answer, {"bonus": 0.0}) for answer in ("numpy", "fraction", "array")]
+    with RewardPool(functions, limit_s=LIMIT_S) as pool:
+        scored = pool.score(answers)
+    assert [each.reward for each in scored] == [0.5, 0.25, None]
+    assert "TypeError" in scored[2].failure
 
 
 def test_no_answers_need_no_process() -> None:

@@ -1,83 +1,115 @@
-"""Alignment of tokens with frames, and how a text is split into words."""
+"""Times of words: letter targets from known times, words from spans, and the loss that uses both."""
 
-import itertools
-
-import numpy as np
 import pytest
 import torch
 
-from colonnade.cli import main
-from colonnade.speech.transcribe import Segment, write_transcript
-from colonnade.speech.word_times import Word, alignment_heads, median_filter, split_words, token_starts, warp
-from tests.serve import tiny
+from colonnade.config.speech import SpeechConfig
+from colonnade.errors import DataError
+from colonnade.kernels.ctc import Span, align
+from colonnade.speech.model import LETTER_WEIGHT, SpeechModel
+from colonnade.speech.word_times import PARTS, UNKNOWN, letter_targets, word_times
+from tests.worlds import assert_same
+
+TINY = SpeechConfig(layers=1, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, segment=4, left=6)
+A, B, SPACE = (TINY.letters.index(x) + 1 for x in "ab ")
 
 
-def cheapest(cost_TS: np.ndarray) -> float:
-    """By enumeration of all monotone paths."""
-    T, S = cost_TS.shape
-    best = np.inf
-
-    def go(i: int, j: int, total: float) -> None:
-        nonlocal best
-        total += cost_TS[i, j]
-        if (i, j) == (T - 1, S - 1):
-            best = min(best, total)
-        for a, b in ((i + 1, j + 1), (i + 1, j), (i, j + 1)):
-            if a < T and b < S:
-                go(a, b, total)
-
-    go(0, 0, 0.0)
-    return best
+def test_letters_share_the_time_of_their_word():
+    """Words of 40 to 120 ms and 120 to 200 ms: a space of 20 ms is between them."""
+    targets = letter_targets([A, B, SPACE, B], SPACE, [(0.04, 0.12), (0.12, 0.2)], frames=6)
+    expected = [0] * 4 + [A] * 4 + [B] * 3 + [SPACE] * 2 + [B] * 7 + [0] * 4
+    assert targets.tolist() == expected
+    assert len(targets) == PARTS * 6
 
 
-@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 5), (4, 1), (3, 6), (5, 5), (6, 4)])
-def test_the_path_is_the_cheapest_of_all(T: int, S: int) -> None:
-    for seed in range(5):
-        cost = np.random.default_rng(seed).standard_normal((T, S))
-        rows, columns = warp(cost)
-        assert (rows[0], columns[0], rows[-1], columns[-1]) == (0, 0, T - 1, S - 1)
-        steps = {(int(b - a), int(d - c)) for (a, b), (c, d) in zip(
-            itertools.pairwise(rows), itertools.pairwise(columns), strict=True)}  # fmt: skip
-        assert steps <= {(1, 1), (1, 0), (0, 1)}
-        assert cost[rows, columns].sum() == pytest.approx(cheapest(cost))
+def test_a_space_fills_a_pause():
+    targets = letter_targets([A, SPACE, B], SPACE, [(0.0, 0.04), (0.1, 0.14)], frames=4)
+    assert targets.tolist() == [A] * 4 + [SPACE] * 6 + [B] * 4 + [0] * 2
 
 
-def test_a_diagonal_is_found() -> None:
-    """Three tokens that look at frames 0–3, 4–8 and 9–11."""
-    weights = torch.full((2, 3, 12), 0.01)
-    for token, frames in enumerate(((0, 4), (4, 9), (9, 12))):
-        weights[:, token, slice(*frames)] = 0.2
-    assert token_starts(weights) == [0, 4, 9]
+def test_words_outside_of_the_recording_are_cut():
+    targets = letter_targets([A, SPACE, B], SPACE, [(-0.02, 0.04), (0.06, 0.4)], frames=2)
+    assert targets.tolist() == [A] * 4 + [SPACE] * 2 + [B] * 2
+    assert letter_targets([A], SPACE, [(0.05, 0.05)], frames=2).tolist() == [0] * 8
 
 
-def test_medians_take_out_single_frames() -> None:
-    x = torch.zeros(1, 1, 20)
-    x[..., 7] = 9.0
-    assert not median_filter(x).any()
-    x[..., 7:13] = 9.0
-    assert median_filter(x)[0, 0].nonzero().flatten().tolist() == list(range(7, 13))
-    assert torch.equal(median_filter(x[..., :3]), x[..., :3])
+def test_times_must_be_those_of_the_words():
+    with pytest.raises(DataError, match="1 times of words, but the text has 2"):
+        letter_targets([A, SPACE, B], SPACE, [(0.0, 0.1)], frames=4)
 
 
-def test_words_keep_characters_whole() -> None:
-    tokenizer = tiny.tokenizer()
-    text = " The quick Übermut 你好, fox."
-    tokens = tokenizer.encode(text)
-    found = split_words(tokens, tokenizer, "en")
-    assert [token for word in found for token in word] == tokens
-    assert [tokenizer.decode(word) for word in found] == [" The", " quick", " Übermut", " 你好,", " fox."]
-    characters = split_words(tokenizer.encode("你好"), tokenizer, "zh")
-    assert [tokenizer.decode(each) for each in characters] == ["你", "好"]
+def test_alignment_to_exact_probabilities_gives_back_the_times():
+    text, words = "ab ba b", [(0.05, 0.25), (0.25, 0.43), (0.6, 0.71)]
+    targets = letter_targets(TINY.labels(text), SPACE, words, frames=20)
+    logprobs_PV = torch.full((80, TINY.vocab_size), 1e-4).scatter_(1, targets[:, None], 0.9).log()
+    found = word_times(text, align(logprobs_PV, TINY.labels(text)))
+    assert [each.word for each in found] == text.split()
+    for each, (start, end) in zip(found, words, strict=True):
+        assert abs(each.start_s - start) <= 0.011
+        assert abs(each.end_s - end) <= 0.011
+        assert each.score == pytest.approx(0.9, abs=1e-3)
 
 
-def test_without_a_list_the_upper_half_of_the_layers_is_used() -> None:
-    assert alignment_heads(None, 4, 2) == {2: [0, 1], 3: [0, 1]}
-    assert alignment_heads([[1, 0], [3, 1], [1, 5]], 4, 6) == {1: [0, 5], 3: [1]}
+def test_double_spaces_have_no_word():
+    spans = [Span(i, i + 1, 0.5) for i in range(4)]
+    assert [each.word for each in word_times("a  b", spans)] == ["a", "b"]
 
 
-def test_words_in_json_and_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    segment = Segment(0, 1.5, " One two", (1,), -0.25, words=(Word("One", 0.1, 0.5, 0.9), Word("two", 0.5, 1.2, 0.8)))
-    assert '"word": "two"' in write_transcript([segment], "json")
-    with pytest.raises(SystemExit):
-        main(["speech", "transcribe", "a.wav", "--words"])
-    assert "--words needs --format json, and it is txt" in capsys.readouterr().err
+def test_the_loss_takes_times_where_they_are_known():
+    """Cross-entropy for the first recording, CTC for the second; gradients of both."""
+    model, lengths, labels = SpeechModel(TINY, 0, torch.float64), [9, 8], [[A, SPACE, B], [B]]
+    x_TD = torch.randn(17, 16, dtype=torch.float64)
+    free = model.loss(x_TD, lengths, labels)
+    known = letter_targets(labels[0], SPACE, [(0.02, 0.15), (0.15, 0.3)], 9)
+    letters_P = torch.cat((known, torch.full((PARTS * 8,), UNKNOWN)))
+    mixed = model.loss(x_TD, lengths, labels, letters_P)
+    y_TD = model.encode(x_TD, lengths)
+    entropy = -model.letter_logprobs(y_TD)[torch.arange(PARTS * 9), known].sum() / PARTS
+    frames = model.letters(y_TD)[:9].view(9, PARTS, -1).mean(1).log_softmax(1)
+    ctc = torch.nn.functional.ctc_loss(
+        frames[:, None], torch.tensor([labels[0]]), torch.tensor([9]), torch.tensor([3]), reduction="sum"
+    )
+    assert_same(mixed - free, LETTER_WEIGHT * (entropy - ctc) / 4)
+    mixed.backward()
+    assert model.letters.weight.grad is not None
+
+
+@pytest.mark.slow
+def test_training_learns_the_times_of_words():
+    """A model that hears four letters as tones places them within 20 ms after 150 steps."""
+    config = TINY.replace(width=32, ffn_width=64, joint_width=16, right=1, audio_history=4)
+    model = SpeechModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    generator = torch.Generator().manual_seed(0)
+
+    def example() -> tuple[torch.Tensor, str, list[tuple[float, float]]]:
+        start_s, samples, words, letters = 0.1, [torch.zeros(1600)], [], []
+        for _ in range(3):
+            letter = int(torch.randint(4, (1,), generator=generator))
+            count = int(torch.randint(2400, 4800, (1,), generator=generator))
+            samples.append(0.3 * torch.sin(torch.arange(count) * 2 * torch.pi * (400 + 500 * letter) / 16000))
+            words.append((start_s, start_s + count / 16000))
+            letters.append("abcd"[letter])
+            start_s += count / 16000
+        return torch.cat((*samples, torch.zeros(1600))), " ".join(letters), words
+
+    for _ in range(150):
+        batch = [example() for _ in range(4)]
+        mels = [model.features(samples) for samples, _, _ in batch]
+        labels = [config.labels(text) for _, text, _ in batch]
+        targets = [
+            letter_targets(own, SPACE, words, len(mel))
+            for own, (_, _, words), mel in zip(labels, batch, mels, strict=True)
+        ]
+        x_TD = model.frames(torch.cat(mels))
+        loss = model.loss(x_TD, [len(mel) for mel in mels], labels, torch.cat(targets))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    errors = [
+        abs(found - true)
+        for samples, text, words in (example() for _ in range(10))
+        for each, bounds in zip(model.align(samples, text), words, strict=True)
+        for found, true in zip(each[1:3], bounds, strict=True)
+    ]
+    assert sum(error <= 0.02 for error in errors) >= 0.9 * len(errors)

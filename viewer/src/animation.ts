@@ -7,6 +7,7 @@
  * with "outer" goes on with the columns of its left child and the rows of its right one.
  */
 
+import { shown } from "./describe";
 import type { Product, Tree } from "./expression";
 import { needsRows, type NodeSpec, type Shape } from "./values";
 
@@ -105,7 +106,7 @@ export function narrate(plan: Schedule, cursor: number): string {
   if (!plan.phases.length) return "";
   if (cursor >= plan.total) return "All products are complete.";
   const phase = plan.phases.find((each) => cursor < each.start + each.steps)!;
-  const names = phase.parts.map((part) => part.node.name ?? "the product").join(", ");
+  const names = phase.parts.map((part) => shown(part.node)).join(", ");
   const words: Record<Kind, string> = {
     none: "", dot: "dot product", "dot columns": "dot product", rows: "row", columns: "column", outer: "outer product",
   };

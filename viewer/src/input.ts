@@ -40,7 +40,7 @@ export function listen(app: App, view: View, canvas: HTMLCanvasElement): void {
   });
   canvas.addEventListener("dblclick", (event) => {
     const picked = view.pick(...at(event));
-    if (picked) view.focus(picked.key);
+    if (picked) app.goTo(picked.key, picked.frame);
   });
   const keys: Record<string, () => void> = {
     ArrowLeft: () => view.move(-0.1, 0, 1), ArrowRight: () => view.move(0.1, 0, 1),

@@ -33,7 +33,7 @@ export const overlaps = (a: Rectangle, b: Rectangle): boolean =>
 
 export class Labels {
   private list: Label[] = [];
-  readonly group = new THREE.Group();
+  group = new THREE.Group();
 
   add(frame: Frame, text: string, named: boolean, colour: string, halo: string, ratio: number): void {
     const canvas = document.createElement("canvas");
@@ -102,6 +102,6 @@ export class Labels {
 
   clear(): void {
     this.list = [];
-    this.group.clear();
+    this.group = new THREE.Group();
   }
 }

@@ -2,16 +2,18 @@
 
 import { narrate } from "./animation";
 import { cacheBoard, headsBoard, type Shown } from "./boards";
-import { describeScene, shown } from "./describe";
+import { caption, describeScene, type Tokens } from "./describe";
 import { EXAMPLES, TOUR } from "./examples";
-import { ExpressionError, parse, products, type Tree } from "./expression";
+import { ExpressionError, parse, type Tree } from "./expression";
 import { Panel } from "./panel";
 import * as remote from "./remote";
 import { routingBoard } from "./routing";
-import { checked, compact, decode, DEFAULT, encode, type State } from "./state";
+import { checked, compact, decode, DEFAULT, encode, WHOLE, type State } from "./state";
 import { listen } from "./input";
+import { Inspector } from "./inspector";
+import type { Picked } from "./picking";
 import { evaluate, shapes, type LeafSpec, type Matrix, type TensorRef } from "./values";
-import { View, type Picked } from "./view";
+import { View } from "./view";
 
 const $ = <T extends HTMLElement>(id: string): T => document.getElementById(id) as T;
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
@@ -22,11 +24,12 @@ export class App {
   state: State = DEFAULT;
   trees: readonly Tree[] = [];
   info: remote.ModelInfo | null = null;
-  pieces: readonly string[] = [];
   private readonly view: View;
   private readonly panel: Panel;
+  private readonly inspector: Inspector;
   private cursor = 0;
-  pinned: Picked | null = null;
+  /** The product that the page is near at first; "" for the whole scene. */
+  private start = "";
   private lastStep = 0;
   private cameraTimer = 0;
   private loads = 0;
@@ -35,6 +38,7 @@ export class App {
 
   constructor() {
     this.view = new View($("canvas"));
+    this.inspector = new Inspector(this.view, $("stage"), $("value"));
     this.panel = new Panel(this, $("panel"), $("player"), $("tour"));
     this.view.onCamera = () => {
       window.clearTimeout(this.cameraTimer);
@@ -51,7 +55,7 @@ export class App {
     });
     listen(this, this.view, $("canvas"));
     const resized = new ResizeObserver(() => this.refit());
-    for (const id of ["stage", "note", "tour", "player"]) resized.observe($(id));
+    for (const id of ["stage", "caption", "tour", "player"]) resized.observe($(id));
     this.view.onChange = () => this.wake();
   }
 
@@ -61,34 +65,41 @@ export class App {
     this.frame = requestAnimationFrame((now) => {
       this.frame = 0;
       this.tick(now);
-      this.view.draw();
+      if (this.view.draw()) this.inspector.place();
       if ((this.state.playing && this.total > 0) || this.view.settling) this.wake();
     });
   }
   private frame = 0;
 
+  get pinned(): Picked | null {
+    return this.inspector.pinned;
+  }
+
   get dark(): boolean {
     return this.state.theme === "auto" ? prefersDark.matches : this.state.theme === "dark";
   }
 
-  async start(): Promise<void> {
+  async begin(): Promise<void> {
     await this.open(location.hash.slice(1));
     try {
       this.info = await remote.modelInfo();
-    } catch (error) {
-      this.panel.askKey(String((error as Error).message));
+    } catch {
+      this.panel.askKey("");
     }
     this.panel.update();
   }
 
+  /** Tries an admin key: shows the model, or says why not. */
   async unlock(key: string): Promise<void> {
     remote.setKey(key);
     try {
       this.info = await remote.modelInfo();
-      this.panel.update();
-    } catch (error) {
-      this.panel.askKey(String((error as Error).message));
+      if (!this.info) this.panel.askKey("The server did not answer. Try again.");
+      else if (this.state.model.page !== "") await this.show();
+    } catch {
+      this.panel.askKey("This is not the server's admin key. Try again.");
     }
+    this.panel.update();
   }
 
   /** Opens a link; a bad one shows its error and the page as it was. */
@@ -111,7 +122,6 @@ export class App {
     window.clearTimeout(this.cameraTimer);
     this.state = state;
     this.cursor = state.cursor;
-    this.pinned = null;
     await this.show();
     if (write) await this.write();
   }
@@ -138,6 +148,7 @@ export class App {
   private keepCamera(): void {
     if ($("canvas").hidden) return;
     this.state = { ...this.state, camera: this.view.getCamera() };
+    this.nameFocus();
     void this.write();
   }
 
@@ -170,25 +181,32 @@ export class App {
     delete document.documentElement.dataset["ready"];
     document.documentElement.dataset["theme"] = this.dark ? "dark" : "light";
     $("error").hidden = true;
-    $("value").hidden = true;
+    this.inspector.clear();
     try {
       const { model } = this.state;
       let board: any = null;
       let found: Shown | null = null;
+      let pieces: readonly string[] = [];
+      let [start, positions] = ["", {} as Tokens["positions"]];
       if (model.page !== "") {
         let run = "";
         if (model.page !== "cache") {
           const recording = await remote.record(model.text);
           run = recording.run;
-          this.pieces = recording.pieces;
+          pieces = recording.pieces;
         }
         const scene = await remote.scene(model.page, run, model.layer, model.head, model.rank);
         if (load !== this.loads) return;
         if (BOARDS.includes(model.page)) {
           board = scene;
           this.state = { ...this.state, title: scene.title, note: scene.note };
-        } else this.state = checked({ ...this.state, ...scene });
-      } else this.pieces = [];
+        } else {
+          const { start: near = "", positions: some = {}, ...rest } = scene;
+          [start, positions] = [near, some];
+          this.state = checked({ ...this.state, ...rest });
+        }
+      }
+      this.start = start;
       $("board").hidden = !board;
       $("canvas").hidden = Boolean(board);
       if (board) {
@@ -204,12 +222,15 @@ export class App {
         const faces = await this.faces(trees);
         if (load !== this.loads) return;
         this.trees = trees;
-        this.view.show(trees, this.state, faces, this.dark);
+        this.inspector.trees = trees;
+        this.inspector.tokens = { pieces, letters: this.state.letters, positions };
+        this.view.show(trees, this.state, faces, this.dark, start);
         this.setCursor(this.state.cursor);
       }
       const words = found ? `${this.state.title}. ${this.state.note} ${found.words}` : describeScene(this.trees, shapes(this.trees, this.state.leaves), this.state);
       $("title").textContent = this.state.title || "Inside the matrix";
       $("note").textContent = this.state.note;
+      this.nameFocus();
       this.panel.update();
       $("description").textContent = words;
       $("canvas").setAttribute("aria-label", this.state.title || "Product of matrices");
@@ -287,8 +308,18 @@ export class App {
 
   /** Shows the whole scene again. */
   showAll(): void {
+    this.look(this.start ? WHOLE : "", DEFAULT.camera);
+  }
+
+  /** Brings a matrix near. */
+  goTo(key: string, frame = 0): void {
+    this.look(key, [...this.view.facing(key, frame), 0, 0, 0, 0]);
+  }
+
+  private look(focus: string, camera: readonly number[]): void {
     window.clearTimeout(this.cameraTimer);
-    this.state = { ...this.state, camera: DEFAULT.camera };
+    this.state = { ...this.state, focus, camera };
+    this.nameFocus();
     this.fitted = "";
     this.refit();
     void this.write();
@@ -298,47 +329,49 @@ export class App {
   focusNext(): void {
     const keys = [...this.view.faces.keys()].filter((key) => this.view.shows(key));
     if (!keys.length) return;
-    this.focused = this.pinned?.key ?? keys[(keys.indexOf(this.focused) + 1) % keys.length]!;
-    this.view.focus(this.focused);
+    this.goTo(this.pinned?.key ?? keys[(keys.indexOf(this.state.focus || this.start) + 1) % keys.length]!);
   }
-  private focused = "";
+
+  /** Says which matrix is near, while the camera stays there. */
+  private nameFocus(): void {
+    const { focus, camera, leaves } = this.state;
+    const key = focus === "" ? this.start : focus;
+    const near = camera[2] === 0 && this.view.shows(key) && !$("canvas").hidden;
+    $("near").hidden = !near;
+    if (!near) return;
+    const how = focus === "" ? " (keys: 0 shows all, F the next matrix)" : "";
+    $("near").textContent = caption(this.trees, shapes(this.trees, leaves), this.state, key) + how;
+  }
 
   /** Fits the scene between the title and what lies at the bottom. */
   private refit(): void {
+    const captionBottom = $("caption").offsetTop + $("caption").offsetHeight + 6;
+    for (const id of ["board", "error"]) $(id).style.top = `${captionBottom}px`;
     const shown = (id: string) => !$(id).hidden && $(id).offsetHeight > 0;
     const bottoms = ["tour", "player"].filter(shown).map((id) => $("stage").clientHeight - $(id).offsetTop);
-    const insets = { top: $("note").offsetTop + $("note").offsetHeight + 16, bottom: Math.max(0, ...bottoms) };
+    const insets = { top: captionBottom, bottom: Math.max(0, ...bottoms) };
     const place = JSON.stringify([insets, $("stage").clientWidth, $("stage").clientHeight, this.state.camera, this.loads]);
     if (place === this.fitted) return;
     this.fitted = place;
     this.view.insets = insets;
-    if (this.state.camera[2] === 0) this.view.setCamera(this.state.camera);
+    if (this.state.camera[2] === 0) this.view.setFocus(this.state.focus, this.state.camera);
   }
   private fitted = "";
 
   inspect(picked: Picked | null, pin = false): void {
-    if (pin) this.pinned = picked;
-    const box = $("value");
-    this.view.mark(picked, this.dark);
-    box.hidden = !picked;
-    if (!picked) return;
-    const node = this.trees.flatMap(products).find((each) => each.key === picked.key);
-    const token = this.state.leaves["input"] && this.pieces[picked.i] !== undefined ? `  “${this.pieces[picked.i]}”` : "";
-    box.textContent = `${node ? shown(node) : picked.key} [${picked.i}, ${picked.j}] = ${Number(picked.value.toPrecision(6))}${token}`;
-    const [x, y] = this.view.project(picked.key, picked.i, picked.j);
-    const stage = $("stage");
-    box.style.left = `${Math.max(4, Math.min(stage.clientWidth - box.clientWidth - 4, x + 14))}px`;
-    box.style.top = `${Math.max(4, Math.min(stage.clientHeight - 30, y - 34))}px`;
+    this.inspector.show(picked, pin, this.dark);
   }
 
-  valueAt(key: string, i: number, j: number): Picked | null {
-    const face = this.view.faces.get(key);
-    if (!face || !(i >= 0 && i < face.rows && j >= 0 && j < face.cols)) return null;
-    return { key, i, j, value: face.data[i * face.cols + j]! };
+  /** Keeps an element and brings it near; null if the matrix has no such element. */
+  lookUp(key: string, i: number, j: number): Picked | null {
+    const picked = this.inspector.valueAt(key, i, j);
+    if (picked) this.view.approach(picked);
+    this.inspect(picked, true);
+    return picked;
   }
 
   /** What tests and notebooks may ask. */
-  readonly inspector = {
+  readonly asked = {
     /** Faces by key: base64 of their float32 values. */
     faces: (): Record<string, { rows: number; cols: number; data: string }> =>
       Object.fromEntries([...this.view.faces].map(([key, { rows, cols, data }]) => {
@@ -346,7 +379,7 @@ export class App {
         for (const byte of new Uint8Array(data.buffer, data.byteOffset, data.byteLength)) binary += String.fromCharCode(byte);
         return [key, { rows, cols, data: btoa(binary) }];
       })),
-    value: (key: string, i: number, j: number) => this.valueAt(key, i, j)?.value,
+    value: (key: string, i: number, j: number) => this.inspector.valueAt(key, i, j)?.value,
     state: (): State => this.current(),
     compact: () => compact(this.linked()),
     camera: () => this.view.getCamera(),
@@ -373,5 +406,5 @@ export class App {
 }
 
 const app = new App();
-(window as unknown as { colonnade: unknown }).colonnade = app.inspector;
-void app.start();
+(window as unknown as { colonnade: unknown }).colonnade = app.asked;
+void app.begin();

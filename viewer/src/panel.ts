@@ -2,12 +2,12 @@
 
 import { KINDS } from "./animation";
 import { h } from "./boards";
-import { shown } from "./describe";
+import { digits, shown } from "./describe";
 import { EXAMPLES, TOUR } from "./examples";
 import { format, leaves, parse, products, type Tree } from "./expression";
 import { SCHEMES } from "./geometry";
 import type { App } from "./main";
-import { COLOURS, DEFAULT, encode, SENSITIVITIES, THEMES, type Page, type State } from "./state";
+import { COLOURS, DEFAULT, encode, SENSITIVITIES, THEMES, WHOLE, type Page, type State } from "./state";
 import { EPILOGUES, INITS, type LeafSpec, type NodeSpec } from "./values";
 
 const PAGE_NAMES: Record<Page, string> = {
@@ -69,6 +69,7 @@ export class Panel {
     };
     slot("model", "Model", true);
     slot("examples", "Examples and tour", true);
+    slot("goto", "Go to a matrix", true);
     slot("expression", "Expression");
     slot("matrices", "Matrices");
     slot("products", "Products");
@@ -103,21 +104,25 @@ export class Panel {
       if (example.group !== group) {
         group = example.group;
         list = h("ul", {});
-        body.append(h("h3", {}, group), list);
+        body.append(h("details", {}, h("summary", {}, group), list));
       }
       list.append(h("li", {}, h("a", { href: `#${await encode(example.state)}` }, example.name)));
     }
   }
 
-  askKey(message: string): void {
+  /** Asks for the admin key; `refused` says why the last one did not do. */
+  askKey(refused: string): void {
     const input = h("input", { type: "password", autocomplete: "off", "aria-label": "Admin key" });
-    const form = h("form", {}, h("p", { className: "quiet" }, message), h("label", {}, "Admin key", input), h("button", { className: "main" }, "Unlock"));
+    const said = refused ? h("p", { className: "refused", role: "alert" }, refused)
+      : h("p", { className: "quiet" }, "The admin key opens the pages of the served model and its cache.");
+    const form = h("form", {}, said, h("label", {}, "Admin key", input), h("button", { className: "main" }, "Unlock"));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       void this.app.unlock(input.value);
     });
     this.shown.delete("model");
     this.slots.get("model")!.replaceChildren(form);
+    if (refused) input.focus();
   }
 
   progress(cursor: number, total: number, playing: boolean, words: string): void {
@@ -132,6 +137,10 @@ export class Panel {
     const focused = document.activeElement instanceof HTMLElement && this.root.contains(document.activeElement) ? document.activeElement.id : "";
     const { state } = this.app;
     const own = state.model.page === "";
+    // A model's page leads to its matrices first, the page without one to the tour.
+    const [goto, examples] = (["goto", "examples"] as const).map((name) => this.slots.get(name)!.parentElement!);
+    const [first, second] = own ? [examples!, goto!] : [goto!, examples!];
+    if (first.nextElementSibling !== second) first.after(second);
     for (const name of ["expression", "matrices", "products"]) this.slots.get(name)!.parentElement!.hidden = !own;
     if (own) {
       const names = this.app.trees.map((tree) => format(tree));
@@ -146,7 +155,7 @@ export class Panel {
     ]);
     const looks = [state.theme, state.scheme, state.sensitivity, state.colour, state.size, state.gap, state.scatter, state.guides, state.legends];
     this.fill("looks", [looks, board], () => board ? [this.choice("theme", "Theme", THEMES, state.theme)] : [
-      this.showAll(), this.choice("theme", "Theme", THEMES, state.theme), this.choice("scheme", "Layout", SCHEMES, state.scheme),
+      this.choice("theme", "Theme", THEMES, state.theme), this.choice("scheme", "Layout", SCHEMES, state.scheme),
       this.choice("sensitivity", "Sensitivity", SENSITIVITIES, state.sensitivity), this.choice("colour", "Colour by", COLOURS, state.colour),
       this.number("size", "Point size", state.size, 0.1, 4, "0.1"), this.number("gap", "Gap", state.gap, 1, 64, "1"),
       this.number("scatter", "Scatter", state.scatter, 0, 256, "1"), this.check("guides", "Guides", state.guides),
@@ -163,9 +172,11 @@ export class Panel {
       }),
     ]);
     this.fill("inspect", this.app.trees.map((tree) => format(tree)), () => this.inspect());
+    this.fill("goto", [this.app.trees.map((tree) => format(tree)), state.focus, state.camera[2] === 0], () => this.goTo(state));
     this.slots.get("animation")!.parentElement!.hidden = board;
     this.slots.get("plan")!.parentElement!.hidden = board && !routing;
     this.slots.get("inspect")!.parentElement!.hidden = board;
+    this.slots.get("goto")!.parentElement!.hidden = board;
     if (board) this.player.hidden = true;
     const group = this.slots.get("model")!;
     group.parentElement!.hidden = !this.app.info && !group.querySelector("form");
@@ -186,10 +197,24 @@ export class Panel {
     this.app.change({ tour: 0, ...part }).catch((error: unknown) => this.app.fail(error));
   }
 
-  private showAll(): HTMLElement {
-    const button = h("button", { type: "button" }, "Show the whole scene");
-    button.addEventListener("click", () => this.app.showAll());
-    return button;
+  /** Keys of all matrices of the scene, and their names. */
+  private matrixNames(): [key: string, name: string][] {
+    const trees = this.app.trees;
+    const given = [...new Set(trees.flatMap(leaves).map((leaf) => leaf.name))];
+    return [...given.map((name): [string, string] => [name, name]), ...trees.flatMap(products).map((node): [string, string] => [node.key, shown(node)])];
+  }
+
+  private goTo(state: State): Node[] {
+    const button = (text: string, pressed: boolean, act: () => void) => {
+      const made = h("button", { type: "button", id: `goto-${text}`, "aria-pressed": String(pressed) }, text);
+      made.addEventListener("click", act);
+      return made;
+    };
+    const near = state.camera[2] === 0 ? state.focus : null;
+    return [
+      button("Whole scene", near === WHOLE, () => this.app.showAll()),
+      ...this.matrixNames().map(([key, name]) => button(name, near === key, () => this.app.goTo(key))),
+    ];
   }
 
   private choice<K extends keyof State>(field: K, label: string, choices: readonly string[], value: string): HTMLElement {
@@ -266,17 +291,15 @@ export class Panel {
   }
 
   private inspect(): Node[] {
-    const keys = [...new Set([...this.app.trees.flatMap(leaves).map((leaf) => leaf.name), ...this.app.trees.flatMap(products).map((node) => node.key)])];
-    const select = h("select", { id: "inspect-matrix" }, ...keys.map((key) => h("option", { value: key }, key)));
+    const select = h("select", { id: "inspect-matrix" }, ...this.matrixNames().map(([key, name]) => h("option", { value: key }, name)));
     const row = h("input", { type: "number", id: "inspect-row", min: "0", value: "0" });
     const col = h("input", { type: "number", id: "inspect-col", min: "0", value: "0" });
     const out = h("output", { id: "inspect-value" });
     const form = h("form", {}, h("label", {}, "matrix", select), h("label", {}, "row", row), h("label", {}, "column", col), h("button", {}, "Show"), " ", out);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      const picked = this.app.valueAt(select.value, Number(row.value), Number(col.value));
-      out.textContent = picked ? String(picked.value) : "outside of the matrix";
-      this.app.inspect(picked, true);
+      const picked = this.app.lookUp(select.value, Number(row.value), Number(col.value));
+      out.textContent = picked ? digits(picked.value) : "outside of the matrix";
     });
     return [form];
   }
@@ -297,7 +320,7 @@ export class Panel {
     const [rank, rankLabel] = number("rank", "Rank of the factors", 1, 1024);
     const form = h("form", {}, h("p", { className: "quiet" }, `${info.model}: ${info.layers} layers, ${info.heads} heads${info.experts ? `, ${info.experts} experts` : ""}${info.plan ? `, ${info.plan}` : ""}`),
       h("label", {}, "Page", page), h("label", { className: "wide", hidden: !used.includes("text") }, "Text that the model reads", text),
-      layerLabel, headLabel, rankLabel, h("button", { className: "main", hidden: used.length === 0 }, state.model.page === "cache" ? "Refresh" : "Show"));
+      layerLabel, headLabel, rankLabel, h("button", { className: "main", hidden: used.length === 0 }, state.model.page === "cache" ? "Read the cache again" : "Show"));
     const show = () => {
       const chosen = page.value as Page;
       // Head 7 is no expert where there are four: another kind of number starts at 0.

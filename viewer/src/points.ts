@@ -179,9 +179,4 @@ export class PointCloud {
   limit(rows = FAR, cols = FAR, rowOrder = FAR, colOrder = FAR): void {
     this.set("visible", [rows, cols, rowOrder, colOrder]);
   }
-
-  dispose(): void {
-    this.geometry.dispose();
-    this.material.dispose();
-  }
 }

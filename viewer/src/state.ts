@@ -15,6 +15,8 @@ export const THEMES = ["auto", "light", "dark"] as const;
 export const COLOURS = ["sign", "rank"] as const;
 export const PAGES = ["", "head", "heads", "layer", "experts", "decode", "lora", "routing", "cache"] as const;
 export type Page = (typeof PAGES)[number];
+/** The focus of a view of all matrices. */
+export const WHOLE = "*";
 
 /** Where a scene of a loaded model comes from; the server builds the scene. */
 export interface ModelPage {
@@ -49,8 +51,10 @@ export interface State {
   readonly guides: boolean;
   readonly legends: boolean;
   readonly theme: (typeof THEMES)[number];
-  /** Azimuth and height [radians], distance in scene radii (0: the whole scene fits), target relative to the centre. */
+  /** Azimuth and height [radians], distance in scene radii (0: the focus fits), target relative to the centre. */
   readonly camera: readonly number[];
+  /** The matrix that a camera without a distance shows; "": what the page starts with, WHOLE: the whole scene. */
+  readonly focus: string;
   /** The step of the tour, 1 to 8; 0: not on the tour. */
   readonly tour: number;
 }
@@ -80,6 +84,7 @@ export const DEFAULT: State = {
   legends: true,
   theme: "auto",
   camera: [0.62, 0.42, 0, 0, 0, 0],
+  focus: "",
   tour: 0,
 };
 
@@ -191,6 +196,7 @@ const CHECKS: { [K in keyof State]-?: Check<State[K]> } = {
   legends: flag,
   theme: one(THEMES),
   camera: list(number(-1e5, 1e5), 6),
+  focus: text(80),
   tour: number(0, 8, true),
 };
 

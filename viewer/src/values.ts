@@ -41,7 +41,7 @@ export interface NodeSpec {
   readonly scale?: number;
   /** Keys that a query sees under a causal softmax; by default all up to its own. */
   readonly window?: number;
-  /** Leaves that are added, multiplied, or hold cosines and sines. */
+  /** Leaves, or products of earlier statements, that are added, multiplied, or hold cosines and sines. */
   readonly plus?: string;
   readonly times?: string;
   readonly cos?: string;

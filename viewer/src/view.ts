@@ -5,11 +5,12 @@ import { OrbitControls } from "three/examples/jsm/controls/OrbitControls.js";
 import { progress, schedule, type Schedule } from "./animation";
 import { shown } from "./describe";
 import { products, type Tree } from "./expression";
-import { add, cross, elementAt, layOut, type Frame, type Layout, type Vec } from "./geometry";
+import { add, cross, elementAt, layOut, type Frame, type Layout } from "./geometry";
 import { corners, direction, fit, type Insets } from "./camera";
 import { arrow, blockBorders, disposeAll, outlines, rowGuides, type GuideColours } from "./guides";
 import { Labels } from "./labels";
 import { owners, propagate, type Blocks } from "./partition";
+import { neighbourhood, pick, spotlight, type Picked } from "./picking";
 import { magnitude, PointCloud, textureOf, type Palette } from "./points";
 import type { State } from "./state";
 import { needsRows, shapes, type Matrix } from "./values";
@@ -23,16 +24,11 @@ const GUIDES: Record<"dark" | "light", GuideColours> = {
   light: { line: 0x57606a, row: 0x24292f, block: 0x111418, left: 0x0969da, right: 0xcf222e, text: "#1f2328", halo: "rgba(251,252,254,.9)" },
 };
 
-export interface Picked {
-  readonly key: string;
-  readonly i: number;
-  readonly j: number;
-  readonly value: number;
-}
-
 /** Points of a scene in motion, where software draws it, and how long after a motion it is at rest. */
 const MOVING_POINTS = 30_000;
 const REST_MS = 500;
+/** Rows and columns around an element that is brought near. */
+const NEIGHBOURS = 10;
 
 const keyOf = (tree: Tree): string => (tree.kind === "leaf" ? tree.name : tree.key);
 THREE.ColorManagement.enabled = false; // colours are given as they are shown
@@ -61,6 +57,7 @@ export class View {
   private trees: readonly Tree[] = [];
   private layout: Layout = { frames: new Map(), boxes: [], low: [0, 0, 0], high: [0, 0, 0] };
   private state: State | null = null;
+  private start = "";
   private readonly textures = new Map<string, THREE.DataTexture>();
   private clouds = new Map<string, PointCloud[]>();
   private sweeps: PointCloud[] = [];
@@ -119,11 +116,12 @@ export class View {
     this.dirty = true;
   }
 
-  /** Shows a scene whose faces are known. */
-  show(trees: readonly Tree[], state: State, faces: Map<string, Matrix>, dark: boolean): void {
+  /** Shows a scene whose faces are known; `start` is the product that the camera is near at first, if any. */
+  show(trees: readonly Tree[], state: State, faces: Map<string, Matrix>, dark: boolean, start: string): void {
     this.clear();
     this.trees = trees;
     this.state = state;
+    this.start = start;
     this.faces = faces;
     const sizes = shapes(trees, state.leaves);
     this.layout = layOut(trees, sizes, state);
@@ -282,12 +280,27 @@ export class View {
     else for (const cloud of clouds) cloud.set("top", this.tops.get(key));
   }
 
-  /** Azimuth, height, distance and target as in the state; a distance of 0 shows the whole scene. */
+  /** Azimuth, height, distance and target as in the state; a distance of 0 shows the focus. */
   setCamera(camera: readonly number[]): void {
     const [azimuth = 0, height = 0, distance = 0, x = 0, y = 0, z = 0] = camera;
     const target = this.centre.add(new THREE.Vector3(x, y, z).multiplyScalar(this.radius));
     if (distance > 0) return this.look(target, azimuth, height, distance * this.radius);
-    this.fit([...this.layout.frames.values()].flat(), azimuth, height);
+    this.fit(this.focused, azimuth, height);
+  }
+
+  /** The faces of the focus: one matrix, the page's first one with its arguments, or all. */
+  private get focused(): readonly Frame[] {
+    const { focus } = this.state!;
+    const own = this.layout.frames.get(focus);
+    if (own) return [own[0]!];
+    const start = focus === "" ? this.layout.boxes.find((box) => box.node.key === this.start) : undefined;
+    return start ? [start.left, start.right, start.result] : [...this.layout.frames.values()].flat();
+  }
+
+  /** Looks at a matrix, or all of them, from these angles, as far away as needed. */
+  setFocus(focus: string, [azimuth = 0, height = 0]: readonly number[]): void {
+    this.state = { ...this.state!, focus };
+    this.fit(this.focused, azimuth, height);
   }
 
   private fit(frames: readonly Frame[], azimuth: number, height: number): void {
@@ -313,19 +326,20 @@ export class View {
     return this.layout.frames.has(key);
   }
 
-  /** Brings one face near, and turns to it if it is seen from its edge. */
-  focus(key: string): void {
-    const frames = this.layout.frames.get(key);
-    if (!frames) return;
-    let [azimuth, height] = this.getCamera() as [number, number];
-    const normal = new THREE.Vector3(...cross(frames[0]!.row, frames[0]!.col));
+  /** Azimuth and height of the camera, turned to a face that is seen from its edge. */
+  facing(key: string, frame = 0): [number, number] {
+    const [azimuth, height] = this.getCamera() as [number, number];
+    const { row, col } = this.layout.frames.get(key)![frame]!;
+    const normal = new THREE.Vector3(...cross(row, col));
     const towards = direction(azimuth, height).dot(normal);
-    if (Math.abs(towards) < 0.4) {
-      const turned = direction(azimuth, height).addScaledVector(normal, (towards < 0 ? -1 : 1) * 1.2).normalize();
-      azimuth = Math.atan2(turned.x, turned.z);
-      height = Math.asin(turned.y);
-    }
-    this.fit([frames[0]!], azimuth, height);
+    if (Math.abs(towards) >= 0.4) return [azimuth, height];
+    const turned = direction(azimuth, height).addScaledVector(normal, (towards < 0 ? -1 : 1) * 1.2).normalize();
+    return [Math.atan2(turned.x, turned.z), Math.asin(turned.y)];
+  }
+
+  /** Brings an element near, with its neighbours. */
+  approach({ key, i, j, frame }: Picked): void {
+    this.fit([neighbourhood(this.layout.frames.get(key)![frame]!, i, j, NEIGHBOURS)], ...this.facing(key, frame));
     this.onCamera();
   }
 
@@ -353,33 +367,16 @@ export class View {
     const { clientWidth, clientHeight } = this.canvas;
     const ray = new THREE.Raycaster();
     ray.setFromCamera(new THREE.Vector2((x / clientWidth) * 2 - 1, 1 - (y / clientHeight) * 2), this.camera);
-    const origin = ray.ray.origin.toArray();
-    const direction = ray.ray.direction.toArray();
-    const dot = (a: Vec, b: Vec) => a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
-    let best: (Picked & { distance: number }) | null = null;
-    for (const [key, frames] of this.layout.frames)
-      for (const frame of frames) {
-        const normal = cross(frame.row, frame.col);
-        const along = dot(direction, normal);
-        if (Math.abs(along) < 1e-9) continue;
-        const distance = dot(add(frame.origin, origin, -1), normal) / along;
-        if (distance <= 0 || (best && distance >= best.distance)) continue;
-        const offset = add(add(origin, direction, distance), frame.origin, -1);
-        const i = Math.round(dot(offset, frame.row));
-        const j = Math.round(dot(offset, frame.col));
-        if (i < 0 || j < 0 || i >= frame.shape[0] || j >= frame.shape[1]) continue;
-        best = { key, i, j, value: this.faces.get(key)!.data[i * frame.shape[1] + j]!, distance };
-      }
-    return best;
+    return pick(ray.ray, this.layout.frames, this.faces);
   }
 
-  /** Where an element is on the canvas. */
-  project(key: string, i: number, j: number): [number, number] {
-    const at = new THREE.Vector3(...elementAt(this.layout.frames.get(key)![0]!, i, j)).project(this.camera);
-    return [((at.x + 1) / 2) * this.canvas.clientWidth, ((1 - at.y) / 2) * this.canvas.clientHeight];
+  /** Where an element of a face of a matrix is on the canvas; null behind the camera. */
+  project(key: string, i: number, j: number, frame = 0): [number, number] | null {
+    const at = new THREE.Vector3(...elementAt(this.layout.frames.get(key)![frame]!, i, j)).project(this.camera);
+    return at.z > 1 ? null : [((at.x + 1) / 2) * this.canvas.clientWidth, ((1 - at.y) / 2) * this.canvas.clientHeight];
   }
 
-  /** The spotlight: lines through an element of a face. */
+  /** Puts the spotlight on an element, or takes it away. */
   mark(picked: Picked | null, dark: boolean): void {
     if (this.marker) {
       this.root.remove(this.marker);
@@ -388,15 +385,7 @@ export class View {
     }
     this.dirty = true;
     if (!picked) return;
-    const points: number[] = [];
-    for (const frame of this.layout.frames.get(picked.key)!) {
-      const [rows, cols] = frame.shape;
-      points.push(...elementAt(frame, picked.i, -1), ...elementAt(frame, picked.i, cols));
-      points.push(...elementAt(frame, -1, picked.j), ...elementAt(frame, rows, picked.j));
-    }
-    const geometry = new THREE.BufferGeometry();
-    geometry.setAttribute("position", new THREE.Float32BufferAttribute(points, 3));
-    this.marker = new THREE.LineSegments(geometry, new THREE.LineBasicMaterial({ color: raw(dark ? 0xffe066 : 0x7a4d00) }));
+    this.marker = spotlight(this.layout.frames.get(picked.key)!, picked.i, picked.j, raw(dark ? 0xffe066 : 0x7a4d00));
     this.root.add(this.marker);
   }
 
@@ -410,6 +399,7 @@ export class View {
     for (const cloud of [...[...this.clouds.values()].flat(), ...this.sweeps]) cloud.set("pointSize", pixels);
     this.labels.place(this.camera, this.canvas.clientWidth, this.canvas.clientHeight);
     this.renderer.render(this.scene, this.camera);
+    for (const dispose of this.retired.splice(0)) dispose();
     return true;
   }
 
@@ -422,6 +412,8 @@ export class View {
   }
   private moving = false;
   private movedAt = -Infinity;
+  /** Frees earlier scenes once the next one is drawn: their shader programs, which it shares, are not compiled again. */
+  private readonly retired: (() => void)[] = [];
 
   /** Waits until what was drawn is complete. */
   finish(): void {
@@ -433,9 +425,11 @@ export class View {
     this.moving = false;
     this.movedAt = -Infinity;
     this.scene.remove(this.root);
-    disposeAll(this.root);
-    for (const texture of this.textures.values()) texture.dispose();
-    for (const { texture } of this.partial.values()) texture.dispose();
+    const [root, textures] = [this.root, [...this.textures.values(), ...[...this.partial.values()].map(({ texture }) => texture)]];
+    this.retired.push(() => {
+      disposeAll(root);
+      for (const texture of textures) texture.dispose();
+    });
     this.labels.clear();
     this.textures.clear();
     this.partial.clear();

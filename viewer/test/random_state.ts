@@ -31,6 +31,7 @@ export function randomState(seed: number): State {
     scheme: pick(SCHEMES), gap: real(1, 20), scatter: real(0, 50), anim: pick(KINDS), fuse: u() < 0.5,
     speed: real(0.1, 50), cursor: whole(0, 10000), playing: u() < 0.5, sensitivity: pick(SENSITIVITIES),
     colour: pick(COLOURS), size: real(0.2, 3), guides: u() < 0.5, legends: u() < 0.5, theme: pick(THEMES),
-    camera: [real(-3, 3), real(-1, 1), real(1, 9), real(-5, 5), real(-5, 5), real(-5, 5)], tour: whole(0, 8),
+    camera: [real(-3, 3), real(-1, 1), real(1, 9), real(-5, 5), real(-5, 5), real(-5, 5)],
+    focus: pick(["", "*", "attn"]), tour: whole(0, 8),
   };
 }

@@ -2,7 +2,7 @@ import { deflateRawSync } from "node:zlib";
 import { describe, expect, it } from "vitest";
 import { narrate, progress, schedule } from "../src/animation";
 import { EXAMPLES, TOUR } from "../src/examples";
-import { describeScene } from "../src/describe";
+import { caption, describeScene, tokensAt } from "../src/describe";
 import { parse, products, leaves } from "../src/expression";
 import { add, collisions, elementAt, layOut, SCHEMES } from "../src/geometry";
 import { checked, decode, DEFAULT, encode, StateError, type State } from "../src/state";
@@ -171,6 +171,48 @@ describe("examples and tour", () => {
     expect(TOUR.length).toBe(8);
     expect(TOUR[7]!.state.plan).toMatchObject({ tp: 2 });
     expect(TOUR.every((step, at) => step.state.tour === at + 1)).toBe(true);
+  });
+});
+
+describe("words", () => {
+  const trees = parse("gated = x @ gate; y = (h = x @ (up = up_A @ up_B)) @ down");
+  const side = { rows: 4, cols: 4 };
+  const state: State = {
+    ...DEFAULT,
+    leaves: { x: side, gate: side, up_A: side, up_B: side, down: side, up_base: side, bdown: { rows: 1, cols: 4 } },
+    nodes: { gated: { epilogue: "silu" }, h: { times: "gated" }, up: { plus: "up_base" }, y: { plus: "bdown" } },
+  };
+  const sizes = shapes(trees, state.leaves);
+
+  it("name a gate, a base and a bias", () => {
+    const words = describeScene(trees, sizes, state);
+    expect(words).toContain("gated (4 × 4) is x (4 × 4) times gate (4 × 4), then silu.");
+    expect(words).toContain("h (4 × 4) is x (4 × 4) times up (4 × 4), each element times that of gated (4 × 4).");
+    expect(words).toContain("up (4 × 4) is up_A (4 × 4) times up_B (4 × 4), plus up_base (4 × 4).");
+    expect(words).toContain("plus bdown (1 × 4).");
+    expect(words).toContain("7 matrices given: x, gate, up_A, up_B, down, up_base, bdown.");
+  });
+
+  it("name one matrix in a line", () => {
+    expect(caption(trees, sizes, state, "h")).toBe("h, 4 × 4: x times up, each element times that of gated");
+    expect(caption(trees, sizes, state, "x")).toBe("x, 4 × 4: given");
+  });
+
+  it("name the tokens of rows and columns that are tokens", () => {
+    const head = parse(HEAD)[0]!;
+    const nodes = new Map(products(head).map((node) => [node.key, node]));
+    const letters = {
+      input: ["T", "D"], wQ: ["D", "H"], wK_t: ["H", "D"], input_t: ["D", "S"], wV: ["D", "H"], wO: ["H", "D"],
+    } as const;
+    const tokens = { pieces: ["The", " fox", "\n"], letters, positions: {} };
+    const at = (key: string, i: number, j: number) => tokensAt(nodes.get(key) ?? { kind: "leaf", name: key, position: 0 }, i, j, tokens);
+    expect(at("attn", 1, 0)).toBe("query “ fox” → key “The”");
+    expect(at("attn", 2, 2)).toBe("query “⏎” → key “⏎”");
+    for (const key of ["Q", "V", "out", "input"]) expect(at(key, 1, 0)).toBe("token “ fox”");
+    for (const key of ["K_t", "input_t"]) expect(at(key, 1, 0)).toBe("token “The”");
+    for (const key of ["wQ", "wK_t", "wV", "wO"]) expect(at(key, 1, 0)).toBe("");
+    const some = { ...tokens, letters: { x: ["T", "D"] } as const, positions: { x: [2] } };
+    expect(tokensAt({ kind: "leaf", name: "x", position: 0 }, 0, 1, some)).toBe("token “⏎”");
   });
 });
 

@@ -29,9 +29,12 @@ from colonnade.checkpoint.weight_mapping import (
 )
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
+from colonnade.kernels.linear.quantise import Quantised, pack_int4
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import StoreWeight, copy_weight
+from colonnade.model.weight_only_quant import Formats, StoredFormat, StoreWeight, copy_weight
 
+INT4_NUMBERS = {2: 1, 3: 2}
+"""Types that are int4 in groups of 32 with float16 numbers, and how many of these: Q4_0 (a scale), Q4_1 (and a low)."""
 CHUNK_ELEMENTS = 1 << 23
 """Elements dequantised at once (32 MiB in float32)."""
 
@@ -92,17 +95,23 @@ class GGUFFile:
     package is not installed.
     """
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, *, keep: bool = False):
+        """``keep``: leave Q4_0 and Q4_1 matrices quantised, bit for bit; :attr:`formats` says which."""
         self.path = Path(path)
         self.header = read_header(self.path, block_sizes())
         if (parts := self.header.values.get("split.count")) not in (None, 0, 1):
             raise CheckpointError(f"{self.path} is one of {parts} parts; join them first: llama-gguf-split --merge")
-        source = GGUFSource(self.header)
+        source = QuantisedGGUFSource(self.header) if keep else GGUFSource(self.header)
         tied = self._is_tied(source)
         self.config: ModelConfig = config_from_header(self.header, tied=tied, rope_divisors=source.rope_divisors())
         table = TABLES[self.header.values["general.architecture"]]
         duplicates = {"output.weight": "token_embd.weight"} if tied else {}
         self._weights = WeightLoader(self.config, source, table, duplicates)
+
+    @property
+    def formats(self) -> Formats:
+        """The formats of the matrices that are kept quantised."""
+        return self._weights.formats
 
     def load_weights(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Reads this rank's share into ``model``, built from :attr:`config`; see :meth:`WeightLoader.load_weights`."""
@@ -158,6 +167,29 @@ class GGUFSource:
     def file_of(self, name: str) -> str:
         """The file, for any tensor."""
         return str(self.header.path)
+
+
+class QuantisedGGUFSource(GGUFSource):
+    """The same, with int4 matrices also in the form that our kernels read: w = q s + m, s and m in float32."""
+
+    def form(self, name: str) -> StoredFormat | None:
+        """int4 in groups of 32; None for all other types."""
+        info = self.header.tensors[name]
+        kept = info.kind in INT4_NUMBERS and len(info.shape) == 2
+        return StoredFormat(kind="int4", group=info.block, wide_scales=True) if kept else None
+
+    def read_quantised(self, name: str, box: Box) -> Quantised:
+        """Reads one box, in whole blocks: byte j of a block has values j and j + 16."""
+        info, ((top, bottom), (left, right)) = self.header.tensors[name], box
+        first, last = left // info.block, -(-right // info.block)
+        raw = self.raw(info)[top:bottom, first * info.block_bytes : last * info.block_bytes]
+        blocks = torch.from_numpy(np.array(raw)).unflatten(1, (last - first, info.block_bytes))
+        count = INT4_NUMBERS[info.kind]
+        numbers = blocks[..., : 2 * count].contiguous().view(torch.float16).float()
+        scale, low = numbers[..., 0], numbers[..., 1] if count == 2 else -8 * numbers[..., 0]
+        packed = blocks[..., 2 * count :].to(torch.int32)
+        q = torch.cat((packed & 15, packed >> 4), 2).flatten(1)[:, : right - left]
+        return Quantised("int4", pack_int4(q, info.block), torch.stack((scale, low), -1), right - left, info.block)
 
 
 def block_sizes() -> dict[int, tuple[int, int]]:

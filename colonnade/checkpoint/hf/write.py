@@ -72,6 +72,13 @@ def write_hf(
         raise ConfigError(f"shard_bytes {shard_bytes} is not positive; 5000000000 is usual")
     path = Path(path).absolute()
     dtype = dtype or next(model.parameters()).dtype
+    if (moe := model.config.moe) is not None and moe.merged:
+        raise CheckpointError(
+            f"'{model.config.family}' files cannot express that {moe.experts} experts are merged into {moe.merged}; "
+            "write --format colonnade"
+        )
+    if any(weight.kind == "ternary" for weight in quantised_parameters(model).values()):
+        raise CheckpointError("Hugging Face's formats have no ternary weights; write --format colonnade")
     shapes = model.global_shapes()
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     mappings = map_parameters(list(sizes), FAMILIES[model.config.family].table, str(path))

@@ -8,6 +8,9 @@ not on arithmetic, so warps and stages of each warp's ring fill the shared memor
 Split lines are merged in the same launch (``MERGE``), unless a prefix is shared: then states go to slots and
 :mod:`~colonnade.kernels.attention.triton_merge` adds them. With fixed splits (``FIXED``) all sums follow one tree over
 the positions of the keys, so that their bits depend neither on the batch nor on rows, teams or pieces.
+
+Steps of a few keys a request have a kernel of their own (cuda_decode_short.cu), which needs no plan: each warp reads
+one tile. A captured graph, which must serve any lengths, does not use it.
 """
 
 import functools
@@ -30,11 +33,9 @@ if TYPE_CHECKING:
     from colonnade.kernels.attention.decode_plan import DevicePlan
 
 log = logging.getLogger(__name__)
-SOURCES = [
-    Path(__file__).with_name(f"cuda_decode{part}")
-    for part in ("_common.cuh", "_tile.cuh", "_merge.cuh", "_fixed.cuh", ".cu")
-]
-"""Compiled as one file, in this order."""
+SHARED_SOURCES = ("_common.cuh", "_tile.cuh", "_merge.cuh")
+SOURCES = {"attend": (*SHARED_SOURCES, "_fixed.cuh", ".cu"), "attend_short": (*SHARED_SOURCES, "_short.cu")}
+"""Files of each kernel, compiled as one in this order."""
 TOKENS = 16
 """Tokens of a tile; a tile belongs to one warp and lies within one page."""
 STAGES = 4
@@ -43,7 +44,7 @@ STAGES = 4
 8-bit caches have 3, which are 1 to 3% faster than 4."""
 ARCH = (9, 0)
 CACHES = {torch.float8_e4m3fn: 1, torch.int8: 2}
-ARGUMENTS = struct.Struct("15Q8q8i2f")
+ARGUMENTS = struct.Struct("15Q8q9i2fI")
 HOPPER_BYTES = 227 * 1024
 SIZES_OVERRIDE: list["BlockSizes"] = []
 """Replaces the computed sizes if not empty; for tuning and tests."""
@@ -53,6 +54,12 @@ FIXED_ROWS = 16
 """Rows of a block of several queries, with fixed splits; 32 take 1.6 times as long."""
 TEAMS_OVERRIDE: list[int] = []
 """Replaces the computed number of teams if not empty; for tuning and tests."""
+SHORT_KEYS = 128
+"""Requests of at most so many keys use the kernel without a plan..."""
+SHORT_BYTES = 2**25
+"""... if all keys and values have at most so many bytes: its warps load nothing while they compute."""
+SHORT_WARPS = 4
+"""Warps of its blocks if there are more lines than multiprocessors, or those of one line if that has more."""
 
 
 class BlockSizes(NamedTuple):
@@ -167,6 +174,13 @@ def supports(q_TNH: Tensor, k_PpKH: Tensor, rows: int, *, fixed: bool = False) -
     )  # fmt: skip
 
 
+def supports_short(q_TNH: Tensor, k_PpKH: Tensor) -> bool:
+    """Whether the kernel for a few keys supports these queries, one a request, and this cache."""
+    group = q_TNH.shape[1] // k_PpKH.shape[2]
+    whole = k_PpKH.dtype == q_TNH.dtype and q_TNH.shape[2] % 32 == 0
+    return whole and group <= 16 and supports(q_TNH, k_PpKH, padded_rows(group, 1))
+
+
 def _aligned(x: Tensor) -> bool:
     """Whether rows can be copied in 16-byte pieces."""
     size = x.element_size()
@@ -175,16 +189,17 @@ def _aligned(x: Tensor) -> bool:
 
 
 @functools.cache
-def source() -> str:
-    """The kernel's CUDA C++."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+def source(name: str = "attend") -> str:
+    """The CUDA C++ of a kernel."""
+    here = Path(__file__)
+    return "\n".join(here.with_name(f"cuda_decode{part}").read_text(encoding="utf-8") for part in SOURCES[name])
 
 
 @functools.cache
-def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> nvrtc.Kernel:
-    binary = nvrtc.compile_cubin(source(), compiler_options(dict(constants)), "sm_{}{}".format(*ARCH))
+def _kernel(name: str, constants: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> nvrtc.Kernel:
+    binary = nvrtc.compile_cubin(source(name), compiler_options(dict(constants)), "sm_{}{}".format(*ARCH))
     with torch.cuda.device(device):
-        return nvrtc.Kernel(binary, "attend", shared)
+        return nvrtc.Kernel(binary, name, shared)
 
 
 def compiler_options(constants: dict[str, int]) -> list[str]:
@@ -196,7 +211,7 @@ def compiler_options(constants: dict[str, int]) -> list[str]:
 def compile_macros(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
-    early: bool = False, queries: bool = False, compute: bool = True, chunk: int | None = None,
+    early: bool = False, queries: bool = False, compute: bool = True, chunk: int | None = None, short: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """Macros of a kernel variant."""
     return {
@@ -204,7 +219,7 @@ def compile_macros(
         "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
         "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window), "CAPPED": int(cap), "SLOPES": int(slopes),
         "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single), "MERGE": int(merge), "EARLY": int(early),
-        "SHARED_Q": int(queries), "COMPUTE": int(compute), "FIXED": chunk or 0,
+        "SHARED_Q": int(queries), "COMPUTE": int(compute), "FIXED": chunk or 0, "SHORT": int(short),
     }  # fmt: skip
 
 
@@ -232,14 +247,9 @@ def attend(
     :attr:`DevicePlan.mailboxes`, which belong to the plan, so a plan can be used on one stream at a time. Without
     ``compute`` only the loads run, to benchmark memory.
     """
-    (T, N, H), layout = q_TNH.shape, ready.layout
-    shape = layout.shape
+    layout, shape = ready.layout, ready.layout.shape
     q_TNH, k_PpKH, v_PpKH = (x if _aligned(x) else x.contiguous().clone() for x in (q_TNH, k_PpKH, v_PpKH))
-    pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
-    cap, slopes_N, sinks_N, scales_K, window, near_RN = score_mods
-    assert near_RN is None, "this kernel has no relative biases"
-    slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
-    device = q_TNH.device
+    (T, _, H), device = q_TNH.shape, q_TNH.device
     workers = ready.capacity.workers
     block_sizes = BlockSizes(layout.tiles.warps, layout.tiles.stages)
     limit, size = shared_memory_bytes(device), k_PpKH.element_size()
@@ -249,24 +259,73 @@ def attend(
     assert shared <= limit
     assert workers <= layout.tiles.workers * multiprocessors(device), "blocks that are not resident at once"
     macros = compile_macros(
-        q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
-        slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
+        q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, **_mod_macros(score_mods),
         single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
         early=slots is not None and ready.overlaps_merge, queries=queries, compute=compute, chunk=layout.chunk,
     )  # fmt: skip
     mailboxes = (ready.mailboxes_for_launch(), None) if slots is None else slots
     _, items_at, merges_at, firsts_at, _ = flat_offsets(ready.capacity)
+    arguments = _pack_arguments(
+        q_TNH, k_PpKH, v_PpKH, state, (*mailboxes, ready.flat), table, score_mods, (items_at, firsts_at, merges_at), 0
+    )
+    kernel = _kernel("attend", tuple(macros.items()), shared, device)
+    with torch.cuda.device(device):
+        kernel.launch(workers // layout.tiles.workers, 32 * layout.tiles.warps, arguments, cooperative=slots is None)
+
+
+def short_block(keys: int, lines: int, processors: int) -> tuple[int, int]:
+    """Warps of a block of the kernel for a few keys, and of a line: a power of 2 that has a tile each."""
+    team = 1 << (-(-keys // TOKENS) - 1).bit_length()
+    return (max(SHORT_WARPS, team) if lines > processors else team), team
+
+
+def attend_short(
+    q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, state: State, table: PageTable, keys: int, score_mods: ScoreMods
+) -> None:
+    """Writes ``state`` of requests with one query and at most ``keys`` keys each, without a plan."""
+    q_TNH, k_PpKH, v_PpKH = (x if _aligned(x) else x.contiguous().clone() for x in (q_TNH, k_PpKH, v_PpKH))
+    (T, N, H), K, device = q_TNH.shape, k_PpKH.shape[2], q_TNH.device
+    lines = T * K * (padded_rows(N // K, 1) // 8)
+    warps, team = short_block(max(1, keys), lines, multiprocessors(device))
+    tiles = Tiles(TOKENS, warps, stages=1, workers=warps // team, pieces=1, part=1)
+    macros = compile_macros(q_TNH, k_PpKH, N // K, 8, tiles, **_mod_macros(score_mods), short=True)
+    arguments = _pack_arguments(q_TNH, k_PpKH, v_PpKH, state, (None,) * 3, table, score_mods, (0,) * 3, lines)
+    # Each warp's values, and then its state of 8 rows in float32 with the largest scores and sums.
+    shared = warps * (32 * H + 64)
+    kernel = _kernel("attend_short", tuple(macros.items()), shared, device)
+    with torch.cuda.device(device):
+        kernel.launch(-(-lines // tiles.workers), 32 * warps, arguments)
+
+
+def _mod_macros(score_mods: ScoreMods) -> dict[str, bool]:
+    """Which score modifiers a kernel variant has."""
+    cap, slopes_N, sinks_N, scales_K, window, near_RN = score_mods
+    assert near_RN is None, "this kernel has no relative biases"
+    return {
+        "window": bool(window), "cap": cap is not None, "slopes": slopes_N is not None, "sinks": sinks_N is not None,
+        "scaled": scales_K is not None,
+    }  # fmt: skip
+
+
+def _pack_arguments(
+    q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, state: State, of_plan: tuple[Tensor | None, ...], table: PageTable,
+    score_mods: ScoreMods, offsets: tuple[int, ...], lines: int,
+) -> bytes:  # fmt: skip
+    """The kernels' argument struct; ``of_plan`` are slots and the plan, with ``offsets`` of its parts."""
+    T, N, H = q_TNH.shape
+    pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
+    cap, slopes_N, sinks_N, scales_K, window, near_RN = score_mods
+    assert near_RN is None, "this kernel has no relative biases"
+    slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
     pointers = (
-        q_TNH, k_PpKH, v_PpKH, *state, *mailboxes, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
-        slopes_N, sinks_N, *(scales_K or (None, None)),
+        q_TNH, k_PpKH, v_PpKH, *state, *of_plan, pages_RP, table.cu_queries, table.lengths_R, slopes_N, sinks_N,
+        *(scales_K or (None, None)),
     )  # fmt: skip
     q_bytes, k_bytes, v_bytes = (x.element_size() for x in (q_TNH, k_PpKH, v_PpKH))
-    arguments = ARGUMENTS.pack(
+    return ARGUMENTS.pack(
         *(0 if x is None else x.data_ptr() for x in pointers),
         *(stride * q_bytes for stride in q_TNH.stride()[:2]), *(stride * k_bytes for stride in k_PpKH.stride()[:3]),
         *(stride * v_bytes for stride in v_PpKH.stride()[:3]), pages_RP.stride(0), pages_RP.shape[1], len(k_PpKH),
-        items_at, firsts_at, merges_at, N, window or 0, H**-0.5, 1.0 if cap is None else cap,
+        *offsets, N, window or 0, lines, H**-0.5, 1.0 if cap is None else cap,
+        0 if lines <= T else -(-(2**32 * T) // lines),
     )  # fmt: skip
-    kernel = _kernel(tuple(macros.items()), shared, device)
-    with torch.cuda.device(device):
-        kernel.launch(workers // layout.tiles.workers, 32 * layout.tiles.warps, arguments, cooperative=slots is None)

@@ -8,7 +8,8 @@ typedef long long i64;
 // Macros from the host: H, GROUP, NT (8 query rows each), PAGE, WARPS, TEAM (warps of a team), STAGES, BF16,
 // CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
 // EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone),
-// FIXED (0, or tokens of a chunk: sums do not depend on the batch).
+// FIXED (0, or tokens of a chunk: sums do not depend on the batch), SHORT (cuda_decode_short.cu, where TEAM is the tiles
+// of a line).
 
 struct Args {
   const char *q, *k, *v;
@@ -17,13 +18,14 @@ struct Args {
   const int *plan, *pages, *cu, *lengths;
   const float *slopes, *sinks, *k_scale, *v_scale;
   i64 q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k;  // strides in bytes
-  int pages_r, columns, cache_pages, items_at, firsts_at, merges_at, heads, window;
+  int pages_r, columns, cache_pages, items_at, firsts_at, merges_at, heads, window, lines;
   float scale, cap;
+  u32 lines_inverse;  // 2^32 over the lines of a request, rounded up; 0 for one
 };
 
 constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4;
 constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
-static_assert(WARPS % TEAM == 0 && (NT == 1 || TEAMS == 1), "teams are equal, and share queries of many rows");
+static_assert(WARPS % TEAM == 0 && (NT == 1 || TEAMS == 1 || SHORT), "teams are equal, and share queries of many rows");
 constexpr int STREAMS = FIXED ? 8 : TEAM, TURNS = STREAMS / TEAM;  // tiles of a warp follow at this distance
 constexpr int CHUNK_TILES = FIXED / TOKENS, LEVELS = 24;  // 2^23 chunks of at least 128 tokens
 static_assert(!FIXED || (TEAM <= 8 && 8 % TEAM == 0 && CHUNK_TILES % 8 == 0), "whole streams");
@@ -47,6 +49,12 @@ __device__ __forceinline__ int q_place(int row, int chunk) {
 }
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES, O_BYTES = WARPS * 8 * O_ROW * 4;
 __device__ __forceinline__ int o_place(int row, int d) { return row * O_ROW + (H % 32 ? d : d ^ (row & 6) << 2); }
+// The column of element 2 · half or 2 · half + 1 of a lane's accumulator of step d: of 16-bit values read in order; of 8
+// bits, two numbers of each; and in SHORT kernels, 32 numbers for two steps.
+__device__ __forceinline__ int o_column(int d, int g, int half) {
+  if (SHORT) return d / 2 * 32 + g / 2 * 8 + d % 2 * 4 + half * 2 + g % 2;
+  return d * 16 + (CACHE ? 2 * g + half : g + 8 * half);
+}
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
 // Weights are kept this many powers of 2 above the usual, so that small ones are normal numbers of float16.

@@ -12,13 +12,6 @@
 
 #if FIXED
 
-struct Sum {  // of 4 numbers of a row
-  float top, total;
-  float4 o;
-};
-
-__device__ __forceinline__ Sum identity() { return {-INF, 0.f, make_float4(0, 0, 0, 0)}; }
-
 __device__ __forceinline__ Sum joined(const Sum& a, const Sum& b) {
   Sum r;
   r.top = fmaxf(a.top, b.top);
@@ -144,9 +137,7 @@ __device__ __forceinline__ Sum add_chunk(Sum s, Sum* kept, int chunk, int first,
 __device__ __forceinline__ void write_sum(const Args& a, const Item& item, int start, int row, int d, float v_scale,
                                           Sum s) {
   if (item.slot >= 0) {
-    float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
-    __stcg((float4*)slot, make_float4(posted(s.o.x), posted(s.o.y), posted(s.o.z), posted(s.o.w)));
-    __stcg((float2*)(slot + 4), make_float2(posted(s.top), posted(s.total)));
+    post(a, item, row, d, s);
     return;
   }
   s.o.x *= v_scale; s.o.y *= v_scale; s.o.z *= v_scale; s.o.w *= v_scale;
@@ -169,52 +160,22 @@ __device__ __forceinline__ void end_chunk(const Args& a, const Item& item, int s
 // among its neighbours in the tree.
 __device__ __forceinline__ void merge_fixed(const Args& a, const Item& item, int shift, int start, int queries,
                                             float v_scale, int member, int lane) {
-  const int parts = item.share & 0xffff, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
-  int sharing = 1, each_lane = 1;  // lanes that share the parts of one unit, and parts of each
-  while (sharing < shift + parts && sharing < 32) sharing <<= 1;
-  while (sharing * each_lane < shift + parts) each_lane <<= 1;
-  const int per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
-  const int each = (u32)(units + parts - 1) / (u32)parts, from = part * each;
-  const int to = min(units, from + each);
-  float* const slots = a.slot_o + (i64)(item.slot - part) * ROWS * QUADS * 8;
+  const Share share = share_of(a, item, queries);
+  const int sharing = lanes_for(shift + share.parts), per_warp = 32 / sharing;
+  const int mine = lane / sharing, sub = lane % sharing;
+  int each_lane = 1;  // parts of a lane
+  while (sharing * each_lane < shift + share.parts) each_lane <<= 1;
 #pragma unroll 1
-  for (int unit0 = from + member * per_warp; unit0 < to; unit0 += TEAM * per_warp) {
+  for (int unit0 = share.from + member * per_warp; unit0 < share.to; unit0 += TEAM * per_warp) {
     const int unit = unit0 + mine;
-    const bool in = unit < to;
-    float* const at = slots + (i64)unit * 8;
+    const bool in = unit < share.to;
     Sum sum = identity();
 #pragma unroll 1
     for (int k = 0; k < each_lane; k += PARTS) {
       Sum s[PARTS];
       const int p0 = sub * each_lane + k - shift;
-      auto has = [&](int i) { return in && k + i < each_lane && p0 + i >= 0 && p0 + i < parts; };
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) s[i] = identity();
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (int i = 0; i < PARTS; i++)
-          if (has(i)) {
-            float* x = at + (i64)(p0 + i) * ROWS * QUADS * 8;
-            asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-                         : "=f"(s[i].o.x), "=f"(s[i].o.y), "=f"(s[i].o.z), "=f"(s[i].o.w) : "l"(x) : "memory");
-            asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
-                         : "=f"(s[i].top), "=f"(s[i].total) : "l"(x + 4) : "memory");
-          }
-#pragma unroll
-        for (int i = 0; i < PARTS; i++)
-          missing |= empty(s[i].o.x) || empty(s[i].o.y) || empty(s[i].o.z) || empty(s[i].o.w) || empty(s[i].top) ||
-                     empty(s[i].total);
-      } while (missing);
-#pragma unroll
-      for (int i = 0; i < PARTS; i++)
-        if (has(i)) {
-          float* x = at + (i64)(p0 + i) * ROWS * QUADS * 8;
-          const float nan = __uint_as_float(~0u);
-          __stcg((float4*)x, make_float4(nan, nan, nan, nan));
-          __stcg((float2*)(x + 4), make_float2(nan, nan));
-        }
+      auto has = [&](int i) { return in && k + i < each_lane && p0 + i >= 0 && p0 + i < share.parts; };
+      take(s, share, unit, has, [&](int i) { return p0 + i; });
       static_assert(PARTS == 4, "two levels of the tree");
       sum = joined(sum, joined(joined(s[0], s[1]), joined(s[2], s[3])));
     }

@@ -40,84 +40,117 @@ __device__ __forceinline__ float posted(float x) {
 }
 __device__ __forceinline__ bool empty(float x) { return __float_as_uint(x) == ~0u; }
 
-// This team's share of a cut line: groups of 4 numbers, each with the largest score and the sum of weights.
+struct Sum {  // of 4 numbers of a row: largest score, sum of weights, unscaled output
+  float top, total;
+  float4 o;
+};
+__device__ __forceinline__ Sum identity() { return {-INF, 0.f, make_float4(0, 0, 0, 0)}; }
+
+// A state of a part of a line, in its slot.
+__device__ __forceinline__ void post(const Args& a, const Item& item, int row, int d, const Sum& s) {
+  float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
+  __stcg((float4*)slot, make_float4(posted(s.o.x), posted(s.o.y), posted(s.o.z), posted(s.o.w)));
+  __stcg((float2*)(slot + 4), make_float2(posted(s.top), posted(s.total)));
+}
+
+// A team's share of a cut line: units of 4 numbers of a row, ``from`` to ``to``, of ``parts`` states each.
+struct Share {
+  int parts, from, to;
+  float* slots;  // of unit 0 and part 0
+
+  __device__ __forceinline__ float* place(int unit, int p) const {
+    return slots + ((i64)p * ROWS * QUADS + unit) * 8;
+  }
+};
+__device__ __forceinline__ Share share_of(const Args& a, const Item& item, int queries) {
+  Share r;
+  const int part = item.share >> 16, units = rows_of(item, queries) * QUADS;
+  r.parts = item.share & 0xffff;
+  const int each = (u32)(units + r.parts - 1) / (u32)r.parts;
+  r.from = part * each;
+  r.to = min(units, r.from + each);
+  r.slots = a.slot_o + (i64)(item.slot - part) * ROWS * QUADS * 8;
+  return r;
+}
+// Lanes that share the parts of one unit: a power of 2.
+__device__ __forceinline__ int lanes_for(int parts) {
+  int sharing = 1;
+  while (sharing < parts && sharing < 32) sharing <<= 1;
+  return sharing;
+}
+
+// Takes the states of a unit's parts ``part(0)`` to ``part(PARTS - 1)`` as soon as they are there, and empties their
+// slots; those that are not ``has(i)`` are identities.
+template <typename Has, typename Part>
+__device__ __forceinline__ void take(Sum (&s)[PARTS], const Share& share, int unit, Has has, Part part) {
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) s[i] = identity();
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+      if (has(i)) {
+        float* const x = share.place(unit, part(i));
+        asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(s[i].o.x), "=f"(s[i].o.y), "=f"(s[i].o.z), "=f"(s[i].o.w) : "l"(x) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
+                     : "=f"(s[i].top), "=f"(s[i].total) : "l"(x + 4) : "memory");
+      }
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+      missing |= empty(s[i].o.x) || empty(s[i].o.y) || empty(s[i].o.z) || empty(s[i].o.w) || empty(s[i].top) ||
+                 empty(s[i].total);
+  } while (missing);
+#pragma unroll
+  for (int i = 0; i < PARTS; i++)
+    if (has(i)) {
+      float* const x = share.place(unit, part(i));
+      const float nan = __uint_as_float(~0u);
+      __stcg((float4*)x, make_float4(nan, nan, nan, nan));
+      __stcg((float2*)(x + 4), make_float2(nan, nan));
+    }
+}
+
+// This team's share of a cut line.
 __device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale,
                                       int member, int lane) {
-  const int parts = item.share & 0xffff, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
-  int sharing = 1;  // lanes that share the parts of one unit
-  while (sharing < parts && sharing < 32) sharing <<= 1;
-  const int per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
-  const int each = (u32)(units + parts - 1) / (u32)parts, from = part * each;
-  const int to = min(units, from + each);
-  float* const slots = a.slot_o + (i64)(item.slot - part) * ROWS * QUADS * 8;
+  const Share share = share_of(a, item, queries);
+  const int sharing = lanes_for(share.parts), per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
 #pragma unroll 1
-  for (int unit0 = from + member * per_warp; unit0 < to; unit0 += TEAM * per_warp) {
+  for (int unit0 = share.from + member * per_warp; unit0 < share.to; unit0 += TEAM * per_warp) {
     const int unit = unit0 + mine;
-    const bool in = unit < to;
-    float* const at = slots + (i64)unit * 8;
-    float top = -INF, total = 0;
-    float4 sum = make_float4(0, 0, 0, 0);
+    const bool in = unit < share.to;
+    Sum sum = identity();
 #pragma unroll 1
-    for (int first = sub; first < parts; first += 32 * PARTS) {
-      float4 o[PARTS];
-      float2 ml[PARTS];
+    for (int first = sub; first < share.parts; first += 32 * PARTS) {
+      Sum s[PARTS];
+      take(s, share, unit, [&](int i) { return in && first + i * 32 < share.parts; }, [&](int i) { return first + i * 32; });
+      float higher = sum.top;
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) higher = fmaxf(higher, s[i].top);
+      const float base = finite_or_0(higher), shrink = power2(sum.top - base);
+      sum.top = higher;
+      sum.total *= shrink;
+      sum.o.x *= shrink; sum.o.y *= shrink; sum.o.z *= shrink; sum.o.w *= shrink;
 #pragma unroll
       for (int i = 0; i < PARTS; i++) {
-        o[i] = make_float4(0, 0, 0, 0);
-        ml[i] = make_float2(-INF, 0);
-      }
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-          const int p = first + i * 32;
-          if (in && p < parts) {
-            float* x = at + (i64)p * ROWS * QUADS * 8;
-            asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-                         : "=f"(o[i].x), "=f"(o[i].y), "=f"(o[i].z), "=f"(o[i].w) : "l"(x) : "memory");
-            asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
-                         : "=f"(ml[i].x), "=f"(ml[i].y) : "l"(x + 4) : "memory");
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < PARTS; i++)
-          missing |= empty(o[i].x) || empty(o[i].y) || empty(o[i].z) || empty(o[i].w) || empty(ml[i].x) || empty(ml[i].y);
-      } while (missing);
-      float higher = top;
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) {
-        const int p = first + i * 32;
-        if (in && p < parts) {
-          float* x = at + (i64)p * ROWS * QUADS * 8;
-          const float nan = __uint_as_float(~0u);
-          __stcg((float4*)x, make_float4(nan, nan, nan, nan));
-          __stcg((float2*)(x + 4), make_float2(nan, nan));
-        }
-        higher = fmaxf(higher, ml[i].x);
-      }
-      const float base = finite_or_0(higher), shrink = power2(top - base);
-      top = higher;
-      total *= shrink;
-      sum.x *= shrink; sum.y *= shrink; sum.z *= shrink; sum.w *= shrink;
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) {
-        const float e = power2(ml[i].x - base);
-        total += ml[i].y * e;
-        sum.x += o[i].x * e; sum.y += o[i].y * e; sum.z += o[i].z * e; sum.w += o[i].w * e;
+        const float e = power2(s[i].top - base);
+        sum.total += s[i].total * e;
+        sum.o.x += s[i].o.x * e; sum.o.y += s[i].o.y * e; sum.o.z += s[i].o.z * e; sum.o.w += s[i].o.w * e;
       }
     }
-    float higher = top;
+    float higher = sum.top;
     for (int w = 1; w < sharing; w <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, w));
-    const float shrink = power2(top - finite_or_0(higher));
-    total *= shrink;
-    sum.x *= shrink * v_scale; sum.y *= shrink * v_scale; sum.z *= shrink * v_scale; sum.w *= shrink * v_scale;
+    const float shrink = power2(sum.top - finite_or_0(higher)), times = shrink * v_scale;
+    sum.total *= shrink;
+    sum.o.x *= times; sum.o.y *= times; sum.o.z *= times; sum.o.w *= times;
     for (int w = 1; w < sharing; w <<= 1) {
-      total += __shfl_xor_sync(~0u, total, w);
-      sum.x += __shfl_xor_sync(~0u, sum.x, w); sum.y += __shfl_xor_sync(~0u, sum.y, w);
-      sum.z += __shfl_xor_sync(~0u, sum.z, w); sum.w += __shfl_xor_sync(~0u, sum.w, w);
+      sum.total += __shfl_xor_sync(~0u, sum.total, w);
+      sum.o.x += __shfl_xor_sync(~0u, sum.o.x, w); sum.o.y += __shfl_xor_sync(~0u, sum.o.y, w);
+      sum.o.z += __shfl_xor_sync(~0u, sum.o.z, w); sum.o.w += __shfl_xor_sync(~0u, sum.o.w, w);
     }
-    if (in && sub == 0) write_output(a, item, start, unit / QUADS, unit % QUADS * 4, higher, total, sum);
+    if (in && sub == 0) write_output(a, item, start, unit / QUADS, unit % QUADS * 4, higher, sum.total, sum.o);
   }
 }
 
@@ -132,12 +165,11 @@ __device__ __forceinline__ void leave_state(State& sums, int n, float* mine, flo
 #endif
 #pragma unroll
   for (int d = 0; d < KSTEPS; d++) {
-    // Products of 8 bits have numbers 2g and 2g + 1 in rows g and g + 8.
-    const int low = d * 16 + (CACHE ? 2 * g : g), high_d = CACHE ? low + 1 : low + 8;
-    mine[o_place(2 * t, low)] = sums.o[n][d][0];
-    mine[o_place(2 * t + 1, low)] = sums.o[n][d][1];
-    mine[o_place(2 * t, high_d)] = sums.o[n][d][2];
-    mine[o_place(2 * t + 1, high_d)] = sums.o[n][d][3];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      mine[o_place(2 * t, o_column(d, g, half))] = sums.o[n][d][2 * half];
+      mine[o_place(2 * t + 1, o_column(d, g, half))] = sums.o[n][d][2 * half + 1];
+    }
   }
   if (g == 0) {
     ml[2 * t] = make_float2(sums.top[n][0], sums.total[n][0]);
@@ -166,9 +198,7 @@ __device__ __forceinline__ void write_states(const Args& a, const Item& item, in
     }
 #if MERGE
     if (item.slot >= 0) {
-      float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
-      __stcg((float4*)slot, make_float4(posted(sum.x), posted(sum.y), posted(sum.z), posted(sum.w)));
-      __stcg((float2*)(slot + 4), make_float2(posted(highest), posted(weights)));
+      post(a, item, row, d, {highest, weights, sum});
       continue;
     }
 #endif

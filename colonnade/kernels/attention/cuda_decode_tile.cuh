@@ -224,9 +224,14 @@ __device__ __forceinline__ void weigh(const Args& a, const float (&s)[NT][2][4],
     sums.top[n][1] = high1;
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = power2(x[e] - (e % 2 ? base1 : base0));
-    sums.total[n][0] = sums.total[n][0] * shrink0 + x[0] + x[2];
-    sums.total[n][1] = sums.total[n][1] * shrink1 + x[1] + x[3];
-    if (__any_sync(~0u, shrink0 != 1.f || shrink1 != 1.f)) {
+    if (SHORT) {  // a warp's only tile
+      sums.total[n][0] = x[0] + x[2];
+      sums.total[n][1] = x[1] + x[3];
+    } else {
+      sums.total[n][0] = sums.total[n][0] * shrink0 + x[0] + x[2];
+      sums.total[n][1] = sums.total[n][1] * shrink1 + x[1] + x[3];
+    }
+    if (!SHORT && __any_sync(~0u, shrink0 != 1.f || shrink1 != 1.f)) {
 #pragma unroll
       for (int d = 0; d < KSTEPS; d++) {
         sums.o[n][d][0] *= shrink0; sums.o[n][d][1] *= shrink1; sums.o[n][d][2] *= shrink0; sums.o[n][d][3] *= shrink1;

@@ -16,7 +16,7 @@ from torch import Tensor
 from colonnade.kernels.attention import cascade, cuda_decode, split_planner
 from colonnade.kernels.attention.cascade import Cascade, CascadeCapacity, KernelCosts
 from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles, choose_tiles, costs
-from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, pack_rows
+from colonnade.kernels.attention.split_plan import FIELDS, ITEM_END, Capacity, Plan, Shape, pack_rows
 from colonnade.kernels.device import multiprocessors, upload, upload_into
 
 DECODE_ROWS = 64
@@ -55,6 +55,8 @@ class KernelLayout:
     """Layout of groups that share a prefix; None disables sharing."""
     cuda: bool = False
     """Whether the CUDA C++ kernel runs (:mod:`cuda_decode`) instead of the Triton one."""
+    short: bool = False
+    """Whether steps of a few keys a request may use the kernel without a plan (:func:`cuda_decode.attend_short`)."""
 
     @staticmethod
     def of(
@@ -69,9 +71,9 @@ class KernelLayout:
     ) -> "KernelLayout":
         """The layout for such tensors, and up to ``longest_query`` queries per request.
 
-        With "auto" the CUDA C++ kernel runs where it is faster than the Triton one. With ``chunk``, keys are split at
-        its multiples only and blocks do not depend on the number of queries: a request's result is then bitwise
-        independent of the batch, and ``shares`` is ignored.
+        With "auto" the CUDA C++ kernel runs where it is faster than the Triton one, and a third one in steps of a few
+        keys. With ``chunk``, keys are split at its multiples only and blocks do not depend on the number of queries: a
+        request's result is then bitwise independent of the batch, and ``shares`` is ignored.
         """
         (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
         queries = max(1, longest_query)
@@ -108,8 +110,10 @@ class KernelLayout:
         shape = Shape(K, N // K, rows, tiles.tile, window)
         max_rows = 0 if chunk is not None else shape.used_rows(max(1, longest_query))
         runs = chunk is not None and rows == 16 and not cuda
+        short = kernels == "auto" and chunk is None and not OVERRIDE and queries == 1
+        short = short and cuda_decode.supports_short(q_TNH, k_PpKH)
         return KernelLayout(
-            shape, tiles, H, size, workers, chunk, runs=runs, max_rows=max_rows, shared=shared, cuda=cuda
+            shape, tiles, H, size, workers, chunk, runs=runs, max_rows=max_rows, shared=shared, cuda=cuda, short=short
         )
 
     @staticmethod
@@ -200,10 +204,12 @@ class KernelLayout:
         """Uploads ``plan``, in arrays of its own size or of the given capacities."""
         if isinstance(plan, Plan) and shared_capacity is None:
             room = capacity or plan.capacity
-            return DevicePlan(upload(plan.flat(room), torch.int32, device), room, self)
+            # A plan of a given capacity may be replaced by one of more keys.
+            short = self._short_keys(plan) if self.short and capacity is None else None
+            return DevicePlan(upload(plan.flat(room), torch.int32, device), room, self, short_keys=short)
         assert self.shared is not None
         as_cascade = _as_cascade(plan, self.shared)
-        own = replace(self, shared=None).prepare(as_cascade.own, device, capacity)
+        own = replace(self, shared=None, short=False).prepare(as_cascade.own, device, capacity)
         shared_sizes, members = shared_capacity or (as_cascade.shared.capacity, as_cascade.capacity)
         shared = SharedPrefix(
             self.shared.prepare(as_cascade.shared, device, shared_sizes),
@@ -211,6 +217,14 @@ class KernelLayout:
             members,
         )
         return replace(own, layout=self, shared=shared)
+
+    def _short_keys(self, plan: Plan) -> int | None:
+        """The most keys of a request if the kernel without a plan is faster."""
+        ends, firsts = plan.item_rows[ITEM_END::FIELDS], plan.item_rows[ITEM_END - 1 :: FIELDS]
+        keys = max(ends, default=0)
+        key_bytes = self.kv_copies * self.width * self.element_bytes
+        few = keys <= cuda_decode.SHORT_KEYS and (sum(ends) - sum(firsts)) * key_bytes <= cuda_decode.SHORT_BYTES
+        return keys if few else None
 
 
 def _as_cascade(plan: Plan | Cascade, shared: KernelLayout) -> Cascade:
@@ -240,6 +254,8 @@ class DevicePlan:
     capacity: Capacity
     layout: KernelLayout
     shared: SharedPrefix | None = None
+    short_keys: int | None = None
+    """The most keys of a request if the kernel without a plan may run; None if not."""
 
     @property
     def has_merges(self) -> bool:
@@ -271,6 +287,7 @@ class DevicePlan:
 
     def update(self, plan: Plan | Cascade) -> None:
         """Replaces the plan in place by another step's."""
+        assert self.short_keys is None, "prepared for its own lengths only; prepare it with a capacity"
         if self.shared is None:
             assert isinstance(plan, Plan), "a cascade in the place of a plan without groups"
             own = plan

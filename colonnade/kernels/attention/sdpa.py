@@ -34,6 +34,11 @@ def attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, wind
     return _sdpa(q_BTNH, k_BSKH, v_BSKH, mask, is_causal)
 
 
+def attend_masked(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_TS: Tensor) -> Tensor:
+    """o_BTNH of queries that see the keys in ``mask_TS``."""
+    return _sdpa(q_BTNH, k_BSKH, v_BSKH, mask_TS)
+
+
 def _sdpa(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
     K = k_BSKH.shape[2]
     if q_BTNH.shape[1] == 1 and q_BTNH.shape[2] > K:

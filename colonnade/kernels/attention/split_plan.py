@@ -92,6 +92,7 @@ class Item(NamedTuple):
     whole line and writes the output itself."""
 
 
+ITEM_END = Item._fields.index("end")
 SHIFT, SHARE = 6, 7
 """Fields of an item in the flat array: with ``aligned`` pieces the number of a line's first piece, modulo
 :data:`ALIGNED_PARTS`; index of the piece in its line times 2^16, plus the line's pieces."""

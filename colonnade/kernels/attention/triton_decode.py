@@ -78,6 +78,9 @@ def attend(
         return state
     near_RN = None if near_RN is None else near_RN.contiguous()
     score_mods = (cap, slopes_N, sinks_N, scales_K, layout.shape.window, near_RN)
+    if near_RN is None and ready.short_keys is not None and table.longest_query == 1 and len(table.lengths_R) == T:
+        cuda_decode.attend_short(q_TNH, k_PpKH, v_PpKH, state, table, ready.short_keys, score_mods)
+        return state
     if layout.cuda and shared is None:
         cuda_decode.attend(q_TNH, k_PpKH, v_PpKH, state, None, table, ready, score_mods)
         return state

@@ -27,7 +27,7 @@ from colonnade.kernels.linear.quantise import round_inputs as round_to_int8
 from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.rotary import Rotation
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 """More rows times unquantised weights are products for torch, which multiplies in larger tiles."""
 MAX_QUERIES = 16
 """More new tokens of a request are for torch's attention, which has larger tiles too."""
@@ -46,9 +46,11 @@ def round_inputs(x: Tensor, weight: Quantised) -> Tensor:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+def linear(
+    x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, *, most_rows: int | None = MAX_ROWS
+) -> Tensor:
     """y_TF (see :func:`reference.linear`)."""
-    if fits(x_TD, weight_FD):
+    if fits(x_TD, weight_FD, most_rows):
         return _run_linear(x_TD, weight_FD, bias_F)
     return _torch_linear(x_TD, weight_FD, bias_F)
 
@@ -70,12 +72,13 @@ def fused_linear(
     activation: str | None = None,
     residual_TF: Tensor | None = None,
     inplace: bool = False,
+    most_rows: int | None = MAX_ROWS,
 ) -> Tensor:
     """y_TF (see :func:`reference.fused_linear`)."""
     parts: dict[str, Any] = {"norm": norm, "gate": gate, "activation": activation, "residual_TF": residual_TF}
-    native = fits(x_TD, weight)
+    native = fits(x_TD, weight, most_rows)
     if gate is not None:
-        native = native and fits(x_TD, gate.weight) and _same_format(weight, gate.weight)
+        native = native and fits(x_TD, gate.weight, most_rows) and _same_format(weight, gate.weight)
     if native and (residual_TF is None or (residual_TF.is_contiguous() and residual_TF.dtype == x_TD.dtype)):
         return _run_linear(x_TD, weight, bias_F, **parts, inplace=inplace)
     if norm is not None:
@@ -90,8 +93,8 @@ def fused_linear(
     return residual_TF.add_(y_TF) if inplace else residual_TF + y_TF
 
 
-def fits(x_TD: Tensor, weight: Matrix) -> bool:
-    """Whether the library multiplies these rows with ``weight``."""
+def fits(x_TD: Tensor, weight: Matrix, most_rows: int | None = MAX_ROWS) -> bool:
+    """Whether the library multiplies these rows with ``weight``; at most ``most_rows`` if that is not quantised."""
     T, D = x_TD.shape if x_TD.dim() == 2 else (0, 0)
     if not T or not D or x_TD.stride(1) != 1 or not _no_gradient(x_TD) or not available(x_TD.dtype):
         return False
@@ -100,7 +103,8 @@ def fits(x_TD: Tensor, weight: Matrix) -> bool:
             weight.group in (32, 64, 128) and not weight.has_wide_scales
         )
         return weight.kind in calls.KINDS and grouped and weight.values.dim() == 2 and (T <= MAX_ROWS or _is_fast())
-    return T <= MAX_ROWS and weight.dtype == x_TD.dtype and weight.is_contiguous() and _no_gradient(weight)
+    few = most_rows is None or most_rows >= T
+    return few and weight.dtype == x_TD.dtype and weight.is_contiguous() and _no_gradient(weight)
 
 
 @functools.cache
@@ -317,11 +321,12 @@ def paged(
     window: int | None = None,
     values: int | None = None,
     scales_Pp2: Tensor | None = None,
+    most_queries: int | None = MAX_QUERIES,
 ) -> Tensor:
     """o_TNH (see :func:`~colonnade.kernels.attention.reference.paged`) of few new tokens per request."""
     T, dtype = len(q_TNH), q_TNH.dtype
     plain = scales_Pp2 is None and values is None and k_PpKH.dtype == v_PpKH.dtype == dtype
-    few = T > 0 and table.longest_query <= MAX_QUERIES and _no_gradient(q_TNH)
+    few = T > 0 and (most_queries is None or table.longest_query <= most_queries) and _no_gradient(q_TNH)
     if not plain or not few or not available(dtype):
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values, scales_Pp2=scales_Pp2)
     (_, N, H), (P, page_tokens, K, _), R = q_TNH.shape, k_PpKH.shape, len(table.lengths_R)

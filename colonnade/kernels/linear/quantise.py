@@ -3,6 +3,7 @@
     int8     w ≈ q s          q in −127 … 127; one s per row (output), float32
     int4     w ≈ q s + m      q in 0 … 15; s and m per group of 32, 64 or 128 inputs of a row, bfloat16
     int8_dynamic   as int8, with the inputs rounded to 8 bits too (:func:`round_inputs`)
+    ternary  w ≈ t s          t in −1, 0, 1; one s per row, bfloat16; G weights in a word of 16 bits (:mod:`ternary`)
     float8   w ≈ q s          q in e4m3; one s per row, a power of two (:mod:`float8` says why)
 
 int4 packs eight values into an int32 word: bits 4i … 4i+3 of word c of a group of G inputs hold its input i·G/8 + c, so
@@ -27,8 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.errors import ConfigError
+from colonnade.kernels.linear import ternary
 
-Kind = Literal["int8", "int4", "float8", "int8_dynamic"]
+Kind = Literal["int8", "int4", "float8", "int8_dynamic", "ternary"]
 KINDS = get_args(Kind)
 FLOAT8 = torch.float8_e4m3fn
 INT4_PER_WORD = 8
@@ -46,13 +48,14 @@ class Quantised(NamedTuple):
 
     kind: Kind
     values: Tensor
-    """int8 or float8 (F, D); for int4, words (F, groups · G / 8)."""
+    """int8 or float8 (F, D); for int4, words (F, groups · G / 8); for ternary, words (F, groups)."""
     scales: Tensor
-    """(F, 1) float32; for int4, s and m as (F, groups, 2) bfloat16, or float32 where bfloat16 would round them."""
+    """(F, 1) float32, for ternary bfloat16; for int4, s and m as (F, groups, 2) bfloat16, or float32 where bfloat16
+    would round them."""
     inputs: int
     """D."""
     group: int
-    """G; D without groups."""
+    """G, for ternary the weights in a word; D without groups."""
     blocked: bool = False
     """Whether outputs are stored in blocks (:func:`to_blocks`), not in rows."""
 
@@ -88,6 +91,8 @@ def quantise(
     w_FD = weight_FD.float()
     if kind == "int4":
         return _quantise_int4(w_FD, group)
+    if kind == "ternary":
+        return pack_ternary(w_FD.sign(), *ternary.choose(w_FD, group), group)
     highest_F1 = reduce_max(w_FD.abs().amax(1, keepdim=True))
     if kind in ("int8", "int8_dynamic"):
         # Divide by a tensor: dividing by a number, a GPU multiplies by the reciprocal, which changes the last bit.
@@ -104,6 +109,8 @@ def stored_bytes(outputs: int, inputs: int, kind: Kind, group: int, scale_bytes:
     """Bytes of a matrix quantised to ``kind``; ``scale_bytes``: of one number of an int4 group."""
     if kind == "int4":
         return outputs * -(-inputs // group) * (group // 2 + 2 * scale_bytes)
+    if kind == "ternary":
+        return outputs * (-(-inputs // group) * 2 + 2)
     return outputs * (inputs + 4)
 
 
@@ -121,6 +128,12 @@ def _quantise_int4(w_FD: Tensor, group: int) -> Quantised:
     low = low.bfloat16()
     q = ((w - low.float()) / scale.float()).round().clamp(0, 15).nan_to_num().to(torch.int32)
     return Quantised("int4", pack_int4(q.flatten(1), group), torch.cat((scale, low), 2), inputs, group)
+
+
+def pack_ternary(trits_FD: Tensor, allowed_FD: Tensor, scale_F1: Tensor, group: int) -> Quantised:
+    """The matrix of ``trits_FD``, 0 where they are not allowed, times ``scale_F1``."""
+    words = ternary.encode(torch.where(allowed_FD, trits_FD.nan_to_num(), 0), group)
+    return Quantised("ternary", words, scale_F1.bfloat16(), trits_FD.shape[1], group)
 
 
 def pack_int4(q_FD: Tensor, group: int) -> Tensor:
@@ -153,6 +166,8 @@ def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None))
     weight = to_rows(weight)
     values, scales = weight.values[rows], weight.scales[rows]
     wide = torch.promote_types(dtype, torch.float32)
+    if weight.kind == "ternary":
+        return ternary.decode(values, weight.group, weight.inputs, wide).mul_(scales.to(wide)).to(dtype)
     if weight.kind != "int4":
         return to_float(values, wide).mul_(scales.to(wide)).to(dtype)
     words = values.unflatten(1, (-1, weight.group // INT4_PER_WORD))

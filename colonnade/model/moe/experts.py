@@ -134,8 +134,9 @@ class Experts(Float8Module):
         (:mod:`~colonnade.model.moe.expert_offload`).
         """
         super().__init__()
-        self.activation, self.count, self.width, self.grid = config.activation, moe.experts, moe.ffn_width, axes.experts
-        first, stop = axes.experts.ep.part(moe.experts)
+        self.activation, self.count = config.activation, moe.stored_experts
+        self.width, self.grid = moe.ffn_width, axes.experts
+        first, stop = axes.experts.ep.part(self.count)
         start, end = axes.experts.etp.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
         self.local_count = e

@@ -58,6 +58,9 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         if self.shared_gate is not None:
             self.shared_gate.never_quantise = True
+        self.group_E: Tensor | None
+        groups_E = torch.arange(moe.experts, dtype=torch.int32, device=device) % moe.merged if moe.merged else None
+        self.register_buffer("group_E", groups_E)
         self.layout: dict[str, Placement] = {"shared_gate.weight": residual_placement(axes)} if moe.shared_gate else {}
 
     def forward(
@@ -78,10 +81,11 @@ class MixtureOfExperts(nn.Module):
             kept = kept._replace(weights_TA=kept.weights_TA * _output_mask(moe, own.noise, kept, training=training))
         dropout = ExpertDropout.of(own.noise, kept.ids_TA.shape[1])
         dispatch = choose_dispatch(self.experts, layer.dispatch, replicated, choice.max_choices, dropout)
+        ids_tA, weights_tA = self._stored(kept.ids_TA), kept.weights_TA
         if replicated:
-            rows = dispatch.send(x_tD, *(self.axes.join_tokens(x_tA, T) for x_tA in kept))
+            rows = dispatch.send(x_tD, self.axes.join_tokens(ids_tA, T), self.axes.join_tokens(weights_tA, T))
         else:
-            rows = dispatch.send(own.x_tD, *kept)
+            rows = dispatch.send(own.x_tD, ids_tA, weights_tA)
         out_tD = dispatch.combine(map(self.experts, rows))
 
         load_E = expert_load(choice.ids_TA, moe.experts)
@@ -108,6 +112,13 @@ class MixtureOfExperts(nn.Module):
         if noise is not None and not self.axes.sequence_parallel:
             noise = noise.rows(own)
         return _Tokens(self.axes.split_tokens(x_tD), layer.tokens_T[own], index_t, noise, groups)
+
+    def _stored(self, ids_tA: Tensor) -> Tensor:
+        """The stored expert of each of the router's choices: itself, or the one that it is merged into."""
+        if self.group_E is None:
+            return ids_tA
+        E = self.moe.experts
+        return torch.where(ids_tA < E, self.group_E[ids_tA.clamp(max=E - 1)].long(), self.experts.count)
 
     def _shared(self, x_tD: Tensor, T: int) -> Tensor:
         assert self.shared is not None

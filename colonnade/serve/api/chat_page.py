@@ -24,11 +24,11 @@ def add_chat_page(app: FastAPI) -> None:
         return Response(page, media_type="text/html", headers=headers)
 
 
-def page_headers(page: str) -> dict[str, str]:
-    """The headers that confine ``page``."""
+def page_headers(page: str, scripts: str = "") -> dict[str, str]:
+    """The headers that confine ``page``; ``scripts`` are further sources of scripts."""
     policy = [
         "default-src 'none'",
-        f"script-src '{_hash_of('script', page)}'",
+        f"script-src '{_hash_of('script', page)}' {scripts}".rstrip(),
         f"style-src '{_hash_of('style', page)}'",
         "connect-src 'self'",
         "img-src data:",  # the empty icon

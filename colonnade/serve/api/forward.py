@@ -28,7 +28,7 @@ from colonnade.serve.upstreams import Upstreams
 
 FORWARDED = {
     "POST": ROUTES | {"/tokenize", "/detokenize"},
-    "GET": frozenset({"/v1/models"}),
+    "GET": frozenset({"/v1/models", "/tokenizer_info"}),
 }
 """Paths by method; ``/v1/models/NAME`` too."""
 

@@ -30,4 +30,6 @@ def install_look(app: FastAPI, models: ServedModels) -> None:
         if len(body) > MAX_BODY:
             return respond(error_answer(f"send a body of at most {MAX_BODY:,} bytes", 413))
         query = request.scope["query_string"].decode("latin-1")
-        return respond(answer_of(await models.all[0].engine.ask("look", **question(request.method, path, query, body))))
+        name, engine = models.all[0]
+        asked = question(name, request.method, path, query, body)
+        return respond(answer_of(await engine.ask("look", **asked)))

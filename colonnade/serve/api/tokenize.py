@@ -1,4 +1,4 @@
-"""vLLM's POST /tokenize and /detokenize, and GET /version. The engine process has the tokenizer and does the work."""
+"""vLLM's POST /tokenize and /detokenize, GET /tokenizer_info and /version. The engine process has the tokenizer."""
 
 import importlib.metadata
 from typing import Self
@@ -69,6 +69,21 @@ class DetokenizeReply(replies.Reply):
     prompt: str
 
 
+class TokenizerInfo(replies.Reply, total=False):
+    """GET /tokenizer_info: what ``tokenizer_config.json`` says."""
+
+    tokenizer_class: str
+    clean_up_tokenization_spaces: bool
+    bos_token: str
+    eos_token: str
+    unk_token: str
+    sep_token: str
+    pad_token: str
+    cls_token: str
+    mask_token: str
+    chat_template: str
+
+
 class Version(replies.Reply):
     """GET /version."""
 
@@ -105,6 +120,12 @@ def install_tokenize(app: FastAPI, find_model: FindModel) -> None:
         answer = await engine.ask("detokenize", tokens=body.tokens)
         reply: DetokenizeReply = {"prompt": answer["text"]}
         return Response(to_json(reply), media_type="application/json")
+
+    @app.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}, **openapi.refusals()})
+    async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+        """The tokenizer's class, special tokens and chat template, which clients such as lm-eval read."""
+        answer = await find_model(model, request).engine.ask("tokenizer_info")
+        return Response(to_json(answer["info"]), media_type="application/json")
 
     @app.get("/version", responses=openapi.refusals("4XX"))
     async def version() -> Version:

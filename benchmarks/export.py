@@ -1,0 +1,171 @@
+"""Exported packages: time from a new process's start to its first token, and of a step, beside eager and torch.compile.
+
+    python benchmarks/export.py                      # SmolLM2-135M-Instruct; compiles for some minutes
+    python benchmarks/export.py --random smollm2     # a preset with random weights
+    python benchmarks/export.py --tiny               # a random model of two layers; writes no record
+
+Each row is a new process that reads a prompt of 24 tokens and generates greedily. ``first_token_s`` is from the start
+of the process, imports included, to the first token; ``step_ms`` the median of the next steps.
+
+    package          the exported package
+    eager            the package's graph run by PyTorch without compilation
+    engine           our engine, whose decode steps are C++ (colonnade/kernels/cpu)
+    torch.compile    the same graph, compiled by torch.compile in an earlier process, whose files Inductor's cache has
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from colonnade import api
+from colonnade.compress.export import export, step_module
+from colonnade.config import ModelConfig, ServeConfig
+from colonnade.config.presets import preset
+from colonnade.model import Transformer, initialise
+from colonnade.model.static_attend import cache_row
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve.package import SLOT_STEP, Package
+from colonnade.serve.sampling_params import SamplingParams
+from harness.report import Cell, Headline, folder_of, report
+from harness.rows import figures, line
+
+PROMPT, CONTEXT, PREFILL = 24, 1024, 32
+WHO = ("package", "eager", "engine", "torch.compile")
+TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, context=CONTEXT)
+
+
+def run(who: str, folder: Path, steps: int) -> None:
+    """In a new process: print when the first token was there, and how long steps took."""
+    ids = [i % 97 + 1 for i in range(PROMPT)]
+    step = _next_token(who, folder)
+    ids.append(step(ids))
+    print(json.dumps({"first": time.time()}), flush=True)
+    took = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        ids.append(step(ids))
+        took.append(time.perf_counter() - began)
+    print(json.dumps({"step_ms": 1e3 * statistics.median(took), "tokens": ids[PROMPT:]}), flush=True)
+
+
+def _next_token(who: str, folder: Path) -> Callable[[list[int]], int]:
+    if who == "package":
+        package = Package(folder / "package", trust=True)
+        return lambda ids: int(package.logits(ids).argmax())
+    model = api.load(folder / "model", device="cpu", dtype="float32")
+    if who == "engine":
+        engine, params = api.Engine(model, ServeConfig(max_requests=1)), SamplingParams(temperature=0, ignore_eos=True)
+        outputs: list = []
+
+        def next_of(ids: list[int]) -> int:
+            if not outputs:
+                outputs.append(engine.stream(ids, params))
+            return next(outputs[0]).token
+
+        return next_of
+    module = step_module(model.transformer)
+    graph = torch.compile(module) if who == "torch.compile" else module
+    config = model.config
+    cache = [torch.zeros(CONTEXT + PREFILL, *cache_row(config)) for _ in range(config.layers)]
+    done = 0
+
+    @torch.no_grad()
+    def logits(ids: list[int]) -> int:
+        nonlocal done
+        new = ids[done:]
+        width = 1 if len(new) == 1 else PREFILL
+        used = [layer[: -(-(done + width) // SLOT_STEP) * SLOT_STEP] for layer in cache]
+        tokens_T = torch.tensor([*new, *[0] * (width - len(new))])
+        out = graph(tokens_T, torch.tensor(done), torch.tensor(len(new) - 1), used)
+        done = len(ids)
+        return int(out.argmax())
+
+    return logits
+
+
+def started(who: str, folder: Path, steps: int) -> dict[str, Cell]:
+    """One new process."""
+    words_ = [sys.executable, str(Path(__file__).resolve()), "--child", who, "--folder", str(folder)]
+    began = time.time()
+    done = subprocess.run(
+        [*words_, "--steps", str(steps)], capture_output=True, text=True, check=False, timeout=1200, env={**os.environ}
+    )
+    if done.returncode:
+        print(f"{who}: {done.stderr[-600:]}", flush=True)
+        return {}
+    first, rest = (json.loads(row) for row in done.stdout.splitlines() if row.startswith("{"))
+    return {"first_token_s": first["first"] - began, **rest}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--random", metavar="PRESET", help="a preset with random weights")
+    parser.add_argument("--child", choices=WHO)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if args.child:
+        run(args.child, args.folder, args.steps)
+        return
+    out, name = folder_of(args.out, toy=args.tiny), "export_cpu"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if args.tiny or args.random:
+            config = TINY if args.tiny else preset(args.random)
+            context = DistributedContext.solo(torch.device("cpu"))
+            from harness.engine_load import words
+
+            whole = initialise(Transformer(config), 0).requires_grad_(False)
+            model = api.Model(whole, words(config.vocab_size), context, "random")
+        else:
+            model = api.load("smollm2", device="cpu", dtype="float32")
+        api.save(model, folder / "model")
+        began = time.perf_counter()
+        export(model.transformer, model.tokenizer, folder / "package", context=CONTEXT - PREFILL, prefill=PREFILL)
+        notes = f"{model.config.parameters:,} parameters, float32, {torch.get_num_threads()} threads; "
+        notes += f"exported in {time.perf_counter() - began:.0f} s; prompt of {PROMPT} tokens, padded to {PREFILL}"
+        del model
+        steps, rounds = (4, 1) if args.tiny else (args.steps, args.rounds)
+        rows: list[dict[str, Cell]] = []
+        tokens: dict[str, object] = {}
+        for who in WHO:
+            if who == "torch.compile":
+                started(who, folder, steps)  # fills Inductor's cache
+            runs = [one for _ in range(rounds) if (one := started(who, folder, steps))]
+            if not runs:
+                continue
+            tokens[who] = runs[0]["tokens"]
+            row: dict[str, Cell] = {"who": who}
+            for key in ("first_token_s", "step_ms"):
+                row[key] = figures(statistics.median(float(one[key]) for one in runs))  # type: ignore[arg-type]
+            row["same_tokens"] = tokens[who] == tokens.get("package")
+            rows.append(row)
+            print(line(row), flush=True)
+            report(name, rows, notes=notes, headlines=_headlines(rows), folder=out)
+
+
+def _headlines(rows: list[dict[str, Cell]]) -> list[Headline]:
+    by_who = {row["who"]: row for row in rows}
+    found = []
+    for key, unit, peer in (("first_token_s", "s", "torch.compile"), ("step_ms", "ms", "eager")):
+        if peer in by_who:
+            ours, theirs = float(by_who["package"][key] or 0), float(by_who[peer][key] or 0)
+            what = "First token of an exported package" if unit == "s" else "Step of an exported package"
+            found.append(Headline(what, ours, unit, peer, theirs))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The folder of an exported package, and the checks before its native code may run.
+
+:data:`DECODE` is a step of one token, compiled by AOTInductor for one kind of processor, and :data:`PREFILL` a pass
+over up to ``prefill`` tokens of a prompt. Both take their weights from :data:`WEIGHTS`, which is mapped into memory.
+Beside them are :data:`PACKAGE` (a :class:`PackageInfo`), the tokenizer, and a manifest with size and SHA-256 of every
+file.
+"""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from colonnade.checkpoint import atomic_folder
+from colonnade.config import Config, ModelConfig
+from colonnade.errors import CheckpointError, ConfigError
+
+PACKAGE, DECODE, PREFILL, WEIGHTS = "package.json", "decode.pt2", "prefill.pt2", "weights.safetensors"
+INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpcl", "movbe", "adx", "sha_")
+"""Beginnings of the names, in Linux's /proc/cpuinfo, of what a compiler may use."""
+
+
+class Processor(Config):
+    """What native code was compiled for."""
+
+    machine: str
+    """As ``uname -m`` says: x86_64, aarch64."""
+    instructions: tuple[str, ...]
+    torch: str
+    """The version of torch that compiled it."""
+
+    @staticmethod
+    def here() -> "Processor":
+        """That of this machine."""
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+        flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+        if platform.machine() == "x86_64":
+            flags = [flag for flag in flags if flag.startswith(INSTRUCTION_SETS)]
+        version = torch.__version__.partition("+")[0]
+        return Processor(machine=platform.machine(), instructions=tuple(sorted(flags)), torch=version)
+
+    def check(self, folder: Path) -> None:
+        """Raise :class:`CheckpointError` unless this machine can run the code of the package in ``folder``."""
+        here, again = Processor.here(), "export the model again on this machine"
+        if here.machine != self.machine:
+            raise CheckpointError(f"{folder} was compiled for {self.machine}, and this is {here.machine}; {again}")
+        if missing := sorted({*self.instructions} - {*here.instructions}):
+            raise CheckpointError(
+                f"{folder} was compiled for a processor with {', '.join(missing[:4])}"
+                f"{' and others' if len(missing) > 4 else ''}, which this one lacks; {again}"
+            )
+        if here.torch != self.torch:
+            raise CheckpointError(f"{folder} was compiled by torch {self.torch}, and this is {here.torch}; {again}")
+
+
+class PackageInfo(Config):
+    """``package.json``."""
+
+    context: int = Field(gt=1)
+    """Tokens of a text, at most."""
+    prefill: int = Field(gt=1)
+    """Tokens of one pass over a prompt, at most."""
+    dtype: str = Field(pattern="float32|bfloat16|float16")
+    """Of the weights and the cache."""
+    cache_row: tuple[int, int, int]
+    """The shape of one slot of a layer's cache (:func:`colonnade.model.static_attend.cache_row`)."""
+    model: ModelConfig
+    processor: Processor
+
+
+def load_program(path: Path) -> Any:
+    """The compiled program in ``path``; it needs the constants that ``get_constant_fqns`` names before it runs."""
+    # The class behind torch._inductor.aoti_load_package, whose import takes longer than the first token.
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
+
+
+def is_package(path: Path | str) -> bool:
+    """Whether ``path`` is a package's folder."""
+    return (Path(path) / PACKAGE).is_file()
+
+
+def open_package(folder: Path, *, trust: bool) -> PackageInfo:
+    """Check everything that can be checked before the code of ``folder`` runs.
+
+    Raises :class:`ConfigError` without ``trust``, and :class:`CheckpointError` for a damaged or modified package and
+    for one of another processor or torch.
+    """
+    if not trust:
+        raise ConfigError(
+            f"{folder} is a package of native code, which can do anything that you can; run it with --trust if it is "
+            "yours or its author's word is enough"
+        )
+    manifest = atomic_folder.Manifest.read(folder)
+    if missing := sorted({DECODE, PREFILL, WEIGHTS, PACKAGE} - {*manifest.files}):
+        raise CheckpointError(f"{folder} has no {missing[0]} in its manifest; export the model again")
+    manifest.check_sizes(folder)
+    manifest.check_contents(folder, manifest.files)
+    try:
+        info = PackageInfo(**atomic_folder.read_json(folder / PACKAGE))
+    except ConfigError as why:
+        raise CheckpointError(f"{folder / PACKAGE} is damaged: {why}; export the model again") from None
+    info.processor.check(folder)
+    return info

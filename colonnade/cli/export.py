@@ -1,0 +1,57 @@
+"""The verb ``export``: a package of native code that starts at once."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from colonnade.cli.common import GenerativeModel, console
+from colonnade.config import AS_TRAINED, ExpertsConfig, format_bytes
+
+
+def export(
+    model: Positional[GenerativeModel],
+    out: Annotated[Positional[Path], arg(metavar="OUT")],
+    context: int | None = None,
+    prefill: int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    experts: ExpertsConfig = AS_TRAINED,
+    overwrite: bool = False,
+) -> None:
+    """Compile a model for this machine's processor; generate and chat run the package with --trust, and start at once.
+
+    It needs a C++ compiler. Quantised weights are written in the dtype.
+
+    Args:
+        model: The model to export.
+        out: The folder to create.
+        context: Tokens of a text, at most; 2048 unless given, or the model's context if that is less.
+        prefill: Tokens of a prompt in one pass; 128 unless given, or the context if that is less.
+        dtype: Of the weights and the cache.
+        experts: For a mixture of experts: settings that differ from training.
+        overwrite: Replace an existing package, once the new one is written.
+    """
+    from colonnade import api
+    from colonnade.checkpoint.atomic_folder import refuse_existing
+    from colonnade.checkpoint.load_model import open_model
+    from colonnade.compress.export import check_export
+    from colonnade.compress.export import export as run
+
+    refuse_existing(out, overwrite)  # before the model is read
+    opened = open_model(model)
+    context = min(2048, opened.config.context) if context is None else context
+    prefill = min(128, context) if prefill is None else prefill
+    check_export(experts.apply_to(opened.config, opened.tasks), context, prefill)
+    with (
+        api.load(model, dtype=dtype, device="cpu", experts=experts, weights="dense") as loaded,
+        console.status("compiling; this takes minutes") as status,
+    ):
+        info = run(
+            loaded.transformer, loaded._tokenizer, out, context=context, prefill=prefill, overwrite=overwrite,
+            progress=lambda name: status.update(f"compiling {name}; this takes minutes"),
+        )  # fmt: skip
+    size = format_bytes(sum(path.stat().st_size for path in out.rglob("*") if path.is_file()))
+    console.print(
+        f"{out}: {size}, context {info.context}, for {info.processor.machine} with torch {info.processor.torch}; run "
+        f"it with: colonnade generate {out} PROMPT --trust"
+    )

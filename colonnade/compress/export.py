@@ -1,0 +1,144 @@
+"""Export to a package that starts at once: ``torch.export``, then AOTInductor, which compiles to native code.
+
+The graph is the model's own forward pass with a cache of fixed shape (:mod:`colonnade.model.static_attend`) and the
+reference kernels, which Inductor fuses by itself. :mod:`colonnade.checkpoint.package_format` describes the folder, and
+:mod:`colonnade.serve.package` runs it.
+"""
+
+import functools
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from colonnade.checkpoint import atomic_folder, native
+from colonnade.checkpoint.package_format import DECODE, PACKAGE, PREFILL, WEIGHTS, PackageInfo, Processor, load_program
+from colonnade.config import ModelConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import ConfigError
+from colonnade.kernels.experts.gathered import every, gathered
+from colonnade.kernels.experts.reference import Weights
+from colonnade.model import Rows, Stream, Transformer
+from colonnade.model.moe.experts import ExpertRows, Experts
+from colonnade.model.moe.router import find_router
+from colonnade.model.static_attend import Static, cache_row
+
+INDUCTOR = {
+    "aot_inductor.package_constants_in_so": False,  # both programs share one file of weights
+    "cpp.dynamic_threads": True,  # otherwise the number of threads of this process is compiled in
+}
+
+
+def export(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    out: Path,
+    *,
+    context: int = 2048,
+    prefill: int = 128,
+    overwrite: bool = False,
+    progress: Callable[[str], object] = lambda _what: None,
+) -> PackageInfo:
+    """Write ``model`` as a package for texts of up to ``context`` tokens; returns what the package says of itself.
+
+    ``prefill``: tokens of a prompt in one pass, at most. The model's modules are changed and cannot train afterwards.
+    Raises :class:`ConfigError` for models and sizes that cannot be exported and without a C++ compiler, and
+    :class:`CheckpointError` if ``out`` exists.
+    """
+    config = model.config
+    check_export(config, context, prefill)
+    dtype = next(model.parameters()).dtype
+    atomic_folder.create_partial(out, overwrite)
+    partial = atomic_folder.partial_path(out)
+    step, slots = step_module(model), context + prefill
+    cache = [torch.zeros(slots, *cache_row(config), dtype=dtype) for _ in range(config.layers)]
+    constants: dict[str, Tensor] = {}
+    for name, tokens in ((DECODE, 1), (PREFILL, prefill)):
+        progress(name)
+        constants |= _compile(step, tokens, cache, partial / name)
+    atomic_folder.write_tensors(partial / WEIGHTS, {name: t.detach().contiguous() for name, t in constants.items()})
+    info = PackageInfo(
+        context=context, prefill=prefill, dtype=str(dtype).removeprefix("torch."), cache_row=cache_row(config),
+        model=config, processor=Processor.here(),
+    )  # fmt: skip
+    atomic_folder.write_json(partial / PACKAGE, info.model_dump(mode="json"))
+    if tokenizer is not None:
+        tokenizer.save(partial / native.TOKENIZER)
+    atomic_folder.commit(out, {})
+    return info
+
+
+def check_export(config: ModelConfig, context: int, prefill: int) -> None:
+    """Raise :class:`ConfigError` for a model or for sizes that cannot be exported, or without a C++ compiler."""
+    if config.encoder is not None or not config.causal or config.relative_positions is not None:
+        raise ConfigError("export is for decoders that generate text; serve this model in the place of exporting it")
+    if config.moe is not None and (config.moe.capacity or not find_router(config.moe).per_token):
+        raise ConfigError(
+            f"router '{config.moe.router.kind}' with capacity {config.moe.capacity} chooses among the tokens of a "
+            "batch, which a package does not have; export with --experts.capacity off, or serve the model"
+        )
+    if not 2 <= prefill <= context <= config.context:
+        raise ConfigError(
+            f"--context {context} and --prefill {prefill} do not fit a model with a context of {config.context}; "
+            "--prefill is at least 2 and at most --context, which is at most that"
+        )
+    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    if not any(shutil.which(name) for name in (compiler, "g++", "clang++")):
+        raise ConfigError(f"export compiles C++, and there is no {compiler} here; install it (apt-get install g++)")
+
+
+def step_module(model: Transformer) -> "_Step":
+    """``model`` as a module of tensor operations alone; its weights become contiguous and frozen."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.contiguous()  # its strides are compiled in
+    for module in model.modules():
+        if hasattr(module, "kernels"):
+            module.kernels = "reference"  # type: ignore[assignment]
+    return _Step(model)
+
+
+class _Step(nn.Module):
+    """The next-token logits after up to T tokens of one sequence."""
+
+    def __init__(self, model: Transformer):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_T: Tensor, start: Tensor, last: Tensor, cache: list[Tensor]) -> Tensor:
+        """logits_V after token ``last``; the tokens are at positions ``start`` and following.
+
+        Tokens after ``last`` are padding: what they write into the cache is masked until it is overwritten.
+        """
+        stream = Stream(tokens_T, start + torch.arange(len(tokens_T)))
+        return self.model(stream, Static(cache, start), Rows(last[None]))[0]
+
+
+def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[str, Tensor]:
+    """Compile one program to ``path``; returns the constants that it needs, by name."""
+    run = gathered if tokens == 1 else every
+    for module in step.modules():
+        if isinstance(module, Experts):
+            module.forward = functools.partial(_experts, run, module)
+    zero, slots = torch.tensor(0), Dim("slots", min=2, max=len(cache[0]))
+    example = (torch.zeros(tokens, dtype=torch.int64), zero, zero.clone(), cache)
+    shapes: Any = (None, None, None, [{0: slots} for _ in cache])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about torch
+        program = torch.export.export(step, example, dynamic_shapes=shapes)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(INDUCTOR))
+    values = {**program.state_dict, **program.constants}
+    return {name: values[name] for name in load_program(path).get_constant_fqns()}  # others are unused or folded
+
+
+def _experts(run: Callable[..., Tensor], module: Experts, rows: ExpertRows) -> Tensor:
+    weights = module.stored
+    assert isinstance(weights, Weights), "packages have unquantised weights"
+    assert rows.ids_TA is not None, "one rank sorts nothing before the experts"
+    return run(rows.x_TD, rows.ids_TA, rows.weights_TA, weights, module.activation)

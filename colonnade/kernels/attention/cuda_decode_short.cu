@@ -1,0 +1,177 @@
+// Flash-Decoding in CUDA C++ of a few keys: one tile a warp, in registers, without a plan (cuda_decode.py).
+//
+// With at most a hundred keys a call is a chain of dependent loads and of instructions that are fetched for the first
+// time. So a team of TEAM warps takes one line, found by its block's number, and each warp the tile of its own number:
+// there is no plan, no loop, no ring, and each block ends with its line. Lengths, page ids and queries are loaded at
+// once, then all keys and values. A lane loads 16 bytes: 8 numbers of a token. Products sum over numbers in any order,
+// so keys and queries need no rearrangement; values are transposed in registers (movmatrix), and two lanes exchange
+// halves of their outputs to write 16 bytes each.
+//
+// Lengths and page ids are checked here, as in cuda_decode.cu.
+
+constexpr int ROW_BLOCKS = (GROUP + 7) / 8;  // of a head: more rows in one warp are slower than keys read twice
+constexpr int SPANS = H / 32;  // of 32 numbers: 4 lanes load one of a token
+constexpr int VALUE_BYTES = TOKENS * H * 2;  // of a tile, as many as of a state of 8 rows
+static_assert(SHORT && H % 32 == 0 && !CACHE && SINGLE && NT == 1, "16 bits, whole spans, one query a request, 8 rows");
+
+__device__ __forceinline__ void load_16_bytes(u32 (&to)[4], const char* from, bool any) {
+  to[0] = to[1] = to[2] = to[3] = 0;
+  if (any)
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void own_16_bytes(u32 (&to)[4], u32 from) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+// The output of a line that is one warp's: rows 2t of lanes with even g, 2t + 1 of odd ones.
+__device__ __forceinline__ void write_rows(const Args& a, State& sums, const Item& item, int g, int t) {
+  const int odd = g & 1;
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    float each[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int row = item.block * 8 + 2 * t + e, head = item.head * GROUP + row;
+      float top = sums.top[n][e], total = sums.total[n][e], shrink = 1.f;
+#pragma unroll
+      for (int w = 4; w < 32; w <<= 1) total += __shfl_xor_sync(~0u, total, w);
+#if SINKS
+      const float sink = row < GROUP ? __ldg(a.sinks + head) * LOG2E : -INF, higher = fmaxf(top, sink);
+      shrink = power2(top - finite_or_0(higher));
+      total = total * shrink + power2(sink - finite_or_0(higher));
+      top = higher;
+#endif
+      each[e] = total == 0.f ? 0.f : inverse(total) * shrink;
+      if (g == 0 && row < GROUP)
+        a.lse[(i64)item.request * a.heads + head] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
+    }
+    // Of each 8 numbers the even ones are in the even lane, the odd ones in the other.
+    const int row = item.block * 8 + 2 * t + odd;
+    const u32 first = odd ? 0x1054 : 0x5410, second = odd ? 0x3276 : 0x7632;
+    u16* const to = a.o + ((i64)item.request * a.heads + item.head * GROUP + row) * H + g / 2 * 8;
+#pragma unroll
+    for (int c = 0; c < SPANS; c++) {
+      u32 out[4];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float(&o)[4] = sums.o[n][2 * c + half];
+        const u32 row0 = pack_output(o[0] * each[0], o[2] * each[0]), row1 = pack_output(o[1] * each[1], o[3] * each[1]);
+        const u32 kept = odd ? row1 : row0, taken = __shfl_xor_sync(~0u, odd ? row0 : row1, 4);
+        out[2 * half] = __byte_perm(kept, taken, first);
+        out[2 * half + 1] = __byte_perm(kept, taken, second);
+      }
+      if (row < GROUP) *(uint4*)(to + c * 32) = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_constant__ Args a) {
+  extern __shared__ __align__(16) char smem[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int team = warp / TEAM, member = warp % TEAM, line = blockIdx.x * TEAMS + team;
+  if (line >= a.lines) return;
+  Item item;
+  item.request = a.lines_inverse ? __umulhi(line, a.lines_inverse) : line;
+  const int of_request = line - item.request * (a.heads / GROUP * ROW_BLOCKS);
+  item.head = of_request / ROW_BLOCKS; item.block = of_request % ROW_BLOCKS; item.slot = -1;
+  const int row0 = item.block * 8, rows = min(8, GROUP - row0);
+  const int token0 = member * TOKENS, column = token0 / PAGE;
+  const int length = __ldg(a.lengths + item.request);
+  const int page = column < a.columns ? __ldg(a.pages + (i64)item.request * a.pages_r + column) : -1;
+  const u32 mine = shared_address(smem) + warp * VALUE_BYTES + lane * 16;
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  State sums;
+  sums.clear();
+  u32 q[NT][SPANS][4];
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const char* const from = a.q + item.request * a.q_t + (item.head * GROUP + row0 + g) * a.q_n + t * 16;
+#pragma unroll
+    for (int c = 0; c < SPANS; c++) load_16_bytes(q[n][c], from + c * 64, g < rows);
+  }
+  if (TEAM == 1 || token0 < length) {
+    const bool there = (u32)page < (u32)a.cache_pages;
+    const int left = there ? length - token0 : 0;
+    const i64 at = there ? page : 0, token = token0 % PAGE + g;
+    const char* const k_from = a.k + at * a.k_page + token * a.k_p + item.head * a.k_k + t * 16;
+    const char* const v_from = a.v + at * a.v_page + token * a.v_p + item.head * a.v_k + t * 16;
+    // Values wait in shared memory, each lane's in a place of its own. To save registers or time the assembler would load
+    // them after the keys' products; it moves no copy over the barrier, at which nobody waits.
+#pragma unroll
+    for (int c = 0; c < SPANS; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        copy16(mine + (c * 2 + half) * 512, v_from + half * 8 * a.v_p + c * 64, g + half * 8 < left ? 16 : 0, policy);
+    commit();
+    asm volatile("bar.sync %0, 32;" ::"r"(8 + warp) : "memory");
+    u32 k[SPANS][2][4];  // of tokens g and g + 8
+#pragma unroll
+    for (int c = 0; c < SPANS; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        load_16_bytes(k[c][half], k_from + half * 8 * a.k_p + c * 64, g + half * 8 < left);
+
+    View view;
+    view.row0 = row0; view.rows = rows; view.high = length; view.before = length - 1;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        view.factor[n][e] = a.scale * (CAPPED || SLOPES ? 1.f : LOG2E);
+#if SLOPES
+        const int row = 2 * t + e;
+        view.slope[n][e] = row < rows ? __ldg(a.slopes + item.head * GROUP + row0 + row) : 0.f;
+#endif
+      }
+    float s[NT][2][4];
+    u32 p[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[n][0][e] = s[n][1][e] = 0;
+#pragma unroll
+      for (int c = 0; c < SPANS; c++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int i = 2 * half;
+          const u32 f[4] = {k[c][0][i], k[c][1][i], k[c][0][i + 1], k[c][1][i + 1]};
+          mma(s[n][half], f, q[n][c][i], q[n][c][i + 1]);
+        }
+    }
+    const bool plain = there && token0 + TOKENS <= length && (!WINDOWED || token0 >= length - a.window);
+    weigh(a, s, p, sums, view, token0, there, plain, g, t);
+    wait<0>();
+#pragma unroll
+    for (int c = 0; c < SPANS; c++) {
+      u32 v[2][4];
+      own_16_bytes(v[0], mine + c * 1024);
+      own_16_bytes(v[1], mine + c * 1024 + 512);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int i = 2 * half;
+        const u32 f[4] = {transpose(v[0][i]), transpose(v[0][i + 1]), transpose(v[1][i]), transpose(v[1][i + 1])};
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma(sums.o[n][2 * c + half], f, p[n][0], p[n][1]);
+      }
+    }
+  }
+  if (TEAM == 1) {
+    write_rows(a, sums, item, g, t);
+    return;
+  }
+  // States of 8 rows take the places of the values.
+  float* const shared_o = (float*)smem + team * TEAM * 8 * O_ROW;
+  float2* const shared_ml = (float2*)(smem + O_BYTES) + team * TEAM * 8;
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    if (n) team_barrier(team);
+    leave_state(sums, n, shared_o + member * 8 * O_ROW, shared_ml + member * 8, g, t);
+    team_barrier(team);
+    write_states(a, item, item.request, n, rows, 1.f, shared_o, shared_ml, member, lane);
+  }
+}
