@@ -115,14 +115,15 @@ def far_apart(case: "Case", device: str = "cpu") -> Made:
     return made
 
 
-def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=None, sinks_N=None) -> State:
+def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=None, sinks_N=None, near_RN=None) -> State:
     """:func:`reference.paged` that also returns the log-sum-exp."""
     ends, (_, lengths) = table.cu_queries.tolist(), table.host_lengths
     parts = []
     for r, length in enumerate(lengths):
         used = table.pages_RP[r, : -(-length // table.page_tokens)].long()
         keys, values = (x[used].flatten(0, 1)[:length] for x in (k, v))
-        part = reference.attend(q[ends[r] : ends[r + 1]], keys, values, window=window, cap=cap, slopes_N=slopes_N)
+        mods = {"window": window, "cap": cap, "slopes_N": slopes_N, "near_RN": near_RN}
+        part = reference.attend(q[ends[r] : ends[r + 1]], keys, values, **mods)
         parts.append(part if sinks_N is None else reference.with_sinks(part, sinks_N))
     return State(torch.cat([part.o for part in parts]), torch.cat([part.lse for part in parts]))
 
@@ -141,6 +142,8 @@ class Case:
     cap: float | None = None
     slopes: bool = False
     sinks: bool = False
+    near: int = 0
+    """Distance of relative biases; 0: none."""
     chunk: int | None = None
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None
@@ -187,6 +190,9 @@ class Case:
             "cap": self.cap,
             "slopes_N": torch.linspace(0.01, 0.3, N, device=device) if self.slopes else None,
             "sinks_N": torch.linspace(-3, 3, N, device=device) if self.sinks else None,
+            "near_RN": torch.linspace(-2, 2, (2 * self.near + 1) * N, device=device).sin().view(-1, N)
+            if self.near
+            else None,
         }
         if not prepared:
             return Made(q, k, v, table, None, None, None, options, scales)
@@ -196,7 +202,8 @@ class Case:
         else:
             how = {"window": self.window, "chunk": self.chunk, "shares": bool(self.prefixes)}
             try:
-                layout = KernelLayout.of(q, k, longest, **how, kernels=KERNELS[0])
+                kernels = "triton" if self.near else KERNELS[0]
+                layout = KernelLayout.of(q, k, longest, **how, kernels=kernels)
             except LookupError as why:
                 pytest.skip(str(why))
         # Costs at which everything that can be split is split; with the true ones cases this small would not be. Fixed

@@ -74,4 +74,5 @@ def inputs(sources: list[Tensor], targets: list[Tensor], kernels: str = "auto") 
     own = Packed.of([len(x) for x in targets], kernels=kernels)
     source = Packed.of([len(x) for x in sources], causal=False, kernels=kernels)
     stream = Stream(torch.cat(targets), positions_T, source=Source(torch.cat(sources), positions_S))
-    return stream, Crossed(own, source, Beside(source.cu_seqlens, own.cu_seqlens, kernels=kernels))
+    lengths = {"longest": (own.longest, source.longest), "equal": own.equal and source.equal}
+    return stream, Crossed(own, source, Beside(source.cu_seqlens, own.cu_seqlens, kernels=kernels, **lengths))

@@ -57,7 +57,7 @@ def check_shapes() -> int:
 
 
 def check_features() -> int:
-    """Window, cap, slopes, sinks, alone and combined, split and unsplit; more queries than keys."""
+    """Window, cap, slopes, sinks, relative biases, alone and combined, split and unsplit; more queries than keys."""
     count = 0
     for i, (window, cap, slopes, sinks) in enumerate(
         [(7, None, False, False), (None, 2.0, False, False), (None, None, True, False), (None, None, False, True),
@@ -67,6 +67,9 @@ def check_features() -> int:
             OVERRIDE[:] = [HOW[i % 3]]
             same(Case(*batch, K=2, group=3, H=16, page=16, window=window, cap=cap, slopes=slopes, sinks=sinks))
             count += 1
+    for near, many, more in ((5, False, {}), (40, True, {}), (7, False, {"cap": 2.0, "slopes": True, "sinks": True})):
+        same(Case([90, 5], [2, 5], K=2, group=3, H=16, page=16, near=near, many=many, **more))
+        count += 1
     return count
 
 

@@ -41,6 +41,7 @@ def corpus(
     workers: int = 1,
     slurm: SlurmArgs = SlurmArgs(),
     objective: Literal["text", "spans", "pairs"] = "text",
+    languages: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Build a corpus from text, JSONL, Parquet or Arrow files: a tokenizer and memory-mapped token shards.
@@ -65,6 +66,8 @@ def corpus(
         slurm: Settings of the jobs.
         objective: What an encoder–decoder trains on. spans: text, whose spans it restores (T5). pairs: two columns of
             TSV files, or two fields of JSONL files (--field SOURCE,TARGET).
+        languages: Of pairs: eng_Latn,deu_Latn begins all sources and targets with these tokens, for models that
+            translate between named languages (NLLB).
         overwrite: Replace an existing corpus.
     """
     from colonnade.data import build
@@ -100,7 +103,7 @@ def corpus(
         manifest = build(
             documents, out, tokenizer=trained, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
             validation_share=validation_share, field=field, separator=separator, tasks=tasks, include=include,
-            progress=progress, objective=objective,
+            progress=progress, objective=objective, languages=languages,
         )  # fmt: skip
     console.print(
         f"{out}: {plural(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from colonnade.cli.common import Model, console
-from colonnade.errors import DataError
+from colonnade.errors import ConfigError, DataError
 
 
 def transcribe(
@@ -15,6 +15,7 @@ def transcribe(
     model: Model = "whisper-tiny.en",
     language: str = "en",
     format: Literal["txt", "srt", "vtt", "json"] = "txt",
+    words: bool = False,
     out: Path | None = None,
 ) -> None:
     """Write down what is said in a recording, with Whisper.
@@ -24,14 +25,17 @@ def transcribe(
         model: A Whisper: whisper-tiny.en (a package), a folder of Hugging Face's or CTranslate2's format, or a hub id.
         language: The language that is spoken, as a code (en, de, …).
         format: txt, subtitles (srt, vtt), or json with times and log-probabilities.
+        words: Also the time of each word, in json.
         out: File to write; by default the transcript is printed.
     """
     from colonnade import api
     from colonnade.speech.audio import load_audio
     from colonnade.speech.transcribe import Transcriber, write_transcript
 
+    if words and format != "json":
+        raise ConfigError(f"--words needs --format json, and it is {format}")
     samples = load_audio(file)
-    transcriber = Transcriber(api.load(model, device="cpu"), language)
+    transcriber = Transcriber(api.load(model, device="cpu"), language, words=words)
     text = write_transcript(list(transcriber.transcribe(samples)), format)
     if out is None:
         sys.stdout.write(text)

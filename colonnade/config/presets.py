@@ -20,7 +20,7 @@ from colonnade.errors import ConfigError
 
 FILES = (
     "tour", "gpt2", "bert", "smollm2", "llama", "mistral", "qwen", "gpt2_moe", "mixtral", "qwen_moe", "olmoe",
-    "deepseek",
+    "deepseek", "t5", "nllb", "whisper",
 )  # fmt: skip
 """One file per family, in the order in which ``colonnade presets`` lists them."""
 

@@ -102,6 +102,7 @@ def build(
     separator: str | None = None,
     tasks: str | None = None,
     objective: Literal["text", "spans", "pairs"] = "text",
+    languages: str | None = None,
     vocabulary_bytes: int = 1 << 28,
     overwrite: bool = False,
     include: Mapping[str, Path] = MappingProxyType({}),
@@ -118,6 +119,8 @@ def build(
       or "field:NAME", the value of that field or column.
     - ``objective``: what an encoder–decoder trains on: "spans", running text whose trained vocabulary gets T5's
       sentinels; "pairs", two columns of a TSV file or two JSONL fields, ``field="source,target"``.
+    - ``languages``: of pairs, "eng_Latn,deu_Latn": sources and targets begin with these special tokens (NLLB). A
+      trained vocabulary gets them.
     - ``validation_share``: share of the documents that are held out for validation: at least one; of a single document,
       spans spread over it.
     - ``shard_tokens``: tokens per shard. ``overwrite``: replace an existing corpus.
@@ -132,6 +135,7 @@ def build(
     files, options = find_files(sources), _read_options(sources, field, separator, tasks)
     if objective == "pairs":
         options = _pair_options(options, separator, tasks)
+    spoken = _language_names(languages, objective)
     names: dict[str, int] | None = None if tasks is None else {}
     size_bytes = total_bytes(files)
     holdout = choose_holdout(read_documents(files, options), validation_share)
@@ -152,11 +156,13 @@ def build(
             tokenizer = Tokenizer.from_file(tokenizer)
         if objective == "spans":
             tokenizer = _with_sentinels(tokenizer, trained=trains)
+        if spoken is not None:
+            tokenizer = _with_languages(tokenizer, spoken, trained=trains)
         if not tokenizer.eos_ids:
             raise DataError("the tokenizer has no token that ends a text; set eos_token in its tokenizer_config.json")
         tokenizer.save(folder / "tokenizer")
         train, validation = _write_shards(
-            read_documents(files, options), folder, tokenizer, holdout, shard_tokens, size_bytes, report, names
+            read_documents(files, options), folder, tokenizer, holdout, shard_tokens, size_bytes, report, names, spoken
         )
         manifest = Manifest(
             dtype=token_dtype(tokenizer.vocab_size),
@@ -168,6 +174,7 @@ def build(
             source_bytes=size_bytes,
             tasks=None if names is None else tuple(names),
             objective=objective,
+            languages=spoken,
             train=train,
             validation=validation,
         )
@@ -212,6 +219,35 @@ def _with_sentinels(tokenizer: Tokenizer, *, trained: bool) -> Tokenizer:
             "to train one"
         )
     return tokenizer
+
+
+def _language_names(languages: str | None, objective: str) -> tuple[str, str] | None:
+    if languages is None:
+        return None
+    names = languages.split(",")
+    if objective != "pairs":
+        raise ConfigError(f"--languages {languages} is for --objective pairs; leave it out")
+    if len(names) != 2 or not all(names):
+        raise ConfigError(f"--languages {languages} does not name two; give --languages eng_Latn,deu_Latn")
+    return names[0], names[1]
+
+
+def _with_languages(tokenizer: Tokenizer, names: tuple[str, str], *, trained: bool) -> Tokenizer:
+    """``tokenizer`` with the tokens of the languages; a given one must have them."""
+    if trained:
+        return tokenizer.with_special(list(dict.fromkeys(names)))
+    if missing := [name for name in names if tokenizer.token_id(name) not in tokenizer.special_ids]:
+        raise DataError(
+            f"the tokenizer has no special token {missing[0]}; name languages that it has, or give no tokenizer to "
+            "train one"
+        )
+    return tokenizer
+
+
+def _language_id(tokenizer: Tokenizer, name: str) -> int:
+    token = tokenizer.token_id(name)
+    assert token is not None, "the tokenizer has the languages of the pairs"
+    return token
 
 
 def _check_settings(
@@ -290,10 +326,16 @@ def _write_shards(
     size_bytes: int,
     report: ProgressCallback,
     names: dict[str, int] | None,
+    languages: tuple[str, str] | None = None,
 ) -> tuple[SplitRecord, SplitRecord]:
-    """Tokenise every document into the shards of its split; numbers new tasks in ``names``."""
+    """Tokenise every document into the shards of its split; numbers new tasks in ``names``.
+
+    ``languages`` begin the source and the target of each pair.
+    """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end, done = tokenizer.eos_ids[0], 0
+    begin_source, begin_target = ([_language_id(tokenizer, name)] for name in languages) if languages else ([], [])
+    begin = begin_source
     with ExitStack() as files:
         train, validation = (
             files.enter_context(ShardWriter(folder, name, dtype, shard_tokens, tasks=names is not None))
@@ -303,7 +345,8 @@ def _write_shards(
             encoded = tokenizer.encode_documents([chunk.text for chunk, _ in batch])
             for (chunk, value), tokens in zip(batch, encoded, strict=True):
                 writer = validation if value < holdout.threshold else train
-                writer.append(tokens)
+                writer.append([*begin, *tokens])
+                begin = begin_target if chunk.ends_source else begin_source if chunk.last else []
                 if chunk.ends_source:
                     writer.append([end])
                 if chunk.last:

@@ -91,6 +91,8 @@ class Manifest(_Record):
     objective: Literal["text", "spans", "pairs"] = "text"
     """text: documents. spans: documents, with sentinels in the vocabulary for span corruption. pairs: each document is
     a source and a target, each with its end token."""
+    languages: tuple[str, str] | None = None
+    """The special tokens that sources and targets of pairs begin with, if any."""
     train: SplitRecord
     validation: SplitRecord
 

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.cross import relative_mask
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.shared_prefix import PrefixTree
 from colonnade.kernels.dropout import AttentionDropout
@@ -68,12 +69,21 @@ class Packed:
     """The dropout of one layer; set by :meth:`at`."""
     near_Rn: Tensor | None = None
     """Relative position biases of this rank's heads (:mod:`~colonnade.model.relative_positions`)."""
+    bias_nTS: Tensor | None = None
+    """The same for all pairs of a sequence, made once for all layers."""
 
     @staticmethod
     def of(lengths: list[int], device: torch.device | str = "cpu", **options: object) -> "Packed":
         """Packed sequences of these ``lengths``."""
         ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         return Packed(ends, max(lengths, default=0), len(set(lengths)) <= 1, **options)  # type: ignore[arg-type]
+
+    def with_relative_bias(self, near_Rn: Tensor) -> "Packed":
+        """With relative position biases, which are expanded here unless the plain implementation does it itself."""
+        bias_nTS = None
+        if self.dropout is None and self.kernels != "reference":
+            bias_nTS = relative_mask(near_Rn, self.longest, causal=self.causal)
+        return replace(self, near_Rn=near_Rn, bias_nTS=bias_nTS)
 
     def at(self, layer: int, window: int | None) -> "Packed":
         """The view of one layer: its window and its dropout key."""
@@ -89,7 +99,10 @@ class Packed:
             kernels = self.kernels if self.layer_dropout is None else "reference"
             run = choose("relative_attention", q_TnH.device.type, q_TnH.dtype, kernels)
             options = {} if self.layer_dropout is None else {"dropout": self.layer_dropout}
-            return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, self.near_Rn, causal=self.causal, **options)
+            return run(
+                q_TnH, k_TkH, v_TkH, self.cu_seqlens, self.near_Rn, causal=self.causal, longest=self.longest,
+                equal=self.equal, bias_NTS=self.bias_nTS, **options,
+            )  # fmt: skip
         mask = {"longest": self.longest, "equal": self.equal, "causal": self.causal, "window": self.window}
         if self.layer_dropout is not None:
             run = choose("dropout_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)

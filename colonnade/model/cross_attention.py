@@ -105,20 +105,28 @@ class Beside:
     """The indices of the sources' tokens in the step's global batch, for dropout."""
     first_head: int = 0
     kernels: str = "auto"
-    kv_SkL2H: Tensor | None = None
+    longest: tuple[int, int] | None = None
+    """The longest target and the longest source, or upper bounds; None: not known without waiting for the device."""
+    equal: bool = False
+    """Whether all targets and all sources have these lengths."""
+    layers: tuple[Tensor, ...] | None = None
+    """kv_Sk2H of each layer."""
 
     def keep(self, kv_SkL2H: Tensor) -> "Beside":
         """The memory with these keys and values."""
-        return replace(self, kv_SkL2H=kv_SkL2H)
+        # One unbind: a slice for each layer would fill a whole gradient with zeros, and add it, as many times.
+        return replace(self, layers=kv_SkL2H.unbind(2))
 
     def at(self, layer: int) -> "BesideLayer":
         """The memory of one decoder layer."""
-        assert self.kv_SkL2H is not None, "the sources come before the targets"
+        assert self.layers is not None, "the sources come before the targets"
         pairs = None
         if self.dropout is not None:
             pairs = self.dropout.pairs(layer, self.first_head, self.source_index_S)
-        k_SkH, v_SkH = self.kv_SkL2H[:, :, layer].unbind(2)
-        return BesideLayer(k_SkH, v_SkH, self.cu_targets, self.cu_sources, pairs, self.kernels)
+        k_SkH, v_SkH = self.layers[layer].unbind(2)
+        return BesideLayer(
+            k_SkH, v_SkH, self.cu_targets, self.cu_sources, pairs, self.kernels, self.longest, self.equal
+        )
 
 
 @dataclass(frozen=True)
@@ -131,13 +139,18 @@ class BesideLayer:
     cu_sources: Tensor
     dropout: AttentionDropout | None
     kernels: str
+    longest: tuple[int, int] | None
+    equal: bool
 
     def __call__(self, q_TnH: Tensor) -> Tensor:
         """o_TnH."""
         kernels = self.kernels if self.dropout is None else "reference"
         run: Any = choose("cross_attention", q_TnH.device.type, q_TnH.dtype, kernels)
         options = {} if self.dropout is None else {"dropout": self.dropout}
-        return run(q_TnH, self.k_SkH, self.v_SkH, self.cu_targets, self.cu_sources, **options)
+        return run(
+            q_TnH, self.k_SkH, self.v_SkH, self.cu_targets, self.cu_sources, longest=self.longest, equal=self.equal,
+            **options,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -235,5 +248,7 @@ def with_relative_bias(attend: AttendBackend, near_Rn: Tensor) -> AttendBackend:
     """``attend`` with relative position biases in its self-attention."""
     if isinstance(attend, Crossed):
         return replace(attend, own=with_relative_bias(attend.own, near_Rn))
-    assert isinstance(attend, Packed | Paged), f"relative positions are not implemented for {type(attend).__name__}"
+    if isinstance(attend, Packed):
+        return attend.with_relative_bias(near_Rn)
+    assert isinstance(attend, Paged), f"relative positions are not implemented for {type(attend).__name__}"
     return cast(AttendBackend, replace(attend, near_Rn=near_Rn))

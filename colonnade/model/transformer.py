@@ -115,9 +115,10 @@ class Block(nn.Module):
             y_tD, report = self._feed_forward(x_tD, T, dropout, routing)
             return self.norm2(x_tD + apply_dropout(y_tD, dropout, FFN)), report
         fuse = self.fused and dropout is None
-        fused_attention = fuse and fused_block.can_fuse_attention(self, x_tD, attend)
+        own = attend.own if isinstance(attend, CrossedView) else attend
+        fused_attention = fuse and fused_block.can_fuse_attention(self, x_tD, own)
         if fused_attention:
-            x_tD = fused_block.attention_step(self, x_tD, rotation, attend)
+            x_tD = fused_block.attention_step(self, x_tD, rotation, own)
         else:
             x_tD = x_tD + apply_dropout(self.attention(self.norm1(x_tD), T, rotation, attend), dropout, ATTENTION)
         if self.cross is not None and self.norm_cross is not None:

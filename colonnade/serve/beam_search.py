@@ -52,7 +52,7 @@ class BeamSearch:
     """Tokens that end a text."""
     root: "Request | None" = None
     beams: "list[Request]" = field(default_factory=list)
-    delivered: int = 0
+    delivered: tuple[int, ...] = ()
     """Tokens of the best text that another engine has delivered."""
     _totals: list[float] = field(default_factory=list)
     """Of each of ``beams``."""
@@ -110,6 +110,12 @@ class BeamSearch:
     def best(self) -> tuple[int, ...]:
         """The tokens of the best text."""
         return self._finished[0].tokens
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the best text does not go on after the tokens that another engine has delivered."""
+        count = len(self.delivered)
+        return self.best[:count] != self.delivered or len(self.best) == count
 
     def _finish(self, each: Continuation, generated: int) -> None:
         output = each.parent.ids[len(each.parent.prompt) : -1]  # without the token that the engine sampled

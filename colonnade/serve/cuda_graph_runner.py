@@ -26,11 +26,12 @@ from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.cpu.calls import Recording
 from colonnade.kernels.device import upload, upload_into
 from colonnade.kernels.registry import choose
-from colonnade.model import KVCache, Paged, Stream, Transformer, fused_block
+from colonnade.model import Crossed, InPages, KVCache, Paged, Stream, Transformer, fused_block
 from colonnade.model.context_parallel import ShardedPaged
 from colonnade.model.output_heads import LocalVocabRows
 from colonnade.parallel.cuda_graphs import capture
 from colonnade.serve.batch_rows import padded_batch_size
+from colonnade.serve.graph_sources import SourceTables
 from colonnade.serve.model_inputs import CacheShard
 from colonnade.serve.step_recorder import record
 from colonnade.serve.work import Work
@@ -62,9 +63,9 @@ class CudaGraphRunner:
         self.pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
 
     def accepts(self, work: Work) -> bool:
-        """Whether every slice of ``work`` decodes one token, and there are not too many."""
+        """Whether every slice of ``work`` decodes one token and encodes no source, and there are not too many."""
         return len(work.slices) <= self.most and all(
-            len(piece.tokens) == 1 and piece.sample_args is not None for piece in work.slices
+            len(piece.tokens) == 1 and piece.sample_args is not None and not piece.source for piece in work.slices
         )
 
     def __call__(self, work: Work, last_R: Tensor) -> Tensor:
@@ -95,9 +96,11 @@ class CudaGraphRunner:
 
 @dataclass(frozen=True)
 class _CapturedGraph:
-    """A graph, the page table whose plans it reads, and its output."""
+    """A graph, the page tables whose plans it reads, and its output."""
 
     table: PageTable
+    source_table: PageTable | None
+    """Of the sources of an encoder–decoder."""
     replay: Callable[[], None]
     logits: Tensor
 
@@ -167,6 +170,8 @@ class _PaddedBatch:
         """The page tables in :attr:`pages`."""
         self._host_pages = torch.full((size, widest), self.scratch, dtype=torch.int32)
         """A host copy of :attr:`pages`, of which a step changes a few rows."""
+        encoder = runner.model.config.encoder
+        self.sources = None if encoder is None else SourceTables(self.cache, size, encoder.context, self.scratch)
         self._graphs: dict[bool, _CapturedGraph] = {}
         """Without and with shared prefixes."""
         self._planned: PlannedBatch | None = None
@@ -208,18 +213,22 @@ class _PaddedBatch:
             widest = max(*map(len, tables), *(len(self._tables[row]) for row in changed))
             upload_into(self.pages[:, :widest], self._host_pages[:, :widest])
             self._tables = tables
+        if self.sources is not None:
+            self.sources.write(work, rows)
         if min(tokens) < 0:
             choose("write_next_tokens", self.device.type, torch.int64)(self.tokens, last_R)
         return lengths
 
-    def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged:
+    def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged | Crossed:
         slots, positions, kernels, share = self.slots, self.positions, self.runner.kernels, self.runner.share
         attend = Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=share)
+        if self.sources is not None:
+            return Crossed(attend, None, self.sources.memory(kernels))
         if self.shard.is_whole:
             return attend
         return self.shard.sharded_attend(work.slices, attend.table, slots, positions, kernels)
 
-    def _run(self, attend: Paged | ShardedPaged) -> Tensor:
+    def _run(self, attend: Paged | ShardedPaged | Crossed) -> Tensor:
         return self.runner.model(Stream(self.tokens, self.positions), attend, self.head)
 
     def _run_on_cpu(self, lengths: list[int], work: Work) -> Tensor:
@@ -241,23 +250,36 @@ class _PaddedBatch:
     def _capture(self, lengths: list[int], work: Work, *, shares_prefix: bool) -> None:
         """Capture a graph, after an eager run that compiles the kernels and shows which plans they need."""
         attend = self._attend(self.runner.context, work)
-        prepared = attend.table.plan_cache
+        own, source_table = attend, None
+        if isinstance(attend, Crossed):
+            assert isinstance(attend.own, Paged)
+            assert isinstance(attend.memory, InPages)
+            own, source_table = attend.own, attend.memory.table
+        assert isinstance(own, Paged | ShardedPaged)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run(attend)
-            for key, (ready,) in list(prepared.items()):
-                layout = ready.layout
-                capacity = layout.capacity(self.size, 1, self.runner.context)
-                shared = layout.shared_capacity(self.size, 1) if shares_prefix and layout.shared else None
-                plan = layout.plan(lengths, [1] * self.size, max_keys=self._max_keys)
-                prepared[key] = (layout.prepare(plan, self.device, capacity, shared),)
+            self._prepare(own.table, lengths, self.runner.context, shares_prefix=shares_prefix)
+            if source_table is not None:
+                assert self.sources is not None
+                self._prepare(source_table, self.sources.lengths, self.sources.context, shares_prefix=False)
             self._run(attend)  # whatever a graph calls must have run before
         torch.cuda.current_stream().wait_stream(stream)
         with capture(self.runner.pool) as graph:
             logits = self._run(attend)
-        self._graphs[shares_prefix] = _CapturedGraph(attend.table, graph.replay, logits)
+        self._graphs[shares_prefix] = _CapturedGraph(own.table, source_table, graph.replay, logits)
         self._planned = None
+
+    def _prepare(self, table: PageTable, lengths: Sequence[int], context: int, *, shares_prefix: bool) -> None:
+        """Replace the plans of ``table`` by ones in arrays that suffice for any batch of this size."""
+        most = table.pages_RP.shape[1] * self.cache.page_tokens
+        for key, (ready,) in list(table.plan_cache.items()):
+            layout = ready.layout
+            capacity = layout.capacity(self.size, 1, context)
+            shared = layout.shared_capacity(self.size, 1) if shares_prefix and layout.shared else None
+            plan = layout.plan(lengths, [1] * self.size, max_keys=most)
+            table.plan_cache[key] = (layout.prepare(plan, self.device, capacity, shared),)
 
     def _update_plans(self, lengths: list[int], work: Work) -> bool:
         """Make new split plans unless the current ones are valid; returns whether they share a prefix."""
@@ -277,6 +299,9 @@ class _PaddedBatch:
             for key, (ready,) in self._graphs[planned.shares_prefix].table.plan_cache.items():
                 ready.update(plans[key])
             self._planned = planned
+        source_table = self._graphs[self._planned.shares_prefix].source_table
+        if self.sources is not None and source_table is not None:
+            self.sources.update_plans(source_table)
         return self._planned.shares_prefix
 
     @property

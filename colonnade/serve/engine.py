@@ -42,6 +42,7 @@ from colonnade.serve.prompts import (
     check_params,
     check_params_list,
     check_prompts,
+    encode_text,
     encoder_input,
     limit_tokens,
     token_ids,
@@ -190,15 +191,15 @@ class Engine:
         :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (larger than the cache).
         """
         params, context, vocab_size = check_params(params), self.model.config.context, self.model.config.vocab_size
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
         source, encoder = (), self.model.config.encoder
+        ids = encode_text(prompt, self.tokenizer, encoder) if isinstance(prompt, str) else prompt
+        ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
         if encoder is not None:
             source, ids = encoder_input(ids, params, encoder, self.tokenizer)
         else:
             check_no_languages(params)
             check_no_beams(params)
-        search = None if params.beams == 1 else self._new_search(params, len(resume or ()))
+        search = None if params.beams == 1 else self._new_search(params, tuple(resume or ()))
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(
@@ -212,22 +213,22 @@ class Engine:
             source=source,
             priority=priority,
             adapter=self.adapters.number(adapter),
-            resume=None if resume is None or search else tuple(resume),
+            resume=None if resume is None else () if search else tuple(resume),
             search=search,
         )
         if request.id in self._live:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
         now_s = time.monotonic()
         if displaced := self.scheduler.add(request, now_s):
-            self._deliver([self._displaced_output(self._live[displaced.id], now_s)])
+            self._deliver([self._failed_output(self._live[displaced.id], "displaced", now_s)])
         text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         live = self._live[request.id] = _Generation(request, text, arrived_s=now_s)
         if request.resume:
             self._replay(live)
         return request.id
 
-    def _new_search(self, params: SamplingParams, delivered: int) -> BeamSearch:
-        """The beam search of a request, whose first ``delivered`` tokens another engine has delivered."""
+    def _new_search(self, params: SamplingParams, delivered: tuple[int, ...]) -> BeamSearch:
+        """The beam search of a request of which another engine has delivered the tokens ``delivered``."""
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.tokenizer.eos_ids)}
         if (needed := candidates(params.beams, len(ends))) > (size := self.model.config.vocab_size):
             raise RequestError(
@@ -237,11 +238,11 @@ class Engine:
             )
         return BeamSearch(params.beams, params.length_penalty, frozenset(ends), delivered=delivered)
 
-    def _displaced_output(self, live: _Generation, now_s: float) -> Output:
-        """End a request that another client's has displaced from the queue."""
-        self._finish(live, "displaced")
+    def _failed_output(self, live: _Generation, reason: FinishReason, now_s: float) -> Output:
+        """End a request that has generated nothing here, for a ``reason`` that is a failure."""
+        self._finish(live, reason)
         timing = Timing(now_s - live.arrived_s, 0.0, 0.0)
-        return Output(live.request.id, "", None, "displaced", live.request.input_tokens, 0, timing)
+        return Output(live.request.id, "", None, reason, live.request.input_tokens, 0, timing)
 
     def _replay(self, live: _Generation) -> None:
         """Bring the text, the penalties and the grammar of a resumed request to the state after its last token."""
@@ -386,10 +387,12 @@ class Engine:
         if following := search.advance(root.limit_tokens):
             self.scheduler.continue_search(search, following)
             return []
+        if search.diverged:
+            return [self._failed_output(live, "diverged", now_s)]
         root.ids, outputs = list(root.prompt), list[Output]()
         for number, best in enumerate(search.best):
             root.ids.append(best)
-            if number < search.delivered:
+            if number < len(search.delivered):
                 live.text.push(best, may_stop=False)
             else:
                 outputs.append(self._advance(live, best, None, now_s))

@@ -124,7 +124,7 @@ class FairQueue:
     def append(self, request: Request, now_s: float) -> None:
         """Add a new request; one that another engine has begun comes after the preempted ones, before all others."""
         self._size += 1
-        if request.resume:
+        if request.begun_elsewhere:
             self._preempted[request] = None
             return
         group = self._classes.setdefault(request.priority, _Class())
@@ -168,7 +168,7 @@ class FairQueue:
 
     def refund(self, request: Request) -> None:
         """Give the client of an admitted request, which has ended, the tokens back that were not generated."""
-        if request.resume:  # another engine has charged its client
+        if request.begun_elsewhere:  # another engine has charged its client
             return
         group = self._classes.get(request.priority)
         line = group and group.lines.get(request.client)

@@ -14,12 +14,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.serve import pooling_request
 from colonnade.serve.engine import Engine
 from colonnade.serve.ipc import Message, decode_message, error_to_dict
 from colonnade.serve.pooling_engine import PoolingEngine
+from colonnade.serve.prompts import encode_text
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
 from colonnade.serve.tokenize_messages import MESSAGES, answer_message, work_size
@@ -142,7 +142,7 @@ def prepare(message: Message, engine: Engine | PoolingEngine, wanted: Callable[[
     try:
         if isinstance(engine, Engine) and (wanted_form := sampling_params(message["params"]).structured_outputs):
             engine.grammars.matcher(wanted_form)
-        return {**message, "tokens": _prompt_ids(message, engine.tokenizer, wanted)}
+        return {**message, "tokens": _prompt_ids(message, engine, wanted)}
     except ColonnadeError as error:
         return {**message, "refusal": refusal(message, error)}
     except Exception as bug:  # of one request: the others go on
@@ -151,13 +151,15 @@ def prepare(message: Message, engine: Engine | PoolingEngine, wanted: Callable[[
         return {**message, "refusal": refusal(message, error)}
 
 
-def _prompt_ids(message: Message, tokenizer: Tokenizer, wanted: Callable[[], bool]) -> list[Any]:
+def _prompt_ids(message: Message, engine: Engine | PoolingEngine, wanted: Callable[[], bool]) -> list[Any]:
+    tokenizer = engine.tokenizer
     if "pooling" in message:
         return pooling_request.tokenize(message, tokenizer, wanted)
     if message["messages"] is None:
         prompts = (prompt for prompt in message["prompts"] if wanted())
-        special = message["special"]
-        return [tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
+        encoder, special = engine.model.config.encoder, message["special"]
+        encode = partial(encode_text, tokenizer=tokenizer, encoder=encoder, special=special)
+        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
     return [tokenizer.encode_chat(message["messages"], **message["template"])]

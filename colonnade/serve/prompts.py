@@ -43,26 +43,43 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
     return ids
 
 
+def encode_text(text: str, tokenizer: "Tokenizer", encoder: EncoderConfig | None, *, special: bool = True) -> list[int]:
+    """The ids of a prompt; ``special`` adds the tokens that begin or end every text.
+
+    A model of languages gets those from :func:`encoder_input`, since its tokenizer would name a language of its own.
+    """
+    return tokenizer.encode(text, special and not (encoder is not None and encoder.languages))
+
+
 def encoder_input(
     ids: tuple[int, ...], params: SamplingParams, encoder: EncoderConfig, tokenizer: "Tokenizer"
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(source, first tokens of the target) of an encoder–decoder for a prompt ``ids``.
 
-    The source gets its end token and, in a model of languages, that of its language instead of the one that the
-    tokenizer put first. Raises :class:`RequestError` for a source over the encoder's context, for a language that is
+    The source gets its end token and, in a model of languages, begins with that of its language. A language that
+    ``ids`` begin with, or end with after an end token (older tokenizers of NLLB), counts if ``source_lang`` is left
+    out. Raises :class:`RequestError` for a source that is empty or over the encoder's context, for a language that is
     missing or unknown, and for parameters about the tokens of a prompt, which is no part of the output here.
     """
     first, ends = (encoder.start_token,), tokenizer.eos_ids
+    language: tuple[int, ...] = ()
     if encoder.languages:
         languages = language_tokens(tokenizer)
         first = (encoder.start_token, _language(languages, params.target_lang, "target_lang"))
-        if params.source_lang is not None or ids[0] not in languages.values():
-            text = ids[1:] if ids[0] in languages.values() else ids
-            ids = (_language(languages, params.source_lang, "source_lang"), *text)
+        known = languages.values()
+        if ids[0] in known:
+            language, ids = ids[:1], ids[1:]
+        elif len(ids) > 1 and ids[-1] in known and ids[-2] in ends:
+            language, ids = ids[-1:], ids[:-1]
+        if params.source_lang is not None or not language:
+            language = (_language(languages, params.source_lang, "source_lang"),)
     else:
         check_no_languages(params)
+    if not ids or (len(ids) == 1 and ids[0] in ends):
+        raise RequestError("the source is empty; give the text that the encoder reads", param="prompt")
     if ends and ids[-1] not in ends:
         ids = (*ids, ends[0])
+    ids = (*language, *ids)
     if len(ids) > encoder.context:
         raise RequestError(
             f"the source has {len(ids):,} tokens with its end, and this model's encoder reads {encoder.context:,}; "

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from colonnade.serve.beam_search import BeamSearch
     from colonnade.serve.logits_processor import LogitsProcessor
 
-FinishReason = Literal["stop", "length", "error", "grammar_error", "displaced"]
+FinishReason = Literal["stop", "length", "error", "grammar_error", "displaced", "diverged"]
 """stop: an end token, a stop string, or the end of the grammar. length: max_tokens or the context. error: the logits
 were not finite. grammar_error: the grammar needs more work for a token than is allowed. displaced: it lost its place in
-a full queue to another client."""
+a full queue to another client. diverged: a resumed beam search found another text than the one that was delivered."""
 
 
 class Status(Enum):
@@ -70,7 +70,8 @@ class Request:
     held: bool = False
     """Whether it waits for the other beams of its search."""
     resume: tuple[int, ...] | None = None
-    """Output ids that another engine has generated and delivered; None for a new request."""
+    """Output ids that another engine has generated and delivered; None for a new request. A beam search begins again
+    and compares its text with them (``search.delivered``), so that they are empty here."""
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     """The page table: token i is in pages[i // page_tokens]."""
@@ -103,6 +104,11 @@ class Request:
             self.source_hash = blake2b(key.tobytes(), digest_size=16).digest()
         if self.resume:  # the first output, with the prompt's log-probabilities, has been delivered
             self.scored = len(self.prompt) - 1
+
+    @property
+    def begun_elsewhere(self) -> bool:
+        """Whether another engine has delivered tokens of it."""
+        return bool(self.resume) or (self.search is not None and bool(self.search.delivered))
 
     def exchange(self, other: "Request") -> None:
         """Exchange tokens and pages with ``other``, a beam of the same search."""
@@ -281,6 +287,13 @@ def failure(reason: FinishReason | None) -> RequestError | None:
             "client's; try again later",
             status=429,
             code="queue_full",
+        )
+    if reason == "diverged":
+        return RequestError(
+            "the engine failed after it had sent part of this text, and the beam search, resumed on another engine, "
+            "found a different text; send the request again",
+            status=503,
+            code="search_diverged",
         )
     if reason != "error":
         return None

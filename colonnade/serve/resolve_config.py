@@ -68,8 +68,6 @@ class EngineTraits:
             return f"of attention with a window over cp={self.cp}", "use tp in the place of cp"
         if config.latent is None and config.head_width > MAX_FUSED_HEAD_WIDTH:
             return f"of heads {config.head_width} wide (at most {MAX_FUSED_HEAD_WIDTH})", "use --device cpu"
-        if config.encoder is not None or config.relative_positions is not None:
-            return "of encoder–decoders and of relative positions", "leave --serve.graph_capture out"
         if self.offloads_experts:
             return "of experts offloaded to host memory", "leave --experts.layers_on_device out"
         if self.loops_over_experts:

@@ -19,13 +19,29 @@ def require(name: str, extra: str = "speech") -> Any:
         raise RequestError(f"{name} is not installed: pip install 'colonnade[{extra}]'") from None
 
 
+class Resampler:
+    """Samples at ``rate`` to 16 kHz, by parts; their join does not depend on where they are cut."""
+
+    def __init__(self, rate: int):
+        if not 1000 <= rate <= 768_000:
+            raise DataError(f"a rate of {rate} Hz; use 1,000 to 768,000")
+        self._stream = None if rate == RATE else require("soxr").ResampleStream(rate, RATE, 1, dtype="float32")
+
+    def push(self, samples: np.ndarray) -> np.ndarray:
+        """float32 samples at 16 kHz that ``samples`` complete."""
+        samples = np.ascontiguousarray(samples, np.float32)
+        return samples if self._stream is None else self._stream.resample_chunk(samples)
+
+    def finish(self) -> np.ndarray:
+        """The last samples."""
+        nothing = np.zeros(0, np.float32)
+        return nothing if self._stream is None else self._stream.resample_chunk(nothing, last=True)
+
+
 def resample(samples: np.ndarray, rate: int) -> np.ndarray:
     """Samples at ``rate`` to 16 kHz."""
-    if not 1000 <= rate <= 768_000:
-        raise DataError(f"a rate of {rate} Hz; use 1,000 to 768,000")
-    if rate == RATE or not len(samples):
-        return np.ascontiguousarray(samples, np.float32)
-    return require("soxr").resample(samples, rate, RATE).astype(np.float32)
+    resampler = Resampler(rate)
+    return np.concatenate([resampler.push(samples), resampler.finish()])
 
 
 def write_audio(path: Path, samples: np.ndarray) -> None:

@@ -13,8 +13,8 @@ The next window begins at the end of the last whole segment. A window is silent 
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -24,8 +24,10 @@ from colonnade.checkpoint.load_model import locate
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer
+from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer, fused_block
+from colonnade.model.cross_attention import Memory
 from colonnade.speech.log_mel import HOP, RATE, log_mel
+from colonnade.speech.token_times import FRAME_S, WatchedMemory, Word, alignment_heads, split_words, token_starts
 
 Format = Literal["txt", "srt", "vtt", "json"]
 WINDOW_S, TIME_S = 30, 0.02
@@ -69,6 +71,8 @@ class Segment(NamedTuple):
     """Bytes of its window's text over those that zlib makes of it: high where the text repeats itself."""
     silence: float = 0.0
     """The probability that its window has no speech."""
+    words: tuple[Word, ...] = ()
+    """Its words with their times, if they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class _Vocabulary:
     """Tokens that are no speech: marks of speakers, music, and all special ones."""
     first_suppressed: tuple[int, ...]
     """Tokens that begin no text: a space, the end."""
+    alignment: tuple[tuple[int, int], ...] = ()
+    """(layer, head) of the heads whose cross attention follows the sound, if the model's files list them."""
 
     @staticmethod
     def of(model: Model, language: str) -> "_Vocabulary":
@@ -113,6 +119,7 @@ class _Vocabulary:
         elif language != "en":
             raise RequestError(f"language '{language}' is unknown to {model.source}, which knows English only (en)")
         settings: dict[str, list[int]] = {}
+        alignment: list[list[int]] = []
         path = locate(model.source, weights=False)
         for name, keys in (("config.json", ("suppress_ids", "suppress_ids_begin")),
                            ("generation_config.json", ("suppress_tokens", "begin_suppress_tokens"))):  # fmt: skip
@@ -121,11 +128,12 @@ class _Vocabulary:
                 raw = json.loads(file.read_text("utf-8"))
                 for key, ours in zip(keys, ("all", "first"), strict=True):
                     settings.setdefault(ours, [int(i) for i in raw.get(key) or []])
+                alignment = alignment or raw.get("alignment_heads") or []
         special = range(end + 1, no_times + 1)
         return _Vocabulary(
             end, encoder.start_token, no_times, required("<|nospeech|>", "<|nocaptions|>"), no_times + 1,
             model.config.vocab_size - no_times - 1, prompt, (*settings.get("all", ()), *special),
-            tuple(settings.get("first", (end,))),
+            tuple(settings.get("first", (end,))), tuple((int(layer), int(head)) for layer, head in alignment),
         )  # fmt: skip
 
 
@@ -154,7 +162,7 @@ def allow(logits_V: Tensor, ids: Sequence[int], v: _Vocabulary) -> Tensor:
     return logits_V
 
 
-class _Window:
+class Window:
     """Decoding over one encoded window: pages of the target, then pages of the source, in order."""
 
     def __init__(self, model: Model, mel_MF: Tensor):
@@ -168,11 +176,24 @@ class _Window:
         self.cache = KVCache(
             config, self.model.axes, pages=pages, page_tokens=PAGE_TOKENS, dtype=weight.dtype, device=self.device
         )
+        self.kernels = fused_block.enable(self.model)
         self.mel_MF: Tensor | None = mel_MF.to(self.device, weight.dtype)
         self.length = 0
 
-    def next_logits(self, tokens: Sequence[int]) -> Tensor:
-        """float32 logits_TV after each of ``tokens``, which continue the target; the first call encodes the window."""
+    @torch.inference_mode()
+    def align(self, tokens: Sequence[int], heads: dict[int, list[int]], frames: int) -> tuple[Tensor, Tensor]:
+        """(weights_NTS, logits_TV) of a whole target: cross attention of ``heads`` to the first ``frames`` frames."""
+        self.length, weights = 0, list[Tensor]()
+        logits_TV = self.next_logits(tokens, lambda memory: WatchedMemory(
+            memory, heads, torch.tensor(self.far, device=self.device), frames, weights
+        ))  # fmt: skip
+        return torch.stack(weights).cpu(), logits_TV
+
+    def next_logits(self, tokens: Sequence[int], watch: Callable[[InPages], Memory] | None = None) -> Tensor:
+        """float32 logits_TV after each of ``tokens``, which continue the target; the first call encodes the window.
+
+        ``watch`` wraps the memory that cross attention reads.
+        """
         T, device = len(tokens), self.device
         positions_T = torch.arange(self.length, self.length + T, device=device)
         stream, source, slots = Stream(torch.tensor(list(tokens), device=device), positions_T), None, range(0)
@@ -185,6 +206,7 @@ class _Window:
         memory = InPages.of(
             self.cache, torch.tensor(slots, dtype=torch.int64, device=device), [self.far], [self.frames], [T]
         )
+        memory = replace(memory, kernels=self.kernels)
         own = Paged(
             self.cache,
             torch.tensor([self.own], dtype=torch.int32, device=device),
@@ -193,10 +215,11 @@ class _Window:
             torch.tensor([self.length], dtype=torch.int32, device=device),
             T,
             self.length,
+            self.kernels,
             known=([T], [self.length]),
             known_pages=[self.own],
         )
-        return self.model(stream, Crossed(own, source, memory), Rows()).float()
+        return self.model(stream, Crossed(own, source, memory if watch is None else watch(memory)), Rows()).float()
 
 
 class _Decoded(NamedTuple):
@@ -214,8 +237,11 @@ class Transcriber:
     Raises :class:`RequestError` for another kind of model and an unknown language.
     """
 
-    def __init__(self, model: Model, language: str = "en", *, temperature: float = 0.0):
-        """``temperature`` above 0 samples every window at it; 0 is greedy, with :data:`TEMPERATURES` as fallback."""
+    def __init__(self, model: Model, language: str = "en", *, temperature: float = 0.0, words: bool = False):
+        """``temperature`` above 0 samples every window at it; 0 is greedy, with :data:`TEMPERATURES` as fallback.
+
+        ``words`` gives the time of each word, for one more pass of the decoder a window.
+        """
         encoder = model.config.encoder
         if encoder is None or encoder.reads != "audio":
             raise RequestError(f"{model.source} reads no audio; use whisper-tiny.en, or the folder of another Whisper")
@@ -226,6 +252,8 @@ class Transcriber:
         self.model, self.encoder = model, encoder
         self._vocabulary = _Vocabulary.of(model, language)
         self._temperatures = (temperature,) if temperature else TEMPERATURES
+        self._language, self._words = language, words
+        self._heads = alignment_heads(self._vocabulary.alignment, model.config.layers, model.config.heads)
 
     def transcribe(self, samples: Tensor) -> Iterator[Segment]:
         """The segments of 16 kHz mono audio, in order, as soon as their window is decoded."""
@@ -239,18 +267,46 @@ class Transcriber:
             window = samples[at : at + whole]
             seconds = len(window) / RATE
             padded = torch.nn.functional.pad(window, (0, whole - len(window)))
-            ids, decoded = self._decode_window(log_mel(padded, self.encoder.mels), at)
+            encoded = Window(self.model, log_mel(padded, self.encoder.mels))
+            ids, decoded = self._decode_window(encoded, at)
             if decoded.silence > SILENCE and decoded.mean_logprob < LEAST_LOGPROB:
                 at += whole
                 yield []
                 continue
             segments, advance_s = self._segments(ids, at / RATE, seconds, decoded)
-            yield segments
+            yield self._with_words(segments, encoded, at / RATE, seconds) if self._words else segments
             at += round(advance_s * RATE) if advance_s > 0 else whole
 
-    def _decode_window(self, mel_MF: Tensor, at: int) -> tuple[list[int], "_Decoded"]:
+    def _with_words(self, segments: list[Segment], window: "Window", offset_s: float, seconds: float) -> list[Segment]:
+        """``segments`` of one window with the times of their words."""
+        v, texts = self._vocabulary, [split_words(s.tokens, self.model.tokenizer, self._language) for s in segments]
+        tokens = [token for words in texts for word in words for token in word]
+        if not tokens:
+            return segments
+        prompt = [v.start, *v.prompt, v.no_times]
+        weights_NTS, logits_TV = window.align(
+            [*prompt, *tokens, v.end], self._heads, max(1, min(window.frames, round(seconds / FRAME_S)))
+        )
+        # Row i of these is where token i is predicted; the last one is where the end is.
+        rows = slice(len(prompt) - 1, -1)
+        starts = token_starts(weights_NTS[:, rows])
+        prob_TV = logits_TV[rows][:, : v.first_time].softmax(-1).cpu()
+        probabilities = prob_TV[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+        found, at = list[Segment](), 0
+        for segment, words in zip(segments, texts, strict=True):
+            timed: list[Word] = []
+            for word in words:
+                stop = at + len(word)
+                start_s, end_s = (round(offset_s + min(starts[i] * FRAME_S, seconds), 2) for i in (at, stop))
+                mean = sum(probabilities[at:stop]) / len(word)
+                timed.append(Word(self.model.tokenizer.decode(word).strip(), start_s, end_s, round(mean, 4)))
+                at = stop
+            found.append(segment._replace(words=tuple(each for each in timed if each.text)))
+        return found
+
+    def _decode_window(self, window: "Window", at: int) -> tuple[list[int], "_Decoded"]:
         """(tokens after the prompt, how they were found), at the first temperature whose text is plausible."""
-        window, ids, decoded = _Window(self.model, mel_MF), list[int](), _Decoded(0.0, 0.0, 1.0, 0.0)
+        ids, decoded = list[int](), _Decoded(0.0, 0.0, 1.0, 0.0)
         for temperature in self._temperatures:
             ids, mean_logprob, silence = self._decode(window, temperature, at)
             text = self.model.tokenizer.decode([i for i in ids if i < self._vocabulary.first_time]).encode()
@@ -261,7 +317,7 @@ class Transcriber:
         return ids, decoded
 
     @torch.inference_mode()
-    def _decode(self, window: "_Window", temperature: float, seed: int) -> tuple[list[int], float, float]:
+    def _decode(self, window: "Window", temperature: float, seed: int) -> tuple[list[int], float, float]:
         """(tokens after the prompt, their mean log-probability, the probability of silence)."""
         v, window.length = self._vocabulary, 0
         generator = torch.Generator().manual_seed(seed)
@@ -317,6 +373,7 @@ def write_transcript(segments: Sequence[Segment], format: Format) -> str:
     if format == "json":
         rows = [
             {"start": s.start_s, "end": s.end_s, "text": s.text.strip(), "mean_logprob": round(s.mean_logprob, 4)}
+            | ({"words": word_rows(s.words)} if s.words else {})
             for s in segments
         ]
         text = " ".join(s.text.strip() for s in segments)
@@ -331,6 +388,11 @@ def write_transcript(segments: Sequence[Segment], format: Format) -> str:
         number_line = f"{number}\n" if format == "srt" else ""
         blocks.append(f"{number_line}{_clock(s.start_s, mark)} --> {_clock(s.end_s, mark)}\n{text}\n\n")
     return "".join(blocks)
+
+
+def word_rows(words: Sequence[Word]) -> list[dict[str, str | float]]:
+    """Words for JSON."""
+    return [{"word": w.text, "start": w.start_s, "end": w.end_s, "probability": w.probability} for w in words]
 
 
 def _clock(seconds: float, mark: str) -> str:

@@ -1,6 +1,7 @@
 """Serves a Whisper: OpenAI's ``POST /v1/audio/transcriptions``, a multipart upload of one recording.
 
     response_format   json (the text), text, srt, vtt, verbose_json (with segments)
+    timestamp_granularities[]   of verbose_json: segment, word, or both
     temperature       0: greedy, sampled where that repeats itself; above 0: sampled at this temperature
 
 Recordings are transcribed one after another in a thread. A client that leaves ends its transcription at the next
@@ -12,7 +13,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
@@ -38,13 +39,16 @@ from colonnade.serve.api.parameters import known_parameters
 from colonnade.serve.http_server import BackgroundServer, listen, url_of
 from colonnade.speech.audio import load_audio
 from colonnade.speech.log_mel import RATE
-from colonnade.speech.transcribe import Model, Segment, Transcriber, write_transcript
+from colonnade.speech.transcribe import Model, Segment, Transcriber, word_rows, write_transcript
 
 MAX_UPLOAD_BYTES = 25 << 20
 """Largest body, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
+QUEUED_BODIES = 8
+"""Bodies of the largest size that may be in memory, arriving, waiting or running; smaller ones may be more."""
 LONGEST_S = 2 * 3600
 """Longest recording [s]."""
-FIELDS = ("file", "model", "language", "response_format", "temperature", "timestamp_granularities[]")
+GRANULARITIES = "timestamp_granularities[]"
+FIELDS = ("file", "model", "language", "response_format", "temperature", GRANULARITIES)
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prompt": ("",), "stream": ("false", "False"), "include[]": (), "chunking_strategy": ("auto",),
 }  # fmt: skip
@@ -68,9 +72,9 @@ def parse_multipart(content_type: str, body: bytes) -> dict[str, bytes]:
         name = _field_name(head)
         if not separator or name is None:
             raise RequestError("a part of the multipart body has no name; send each field with one")
-        if name in fields and name != "timestamp_granularities[]":
+        if name in fields and name != GRANULARITIES:
             raise RequestError(f"the field '{name[:80]}' is given twice; send it once", param=name[:80])
-        fields[name] = value
+        fields[name] = fields[name] + b"," + value if name in fields else value
     return fields
 
 
@@ -104,10 +108,14 @@ class _Options:
                 f"response_format is '{self.format[:80]}'; it must be one of {', '.join(FORMATS)}",
                 param="response_format",
             )
-        if given.get("timestamp_granularities[]", "segment") != "segment":
+        self.granularities = frozenset(str(given.get(GRANULARITIES, "segment")).split(","))
+        if unknown := self.granularities - {"word", "segment"}:
             raise RequestError(
-                "times of single words are not implemented; leave timestamp_granularities out, or ask for segment",
-                param="timestamp_granularities[]",
+                f"{GRANULARITIES} is '{min(unknown)[:80]}'; it must be word, segment, or both", param=GRANULARITIES
+            )
+        if "word" in self.granularities and self.format != "verbose_json":
+            raise RequestError(
+                f"times of words need response_format verbose_json, and it is '{self.format}'", param=GRANULARITIES
             )
         self.language = str(given.get("language", "en"))
         try:
@@ -138,15 +146,17 @@ class TranscriptionServer:
             ],
             middleware=[
                 Middleware(Authenticate, keys=keys, admin_key=None, max_body_bytes=most),
-                Middleware(BodyLimit, max_bytes=most, limits=limits),
+                Middleware(BodyLimit, max_bytes=most, limits=limits, max_held_bytes=QUEUED_BODIES * most),
             ],
         )
 
     async def _transcriptions(self, request: Request) -> Response:
         try:
             check_allowed(request.scope, self.name)
-            fields = parse_multipart(request.headers.get("content-type", ""), await request.body())
-            options = _Options(fields, self.name)
+            # Not request.body(), which would keep a second copy until the answer.
+            body = b"".join([part async for part in request.stream()])
+            options = _Options(parse_multipart(request.headers.get("content-type", ""), body), self.name)
+            del body
             if self.waiting > self.config.max_waiting:
                 raise RequestError(
                     f"the queue is full: {self.waiting - 1} recordings wait already; try again later", status=429,
@@ -165,11 +175,13 @@ class TranscriptionServer:
         finally:
             left.set()
             self.waiting -= 1
-        return Response(reply(segments, options.format, options.language, seconds), media_type=FORMATS[options.format])
+        text = reply(segments, options.format, options.language, seconds, options.granularities)
+        return Response(text, media_type=FORMATS[options.format])
 
     def _transcribe(self, options: _Options, left: threading.Event) -> tuple[list[Segment], float]:
         """(segments, length of the recording [s]); in the thread."""
-        transcriber = Transcriber(self.model, options.language, temperature=options.temperature)
+        words = "word" in options.granularities
+        transcriber = Transcriber(self.model, options.language, temperature=options.temperature, words=words)
         with tempfile.TemporaryDirectory(prefix="colonnade-") as folder:
             file = Path(folder) / "recording"
             file.write_bytes(options.sound)
@@ -196,8 +208,14 @@ async def _ok(_: Request) -> Response:
     return PlainTextResponse("ok")
 
 
-def reply(segments: list[Segment], format: str, language: str, seconds: float) -> str:
-    """The body of the answer in one of :data:`FORMATS`."""
+def reply(
+    segments: list[Segment],
+    format: str,
+    language: str,
+    seconds: float,
+    granularities: Collection[str] = ("segment",),
+) -> str:
+    """The body of the answer in one of :data:`FORMATS`; verbose_json has what ``granularities`` name."""
     if format in ("srt", "vtt"):
         return write_transcript(segments, "srt" if format == "srt" else "vtt")
     text = " ".join(segment.text.strip() for segment in segments)
@@ -213,7 +231,13 @@ def reply(segments: list[Segment], format: str, language: str, seconds: float) -
         }
         for i, s in enumerate(segments)
     ]  # fmt: skip
-    whole = {"task": "transcribe", "language": language, "duration": round(seconds, 3), "text": text, "segments": rows}
+    whole: dict[str, Any] = {
+        "task": "transcribe", "language": language, "duration": round(seconds, 3), "text": text,
+    }  # fmt: skip
+    if "word" in granularities:
+        whole["words"] = [word for s in segments for word in word_rows(s.words)]
+    if "segment" in granularities:
+        whole["segments"] = rows
     return json.dumps(whole, ensure_ascii=False)
 
 

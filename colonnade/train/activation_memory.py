@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from colonnade.config import ModelConfig, TrainConfig, format_bytes
 from colonnade.data import Batch
-from colonnade.errors import CapacityError
+from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
 from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
 from colonnade.parallel.axis import Axis
@@ -94,8 +94,14 @@ def configure_recompute(
     :func:`measure_block_bytes`, and raises as :func:`choose_kinds`.
     """
     if train.recompute != "budget":
-        set_recompute(model.blocks, [train.recompute for _ in model.blocks])
+        stacks = [*model.blocks, *model.encoder_blocks]
+        set_recompute(stacks, [train.recompute for _ in stacks])
         return None
+    if model.config.encoder is not None:
+        raise ConfigError(
+            "train.recompute budget counts the blocks of one stack, and this model has an encoder too; set "
+            "train.recompute to attention or full"
+        )
     batch = sample()
     block_bytes = measure_block_bytes(make, model.config, lambda probe: forward(probe, batch), world)
     kinds = choose_kinds(block_bytes, len(model.blocks), train.activation_bytes)

@@ -193,6 +193,14 @@ class CorpusFeed:
                 f"{run.data.path} has plain text, and an encoder–decoder trains on pairs or on corrupted spans; build "
                 "it with: colonnade corpus FILES --objective spans (or pairs)"
             )
+        named = self.corpus.manifest.languages
+        if encoder is not None and objective == "pairs" and encoder.languages != (named is not None):
+            raise ConfigError(
+                f"{run.data.path} has pairs of {'named' if named else 'no named'} languages, and this model translates "
+                f"between {'named' if encoder.languages else 'no named'} ones; "
+                + ("build the corpus with --languages SOURCE,TARGET" if encoder.languages else
+                   "set --model.encoder.languages true, or build the corpus without --languages")
+            )  # fmt: skip
         if encoder is not None and encoder.reads == "audio":
             raise ConfigError("training an encoder of audio on a corpus is not implemented; load a trained one")
         if encoder is not None and run.data.sequence > encoder.context:

@@ -151,6 +151,9 @@ def _step_peak(run: RunConfig, rank: int, device: str, gradients: int) -> int:
     in_flight = 1
     if plan.pp > 1:
         in_flight = run.micro_batches if plan.schedule == "gpipe" else min(run.micro_batches, plan.pp - rank)
+    if model.encoder is not None:  # sources and targets are at most data.sequence long, and rarely all of one length
+        ragged = True
+        layers += range(model.layers, model.total_layers)
     blocks = in_flight * tokens * sum(block_bytes(run, layer, device, kind, ragged=ragged) for layer in layers)
     if t.recompute == "budget":
         blocks = min(blocks, in_flight * t.activation_bytes)
@@ -162,6 +165,12 @@ def _step_peak(run: RunConfig, rank: int, device: str, gradients: int) -> int:
     vocabulary = -(-model.vocab_size // plan.tp)
     if first:
         embedding = master_size * vocabulary * model.width
+    if model.encoder is not None:  # the encoder's output, and the keys and values of all decoder layers
+        keys = 2 * model.layers * model.kv_heads * model.head_width // plan.tp
+        ends += residual + tokens * (_norm_bytes(model, device, compute_size) + keys * compute_size)
+    if model.relative_positions is not None:  # a table for all pairs of a sequence, and its gradient, in each stack
+        stacks = 1 if model.encoder is None else 2
+        ends += 2 * stacks * model.heads // plan.tp * run.data.sequence**2 * compute_size
     if last:
         rows = max(1, min(CHUNK_ROWS[device], CHUNK_BYTES[device] // (vocabulary * master_size), tokens))
         chunk = 3 * rows * vocabulary * master_size
@@ -177,7 +186,10 @@ def _step_peak(run: RunConfig, rank: int, device: str, gradients: int) -> int:
 
 
 def block_bytes(run: RunConfig, layer: int, device: str, kind: RecomputeKind, *, ragged: bool) -> int:
-    """Bytes that a block saves per token for the backward pass; ``run`` is resolved."""
+    """Bytes that a block saves per token for the backward pass; ``run`` is resolved.
+
+    Blocks of an encoder are numbered after the decoder's, whose own tokens are the targets.
+    """
     model, plan, t = run.model, run.plan, run.train
     each = BYTES[t.compute_dtype]
     residual = model.width // (plan.tp if plan.sequence_parallel else 1)
@@ -194,11 +206,27 @@ def block_bytes(run: RunConfig, layer: int, device: str, kind: RecomputeKind, *,
     elif ragged and device == "cpu":
         core += query
     core *= each
+    if model.relative_positions is not None:
+        core += _relative_bytes(run, device, each, ragged=ragged)
+    if model.encoder is not None and layer < model.layers:  # cross attention, whose keys are counted with the bridge
+        norms += _norm_bytes(model, device, each) * residual // model.width
+        attention += 2 * query
+        core += query * each if ragged and device == "cpu" else 0
     if model.qk_norm:
         core += (query + key) * (each if each >= 4 or device == "cuda" else 8)
     if t.attention_dropout and device == "cpu":  # its kernel materialises the scores
         core += 5 * model.heads // plan.tp * run.data.sequence * each // 2
     return norms + attention * each + (core if kind == "none" else 0) + _hidden_bytes(run, layer, each)
+
+
+def _relative_bytes(run: RunConfig, device: str, each: int, *, ragged: bool) -> int:
+    """Bytes per token saved by attention with relative positions, beyond its inputs and output."""
+    model, plan = run.model, run.plan
+    scores = model.heads // plan.tp * run.data.sequence * each
+    if device == "cpu":  # its kernel materialises the probabilities, and ragged sequences cut their biases
+        return scores * (2 if ragged else 1)
+    padded = (model.heads + 2 * model.kv_heads) * model.head_width // plan.tp * each
+    return scores + padded if ragged else 0
 
 
 def _hidden_bytes(run: RunConfig, layer: int, each: int) -> int:
@@ -207,9 +235,12 @@ def _hidden_bytes(run: RunConfig, layer: int, each: int) -> int:
     dense = 4 if model.gated else 2  # gate, its activation, up, their product
     if run.train.compile:  # element-wise results are recomputed
         dense = 3 if model.gated else 2
+    if model.activation == "relu" and not model.gated:  # its gradient follows from its result
+        dense = 1
     moe = model.experts_of(layer)
     if moe is None:
-        return dense * -(-model.ffn_width // plan.tp) * each
+        of_encoder = 0 if model.encoder is None or layer < model.layers else model.encoder.ffn_width
+        return dense * -(-(of_encoder or model.ffn_width) // plan.tp) * each
     chosen = moe.active * max(1.0, moe.capacity or 1.0)
     experts = chosen * (2 if model.gated else 1) * moe.ffn_width
     if plan.ep * plan.etp > 1:
@@ -254,8 +285,8 @@ def count_parameters(model: ModelConfig, plan: Plan, rank: int, frozen: str) -> 
             trained_unsharded += local * p.requires_grad
             continue
         sharded += p.numel()
-        if name.startswith("blocks."):
-            block = name.split(".")[1]
+        if name.startswith(("blocks.", "encoder_blocks.")):
+            block = ".".join(name.split(".")[:2])
             blocks[block] = blocks.get(block, 0) + p.numel()
         else:
             root += p.numel()

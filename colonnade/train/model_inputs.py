@@ -209,7 +209,10 @@ def _source(
         batch.cu_sources, batch.longest_source, batch.equal_sources, causal=False, dropout=of_source,
         first_head=own.first_head,
     )  # fmt: skip
-    memory = Beside(batch.cu_sources, own.cu_seqlens, across, index_S, own.first_head)
+    memory = Beside(
+        batch.cu_sources, own.cu_seqlens, across, index_S, own.first_head,
+        longest=(own.longest, batch.longest_source), equal=own.equal and batch.equal_sources,
+    )  # fmt: skip
     source = Source(batch.source_tokens_S, batch.source_positions_S, of_source, routing)
     return source, Crossed(own, attend, memory)
 

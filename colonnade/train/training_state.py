@@ -251,11 +251,12 @@ class TrainingState:
         """An uninitialised model with this run's precision and compilation; only the blocks of ``spans`` if given."""
         device = "meta" if meta else self.context.device
         model = Transformer(config, self.context.axes, spans=spans, device=device, dtype=dtype)
-        if self.run.train.float8 != "none":
-            enable_float8(model.blocks, self.run.train.float8, self.context.device)
-        if self.run.train.compile:
-            for block in model.blocks:
-                block.compile()
+        for stack in (model.blocks, model.encoder_blocks):
+            if self.run.train.float8 != "none":
+                enable_float8(stack, self.run.train.float8, self.context.device)
+            if self.run.train.compile:
+                for block in stack:
+                    block.compile()
         return model
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -89,6 +89,15 @@ def test_features(window: int | None, more: dict, queries: int) -> None:
     same(case.made("cuda"), 6e-4)
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_relative_biases(dtype: torch.dtype, many: bool) -> None:
+    """They run in Triton only."""
+    queries = [70, 1, 0, 64, 3, 100] if many else [1] * 6
+    case = Case(LENGTHS, queries, K=4, group=1, H=64, page=16, dtype=dtype, near=128, many=many)
+    same(case.made("cuda"), TOLERANCE.get(dtype, 1e-5))
+
+
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page", [16, 128])

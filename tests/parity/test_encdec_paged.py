@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention import cross, sdpa
 from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer
 from colonnade.model.relative_positions import bucket_of
 from tests.encdec import SOURCES, TARGETS, built, inputs, nllb, switch, t5, texts
@@ -123,3 +124,40 @@ def test_buckets_follow_the_formula(causal: bool, buckets: int, distance: int) -
             expected = min(n - 1, n // 2 + int(growth + 1e-6))  # float32 logarithms at a boundary
         assert bucket == expected + (n if not causal and offset > 0 else 0), offset
     assert len(set(found[: 1000 - distance])) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [[7, 7, 7], [9, 1, 14], [5, 0, 3]])
+def test_batched_relative_attention_equals_the_plain_one(lengths: list[int], causal: bool) -> None:
+    """Equal lengths are one call, unequal ones are padded to one on a GPU; values and all gradients."""
+    generator = torch.Generator().manual_seed(3)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    q, k, v = (draw(sum(lengths), 4, 6).requires_grad_() for _ in range(3))
+    near, weight = draw(2 * 5 + 1, 4).requires_grad_(), draw(sum(lengths), 4, 6)
+    expected = cross.relative_reference(q, k, v, ends, near, causal=causal)
+    right = torch.autograd.grad((expected * weight).sum(), (q, k, v, near))
+    mask = cross.relative_mask(near, max(lengths), causal=causal)
+    equal = len(set(lengths)) == 1
+    for found in (
+        cross.relative_sdpa(q, k, v, ends, near, causal=causal, longest=max(lengths), equal=equal, bias_NTS=mask),
+        cross.relative_sdpa(q, k, v, ends, near, causal=causal),
+        cross._padded(q, k, v, ends, max(lengths), mask),
+    ):
+        assert (found - expected).abs().max() < 1e-12
+        gradients = torch.autograd.grad((found * weight).sum(), (q, k, v, near), retain_graph=True)
+        for got, wanted in zip(gradients, right, strict=True):
+            assert (got - wanted).abs().max() < 1e-11 * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(("targets", "sources"), [([4, 4], [7, 7]), ([4, 4], [7, 6]), ([3, 5], [2, 2])])
+def test_equal_pairs_are_one_call(targets: list[int], sources: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batched path runs for equal lengths only, and gives the logits of the plain implementation."""
+    net, calls = built(t5("1.1")), list[int]()
+    right = sdpa.attend
+    monkeypatch.setattr(sdpa, "attend", lambda q, *args, **how: calls.append(len(q)) or right(q, *args, **how))
+    pairs = texts(sources, 50), texts(targets, 50)
+    found = net(*inputs(*pairs), Rows())
+    assert (found - net(*inputs(*pairs, kernels="reference"), Rows())).abs().max() < 1e-12
+    equal = len(set(targets)) == len(set(sources)) == 1
+    assert calls == [2] * 2 if equal else [1] * 4

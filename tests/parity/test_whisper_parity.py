@@ -14,6 +14,8 @@ from colonnade.checkpoint.hf.write import write_hf
 from colonnade.errors import CheckpointError
 from colonnade.model import Rows, Source
 from colonnade.speech.log_mel import log_mel
+from colonnade.speech.token_times import token_starts
+from colonnade.speech.transcribe import Window
 from tests.encdec import inputs, texts
 from tests.hf import load
 from tests.hf_theirs import same_loss_and_gradients
@@ -59,6 +61,36 @@ def test_logits_gradients_and_files(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert HFFolder(tmp_path / "ours").config == HFFolder(tmp_path / "theirs").config
+
+
+def test_attention_weights_and_starts_of_tokens(tmp_path: Path) -> None:
+    """The weights that words are aligned by are those of transformers; so are the starts of tokens."""
+    from transformers.models.whisper import generation_whisper
+
+    model = theirs()
+    model.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+
+    class Loaded:
+        transformer, config, source = ours, ours.config, "it"
+
+        @property
+        def tokenizer(self) -> Any:
+            raise AssertionError("no text here")
+
+    mel_MS, ids = torch.randn(MELS, 2 * FRAMES, dtype=torch.float64), [1, 5, 9, 30, 7, 2]
+    heads, frames = {0: [3], 1: [0, 2]}, 11
+    found, logits = Window(Loaded(), mel_MS).align(ids, heads, frames)
+    with torch.no_grad():
+        outputs = model(input_features=mel_MS[None], decoder_input_ids=torch.tensor([ids]), output_attentions=True)
+    assert_same(logits, outputs.logits[0].float(), 1e-5, "logits")
+    whole = torch.stack([outputs.cross_attentions[i][0, n] for i in heads for n in heads[i]])[..., :frames]
+    # Ours see the sound's frames only: the softmax is over these.
+    assert_same(found, (whole / whole.sum(-1, keepdim=True)).float(), 1e-5, "weights")
+    normal = (found - found.mean(1, keepdim=True)) / found.std(1, keepdim=True, unbiased=False)
+    matrix = generation_whisper._median_filter(normal[None], 7)[0].mean(0)
+    rows, columns = generation_whisper._dynamic_time_warping(-matrix.double().numpy())
+    assert token_starts(found) == columns[np.concatenate([[True], np.diff(rows) > 0])].tolist()
 
 
 @pytest.mark.parametrize("bands", [80, 128])

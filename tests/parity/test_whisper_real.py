@@ -14,6 +14,7 @@ from colonnade.errors import RequestError
 from colonnade.model import Rows, Source
 from colonnade.speech.audio import load_audio
 from colonnade.speech.log_mel import log_mel
+from colonnade.speech.synth import speak
 from colonnade.speech.transcribe import Segment, Transcriber
 from tests.encdec import inputs
 from tests.speaking import save
@@ -51,6 +52,22 @@ def test_spoken_sentences(model: colonnade.Model, recording: Path) -> None:
     times = [time for each in segments for time in (each.start_s, each.end_s)]
     assert times == sorted(times)
     assert times[-1] <= len(samples) / 16_000 + 0.01
+
+
+def test_times_of_words(model: colonnade.Model) -> None:
+    """Words are in order, and begin within a third of a second of where espeak-ng spoke them, half within 0.15 s."""
+    spoken = speak(TEXT)
+    segments = list(Transcriber(model, words=True).transcribe(torch.from_numpy(spoken.samples)))
+    found = [word for each in segments for word in each.words]
+    times = [time for each in found for time in (each.start_s, each.end_s)]
+    assert times == sorted(times)
+    assert all(0 < each.probability <= 1 for each in found)
+    heard_words, said = [words(each.text)[0] for each in found], words(TEXT)
+    same = SequenceMatcher(None, heard_words, said).get_matching_blocks()
+    late = [found[a + i].start_s - spoken.words[b + i][0] for a, b, size in same for i in range(size)]
+    assert len(late) >= 12
+    assert max(map(abs, late)) < 0.35, late
+    assert sum(abs(each) < 0.15 for each in late) >= len(late) / 2, late
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from colonnade.errors import CapacityError, RequestError
 from colonnade.model import Rows
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.beam_search import BeamSearch
+from colonnade.serve.request import failure
 from tests.encdec import inputs, texts
 from tests.hf import load
 from tests.serve import tiny
@@ -129,6 +130,47 @@ def test_what_another_engine_delivered_is_not_repeated() -> None:
     outputs = [output for _ in range(30) if it.busy for output in it.step()]
     assert [output.token for output in outputs] == expected[3:]
     assert outputs[-1].generated_tokens == 7
+    audit(it)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_another_text_than_the_delivered_one_is_an_error(at: int) -> None:
+    """In 16 bits another engine may round differently: its text is not continued by ours."""
+    it, source = engine(), tuple(range(10, 25))
+    other = searched(source, 3, 7)[:3]
+    other[at] += 1
+    it.add(source, beams(3, 7), request_id="it", resume=other)
+    outputs = [output for _ in range(30) if it.busy for output in it.step()]
+    assert [(output.text, output.token, output.finish_reason) for output in outputs] == [("", None, "diverged")]
+    error = failure(outputs[0].finish_reason)
+    assert error is not None
+    assert (error.status, error.code) == (503, "search_diverged")
+    assert "different text; send the request again" in str(error)
+    audit(it)
+
+
+def test_a_delivered_text_that_is_longer_is_an_error() -> None:
+    it, source = engine(), tuple(range(10, 25))
+    it.add(source, beams(3, 4), resume=searched(source, 3, 4))
+    assert [output.finish_reason for _ in range(30) if it.busy for output in it.step()] == ["diverged"]
+    audit(it)
+
+
+@pytest.mark.parametrize("delivered", [0, 3])
+def test_a_full_queue_takes_a_resumed_search(delivered: int) -> None:
+    """Its client has been charged, and waits; as any other resumed request it is not refused with 429."""
+    it, source = engine(max_requests=3, max_waiting=1), tuple(range(10, 25))
+    expected = searched(source, 3, 7)
+    it.add(tuple(range(40, 50)), beams(3, 7))
+    it.step()
+    waiting = it.add((5, 6, 7), params(3))
+    with pytest.raises(RequestError, match="the queue is full"):
+        it.add(source, beams(3, 7))
+    resumed = it.add(source, beams(3, 7), resume=expected[:delivered])
+    assert it.scheduler.waiting.first is not None
+    assert it.scheduler.waiting.first.id == (resumed if delivered else waiting), "one that has begun comes first"
+    outputs = [output for _ in range(60) if it.busy for output in it.step()]
+    assert [output.token for output in outputs if output.id == resumed] == expected[delivered:]
     audit(it)
 
 

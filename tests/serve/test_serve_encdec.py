@@ -4,12 +4,15 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.config import ServeConfig
+from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CapacityError, ConfigError, RequestError
+from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import pack_work, unpack_work
@@ -119,6 +122,34 @@ def test_any_schedule_gives_the_same_tokens(
     audit(it)
 
 
+def test_padded_decode_batches_give_the_same_tokens() -> None:
+    """The buffers of CUDA graphs, which a CPU fills and reads too: rows change hands, sources grow and shrink."""
+    it = engine(graph_capture=True, max_requests=3, pages=40)
+    asked = [tuple(range(10, 10 + 3 * n)) for n in (1, 5, 2, 11, 4, 3)]
+    counts = [9, 3, 12, 7, 1, 8]
+    found = it.generate(asked, [params(count) for count in counts])
+    assert [list(each.token_ids) for each in found] == [
+        greedy(source, n) for source, n in zip(asked, counts, strict=True)
+    ]
+    audit(it)
+
+
+def test_fused_steps_of_a_cpu_give_the_same_tokens() -> None:
+    """In float32 a CPU runs its C++ kernels, also within blocks that have cross attention."""
+    if not cpu_kernels.available(torch.float32):
+        pytest.skip("the C++ kernels are not available here")
+    config = nllb(vocab_size=301, moe=None, width=64)
+    assert config.encoder is not None
+    plain = built(config.replace(encoder=config.encoder.replace(languages=False, start_token=START))).float()
+    asked = [tuple(range(10, 29)), (8, 9)]
+    expected = [greedy(source, 9, plain) for source in asked]
+    it = Engine(plain, tiny.tokenizer(), ServeConfig(pages=64, page_tokens=4))
+    assert plain.blocks[0].fused
+    found = it.generate(asked, params(9))
+    assert [list(each.token_ids) for each in found] == expected
+    audit(it)
+
+
 def test_preemption_encodes_again() -> None:
     it = engine(pages=9, page_tokens=4, max_requests=3)
     asked = [tuple(range(10, 17)), tuple(range(30, 35)), (8, 9)]
@@ -187,6 +218,36 @@ def test_languages_begin_the_source_and_the_target() -> None:
     audit(it)
 
 
+@pytest.mark.parametrize("template", ["eng_Latn $A END", "$A END eng_Latn"])
+def test_tokenizers_that_name_a_language_of_their_own(template: str) -> None:
+    """Published files put eng_Latn before each text, older ones after its end; a request's language counts instead."""
+    plain = translator().tokenizer
+    core = tokenizers.Tokenizer.from_str(plain.json)
+    end = plain.token(plain.eos_ids[0])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template.replace("END", end), special_tokens=[(name, plain.token_id(name)) for name in ("eng_Latn", end)]
+    )
+    it = Engine(translator().model, Tokenizer(core, None, plain.eos_ids), ServeConfig(pages=64, page_tokens=4))
+    asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, source_lang="deu_Latn", target_lang="fra_Latn")
+    german, english = plain.token_id("deu_Latn"), plain.token_id("eng_Latn")
+    text = plain.encode("The quick fox")
+    for prompt, params, language in (
+        ("The quick fox", asked, german),
+        (it.tokenizer.encode("The quick fox"), asked, german),
+        (it.tokenizer.encode("The quick fox"), replace(asked, source_lang=None), english),
+    ):
+        it.add(prompt, params)
+        (piece,) = it.scheduler.schedule().slices
+        assert piece.source == (language, *text, plain.eos_ids[0])
+        it.cancel(next(iter(it._live)))
+    with pytest.raises(RequestError, match="source_lang is missing"):
+        it.add("The quick fox", replace(asked, source_lang=None))
+    for empty in ("", [english], [0], [english, 0]):
+        with pytest.raises(RequestError, match=r"the (prompt|source) is empty"):
+            it.add(empty, asked)
+    audit(it)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,6 +270,7 @@ def test_unknown_languages_are_one_line(options: dict, message: str) -> None:
     [
         ([5], {"target_lang": "fra_Latn"}, RequestError, "target_lang is for models that translate between named"),
         ([], {}, RequestError, "the prompt is empty"),
+        ([0], {}, RequestError, "the source is empty; give the text that the encoder reads"),
         ([5] * 40, {}, RequestError, "the source has 41 tokens with its end, and this model's encoder reads 40"),
         ([5], {"max_tokens": 64}, RequestError, "maximum context length is 64 tokens"),
         ([5], {"echo": True}, RequestError, "echo is for models that continue the prompt"),

@@ -9,6 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -79,10 +82,16 @@ def test_openai_client(client: TestClient, sound: bytes) -> None:
     it = openai.OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client)  # type: ignore[arg-type]
     found = it.audio.transcriptions.create(model=NAME, file=("a.wav", sound), temperature=0.0)
     assert "message" in found.text.lower()
-    with pytest.raises(openai.BadRequestError, match="times of single words are not implemented"):
-        it.audio.transcriptions.create(
-            model=NAME, file=("a.wav", sound), response_format="verbose_json", timestamp_granularities=["word"]
-        )
+    timed = it.audio.transcriptions.create(
+        model=NAME, file=("a.wav", sound), response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert timed.words is not None
+    assert timed.segments
+    assert "message" in [each.word.strip(".,").lower() for each in timed.words]
+    assert all(0 <= each.start <= each.end <= timed.duration + 0.01 for each in timed.words)
+    words = post(client, sound, response_format="verbose_json", **{"timestamp_granularities[]": "word"}).json()
+    assert "segments" not in words
+    assert [each["word"] for each in words["words"]] == [each.word for each in timed.words]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +103,7 @@ def test_openai_client(client: TestClient, sound: bytes) -> None:
         (b"plain text" * 99, {}, 400, "the file (is no audio that can be read|has no sound)"),
         (b"RIFF\xff\xff\xff\xffWAVEfmt ", {}, 400, "the file"),
         (wav(np.zeros(9), 1), {"language": "de"}, 400, "language 'de' is unknown"),
-        (wav(np.zeros(10 * 3600), 1, subtype="PCM_U8"), {}, 400, "10.0 hours long or more, 2 are read"),
+        (wav(np.zeros(10 * 3600), 1, subtype="PCM_U8"), {}, 400, "10.0 hours long or more, and 2.0 hours are read"),
         (wav(np.zeros(9)), {"model": "x" * 99}, 404, "the model 'x+' is not served here"),
         (wav(np.zeros(9)), {"response_format": "xml"}, 400, "response_format is 'xml'; it must be one of json"),
         (wav(np.zeros(9)), {"temperature": "nan"}, 400, "temperature is 'nan'; it must be a number from 0 to 1"),
@@ -102,6 +111,18 @@ def test_openai_client(client: TestClient, sound: bytes) -> None:
         (wav(np.zeros(9)), {"stream": "true"}, 400, "stream='true' is not supported"),
         (wav(np.zeros(9)), {"prompt": "Names: Zoë"}, 400, "prompt=.* is not supported"),
         (wav(np.zeros(9)), {"langauge": "en"}, 400, "did you mean 'language'"),
+        (
+            wav(np.zeros(9)),
+            {"timestamp_granularities[]": "letter"},
+            400,
+            "is 'letter'; it must be word, segment, or both",
+        ),
+        (
+            wav(np.zeros(9)),
+            {"timestamp_granularities[]": "word"},
+            400,
+            "need response_format verbose_json, and it is 'json'",
+        ),
         (bytes(4 << 20), {}, 413, "send at most 3,145,728"),
     ],
 )
@@ -169,6 +190,36 @@ def test_keys_and_models(model: colonnade.Model, tmp_path: Any) -> None:
     it.headers["authorization"] = "Bearer other"
     assert it.get("/v1/models").json()["data"] == []
     assert post(it, b"x").status_code == 403
+
+
+def test_the_queue_is_bounded_by_bytes(model: colonnade.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight bodies of the largest size wait; the next is refused, and accepted once they have their answers."""
+    server = TranscriptionServer(model, NAME, ServeConfig(max_body_bytes=1 << 20))
+    blocked, entered = threading.Event(), threading.Semaphore(0)
+
+    def transcribe(self: TranscriptionServer, options: Any, left: threading.Event) -> tuple[list[Segment], float]:
+        entered.release()
+        assert blocked.wait(120)
+        return [], 0.0
+
+    monkeypatch.setattr(TranscriptionServer, "_transcribe", transcribe)
+    body = wav(np.zeros(500_000), subtype="PCM_16")  # one million bytes
+    with TestClient(server.app) as it, ThreadPoolExecutor(8) as pool:
+        first = [pool.submit(post, it, body) for _ in range(8)]
+        assert entered.acquire(timeout=120)
+        deadline = time.monotonic() + 120
+        while server.waiting < 8 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        refused = post(it, body)
+        assert refused.status_code == 429
+        message = refused.json()["error"]["message"]
+        assert re.search(
+            r"the queue is full: bodies of 8,\d{3},\d{3} bytes wait already, of at most 8,388,608", message
+        )
+        assert it.get("/health").status_code == 200
+        blocked.set()
+        assert {each.result(120).status_code for each in first} == {200}
+        assert post(it, body).status_code == 200
 
 
 def test_a_file_that_names_other_files_is_refused(model: colonnade.Model) -> None:

@@ -53,6 +53,22 @@ PUBLISHED = {
     "deepseek-v2": 235_741_434_880,
     # Without the multi-token prediction module, and without 58 · 256 biases that get no gradient.
     "deepseek-v3": 671_026_419_200 - 14_848,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-v1_1-small": 76_961_152,
+    "t5-v1_1-base": 247_577_856,
+    "t5-v1_1-large": 783_150_080,
+    "switch-base-8": 619_339_008,
+    "switch-base-128": 7_415_217_408,
+    "nllb-moe-54b": 54_500_569_088,
+    # With biases of keys, which Whisper has not (read as zeros): three a layer of both stacks.
+    "whisper-tiny": 37_760_640 + 3 * 4 * 384,
+    "whisper-tiny.en": 37_760_256 + 3 * 4 * 384,
+    "whisper-base": 72_593_920 + 3 * 6 * 512,
+    "whisper-small": 241_734_912 + 3 * 12 * 768,
+    "whisper-medium": 763_857_920 + 3 * 24 * 1024,
+    "whisper-large-v3": 1_543_490_560 + 3 * 32 * 1280,
 }
 # Rounded figures of the papers [billions], for models that were never released.
 ROUNDED = {

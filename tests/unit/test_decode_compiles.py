@@ -34,7 +34,7 @@ def attend_types(queries: str = "*bf16", cache: str = "*bf16", members: str = "c
     """Types of the arguments of the decode and prefill kernels."""
     from colonnade.kernels.attention.triton_args import Batch, Cache, Mods, Output, Queries
 
-    keys, scales = Cache(cache, "i32", "i32", "i32"), ("*fp32", "*fp32", "*fp32", "*fp32")
+    keys, scales = Cache(cache, "i32", "i32", "i32"), ("*fp32", "*fp32", "*fp32", "*fp32", "*bf16")
     return INTEGERS | {
         "queries": Queries(queries, "i32", "i32"), "keys": keys, "values": keys,
         "output": Output(queries, "*fp32", "*fp32", "*fp32"), "plan_ptr": "*i32",
@@ -92,6 +92,8 @@ def cases() -> list[Any]:
             128, 16, "*bf16", {**all_options, "CHUNK": 512}, id="all-options-in-chunks", marks=pytest.mark.long
         )
     )
+    relative = {**plain, "PAGE": 16, "NEAR": 128}
+    params.append(pytest.param(64, 16, "*bf16", relative, id="relative-biases"))
     for kind in ("*fp8e4nv", "*i8"):
         eight_bit = {**plain, "PAGE": 16, "SCALED": True}
         params.append(pytest.param(128, 16, kind, eight_bit, id=f"cache-of-{kind[1:]}", marks=pytest.mark.long))

@@ -13,22 +13,31 @@ import pytest
 import torch
 
 from colonnade.cli.main import main
-from colonnade.config import DataConfig, LatentConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.config import (
+    DataConfig,
+    EncoderConfig,
+    LatentConfig,
+    ModelConfig,
+    MoeConfig,
+    Plan,
+    RunConfig,
+    TrainConfig,
+)
 from colonnade.config.presets import preset
 from colonnade.data import Batch
 from colonnade.errors import CapacityError
-from colonnade.model import Transformer
-from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, set_recompute
+from colonnade.model import Loss, Transformer
+from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
 from colonnade.parallel import device_memory
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.activation_memory import saved_for_backward_bytes
 from colonnade.train.memory_advice import REMEDY_SHARE, Machine, check, fits, memory_use, remedies
-from colonnade.train.memory_estimate import block_bytes, estimate
+from colonnade.train.memory_estimate import block_bytes, count_parameters, estimate
 from colonnade.train.model_inputs import StepContext, step_dropout
 from colonnade.train.train_step import forward
 from colonnade.train.training_state import TrainingState
-from tests import corpora
+from tests import corpora, encdec
 
 GIB = 1 << 30
 MODEL = ModelConfig(vocab_size=300, layers=2, width=128, heads=4, kv_heads=2, ffn_width=384, context=64)
@@ -81,6 +90,54 @@ def test_saved_activations_of_a_block_match_the_estimate(name: str, ragged: bool
             saved.append(saved_for_backward_bytes(it, lambda it=it: forward(it, batch, terms)))
         estimated = 256 * block_bytes(run, 0, "cpu", kind, ragged=ragged)
         assert estimated == pytest.approx(saved[1] - saved[0], rel=TOLERANCES.get(name, 0.015)), kind
+
+
+T5 = preset("t5-small").replace(vocab_size=300, width=128, heads=4, head_width=32, ffn_width=384, context=64)
+STACKS = {
+    "t5": T5,
+    "t5, gated": T5.replace(gated=True, activation="gelu_tanh", tied=False, scale_decoder_outputs=False),
+    "without relative positions": encdec.nllb(width=128, head_width=32, ffn_width=384, moe=None, vocab_size=300),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [([32] * 4, [16] * 4), ([32, 20, 30, 14], [32, 9, 30, 5])], ids=["equal", "ragged"])
+@pytest.mark.parametrize("name", STACKS)
+def test_saved_activations_of_two_stacks_match_the_estimate(name: str, lengths: tuple[list[int], list[int]]) -> None:
+    """A block more of the encoder, and of the decoder; with full recomputation the keys of cross attention stay."""
+    model, (sources, targets) = STACKS[name], lengths
+    assert model.encoder is not None
+    ragged, encoder = len(set(sources)) > 1, model.encoder
+    stream, attend = encdec.inputs(encdec.texts(sources, 300), encdec.texts(targets, 300))
+    for kind in RECOMPUTE_KINDS:
+
+        def saved(decoder_blocks: int, encoder_blocks: int, kind: RecomputeKind = kind) -> int:
+            it = Transformer(model.replace(layers=decoder_blocks, encoder=encoder.replace(layers=encoder_blocks)))
+            with torch.no_grad():
+                for p in it.parameters():
+                    p.normal_(0, 0.1)
+            set_recompute([*it.blocks, *it.encoder_blocks], [kind] * (decoder_blocks + encoder_blocks))
+            return saved_for_backward_bytes(it, lambda: it(stream, attend, Loss(stream.tokens_T))[0])
+
+        one = saved(1, 1)
+        found = saved(1, 2) - one, saved(2, 1) - one
+        for which, (layer, tokens) in enumerate(((model.layers, sum(sources)), (0, sum(targets)))):
+            run = RunConfig(model=model, data=DataConfig(sequence=max(lengths[which]))).resolved("cpu")
+            estimated = tokens * block_bytes(run, layer, "cpu", kind, ragged=ragged)
+            if layer == 0 and kind != "full":
+                estimated += sum(sources) * 2 * model.kv_heads * model.head_width * 4
+            assert estimated == pytest.approx(found[which], rel=0.08 if ragged else 0.015), (kind, which)
+
+
+def test_an_encoder_counts() -> None:
+    """Its blocks, the keys of cross attention, and with FSDP its blocks are gathered one by one."""
+    one, two = (
+        estimate(RunConfig(model=T5.replace(encoder=EncoderConfig(layers=n, context=64))), "cpu").device for n in (1, 5)
+    )
+    assert two["activations"] > 1.3 * one["activations"]
+    assert two["master weights"] > 1.2 * one["master weights"]
+    counts = count_parameters(T5, Plan(dp=2), 0, ())  # type: ignore[arg-type]
+    assert counts.block < counts.sharded / 8
+    assert counts.root < counts.sharded / 2
 
 
 MEDIUM = MODEL.replace(

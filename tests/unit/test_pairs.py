@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.config import DataConfig
+from colonnade.config import DataConfig, RunConfig
 from colonnade.data import Corpus, build
 from colonnade.data.batch import concatenate
 from colonnade.data.pairs import Pairs, SpanCorruption, SpanSizes, corrupt_spans, sentinel
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 from colonnade.model import IGNORE
+from colonnade.train.data_feed import CorpusFeed
+from tests.encdec import nllb, t5
 
 LINES = [f"one two {i}\tdeux un {i} !" for i in range(30)]
 
@@ -92,6 +94,49 @@ def test_a_corpus_of_pairs(tmp_path: Path) -> None:
     assert [len(x) for x in short.pair(0)] == [3, 3]
 
 
+def test_pairs_of_named_languages(tmp_path: Path) -> None:
+    """Sources and targets begin with the tokens of their languages, in documents of many chunks too."""
+    long = " ".join(f"word{i}" for i in range(40_000))
+    (tmp_path / "pairs.tsv").write_text("\n".join([*LINES, f"{long}\tshort"]))
+    how = {"objective": "pairs", "validation_share": 0.2, "languages": "eng_Latn,fra_Latn"}
+    manifest = build([str(tmp_path / "pairs.tsv")], tmp_path / "c", vocab_size=300, **how)
+    assert manifest.languages == ("eng_Latn", "fra_Latn")
+    corpus = Corpus(tmp_path / "c")
+    assert corpus.manifest.languages == manifest.languages
+    tokenizer = corpus.tokenizer
+    english, french = tokenizer.token_id("eng_Latn"), tokenizer.token_id("fra_Latn")
+    assert (english, french) == (manifest.vocab_size - 2, manifest.vocab_size - 1)
+    texts = set()
+    for name in ("train", "validation"):
+        objective = Pairs(corpus.split(name), DataConfig(sequence=1 << 20), tokenizer.eos_ids[0], start=2)
+        for number in range(objective.samples):
+            source, target = objective.pair(number)
+            assert (source[0], target[0]) == (english, french)
+            assert not np.isin(source[1:], [english, french]).any()
+            texts.add("\t".join(tokenizer.decode(x[1:-1].tolist()) for x in (source, target)))
+        batch = objective.pack([0], [0])
+        assert batch.tokens_T[:2].tolist() == [2, french], "as in inference: the start, then the language"
+        assert batch.targets_T[0] == french
+    assert texts == {*LINES, f"{long}\tshort"}
+    given = {**how, "tokenizer": tokenizer, "overwrite": True}
+    again = build([str(tmp_path / "pairs.tsv")], tmp_path / "c", **given)
+    assert again.fingerprint == manifest.fingerprint
+    with pytest.raises(DataError, match="the tokenizer has no special token deu_Latn; name languages that it has"):
+        build([str(tmp_path / "pairs.tsv")], tmp_path / "c", **{**given, "languages": "eng_Latn,deu_Latn"})
+
+
+@pytest.mark.parametrize("of_model", [True, False])
+def test_languages_must_be_those_of_the_model(tmp_path: Path, of_model: bool) -> None:
+    (tmp_path / "pairs.tsv").write_text("\n".join(LINES))
+    languages = None if of_model else "eng_Latn,fra_Latn"
+    build([str(tmp_path / "pairs.tsv")], tmp_path / "c", objective="pairs", vocab_size=300, languages=languages)
+    model = (nllb if of_model else t5)(vocab_size=302)
+    run = RunConfig(name="it", model=model, data=DataConfig(path=tmp_path / "c", sequence=32), device="cpu")
+    remedy = "build the corpus with --languages SOURCE,TARGET" if of_model else "set --model.encoder.languages true"
+    with pytest.raises(ConfigError, match=remedy):
+        CorpusFeed(run)
+
+
 def test_a_corpus_for_span_corruption(tmp_path: Path) -> None:
     texts = [(str(i), " ".join(f"word{j} stands" for j in range(i + 20))) for i in range(20)]
     manifest = build(texts, tmp_path / "c", objective="spans", vocab_size=300)
@@ -114,6 +159,7 @@ def test_a_corpus_for_span_corruption(tmp_path: Path) -> None:
         ("a\tb\n", {}, r"there is one pair"),
         ("a\tb\nc\td\n", {"separator": "x"}, r"pairs have neither a separator nor tasks"),
         ("a\tb\nc\td\n", {"field": "one"}, r"--field one does not name two fields"),
+        ("a\tb\nc\td\n", {"languages": "eng_Latn"}, r"--languages eng_Latn does not name two"),
     ],
 )
 def test_bad_pairs(tmp_path: Path, text: str, options: dict[str, str], message: str) -> None:

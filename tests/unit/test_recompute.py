@@ -4,19 +4,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
-from colonnade.config import ModelConfig
-from colonnade.errors import CapacityError
+from colonnade.config import ModelConfig, TrainConfig
+from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Loss, Transformer
 from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
 from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.train.activation_memory import (
     RecomputeChoice,
     choose_kinds,
+    configure_recompute,
     measure_block_bytes,
     saved_for_backward_bytes,
 )
+from tests import encdec
 from tests.models import CONFIGS, build, ragged
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
@@ -45,6 +49,63 @@ def test_values_and_gradients_are_bitwise_equal(name: str) -> None:
         for parameter, grad in grads.items():
             assert torch.equal(others[parameter], grad), f"{parameter} with {kinds}"
         assert less < saved
+
+
+@pytest.mark.parametrize("name", ["t5", "switch", "nllb"])
+def test_both_stacks_recompute_bit_for_bit(name: str) -> None:
+    config = {"t5": encdec.t5("1.1"), "switch": encdec.switch(), "nllb": encdec.nllb()}[name]
+
+    def once(kind: RecomputeKind) -> tuple[Tensor, dict[str, Tensor | None], int]:
+        model = encdec.built(config).train().requires_grad_()
+        configure_recompute(model, TrainConfig(recompute=kind), pytest.fail, pytest.fail, SOLO)
+        stream, attend = encdec.inputs(encdec.texts([7, 4], 50), encdec.texts([5, 3], 50))
+        run = lambda: model(stream, attend, Loss(stream.tokens_T))[0]  # noqa: E731
+        saved = saved_for_backward_bytes(model, run)
+        loss = run()
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, saved
+
+    loss, gradients, saved = once("none")
+    assert gradients["encoder_blocks.1.ffn.up.weight" if name == "t5" else "encoder_blocks.0.ffn.up.weight"] is not None
+    for kind in ("attention", "full"):
+        again, others, less = once(kind)
+        assert torch.equal(again, loss)
+        for parameter, gradient in gradients.items():
+            other = others[parameter]
+            assert (other is None) == (gradient is None)
+            assert other is None or (gradient is not None and torch.equal(other, gradient)), f"{parameter}, {kind}"
+        assert less < saved
+        saved = less
+
+
+def test_a_budget_over_two_stacks_is_refused() -> None:
+    model, train = encdec.built(encdec.t5()), TrainConfig(recompute="budget", activation_bytes=1)
+    with pytest.raises(ConfigError, match=r"budget counts the blocks of one stack.* set train.recompute to attention"):
+        configure_recompute(model, train, pytest.fail, pytest.fail, SOLO)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_blocks_of_two_stacks_compile_once(kind: RecomputeKind) -> None:
+    """One graph for all layers of a stack, relative biases and cross attention included; the same gradients."""
+    torch._dynamo.reset()
+    config = encdec.t5("1.1")
+    model, plain = (encdec.built(config).train().requires_grad_() for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    for net in (model, plain):
+        stacks = [*net.blocks, *net.encoder_blocks]
+        set_recompute(stacks, [kind for _ in stacks])
+    for block in (*model.blocks, *model.encoder_blocks):
+        block.compile(backend=counter, fullgraph=True)
+    found = []
+    for net in (model, plain):
+        stream, attend = encdec.inputs(encdec.texts([7, 7], 50), encdec.texts([5, 5], 50))
+        loss, _ = net(stream, attend, Loss(stream.tokens_T))
+        loss.backward()
+        found.append((loss.detach(), *(p.grad for p in net.parameters())))
+    assert counter.frame_count == 2
+    for got, right in zip(*found, strict=True):
+        assert_same(got, right, 1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -1,6 +1,8 @@
 """Rules for times, formats of transcripts, and audio files, also hostile ones."""
 
+import io
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +75,46 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], contents:
     with pytest.raises(SystemExit):
         main(["speech", "transcribe", str(tmp_path / "a.wav")])
     assert "DataError" in capsys.readouterr().err
+
+
+def flac(seconds: int, rate: int = 16_000, channels: int = 1, said: int | None = None) -> bytes:
+    """Silence, which FLAC makes very small; its header says ``said`` frames."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros((seconds * rate, channels), np.int16), rate, format="FLAC")
+    data = bytearray(file.getvalue())
+    if said is not None:  # the last 36 of these 64 bits
+        data[18:26] = (int.from_bytes(data[18:26], "big") >> 36 << 36 | said).to_bytes(8, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("said", [None, 0, 16_000])
+def test_a_small_file_of_hours_is_refused(tmp_path: Path, said: int | None) -> None:
+    """Samples are counted as they are decoded, whatever the header says; libsndfile stops where the header does."""
+    (tmp_path / "a.flac").write_bytes(data := flac(100, said=said))
+    assert len(data) < 100 * 16_000 / 300
+    if said == 16_000:
+        assert len(load_audio(tmp_path / "a.flac", longest_s=50)) == 16_000
+        return
+    with pytest.raises(DataError, match=r"a.flac is \d+ s long or more, and 50 s are read; cut it"):
+        load_audio(tmp_path / "a.flac", longest_s=50)
+    assert len(load_audio(tmp_path / "a.flac", longest_s=100)) == 1_600_000
+
+
+def test_many_channels_are_refused_with_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.flac").write_bytes(flac(2, 48_000, 8))
+    with pytest.raises(DataError, match=r"has 768,000 samples or more in 8 channels, at most 288,000 are read"):
+        load_audio(tmp_path / "a.flac", longest_s=3)
+
+
+def test_memory_is_that_of_the_result(tmp_path: Path) -> None:
+    """An hour at 48 kHz in two channels is 1.4 GB of float32, and 230 MB at 16 kHz; of that, a twelfth."""
+    (tmp_path / "a.flac").write_bytes(flac(300, 48_000, 2))
+    tracemalloc.start()
+    samples = load_audio(tmp_path / "a.flac")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(samples) == 300 * 16_000
+    assert peak < 1.5 * 4 * len(samples) + (8 << 20), "all of it at 48 kHz would be 115 MB"
 
 
 def test_empty_and_not_finite(tmp_path: Path) -> None:

@@ -25,9 +25,11 @@ def cross_reference(
     cu_queries: Tensor,
     cu_keys: Tensor,
     *,
+    longest: tuple[int, int] | None = None,
+    equal: bool = False,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """o_TNH."""
+    """o_TNH; ``longest`` (queries, keys) and ``equal`` (all of these lengths) are for other implementations."""
     parts: list[Tensor] = []
     for (a, b), (c, d) in _ranges(cu_queries, cu_keys):
         pairs = None if dropout is None else dropout.select(slice(a, b), slice(c, d))
@@ -35,8 +37,21 @@ def cross_reference(
     return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
 
 
-def cross_sdpa(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, cu_queries: Tensor, cu_keys: Tensor) -> Tensor:
-    """The same through scaled_dot_product_attention, a call for each sequence."""
+def cross_sdpa(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    *,
+    longest: tuple[int, int] | None = None,
+    equal: bool = False,
+) -> Tensor:
+    """The same through scaled_dot_product_attention: one call for sequences of equal lengths, else one for each."""
+    if equal and longest is not None and min(longest):
+        T, S = longest
+        batch = q_TNH.unflatten(0, (-1, T)), *(x.unflatten(0, (-1, S)) for x in (k_SKH, v_SKH))
+        return sdpa.attend(*batch, causal=False, window=None).flatten(0, 1)
     parts: list[Tensor] = []
     for (a, b), (c, d) in _ranges(cu_queries, cu_keys):
         if a == b:
@@ -49,6 +64,22 @@ def cross_sdpa(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, cu_queries: Tensor, 
     return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
 
 
+def cross_varlen(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    *,
+    longest: tuple[int, int] | None = None,
+    equal: bool = False,
+) -> Tensor:
+    """The same on a GPU: sequences of unequal lengths in one launch, without waiting for the device."""
+    if equal or longest is None or not min(longest) or q_TNH.shape[2] % 8:
+        return cross_sdpa(q_TNH, k_SKH, v_SKH, cu_queries, cu_keys, longest=longest, equal=equal)
+    return sdpa.varlen(q_TNH, k_SKH, v_SKH, cu_queries, cu_keys, *longest, window_size=(-1, -1))
+
+
 def relative_reference(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -57,6 +88,9 @@ def relative_reference(
     near_RN: Tensor,
     *,
     causal: bool,
+    longest: int | None = None,
+    equal: bool = False,
+    bias_NTS: Tensor | None = None,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """o_TNH of packed sequences with relative position biases."""
@@ -69,20 +103,69 @@ def relative_reference(
 
 
 def relative_sdpa(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, near_RN: Tensor, *, causal: bool
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    near_RN: Tensor,
+    *,
+    causal: bool,
+    longest: int | None = None,
+    equal: bool = False,
+    bias_NTS: Tensor | None = None,
 ) -> Tensor:
-    """The same through scaled_dot_product_attention; biases are expanded once for the longest sequence."""
-    lengths = [b - a for a, b in itertools.pairwise(cu_seqlens.tolist())]
-    longest = max(lengths, default=0)
-    bias_NTS = _bias(near_RN, longest, longest, q_TNH.dtype, causal=causal)
+    """The same through scaled_dot_product_attention, with :func:`relative_mask`, which may be given.
+
+    Sequences of equal length are one call; others are padded to one on a GPU, and are one call each on a CPU.
+    """
+    if not len(q_TNH):
+        return q_TNH.clone()
+    if longest is None:
+        longest = int(cu_seqlens.diff().max())
+    if bias_NTS is None:
+        bias_NTS = relative_mask(near_RN, longest, causal=causal)
+    bias_NTS = bias_NTS.to(q_TNH.dtype)
+    if equal:
+        q, k, v = (x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH))
+        return _biased(q, k, v, bias_NTS).flatten(0, 1)
+    if q_TNH.is_cuda:
+        return _padded(q_TNH, k_TKH, v_TKH, cu_seqlens, longest, bias_NTS)
     parts: list[Tensor] = []
-    start = 0
-    for n in lengths:
-        if n:
-            q, k, v = (x[None, start : start + n] for x in (q_TNH, k_TKH, v_TKH))
-            parts.append(_biased(q, k, v, bias_NTS[:, :n, :n])[0])
-        start += n
-    return torch.cat(parts) if parts else q_TNH.clone()
+    for a, b in itertools.pairwise(cu_seqlens.tolist()):
+        if a < b:
+            q, k, v = (x[None, a:b] for x in (q_TNH, k_TKH, v_TKH))
+            parts.append(_biased(q, k, v, bias_NTS[:, : b - a, : b - a])[0])
+    return torch.cat(parts)
+
+
+def _padded(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, longest: int, bias_NTS: Tensor) -> Tensor:
+    """o_TNH of sequences that are padded to ``longest``, without waiting for the device."""
+    T, B = len(q_TNH), len(cu_seqlens) - 1
+    token_T = torch.arange(T, device=q_TNH.device)
+    sequence_T = torch.searchsorted(cu_seqlens[1:], token_T, right=True)
+    row_T = sequence_T * longest + token_T - cu_seqlens[sequence_T]
+    q, k, v = (
+        x.new_zeros(B * longest, *x.shape[1:]).index_copy(0, row_T, x).unflatten(0, (B, longest))
+        for x in (q_TNH, k_TKH, v_TKH)
+    )
+    # An empty sequence sees its first padding, so that no row is NaN.
+    hidden_BS = torch.arange(longest, device=q_TNH.device) >= cu_seqlens.diff().clamp(min=1)[:, None]
+    mask_BNTS = bias_NTS.masked_fill(hidden_BS[:, None, None], -torch.inf)
+    return _biased(q, k, v, mask_BNTS).flatten(0, 1).index_select(0, row_T)
+
+
+def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:
+    """bias_NTS of one sequence, near[clamp(j − i)], with −∞ where a causal query may not look.
+
+    It depends on j − i only, so that its rows are windows of one: its gradient is a sum along diagonals, not a
+    scattered one.
+    """
+    limit = len(near_RN) // 2
+    distance = torch.arange(1 - longest, longest, device=near_RN.device)
+    row_RN = near_RN.index_select(0, distance.clamp(-limit, limit) + limit)
+    if causal:
+        row_RN = row_RN.masked_fill((distance > 0)[:, None], -torch.inf)
+    return row_RN.T.unfold(1, longest, 1).flip(1)
 
 
 def relative_paged_reference(
@@ -115,12 +198,14 @@ def _paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, near
     return out_TNH
 
 
-def _biased(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bias_NTS: Tensor) -> Tensor:
+def _biased(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bias: Tensor) -> Tensor:
+    # Fused kernels take masks of four dimensions; with three, torch computes the scores in float32.
+    mask_BNTS = bias if bias.dim() == 4 else bias[None]
     o_BNTH = torch.nn.functional.scaled_dot_product_attention(
         q_BTNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
         v_BSKH.transpose(1, 2),
-        attn_mask=bias_NTS,
+        attn_mask=mask_BNTS,
         enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
     )
     return o_BNTH.transpose(1, 2)

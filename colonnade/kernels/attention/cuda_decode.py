@@ -223,8 +223,10 @@ def compile_macros(
     }  # fmt: skip
 
 
-ScoreMods = tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None]
-"""Soft cap, ALiBi slopes, sinks, scales of keys and values, window."""
+ScoreMods = tuple[
+    float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None, Tensor | None
+]  # fmt: skip
+"""Soft cap, ALiBi slopes, sinks, scales of keys and values, window, relative biases."""
 
 
 def attend(
@@ -297,7 +299,8 @@ def attend_short(
 
 def _mod_macros(score_mods: ScoreMods) -> dict[str, bool]:
     """Which score modifiers a kernel variant has."""
-    cap, slopes_N, sinks_N, scales_K, window = score_mods
+    cap, slopes_N, sinks_N, scales_K, window, near_RN = score_mods
+    assert near_RN is None, "this kernel has no relative biases"
     return {
         "window": bool(window), "cap": cap is not None, "slopes": slopes_N is not None, "sinks": sinks_N is not None,
         "scaled": scales_K is not None,
@@ -311,7 +314,8 @@ def _pack_arguments(
     """The kernels' argument struct; ``of_plan`` are slots and the plan, with ``offsets`` of its parts."""
     T, N, H = q_TNH.shape
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
-    cap, slopes_N, sinks_N, scales_K, window = score_mods
+    cap, slopes_N, sinks_N, scales_K, window, near_RN = score_mods
+    assert near_RN is None, "this kernel has no relative biases"
     slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
     pointers = (
         q_TNH, k_PpKH, v_PpKH, *state, *of_plan, pages_RP, table.cu_queries, table.lengths_R, slopes_N, sinks_N,

@@ -150,10 +150,28 @@ def packed_varlen(
     # The kernel needs head widths in multiples of 8; scaled_dot_product_attention pads others.
     if equal or not len(q_TNH) or q_TNH.shape[2] % 8:
         return packed(q_TNH, k_TKH, v_TKH, cu_seqlens, longest=longest, equal=equal, causal=causal, window=window)
-    assert varlen_attn is not None, "a torch that was built with CUDA"
     window_size = (-1 if window is None else window - 1, 0 if causal else -1)
+    return varlen(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=window_size)
+
+
+def varlen(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """o_TNH of packed queries over packed keys, by torch's FlashAttention for GPUs in 16 bits.
+
+    ``window_size`` is how many keys to the left and to the right are seen, −1 for all.
+    """
+    assert varlen_attn is not None, "a torch that was built with CUDA"
     o_TNH = varlen_attn(
-        q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=window_size, **VARLEN_OPTIONS
+        q_TNH, k_SKH, v_SKH, cu_queries, cu_keys, longest_query, longest_key, window_size=window_size, **VARLEN_OPTIONS
     )
     assert isinstance(o_TNH, torch.Tensor)
     return o_TNH

@@ -53,7 +53,7 @@ class SharedStates(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """Score modifiers: softmax scale, soft cap, ALiBi slopes, sinks, and the scales of an 8-bit cache's heads."""
+    """Score modifiers: softmax scale, soft cap, ALiBi slopes, sinks, an 8-bit cache's scales, relative biases."""
 
     scale: Any
     cap: Any
@@ -61,6 +61,8 @@ class Mods(NamedTuple):
     sinks: Any
     k_scale: Any
     v_scale: Any
+    near: Any
+    """(2·NEAR + 1, N), the biases of the distances −NEAR to NEAR."""
 
 
 class Config(NamedTuple):
@@ -79,6 +81,7 @@ class Config(NamedTuple):
     SLOPES: bool = False
     SINKS: bool = False
     SCALED: bool = False
+    NEAR: int = 0
     SAME_STRIDES: bool = False
     LAUNCH_MERGE: bool = False
     SINGLE: bool = False

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colonnade.kernels.attention import (
+    cross,
     cuda_decode,
     reference,
     sdpa,
@@ -58,13 +59,14 @@ def attend(
     slopes_N: Tensor | None = None,
     sinks_N: Tensor | None = None,
     scales_K: tuple[Tensor, Tensor] | None = None,
+    near_RN: Tensor | None = None,
     into: State | None = None,
 ) -> State:
     """The state (o_TNH as q, lse_TN in float32) of the requests in ``table``, following their plan.
 
     Reads the table's tensors only, without a device synchronisation. A float8 or int8 cache may have ``scales_K``,
-    float32 per-head scales of keys and of values. Requests that are not in the plan keep the contents of ``into``. No
-    gradient.
+    float32 per-head scales of keys and of values. ``near_RN`` are relative biases (:mod:`cross`). Requests that are not
+    in the plan keep the contents of ``into``. No gradient.
     """
     T, N, _ = q_TNH.shape
     q_TNH, k_PpKH, v_PpKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TNH, k_PpKH, v_PpKH))
@@ -74,8 +76,9 @@ def attend(
     )
     if not T:
         return state
-    score_mods = (cap, slopes_N, sinks_N, scales_K, layout.shape.window)
-    if ready.short_keys is not None and table.longest_query == 1 and len(table.lengths_R) == T:
+    near_RN = None if near_RN is None else near_RN.contiguous()
+    score_mods = (cap, slopes_N, sinks_N, scales_K, layout.shape.window, near_RN)
+    if near_RN is None and ready.short_keys is not None and table.longest_query == 1 and len(table.lengths_R) == T:
         cuda_decode.attend_short(q_TNH, k_PpKH, v_PpKH, state, table, ready.short_keys, score_mods)
         return state
     if layout.cuda and shared is None:
@@ -117,7 +120,7 @@ def _launch_attend(
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     layout = ready.layout
     shape, tiles = layout.shape, layout.tiles
-    cap, slopes_N, sinks_N, scales_K, window = score_mods
+    cap, slopes_N, sinks_N, scales_K, window, near_RN = score_mods
     kv8 = None if layout.prefill else triton_kv8.kv8_kind(q_TNH, k_PpKH, v_PpKH)
     if kv8:
         k_PpKH, v_PpKH = k_PpKH.view(torch.int16), v_PpKH.view(torch.int16)
@@ -129,7 +132,8 @@ def _launch_attend(
         Output(*state, *slots), ready.flat,
         Batch(pages_RP, table.cu_queries, table.lengths_R, members if layout.prefill else None),
         Mods(
-            H**-0.5, 1.0 if cap is None else cap, none_or(slopes_N), none_or(sinks_N), *(scales_K or (none, none))
+            H**-0.5, 1.0 if cap is None else cap, none_or(slopes_N), none_or(sinks_N), *(scales_K or (none, none)),
+            none_or(near_RN),
         ),
     )  # fmt: skip
     _, items_at, _, firsts_at, _ = flat_offsets(ready.capacity)
@@ -138,7 +142,8 @@ def _launch_attend(
     same_strides = page_tokens % tiles.tile != 0 and k_PpKH.stride() == v_PpKH.stride()
     config = Config(
         N, shape.group, H, max(16, triton.next_power_of_2(H)), page_tokens, shape.rows, tiles.tile, tiles.stages,
-        window or 0, cap is not None, slopes_N is not None, sinks_N is not None, scales_K is not None, same_strides,
+        window or 0, cap is not None, slopes_N is not None, sinks_N is not None, scales_K is not None,
+        0 if near_RN is None else len(near_RN) // 2, same_strides,
     )  # fmt: skip
     if layout.prefill:
         before, groups_at = groups or (ready, 0)  # the prefill kernel does not overlap
@@ -208,6 +213,13 @@ def paged(
     return _planned_attention(q_TNH, k_PpKH, v_PpKH, table, window, kernels).o[..., :values]
 
 
+def relative_paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, near_RN: Tensor) -> Tensor:
+    """o_TNH with relative biases (see :func:`cross.relative_paged_reference`); heads wider than 256 use SDPA."""
+    if q_TNH.shape[2] > MAX_HEAD_DIM:
+        return cross.relative_paged_sdpa(q_TNH, k_PpKH, v_PpKH, table, near_RN)
+    return _planned_attention(q_TNH, k_PpKH, v_PpKH, table, None, "triton", near_RN).o
+
+
 def sharded_state(
     q_TNH: Tensor,
     k_PpKH: Tensor,
@@ -228,16 +240,22 @@ def sharded_state(
 
 
 def _planned_attention(
-    q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, window: int | None, kernels: Kernels
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    window: int | None,
+    kernels: Kernels,
+    near_RN: Tensor | None = None,
 ) -> State:
     """Follows the table's plans, which the first layer of this layout makes."""
     key = q_TNH.shape[1], k_PpKH.shape[2], q_TNH.shape[2], q_TNH.dtype, k_PpKH.dtype, window, kernels
     if key not in table.plan_cache:
         table.plan_cache[key] = make_plans(q_TNH, k_PpKH, table, window, kernels)
     first, *rest = table.plan_cache[key]
-    state = attend(q_TNH, k_PpKH, v_PpKH, table, first)
+    state = attend(q_TNH, k_PpKH, v_PpKH, table, first, near_RN=near_RN)
     for ready in rest:
-        state = attend(q_TNH, k_PpKH, v_PpKH, table, ready, into=state)
+        state = attend(q_TNH, k_PpKH, v_PpKH, table, ready, near_RN=near_RN, into=state)
     return state
 
 

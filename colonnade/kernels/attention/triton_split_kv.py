@@ -83,7 +83,7 @@ def visible(position, j, key_mask, WINDOW: tl.constexpr):
 
 @triton.jit
 def modified_scores(s, rows, j, key_mask, mods, cfg: tl.constexpr, MASKED: tl.constexpr):
-    """Base-2 scores after soft cap and ALiBi, −∞ where masked; not MASKED, every row sees every valid key."""
+    """Base-2 scores after soft cap and biases, −∞ where masked; not MASKED, every row sees every valid key."""
     position, n, row_mask = rows
     if cfg.CAPPED:
         # tanh x = 2 sigmoid(2x) − 1
@@ -91,6 +91,9 @@ def modified_scores(s, rows, j, key_mask, mods, cfg: tl.constexpr, MASKED: tl.co
     if cfg.SLOPES:
         slope = tl.load(mods.slopes + n, row_mask, 0.0).to(tl.float32)
         s = s - slope[:, None] * (position[:, None] - j[None, :])
+    if cfg.NEAR:
+        distance = tl.minimum(tl.maximum(j[None, :] - position[:, None], -cfg.NEAR), cfg.NEAR)
+        s = s + tl.load(mods.near + (distance + cfg.NEAR) * cfg.N + n[:, None]).to(tl.float32)
     if not MASKED:
         return s * LOG2_E + tl.where(key_mask, 0.0, float("-inf"))[None, :]
     return tl.where(visible(position, j, key_mask, cfg.WINDOW), s * LOG2_E, float("-inf"))
@@ -145,8 +148,8 @@ def softmax_of_products(
 def softmax_tile(
     s, row_max, row_sum, factor, rows, j, key_mask, bias, mods, cfg: tl.constexpr, MASKED: tl.constexpr, headroom=0.0
 ):
-    """:func:`online_softmax` of a tile's products; ``factor`` is applied before soft cap and ALiBi."""
-    if cfg.CAPPED or cfg.SLOPES:
+    """:func:`online_softmax` of a tile's products; ``factor`` is applied before soft cap and biases."""
+    if cfg.CAPPED or cfg.SLOPES or cfg.NEAR:
         s = modified_scores(s * factor, rows, j, key_mask, mods, cfg, MASKED)
         return online_softmax(s, row_max, row_sum, 1.0, 0.0, headroom)
     return softmax_of_products(s, row_max, row_sum, factor * LOG2_E, rows[0], j, key_mask, bias, cfg, MASKED, headroom)

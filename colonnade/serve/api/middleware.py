@@ -25,48 +25,81 @@ would see a broken connection, not the refusal."""
 
 
 class BodyLimit:
-    """ASGI middleware: 413 for a body over ``max_bytes``, 408 for one that does not arrive within ``limits``."""
+    """ASGI middleware: 413 for a body over ``max_bytes``, 408 for one that does not arrive within ``limits``.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, limits: ConnectionLimits):
-        self.app, self.max_bytes, self.limits = app, max_bytes, limits
+    And 429 for one with which the bodies of all requests, until their answers, have more than ``max_held_bytes``.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, limits: ConnectionLimits, max_held_bytes: int | None = None):
+        self.app, self.max_bytes, self.limits, self.max_held_bytes = app, max_bytes, limits, max_held_bytes
+        self.held_bytes = 0
+        """Of all bodies that have arrived, or are arriving, of requests without an answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then call the application with it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body, seen, more = bytearray(), 0, True
+        body, held = bytearray(), 0
+        try:
+            more, refusal = await self._read(body, receive)
+            if refusal is not None:
+                await self._refuse(refusal, more, scope, receive, send)
+                return
+            if more:  # the client has gone
+                return
+            held = len(body)
+            first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+            body.clear()
+
+            async def replay() -> Message:
+                return first.pop() if first else await receive()
+
+            await self.app(scope, replay, send)
+        finally:
+            self.held_bytes -= held or len(body)
+
+    async def _read(self, body: bytearray, receive: Receive) -> tuple[bool, RequestError | None]:
+        """Fill ``body``; returns (whether more of it is to come, why it is refused)."""
+        seen, more, full = 0, True, None
         start_s, limit_s = asyncio.get_running_loop().time(), self.limits.body_s
         try:
             async with asyncio.timeout_at(start_s + limit_s) as clock:
                 while more and seen <= MAX_READ_RATIO * self.max_bytes:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return
+                        return True, None
                     seen += len(message.get("body", b""))
                     if seen <= self.max_bytes:
-                        body += message.get("body", b"")
+                        full = full or self._hold(body, message.get("body", b""))
                         limit_s = self.limits.body_s + seen / self.limits.body_bytes_per_s
                         clock.reschedule(start_s + limit_s)
                     more = message.get("more_body", False)
         except TimeoutError:
-            await self._refuse(_slow_body(seen, limit_s), more, scope, receive, send)
-            return
+            return more, _slow_body(seen, limit_s)
         if seen > self.max_bytes:
-            refusal = RequestError(
+            return more, RequestError(
                 f"the body has {seen:,} bytes or more; send at most {self.max_bytes:,}",
                 status=413,
                 code="body_too_large",
                 operator_hint="raise --serve.max_body_bytes for larger bodies",
             )
-            await self._refuse(refusal, more, scope, receive, send)
-            return
-        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        return more, full
 
-        async def replay() -> Message:
-            return first.pop() if first else await receive()
-
-        await self.app(scope, replay, send)
+    def _hold(self, body: bytearray, part: bytes) -> RequestError | None:
+        """Append ``part`` to ``body``; if there is no room for it, empty ``body`` and return the refusal."""
+        if self.max_held_bytes is not None and self.held_bytes + len(part) > self.max_held_bytes:
+            self.held_bytes -= len(body)
+            body.clear()
+            return RequestError(
+                f"the queue is full: bodies of {self.held_bytes:,} bytes wait already, of at most "
+                f"{self.max_held_bytes:,}; try again later",
+                status=429,
+                code="queue_full",
+            )
+        self.held_bytes += len(part)
+        body += part
+        return None
 
     @staticmethod
     async def _refuse(error: RequestError, more: bool, scope: Scope, receive: Receive, send: Send) -> None:
