@@ -176,6 +176,12 @@ class Paged:
             self.share,
         )
 
+    def with_relative_bias(self, near_Rn: Tensor) -> "Paged":
+        """This with relative position biases, on the same :attr:`table`: a CUDA graph reads the plans in that."""
+        biased = replace(self, near_Rn=near_Rn)
+        biased.__dict__["table"] = self.table
+        return biased
+
     def at(self, layer: int, window: int | None) -> "PagedView":
         """The view of one layer."""
         return PagedView(self.table, self.slots_T, self.cache.at(layer), window, self.kernels, self.near_Rn)

@@ -248,7 +248,5 @@ def with_relative_bias(attend: AttendBackend, near_Rn: Tensor) -> AttendBackend:
     """``attend`` with relative position biases in its self-attention."""
     if isinstance(attend, Crossed):
         return replace(attend, own=with_relative_bias(attend.own, near_Rn))
-    if isinstance(attend, Packed):
-        return attend.with_relative_bias(near_Rn)
-    assert isinstance(attend, Paged), f"relative positions are not implemented for {type(attend).__name__}"
-    return cast(AttendBackend, replace(attend, near_Rn=near_Rn))
+    assert isinstance(attend, Packed | Paged), f"relative positions are not implemented for {type(attend).__name__}"
+    return attend.with_relative_bias(near_Rn)

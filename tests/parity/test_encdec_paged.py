@@ -9,6 +9,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention import cross, sdpa
 from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer
+from colonnade.model.cross_attention import with_relative_bias
 from colonnade.model.relative_positions import bucket_of
 from tests.encdec import SOURCES, TARGETS, built, inputs, nllb, switch, t5, texts
 from tests.worlds import assert_same
@@ -161,3 +162,14 @@ def test_equal_pairs_are_one_call(targets: list[int], sources: list[int], monkey
     assert (found - net(*inputs(*pairs, kernels="reference"), Rows())).abs().max() < 1e-12
     equal = len(set(targets)) == len(set(sources)) == 1
     assert calls == [2] * 2 if equal else [1] * 4
+
+
+def test_relative_biases_leave_the_page_table() -> None:
+    """A CUDA graph prepares the plans of a page table; a copy of the table would be planned anew in each pass."""
+    one = torch.zeros(1, dtype=torch.int32)
+    cache = KVCache(t5("1.1"), pages=2, page_tokens=4, dtype=torch.float64)
+    own = Paged(cache, one[None], one.long(), torch.tensor([0, 1], dtype=torch.int32), one + 1, 1, 1)
+    biased = with_relative_bias(own, torch.zeros(3, 4))
+    assert isinstance(biased, Paged)
+    assert biased.near_Rn is not None
+    assert biased.table is own.table
