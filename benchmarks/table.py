@@ -45,6 +45,7 @@ TOPICS = {
         ("decode_llama-2-7b_int4_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int4 weights"),
         ("decode_code-llama-34b_tp1_b1_h200", 0, "CodeLlama-34B, batch 1, bfloat16"),
         ("prefill_h200", 0, "Llama-2-7B, prefill of 8,192 tokens"),
+        ("encoder_decoder_serve_h100", 0, "T5-large, 256 requests, continuous batching"),
         ("flash_decoding_h200", 1, "Decode attention, 1 x 65,536 tokens, 16/2 heads (lower is better)"),
     ],
     "On a CPU": [
@@ -52,6 +53,7 @@ TOPICS = {
         ("decode_cpu_quantised", 1, "SmolLM2-135M decoding, int4, batch 8"),
         ("speculate_cpu", 0, "SmolLM2-135M, text that repeats, speculative decoding"),
         ("train_cpu", 0, "Training a 4 M parameter Llama"),
+        ("evaluate_cpu", 0, "Scoring four answers to a question with lm-eval's tasks (lower is better)"),
         ("speech_cpu", 1, "Streaming recogniser in babble at -5 dB, with drawn mouths (lower is better)"),
     ],
     "Same numbers": [
@@ -89,7 +91,7 @@ def headlines(records: list[dict[str, Any]], topics: Mapping[str, Sequence[tuple
         lines += [[f"**{topic}**", "", "", ""]] if found else []
         for record, line, what in found:
             _, value, beside = measured(record["headlines"][line])
-            linked = f"[{where(record['machine'])}](benchmarks/results/{record['file']})"
+            linked = f"[{where(record)}](benchmarks/results/{record['file']})"
             lines.append([what, value.removesuffix(LOWER), beside.removesuffix(LOWER), linked])
     return table(["Measured", "Colonnade", "Compared with, same run", "Record"], lines) if lines else EMPTY
 
@@ -131,7 +133,7 @@ def page(records: list[dict[str, Any]]) -> str:
         heads = [measured(line) for line in record["headlines"]]
         parts += [table(["Measured", "Colonnade", "Beside it, same run"], heads)] if heads else []
         parts += [table(columns, cells)]
-        parts += [f"{where(record['machine'])}; {versions}; commit {record['commit'] or 'unknown'}; {record['date']}."]
+        parts += [f"{where(record)}; {versions}; commit {record['commit'] or 'unknown'}; {record['date']}."]
     if not records:
         parts.append(EMPTY)
     return "\n\n".join(parts) + "\n"
@@ -160,9 +162,11 @@ def table(head: list[str], body: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def where(machine: dict[str, Any]) -> str:
-    """The machine in a few words."""
-    return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+def where(record: Mapping[str, Any]) -> str:
+    """The machine of a record in a few words; a record named ``…_cpu`` did not use the machine's GPU."""
+    machine = record["machine"]
+    cores = f"{machine['cpu']}, {machine['cores']} cores"
+    return cores if "cpu" in record["name"].split("_") else machine["gpu"] or cores
 
 
 def number(value: Any) -> str:

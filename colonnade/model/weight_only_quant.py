@@ -228,10 +228,10 @@ def weight_bytes_as(shape: nn.Module, weights: WeightFormat, group: int, formats
 
     ``formats``: those of the checkpoint, if its matrices are quantised and ``weights`` is stored.
     """
-    if weights == "dense" or (weights == "stored" and not formats):
+    if weights == "dense" or (weights in ("stored", "file") and not formats):
         return unquantised_bytes(shape)
     quantised = quantisable_shapes(shape)
-    if weights == "stored":
+    if weights in ("stored", "file"):
         assert formats is not None
         # ``shape`` may be a part of the model, whose names lack the prefix.
         ends = {

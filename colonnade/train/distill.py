@@ -144,7 +144,7 @@ def _load(opened: OpenedModel, run: RunConfig, context: DistributedContext) -> T
     if formats is None and settings.weights in ("stored", "dense"):
         teacher, put = Transformer(opened.config, context.axes, **options), copy_weight
     else:
-        kind = "int8" if settings.weights in ("stored", "dense") else settings.weights
+        kind = "int8" if settings.weights in ("stored", "dense", "file") else settings.weights
         teacher, put = build(
             opened.config, context.axes, **options, kind=kind, group=settings.weight_group, formats=formats
         )
