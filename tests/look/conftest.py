@@ -28,7 +28,7 @@ VIEWPORT = {"width": 800, "height": 480}
 SHOT = {"x": 0, "y": 0, "width": 480, "height": 480}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("needs chromium: apt-get install chromium")
@@ -152,7 +152,7 @@ def site() -> Iterator[Site]:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _page(browser: Any, site: Site) -> Iterator[tuple[Viewer, list[str]]]:
     """The page that tests share, and what went wrong in it: a page of its own costs a test more than a second."""
     with viewers(browser) as make:
