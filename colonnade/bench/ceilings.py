@@ -93,7 +93,10 @@ def _products(device: str, size: int) -> Iterator[tuple[str, Callable[[], object
 
 
 def int8_product(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The product of activations of uint8 and weights of int8, exact in float32 while the sums are below 2²⁴."""
+    """The product of activations of uint8 and weights of int8, exact in float32 while the sums are below 2²⁴.
+
+    Processors without VNNI add products in pairs of 16 bits, which saturate if activations are over 128.
+    """
     packed = torch.ops.onednn.qlinear_prepack(weight_FD, list(x_TD.shape))
     outputs = len(weight_FD)
     scales, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)

@@ -197,7 +197,8 @@ def test_verbs_accept_only_flags_that_they_use(
     capsys: pytest.CaptureFixture[str], model: Path, verb: list[str]
 ) -> None:
     """Flags of training plans and, except for serve, of the server's address are refused."""
-    for flag in ("--plan.dp", "--plan.stages", *(["--serve.port"] if verb != ["serve"] else [])):
+    flags = {"--plan.dp", "--plan.stages", "--serve.port"}
+    for flag in flags - {"serve": {"--serve.port"}, "eval": {"--plan.dp"}}.get(verb[0], set()):
         assert f"Unrecognized options: {flag}" in error_of(capsys, verb[0], model, *verb[1:], flag, "3", code=2)
 
 
