@@ -53,7 +53,6 @@ TOPICS = {
         ("decode_cpu_quantised", 1, "SmolLM2-135M decoding, int4, batch 8"),
         ("speculate_cpu", 0, "SmolLM2-135M, text that repeats, speculative decoding"),
         ("train_cpu", 0, "Training a 4 M parameter Llama"),
-        ("evaluate_cpu", 0, "Scoring four answers to a question with lm-eval's tasks (lower is better)"),
         ("speech_cpu", 1, "Streaming recogniser in babble at -5 dB, with drawn mouths (lower is better)"),
     ],
     "Same numbers": [

@@ -25,7 +25,7 @@ FOLLOWERS = {
 """The fields that may change with a field; no others may."""
 
 MAY_BE_REFUSED = {
-    "kv_heads", "classes", "latent.v_width", "moe.active", "moe.router.groups", "moe.router.groups_kept",
+    "kv_heads", "classes", "segments", "latent.v_width", "moe.active", "moe.router.groups", "moe.router.groups_kept",
     "moe.router.nodes", "moe.router.task",
 }  # fmt: skip
 """Fields whose doubled value may contradict the others: refused with an error."""
