@@ -52,7 +52,6 @@ TOPICS = {
         ("decode_cpu", 0, "SmolLM2-135M decoding, float32, batch 1"),
         ("decode_cpu_quantised", 1, "SmolLM2-135M decoding, int4, batch 8"),
         ("speculate_cpu", 0, "SmolLM2-135M, text that repeats, speculative decoding"),
-        ("train_cpu", 0, "Training a 4 M parameter Llama"),
         ("speech_cpu", 1, "Streaming recogniser in babble at -5 dB, with drawn mouths (lower is better)"),
     ],
     "Same numbers": [
