@@ -104,8 +104,8 @@ def open_package(folder: Path, *, trust: bool) -> PackageInfo:
     """
     if not trust:
         raise ConfigError(
-            f"{folder} is a package of native code, which can do anything that you can; run it with --trust if it is "
-            "yours or its author's word is enough"
+            f"{folder} is a package of native code, which can do anything that you can; run it with --trust only if "
+            "you trust its author"
         )
     manifest = atomic_folder.Manifest.read(folder)
     if missing := sorted({DECODE, PREFILL, WEIGHTS, PACKAGE} - {*manifest.files}):

@@ -30,7 +30,7 @@ from colonnade.checkpoint.package_format import (
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
-from colonnade.kernels.experts.gathered import every, gathered
+from colonnade.kernels.experts.gathered import all_experts, gathered_experts
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Rows, Stream, Transformer
 from colonnade.model.moe.experts import ExpertRows, Experts
@@ -132,7 +132,7 @@ class _Step(nn.Module):
 
 def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[str, Tensor]:
     """Compile one program to ``path``; returns the constants that it needs, by name."""
-    run = gathered if tokens == 1 else every
+    run = gathered_experts if tokens == 1 else all_experts
     for module in step.modules():
         if isinstance(module, Experts):
             module.forward = functools.partial(_experts, run, module)
@@ -140,7 +140,7 @@ def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[
     example = (torch.zeros(tokens, dtype=torch.int64), zero, zero.clone(), cache)
     shapes: Any = (None, None, None, [{0: slots} for _ in cache])
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about torch
+        warnings.simplefilter("ignore")  # torch warns of its own internals
         program = torch.export.export(step, example, dynamic_shapes=shapes)
         compile_program(program, path)
     values = {**program.state_dict, **program.constants}

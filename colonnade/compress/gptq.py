@@ -131,6 +131,12 @@ def _round_all(w_FD: Tensor, grid: Grid | TernaryGrid) -> Quantised:
     return grid.pack(_nearest(w_FD, grid))
 
 
+def inverse_factor(h_DD: Tensor) -> Tensor:
+    """U_DD, float32: the upper Cholesky factor of H⁻¹."""
+    lower = torch.linalg.cholesky(h_DD)
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+
+
 def correct_in_order(
     w_FD: Tensor,
     h_DD: Tensor,
@@ -143,8 +149,7 @@ def correct_in_order(
     ``select`` gets the corrected columns, divided by U_jj, when the first of them is reached, and returns a mask;
     ``round_column`` (F,) to (F,).
     """
-    lower = torch.linalg.cholesky(h_DD)
-    u_DD = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    u_DD = inverse_factor(h_DD)
     u_D, w, result = u_DD.diagonal(), w_FD.clone(), torch.zeros_like(w_FD)
     D, block, mask = w.shape[1], max(1, BLOCK // size) * size, torch.empty(0)
     for start in range(0, D, block):
@@ -163,8 +168,7 @@ def correct_in_order(
 def _gptq(w_FD: Tensor, h_DD: Tensor, grid: Grid | TernaryGrid) -> Tensor:
     """q_FD."""
     order_D = h_DD.diagonal().argsort(descending=True, stable=True)
-    lower = torch.linalg.cholesky(h_DD[order_D][:, order_D])
-    u_DD = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    u_DD = inverse_factor(h_DD[order_D][:, order_D])
     w, groups_D = w_FD[:, order_D].clone(), grid.groups(order_D)
     q = torch.empty_like(w)
     D = w.shape[1]

@@ -120,21 +120,11 @@ class _Layer:
 
     def attach(self) -> None:
         """Multiply with the scales in training from now on."""
-        module = self.module
-
-        def product(x: Tensor) -> Tensor:
-            return _ScaledLinear.apply(x, *self._rounded(), self.weight)
-
-        def forward(x: Tensor) -> Tensor:
-            y = product(x)
-            return y if module.bias is None else y + module.bias
-
-        module.forward, module.product = forward, product
+        _replace_product(self.module, lambda x: _ScaledLinear.apply(x, *self._rounded(), self.weight))
 
     def detach(self) -> None:
         """Store the trained scales."""
-        for method in ("forward", "product"):
-            vars(self.module).pop(method, None)
+        _restore_product(self.module)
         with torch.no_grad():
             scale, low = self._rounded()
             scales = scale.detach() if low is None else int4_scales(scale.detach(), low.detach())
@@ -162,23 +152,31 @@ class _SparseLayer:
 
     def attach(self) -> None:
         """Multiply with the weights in training from now on."""
-        module = self.module
-
-        def product(x: Tensor) -> Tensor:
-            return F.linear(x, self.first_FD * (1 + self.factor))
-
-        def forward(x: Tensor) -> Tensor:
-            y = product(x)
-            return y if module.bias is None else y + module.bias
-
-        module.forward, module.product = forward, product
+        _replace_product(self.module, lambda x: F.linear(x, self.first_FD * (1 + self.factor)))
 
     def detach(self) -> None:
         """Store the trained weights."""
-        for method in ("forward", "product"):
-            vars(self.module).pop(method, None)
+        _restore_product(self.module)
         with torch.no_grad():
             self.module.weight.copy_(self.first_FD * (1 + self.factor))
+
+
+def _replace_product(module: Linear, product: Callable[[Tensor], Tensor]) -> None:
+    """Multiply by ``product`` instead of the stored matrix."""
+
+    def multiply(x: Tensor) -> Tensor:
+        return product(x)
+
+    def forward(x: Tensor) -> Tensor:
+        y = product(x)
+        return y if module.bias is None else y + module.bias
+
+    module.forward, module.product = forward, multiply
+
+
+def _restore_product(module: Linear) -> None:
+    for method in ("forward", "product"):
+        vars(module).pop(method, None)
 
 
 class _Round(Function):

@@ -27,7 +27,7 @@ import torch
 
 from colonnade.errors import CapacityError, DataError, RequestError, WorkerError
 from colonnade.speech.features import FRAME
-from colonnade.speech.pcm import RATE, require
+from colonnade.speech.pcm import RATE, Resampler
 from colonnade.speech.stream_engine import StreamEngine
 from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg
 
@@ -49,7 +49,7 @@ class RealtimeSession:
         self.rate, self.seconds = 24000, 0.0
         """``seconds``: of sound in all items."""
         self._stream: int | None = None
-        self._resampler: Any = None
+        self._resampler: Resampler | None = None
         self._item, self._previous = _id("item"), None
         self._samples, self._text, self._clock = 0, list[str](), PictureClock()
         self._id = _id("sess")
@@ -128,9 +128,8 @@ class RealtimeSession:
             self._clock.sound(time_s, self._samples * RATE // self.rate)
         self._samples += len(samples)
         self.seconds += len(samples) / self.rate
-        if self._resampler is not None:
-            samples = self._resampler.resample_chunk(samples)
-        await self._delta(await self.engine.push(stream, torch.from_numpy(samples)))
+        assert self._resampler is not None
+        await self._delta(await self.engine.push(stream, torch.from_numpy(self._resampler.push(samples))))
 
     async def _append_picture(self, event: Event) -> None:
         size = self.engine.listeners.model.config.picture
@@ -151,9 +150,7 @@ class RealtimeSession:
         """The stream of the item."""
         if self._stream is None:
             self._stream = await self.engine.open()
-            self._resampler = None
-            if self.rate != RATE:
-                self._resampler = require("soxr").ResampleStream(self.rate, RATE, 1, dtype="float32")
+            self._resampler = Resampler(self.rate)
         return self._stream
 
     async def _commit(self, event: Event) -> None:
@@ -164,9 +161,8 @@ class RealtimeSession:
         content = [{"type": "input_audio", "transcript": None}]
         item = {"id": self._item, "type": "message", "role": "user", "status": "completed", "content": content}
         await self._emit("conversation.item.added", previous_item_id=self._previous, item=item)
-        if self._resampler is not None:
-            rest = self._resampler.resample_chunk(np.zeros(0, np.float32), last=True)
-            await self._delta(await self.engine.push(self._stream, torch.from_numpy(rest)))
+        assert self._resampler is not None
+        await self._delta(await self.engine.push(self._stream, torch.from_numpy(self._resampler.finish())))
         await self._delta(await self.engine.end(self._stream))
         usage = {"type": "duration", "seconds": round(seconds, 3)}
         await self._emit(

@@ -17,7 +17,7 @@ MAX_PIXELS = 640 * 480
 HOLD = 1
 """Frames after its own that a picture stands for."""
 SMOOTHING = 0.1
-"""Share of a new difference of the clocks that is believed: sound arrives in runs whose times jitter."""
+"""Weight of each new measurement of the clocks' difference, since the arrival times of sound jitter."""
 
 
 def decode_jpeg(data: bytes, size: int) -> Tensor:

@@ -95,7 +95,7 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
     plan.check(opened.config)
     weights = run.distill.weights
     if weights in ("ternary", "file"):
-        raise ConfigError(f"distill.weights {weights} is none to quantise a teacher to; use int8, int4 or float8")
+        raise ConfigError(f"distill.weights {weights} is not a format for a teacher; use int8, int4 or float8")
     if opened.formats and weights not in ("stored", "dense"):
         raise ConfigError(
             f"distill.teacher stores its weights in {opened.weights} already; leave --distill.weights {weights} out"
@@ -144,7 +144,8 @@ def _load(opened: OpenedModel, run: RunConfig, context: DistributedContext) -> T
     if formats is None and settings.weights in ("stored", "dense"):
         teacher, put = Transformer(opened.config, context.axes, **options), copy_weight
     else:
-        kind = "int8" if settings.weights in ("stored", "dense", "file") else settings.weights
+        assert settings.weights != "file", "open_teacher refuses it"
+        kind = "int8" if settings.weights in ("stored", "dense") else settings.weights
         teacher, put = build(
             opened.config, context.axes, **options, kind=kind, group=settings.weight_group, formats=formats
         )

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.experts.reference import ACTIVATIONS
-from colonnade.model import Hidden, Packed, Stream, Transformer
-from colonnade.model.moe import Routing
+from colonnade.model import Transformer
 from colonnade.model.moe.experts import ExpertRows, Experts
-from colonnade.tune.prune_experts import check_transformer
+from colonnade.tune.prune_experts import check_transformer, route
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,7 @@ def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
     handles = [module.register_forward_pre_hook(_Hook(sums[:, layer])) for layer, module in layers]
     try:
         for text in texts:
-            T = len(text)
-            positions_T = torch.arange(T, device=device)
-            stream = Stream(text.to(device), positions_T, routing=Routing(positions_T))
-            model(stream, Packed.of([T], device, causal=config.causal), Hidden())
+            route(model, text)
     finally:
         for handle in handles:
             handle.remove()

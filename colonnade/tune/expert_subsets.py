@@ -21,10 +21,10 @@ from colonnade.config import ModelConfig
 from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model import Hidden, Packed, Stream, Transformer
-from colonnade.model.moe import MixtureOfExperts, Router, Routing
+from colonnade.model import Transformer
+from colonnade.model.moe import MixtureOfExperts, Router
 from colonnade.parallel.axis import SOLO_AXES
-from colonnade.tune.prune_experts import check_keep, check_transformer
+from colonnade.tune.prune_experts import check_keep, check_transformer, route
 
 MAX_SUBSETS = 12_870
 """8 of 16 experts."""
@@ -61,9 +61,7 @@ def keep_by_output(
     inputs = {layer: list[_Tokens]() for layer in layers}
     with _recording(layers, inputs):
         for text in texts:
-            positions_T = torch.arange(len(text), device=text.device)
-            stream = Stream(text, positions_T, routing=Routing(positions_T))
-            model(stream, Packed.of([len(text)], text.device, causal=model.config.causal), Hidden())
+            route(model, text)
     if not all(inputs.values()):
         raise DataError("there were no texts to compare experts on; give some of the task's")
     kept_LE = torch.zeros(model.config.layers, moe.experts)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.errors import ConfigError, DataError, PlanError
-from colonnade.model import Hidden, Packed, Stream, Transformer
-from colonnade.model.moe import MixtureOfExperts, Router, Routing
+from colonnade.model import Transformer
+from colonnade.model.moe import MixtureOfExperts, Router
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.tune.prune_experts import check_transformer
+from colonnade.tune.prune_experts import check_transformer, route
 
 AUCTION_STEP = 1e-2
 """The least raise of a bid, relative to the largest inner product: a match is at most this much worse a unit. With a
@@ -110,9 +110,7 @@ def _measure(model: Transformer, layers: dict[int, MixtureOfExperts], texts: Ite
     handles = [module.register_forward_hook(hook(layer)) for layer, module in routers]
     try:
         for text in texts:
-            positions_T = torch.arange(len(text), device=device)
-            stream = Stream(text.to(device), positions_T, routing=Routing(positions_T))
-            model(stream, Packed.of([len(text)], device, causal=config.causal), Hidden())
+            route(model, text)
     finally:
         for handle in handles:
             handle.remove()

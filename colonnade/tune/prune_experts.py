@@ -29,6 +29,16 @@ def check_transformer(model: object) -> None:
     raise ConfigError(f"this takes a Transformer, not a {type(model).__name__}; {remedy}")
 
 
+def route(model: Transformer, text: Tensor) -> Routing:
+    """The routing of ``text``, int64 tokens (T,), by the mixtures of ``model``."""
+    device = next(model.parameters()).device
+    positions_T = torch.arange(len(text), device=device)
+    routing = Routing(positions_T)
+    stream = Stream(text.to(device), positions_T, routing=routing)
+    model(stream, Packed.of([len(text)], device, causal=model.config.causal), Hidden())
+    return routing
+
+
 @torch.no_grad()
 def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
     """load_LE int64: the choices of each expert of each layer in ``texts``, int64 tokens (T,) each.
@@ -46,11 +56,7 @@ def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
                 f"a text is a tensor of token ids, not a {type(text).__name__}; encode it: "
                 "torch.tensor(model.tokenizer.encode(text))"
             )
-        T = len(text)
-        routing = Routing(torch.arange(T, device=device))
-        stream = Stream(text.to(device), torch.arange(T, device=device), routing=routing)
-        model(stream, Packed.of([T], device, causal=config.causal), Hidden())
-        for layer, report in routing.reports.items():
+        for layer, report in route(model, text).reports.items():
             load_LE[layer] += report.load_E
     if not load_LE.any():
         raise DataError("there were no texts to measure the experts' load on; give some of the task's")

@@ -16,7 +16,7 @@ from colonnade.compress.export import TORCH, check_export
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig
 from colonnade.errors import CheckpointError, ConfigError, RequestError
 from colonnade.kernels.experts import reference
-from colonnade.kernels.experts.gathered import every, gathered
+from colonnade.kernels.experts.gathered import all_experts, gathered_experts
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.model.static_attend import Static, cache_row
@@ -44,7 +44,7 @@ def test_a_fixed_cache_gives_the_very_logits(name) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("run", [gathered, every])
+@pytest.mark.parametrize("run", [gathered_experts, all_experts])
 def test_experts_without_sorting(run, gated) -> None:
     generator = torch.Generator().manual_seed(0)
 

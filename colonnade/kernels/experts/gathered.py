@@ -8,12 +8,11 @@ The second form does E/A times the arithmetic and reads each expert once.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+from colonnade.kernels.experts.reference import ACTIVATIONS, Weights, expert
 
 
-def gathered(x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, weights: Weights, activation: str) -> Tensor:
+def gathered_experts(x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, weights: Weights, activation: str) -> Tensor:
     """y_TD with the weights of each choice gathered; an id of E or more is none, with weight 0."""
     picked = weights.map(lambda w: w[ids_TA.clamp(max=len(weights.up_EFD) - 1)])
     x_TAD = x_TD[:, None].expand(-1, ids_TA.shape[1], -1)
@@ -33,18 +32,10 @@ def gathered(x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, weights: Weights,
     return (y_TAD * routing_TA[..., None]).sum(1).to(x_TD.dtype)
 
 
-def every(x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, weights: Weights, activation: str) -> Tensor:
+def all_experts(x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, weights: Weights, activation: str) -> Tensor:
     """y_TD with every expert computed for all tokens."""
     y_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, routing_TA.dtype))
     for e in range(len(weights.up_EFD)):
-        up, down, gate, up_bias, gate_bias, down_bias = weights.expert(e)
-        h_TF = F.linear(x_TD, up, up_bias)
-        if gate is None:
-            h_TF = ACTIVATIONS[activation](h_TF)
-        else:
-            h_TF = h_TF * ACTIVATIONS[activation](F.linear(x_TD, gate, gate_bias))
-        out_TD = h_TF @ down
-        if down_bias is not None:
-            out_TD = out_TD + down_bias
+        out_TD = expert(x_TD, weights, e, activation)
         y_TD = y_TD + (routing_TA * (ids_TA == e)).sum(1, keepdim=True) * out_TD
     return y_TD.to(x_TD.dtype)

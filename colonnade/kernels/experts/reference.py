@@ -55,20 +55,25 @@ class Weights(NamedTuple):
         return [w for w in self if w is not None]
 
 
+def expert(
+    x_cD: Tensor, weights: Weights, e: int, activation: str, drop: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """y_cD: all rows through expert ``e``; ``drop`` is applied to the hidden units."""
+    up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.expert(e)
+    act, up_cF = ACTIVATIONS[activation], F.linear(x_cD, up_FD, up_b)
+    h_cF = act(up_cF) if gate_FD is None else act(F.linear(x_cD, gate_FD, gate_b)) * up_cF
+    y_cD = (h_cF if drop is None else drop(h_cF)) @ down_FD
+    return y_cD if down_b is None else y_cD + down_b
+
+
 def experts(
     x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: HiddenDropout | None = None
 ) -> Tensor:
     """y_RD: rows ends[e − 1]:ends[e] through expert e, with optional dropout of hidden units."""
-    act, start, parts = ACTIVATIONS[activation], 0, []
+    start, parts = 0, list[Tensor]()
     for e, end in enumerate(ends_E.tolist()):
-        up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.expert(e)
-        x_cD = x_RD[start:end]
-        up_cF = F.linear(x_cD, up_FD, up_b)
-        h_cF = act(up_cF) if gate_FD is None else act(F.linear(x_cD, gate_FD, gate_b)) * up_cF
-        if dropout is not None:
-            h_cF = dropout.rows(slice(start, end)).drop(h_cF)
-        y_cD = h_cF @ down_FD
-        parts.append(y_cD if down_b is None else y_cD + down_b)
+        drop = None if dropout is None else dropout.rows(slice(start, end)).drop
+        parts.append(expert(x_RD[start:end], weights, e, activation, drop))
         start = end
     parts.append(x_RD.new_zeros(len(x_RD) - start, x_RD.shape[1]))
     return torch.cat(parts)
