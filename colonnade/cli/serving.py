@@ -138,7 +138,7 @@ def generate(
 
 def _runs_package(model: str, trust: bool, *, ours: bool) -> bool:
     """Whether ``model`` is an exported package; ``ours``: no flag asks for what a package cannot change."""
-    package = (Path(model) / "package.json").is_file()
+    package = (Path(model) / "package.json").is_file()  # not package_format.is_package, which imports torch
     if trust and not package:
         raise ConfigError(f"--trust is for packages that colonnade export wrote, and {model} is none; leave it out")
     if package and not ours:
