@@ -17,9 +17,9 @@ SCRIPTS := $(filter-out benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
 QUIET := PYTHONDONTWRITEBYTECODE= NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # $(call with-uv,PYTHON,ARGUMENTS): installs packages with uv, in a fraction of pip's CPU time: it downloads in parallel and
-# leaves compiling to the first import. uv gets the indexes of pip's settings. Where uv fails, pip tries.
-PIP_SETTINGS := index-url=UV_DEFAULT_INDEX extra-index-url=UV_EXTRA_INDEX_URL find-links=UV_FIND_LINKS \
-	constraint=UV_CONSTRAINT cert=SSL_CERT_FILE
+# leaves compiling to the first import. uv gets pip's settings, except for extra indexes: of equal versions it takes the
+# first index's wheel, even if that lacks a library that another index's wheel has. Where uv fails, pip tries.
+PIP_SETTINGS := index-url=UV_DEFAULT_INDEX find-links=UV_FIND_LINKS constraint=UV_CONSTRAINT cert=SSL_CERT_FILE
 with-uv = { { \
 	eval "$$($(1) -m pip config list | sed -n '$(foreach it,$(PIP_SETTINGS),s/^[^.]*\.$(subst =,=/export ,$(it))=/p;)')" && \
 	$(1) -m uv pip install --quiet --index-strategy unsafe-best-match --python $(1) $(2); } || { \

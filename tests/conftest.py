@@ -53,6 +53,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         path.write_text("".join(f"{name}\n" for name in ids), encoding="utf-8")
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    # Contents of files may hold the time at which they were made. Workers must collect the same names.
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
 TESTS = Path(__file__).parent
 SLOWEST = (
     "unit/test_triton.py", "faults/test_processes.py", "serve/test_serve_life.py", "parity/test_dropout_parity.py",
