@@ -129,6 +129,7 @@ def serve(
     keys: str | None = None,
     api_key: str | None = None,
     drain_s: float = 30.0,
+    origins: tuple[str, ...] = (),
 ) -> None:
     """Serve OpenAI's realtime transcription over WebSockets until Ctrl-C.
 
@@ -140,6 +141,8 @@ def serve(
         keys: File of API keys, as of colonnade serve.
         api_key: One API key without limits. Better in the environment variable COLONNADE_API_KEY.
         drain_s: Time that running streams have to end after SIGTERM or Ctrl-C [s].
+        origins: Origins of other pages that may use the server from a browser, such as https://chat.example.com; * for
+            all.
     """
     import os
 
@@ -150,7 +153,7 @@ def serve(
     if not 1 <= streams <= 10_000:
         raise ConfigError(f"--streams is {streams}; use 1 to 10,000")
     api_key = api_key or os.environ.get("COLONNADE_API_KEY")
-    config = ServeConfig(host=host, port=port, keys=keys, api_key=api_key, drain_s=drain_s)
+    config = ServeConfig(host=host, port=port, keys=keys, api_key=api_key, drain_s=drain_s, origins=origins)
     name = recogniser.name if not recogniser.name.startswith("step-") else recogniser.resolve().parent.name
     run(
         SpeechModel.load(recogniser).requires_grad_(False),

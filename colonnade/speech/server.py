@@ -5,8 +5,10 @@
     /v1/models, /health, /ready, /metrics
 
 A key comes in the header ``authorization: Bearer KEY``, or from browsers as subprotocol
-``openai-insecure-api-key.KEY``.
-Refusals before the handshake are HTTP replies: 400, 401, 429, 503. A client that neither sends nor reads is dropped.
+``openai-insecure-api-key.KEY``. A browser lets a page of any origin open a WebSocket, so the header ``origin`` is
+checked: a page must be this server's own or of ``serve.origins``. Clients without an ``origin`` are not browsers.
+Refusals before the handshake are HTTP replies: 400, 401, 403, 429, 503. A client that neither sends nor reads is
+dropped.
 SIGTERM or SIGINT drains: new connections get a 503, running ones have ``drain_s`` to end, then they are closed (1001).
 """
 
@@ -14,22 +16,29 @@ import asyncio
 import importlib.util
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import SplitResult, urlsplit
 
 import uvicorn
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from colonnade.config import ServeConfig
-from colonnade.config.base import plural
+from colonnade.config.base import plural, short_repr
 from colonnade.errors import Interrupted, RequestError
 from colonnade.parallel.launch import STOP_SIGNALS
 from colonnade.serve.api.api_keys import KeyRing, KeyState
 from colonnade.serve.api.connection import ConnectionLimits, StallTimeout, connection_class
 from colonnade.serve.api.errors import error_reply
+from colonnade.serve.api.middleware import cors_options
 from colonnade.serve.engine_process import wait_first
 from colonnade.serve.http_server import GRACE_S, BackgroundServer, listen, new_event_loop, url_of
 from colonnade.speech.model import SpeechModel
@@ -57,14 +66,19 @@ class SpeechServer:
         streams: int,
         keys: KeyRing,
         *,
+        origins: Sequence[str] = (),
+        metrics_prefix: str = "colonnade",
         idle_s: float = IDLE_S,
         stall_s: float = STALL_S,
     ):
         self.engine, self.name, self.keys = StreamEngine(model, streams), name, keys
-        self.idle_s, self.stall_s = idle_s, stall_s
+        self.origins, self.idle_s, self.stall_s = origins, idle_s, stall_s
         self.draining = False
         self.sessions: dict[WebSocket, RealtimeSession] = {}
         self.counts = {"sessions": 0, "refused": 0, "audio_seconds": 0.0}
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_Metrics(self, metrics_prefix))
         self.empty = asyncio.Event()
         self.empty.set()
         self.app = Starlette(
@@ -75,7 +89,8 @@ class SpeechServer:
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
                 *page_routes(),
-            ]
+            ],
+            middleware=[Middleware(CORSMiddleware, **cors_options(origins))] if origins else [],
         )
 
     async def drain(self, seconds: float) -> None:
@@ -145,6 +160,12 @@ class SpeechServer:
 
     def _admit(self, websocket: WebSocket) -> tuple[KeyState | None, str | None]:
         """The key's state and the subprotocol to accept; raises :class:`RequestError`."""
+        origin = websocket.headers.get("origin")
+        if origin is not None and not is_allowed_origin(origin, websocket.headers.get("host", ""), self.origins):
+            raise RequestError(
+                f"pages of the origin {short_repr(origin)} may not use this server", status=403,
+                code="origin_not_allowed", operator_hint=f"allow it with --origins {short_repr(origin)}",
+            )  # fmt: skip
         state, protocol = self._authenticate(websocket)
         query = websocket.query_params
         if self.draining or self.engine.failure:
@@ -196,16 +217,44 @@ class SpeechServer:
         return PlainTextResponse("ready" if ready else "not ready", 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        seconds = self.counts["audio_seconds"] + sum(each.seconds for each in self.sessions.values())
-        values: list[tuple[str, str, float]] = [
-            ("speech_streams_running", "gauge", len(self.sessions)),
-            ("speech_sessions_total", "counter", self.counts["sessions"]),
-            ("speech_refused_total", "counter", self.counts["refused"]),
-            ("speech_audio_seconds_total", "counter", seconds),
-            ("speech_busy_seconds_total", "counter", self.engine.busy_s),
-        ]
-        lines = [f"# TYPE colonnade:{name} {kind}\ncolonnade:{name} {value:g}\n" for name, kind, value in values]
-        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+class _Metrics(Collector):
+    """A server's counters, in Prometheus' text format."""
+
+    def __init__(self, server: SpeechServer, prefix: str):
+        self._server, self._prefix = server, prefix
+
+    def collect(self) -> Iterator[Metric]:
+        server, prefix = self._server, f"{self._prefix}:speech"
+        running = list(server.sessions.values())
+        yield GaugeMetricFamily(f"{prefix}_streams_running", "Connections.", value=len(running))
+        counts = {
+            "sessions": (server.counts["sessions"], "Connections that were accepted."),
+            "refused": (server.counts["refused"], "Connections that were refused."),
+            "audio_seconds": (
+                server.counts["audio_seconds"] + sum(each.seconds for each in running), "Sound that was received.",
+            ),
+            "busy_seconds": (server.engine.busy_s, "Time that the recogniser computed."),
+        }  # fmt: skip
+        for name, (value, text) in counts.items():
+            yield CounterMetricFamily(f"{prefix}_{name}", text, value=value)
+
+
+def is_allowed_origin(origin: str, host: str, origins: Sequence[str]) -> bool:
+    """Whether a page of ``origin`` may connect: it is of ``host``, which the request names, or of ``origins``."""
+    if "*" in origins or origin in origins:
+        return True
+    try:
+        page, own = urlsplit(origin), urlsplit(f"{urlsplit(origin).scheme}://{host}")
+        return bool(page.hostname) and (page.hostname, _port(page)) == (own.hostname, _port(own))
+    except ValueError:  # not a host or a port
+        return False
+
+
+def _port(url: SplitResult) -> int | None:
+    return url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
 def serve(model: SpeechModel, name: str, streams: int, config: ServeConfig, announce: Callable[[str], object]) -> None:
@@ -217,7 +266,8 @@ def serve(model: SpeechModel, name: str, streams: int, config: ServeConfig, anno
     require("soxr")
     keys = KeyRing(config.keys, config.api_key)
     with listen(config) as listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(SpeechServer(model, name, streams, keys), config, listener, announce))
+        server = SpeechServer(model, name, streams, keys, origins=config.origins, metrics_prefix=config.metrics_prefix)
+        runner.run(_serve(server, config, listener, announce))
 
 
 async def _serve(

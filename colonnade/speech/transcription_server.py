@@ -5,7 +5,7 @@
     temperature       0: greedy, sampled where that repeats itself; above 0: sampled at this temperature
 
 Recordings are transcribed one after another in a thread. A client that leaves ends its transcription at the next
-window. Keys and the limit of a body are those of the server of text models.
+window. Keys, the limit of a body and the origins of pages are those of the server of text models.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -34,7 +35,7 @@ from colonnade.serve.api.auth import Authenticate, allowed_models, check_allowed
 from colonnade.serve.api.connection import ConnectionLimits, connection_class
 from colonnade.serve.api.disconnect import unless_disconnected
 from colonnade.serve.api.errors import error_reply
-from colonnade.serve.api.middleware import BodyLimit
+from colonnade.serve.api.middleware import BodyLimit, cors_options
 from colonnade.serve.api.parameters import known_parameters
 from colonnade.serve.http_server import BackgroundServer, listen, url_of
 from colonnade.speech.audio import load_audio
@@ -145,6 +146,7 @@ class TranscriptionServer:
                 *(Route(path, _ok) for path in ("/health", "/ready")),
             ],
             middleware=[
+                *([Middleware(CORSMiddleware, **cors_options(config.origins))] if config.origins else []),
                 Middleware(Authenticate, keys=keys, admin_key=None, max_body_bytes=most),
                 Middleware(BodyLimit, max_bytes=most, limits=limits, max_held_bytes=QUEUED_BODIES * most),
             ],

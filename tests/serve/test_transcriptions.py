@@ -192,6 +192,18 @@ def test_keys_and_models(model: colonnade.Model, tmp_path: Any) -> None:
     assert post(it, b"x").status_code == 403
 
 
+def test_pages_of_allowed_origins_may_read_answers(model: colonnade.Model) -> None:
+    page = "https://chat.example.com"
+    for origins in ((), (page,)):
+        it = TestClient(TranscriptionServer(model, NAME, ServeConfig(origins=origins, api_key="secret")).app)
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        before = it.options("/v1/audio/transcriptions", headers={"origin": page} | ask)
+        assert before.headers.get("access-control-allow-origin") == (page if origins else None)
+        other = it.get("/v1/models", headers={"origin": "https://evil.example.com", "authorization": "Bearer secret"})
+        assert other.status_code == 200
+        assert "access-control-allow-origin" not in other.headers
+
+
 def test_the_queue_is_bounded_by_bytes(model: colonnade.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight bodies of the largest size wait; the next is refused, and accepted once they have their answers."""
     server = TranscriptionServer(model, NAME, ServeConfig(max_body_bytes=1 << 20))

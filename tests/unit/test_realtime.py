@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from colonnade.config import ServeConfig
 from colonnade.config.speech import SpeechConfig
@@ -24,7 +25,7 @@ from colonnade.serve.http_server import listen, url_of
 from colonnade.speech import server as speech_server
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.realtime import LONGEST_S, RealtimeSession
-from colonnade.speech.server import SpeechServer, background_server
+from colonnade.speech.server import SpeechServer, background_server, is_allowed_origin
 from colonnade.speech.stream_engine import StreamEngine
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -54,10 +55,16 @@ def expected(data: bytes) -> str:
 
 @asynccontextmanager
 async def running(
-    keys: KeyRing | None = None, streams: int = 4, idle_s: float = LIMIT_S, stall_s: float = LIMIT_S
+    keys: KeyRing | None = None,
+    streams: int = 4,
+    idle_s: float = LIMIT_S,
+    stall_s: float = LIMIT_S,
+    origins: tuple[str, ...] = (),
 ) -> AsyncIterator[tuple[Any, SpeechServer]]:
     """A server in this process, and a client of it."""
-    server = SpeechServer(model(), "tiny", streams, keys or KeyRing(None, None), idle_s=idle_s, stall_s=stall_s)
+    server = SpeechServer(
+        model(), "tiny", streams, keys or KeyRing(None, None), idle_s=idle_s, stall_s=stall_s, origins=origins
+    )
     server.engine.start()
     try:
         with listen(ServeConfig(port=0)) as listener:
@@ -119,7 +126,11 @@ def test_two_clients_get_the_texts_of_whole_recordings():
         async with running() as (client, server):
             await asyncio.gather(one(client, [1, 2]), one(client, [3, 0]))
             metrics = await (await client.get("/metrics")).text()
-            assert "colonnade:speech_sessions_total 2\n" in metrics
+            families = {family.name: family for family in text_string_to_metric_families(metrics)}
+            assert families["colonnade:speech_sessions"].samples[0].value == 2
+            assert families["colonnade:speech_sessions"].documentation
+            assert families["colonnade:speech_streams_running"].type == "gauge"
+            assert "process_cpu_seconds" in families
             assert float(re.findall(r"audio_seconds_total ([\d.]+)", metrics)[0]) == pytest.approx(4.6, abs=1e-3)
             assert (await (await client.get("/v1/models")).json())["data"][0]["id"] == "tiny"
             assert (await client.get("/ready")).status == 200
@@ -174,6 +185,61 @@ def test_keys_and_refusals(tmp_path):
             await asyncio.wait_for(server.empty.wait(), LIMIT_S)
             async with client.ws_connect(PATH, headers=bearer) as socket:
                 assert (await socket.receive_json())["type"] == "session.created"
+
+    go(test)
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "allowed"),
+    [
+        ("http://localhost:8000", "localhost:8000", True),
+        ("http://LOCALHOST:8000", "localhost:8000", True),
+        ("https://speech.example.com", "speech.example.com", True),
+        ("https://speech.example.com", "speech.example.com:443", True),
+        ("http://[::1]:8000", "[::1]:8000", True),
+        ("http://localhost:8001", "localhost:8000", False),
+        ("http://127.0.0.1:8000", "localhost:8000", False),
+        ("https://evil.example.com", "localhost:8000", False),
+        ("http://localhost", "localhost:443", False),
+        ("http://localhost:8000.evil.example.com", "localhost:8000", False),
+        ("http://localhost:x", "localhost:x", False),
+        ("null", "localhost:8000", False),
+        ("null", "null", False),
+        ("", "", False),
+        ("file://", "", False),
+        ("https://chat.example.com", "localhost:8000", True),
+        ("http://chat.example.com", "localhost:8000", False),
+    ],
+)
+def test_origins(origin, host, allowed) -> None:
+    assert is_allowed_origin(origin, host, ["https://chat.example.com"]) is allowed
+    assert is_allowed_origin(origin, host, ["*"])
+
+
+def test_pages_of_other_origins_are_refused():
+    async def connect(client, **headers: str) -> int:
+        try:
+            async with client.ws_connect(PATH, headers=headers) as socket:
+                assert (await socket.receive_json())["type"] == "session.created"
+        except aiohttp.WSServerHandshakeError as error:
+            return error.status
+        return 101
+
+    async def test() -> None:
+        evil, other = "https://evil.example.com", "https://chat.example.com"
+        async with running() as (client, server):
+            assert await connect(client) == 101
+            assert await connect(client, origin=str(client._base_url.origin())) == 101
+            assert await connect(client, origin=evil) == 403
+            assert await connect(client, origin="null") == 403
+            assert server.counts["refused"] == 2
+            reply = await client.get("/v1/models", headers={"origin": evil})
+            assert "access-control-allow-origin" not in reply.headers
+        async with running(origins=(other,)) as (client, _):
+            assert await connect(client, origin=other) == 101
+            assert await connect(client, origin=evil) == 403
+            reply = await client.get("/v1/models", headers={"origin": other})
+            assert reply.headers["access-control-allow-origin"] == other
 
     go(test)
 
@@ -344,13 +410,15 @@ def test_the_command_line_serves_and_stops(tmp_path):
     checkpoint = tmp_path / "tiny" / "step-1"
     model().save(checkpoint)
     command = [sys.executable, "-m", "colonnade", "speech", "serve", str(checkpoint), "--port", "0", "--streams", "2"]
+    command += ["--origins", "https://chat.example.com"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             url = re.findall(r"serving tiny at (\S+)", process.stderr.readline())[0]
 
             async def test() -> None:
-                async with aiohttp.ClientSession(url) as client, client.ws_connect(PATH) as socket:
+                page = {"origin": "https://chat.example.com"}
+                async with aiohttp.ClientSession(url) as client, client.ws_connect(PATH, headers=page) as socket:
                     await update(socket, 16000)
                     data = pcm(0.8, 4)
                     assert await transcribe(socket, data) == expected(data)
