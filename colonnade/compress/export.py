@@ -126,7 +126,9 @@ class _Step(nn.Module):
 
         Tokens after ``last`` are padding: what they write into the cache is masked until it is overwritten.
         """
-        stream = Stream(tokens_T, start + torch.arange(len(tokens_T)))
+        positions_T = start + torch.arange(len(tokens_T))
+        # Padding may lie beyond the context, where a table of learned positions ends.
+        stream = Stream(tokens_T, positions_T.clamp(max=self.model.config.context - 1))
         return self.model(stream, Static(cache, start), Rows(last[None]))[0]
 
 

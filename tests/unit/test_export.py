@@ -12,7 +12,7 @@ from colonnade import api
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.package_format import DECODE, PACKAGE, WEIGHTS, Processor, open_package
 from colonnade.cli import main
-from colonnade.compress.export import TORCH, check_export
+from colonnade.compress.export import TORCH, check_export, step_module
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig
 from colonnade.errors import CheckpointError, ConfigError, RequestError
 from colonnade.kernels.experts import reference
@@ -41,6 +41,24 @@ def test_a_fixed_cache_gives_the_very_logits(name) -> None:
             stream = Stream(tokens[start:stop], torch.arange(start, stop))
             got.append(model(stream, Static(cache, torch.tensor(start)), Rows()))
     torch.testing.assert_close(torch.cat(got), want_TV, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased"])
+def test_padding_beyond_the_context(name) -> None:
+    """A prompt that continues a cached one begins a pass anywhere, so its padding may pass the context's end."""
+    config = models.CONFIGS[name]
+    C, V, width = config.context, config.vocab_size, 16
+    tokens = torch.arange(C) % V
+    with torch.no_grad():
+        want_TV = models.build(config)(Stream(tokens, torch.arange(C)), Packed.of([C]), Rows())
+    step = step_module(models.build(config))
+    cache = [torch.zeros(C + width, *cache_row(config), dtype=torch.float64) for _ in range(config.layers)]
+    with torch.no_grad():
+        for start in (*range(0, C, width), C - width + 5):
+            part = tokens[start : start + width]
+            padded = torch.cat([part, torch.zeros(width - len(part), dtype=torch.int64)])
+            logits_V = step(padded, torch.tensor(start), torch.tensor(len(part) - 1), cache)
+            torch.testing.assert_close(logits_V, want_TV[start + len(part) - 1], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("gated", [True, False])
