@@ -5,6 +5,8 @@ if a frame has several (30 a second). It also stands for the next frame until th
 leave no gap.
 """
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from colonnade.speech.pcm import require
 
 MAX_JPEG_BYTES = 1 << 17
 MAX_PIXELS = 640 * 480
+MAX_SEGMENTS = 64
+"""Frame headers, Huffman tables and scans of a JPEG; thousands of empty ones would take a second to decode."""
 HOLD = 1
 """Frames after its own that a picture stands for."""
 SMOOTHING = 0.1
@@ -27,6 +31,9 @@ def decode_jpeg(data: bytes, size: int) -> Tensor:
         raise DataError(f"the picture has {len(data):,} bytes; send at most {MAX_JPEG_BYTES:,}")
     if not data.startswith(b"\xff\xd8"):
         raise DataError("the picture is not a JPEG; send one in base64")
+    # Such pairs of bytes do not occur in a picture's coded data, where zeros are stuffed.
+    if (segments := len(re.findall(rb"\xff[\xc0-\xcf\xda]", data))) > MAX_SEGMENTS:
+        raise DataError(f"the picture has {segments:,} tables and scans; send a JPEG with at most {MAX_SEGMENTS}")
     decoder = av.CodecContext.create("mjpeg", "r")
     decoder.options = {"max_pixels": str(MAX_PIXELS)}
     try:

@@ -205,6 +205,25 @@ def go(test) -> None:
 FORMAT = {"type": "session.update", "session": {"audio": {"input": {"format": {"type": "audio/pcm", "rate": RATE}}}}}
 
 
+def segment(marker: int, data: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(data) + 2).to_bytes(2, "big") + data
+
+
+def test_a_jpeg_of_thousands_of_tables_or_scans_is_refused():
+    """128 KB of empty scans would take more than a second of the event loop, which serves all connections."""
+    pytest.importorskip("av")
+    tables = segment(0xC4, b"\x00\x01" + bytes(15) + b"\x00") + segment(0xC4, b"\x10\x01" + bytes(15) + b"\xe0")
+    frame = segment(0xC2, b"\x08" + (480).to_bytes(2, "big") + (640).to_bytes(2, "big") + b"\x01\x01\x11\x00")
+    head = b"\xff\xd8" + segment(0xDB, b"\x00" + b"\x01" * 64) + frame + tables
+    head += segment(0xDA, b"\x01\x01\x00\x00\x00\x00") + bytes(600)  # grey
+    scan = segment(0xDA, b"\x01\x01\x00\x01\x3f\x00") + b"\x40\x00\x00"  # no coefficient of any block
+    assert decode_jpeg(head + 10 * scan + b"\xff\xd9", 16).mean() == pytest.approx(0.5, abs=0.01)
+    for more in (scan, segment(0xC4, b"\x10\x01" + bytes(15) + b"\xe0"), frame):
+        bomb = head + more * ((MAX_JPEG_BYTES - len(head) - 2) // len(more)) + b"\xff\xd9"
+        with pytest.raises(DataError, match="tables and scans; send a JPEG with at most 64"):
+            decode_jpeg(bomb, 16)
+
+
 @pytest.mark.parametrize("start_us", [None, 7_000_000_123])
 def test_pictures_over_the_websocket(start_us):
     """With and without times of the sound, the text is that of the whole recording with its decoded pictures."""
