@@ -57,9 +57,9 @@ class StaticView:
         if self.window is not None:
             seen_TS = seen_TS & (slots_S > positions_T[:, None] - self.window)
         k_KSH, v_KSH = cache[:, 0].transpose(0, 1), cache[:, -1].transpose(0, 1)
-        q_KTgH = q_TnH.unflatten(1, (K, -1)).transpose(0, 1)
-        scores_KTgS = torch.einsum("ktgh,ksh->ktgs", q_KTgH, k_KSH) * q_TnH.shape[-1] ** -0.5
-        scores_KTgS = scores_KTgS.to(torch.promote_types(q_TnH.dtype, torch.float32))
+        wide = torch.promote_types(q_TnH.dtype, torch.float32)  # a rounded score would be an error of a probability
+        q_KTgH = (q_TnH.to(wide) * q_TnH.shape[-1] ** -0.5).unflatten(1, (K, -1)).transpose(0, 1)
+        scores_KTgS = torch.einsum("ktgh,ksh->ktgs", q_KTgH, k_KSH.to(wide))
         scores_KTgS = scores_KTgS.masked_fill(~seen_TS[:, None], float("-inf"))
         o_KTgH = torch.einsum("ktgs,ksh->ktgh", scores_KTgS.softmax(-1).to(q_TnH.dtype), v_KSH)
         return o_KTgH.transpose(0, 1).flatten(1, 2)

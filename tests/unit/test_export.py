@@ -15,11 +15,12 @@ from colonnade.cli import main
 from colonnade.compress.export import TORCH, check_export, step_module
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig
 from colonnade.errors import CheckpointError, ConfigError, RequestError
+from colonnade.kernels.attention import reference as attention
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.gathered import all_experts, gathered_experts
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
-from colonnade.model.static_attend import Static, cache_row
+from colonnade.model.static_attend import Static, StaticView, cache_row
 from colonnade.parallel.distributed_context import DistributedContext
 from tests import models
 from tests.serve import tiny
@@ -41,6 +42,19 @@ def test_a_fixed_cache_gives_the_very_logits(name) -> None:
             stream = Stream(tokens[start:stop], torch.arange(start, stop))
             got.append(model(stream, Static(cache, torch.tensor(start)), Rows()))
     torch.testing.assert_close(torch.cat(got), want_TV, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_a_fixed_cache_are_not_rounded(dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(heads: int, size: float) -> torch.Tensor:
+        return (size * torch.randn(200, heads, 64, generator=generator)).to(dtype)
+
+    q, k, v = normal(8, 4), normal(2, 4), normal(2, 1)
+    got = StaticView(torch.zeros(200, 2, 2, 64, dtype=dtype), torch.tensor(0), None)(q, k, v)
+    want = attention.attend(q.double(), k.double(), v.double()).o
+    assert (got - want).norm() < (4e-3 if dtype is torch.bfloat16 else 6e-4) * want.norm()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased"])
