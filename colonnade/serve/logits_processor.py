@@ -20,10 +20,15 @@ BANNED = -1e9
 class LogitsProcessor:
     """The changes to one request's logits, token by token."""
 
-    def __init__(self, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer, matcher: Matcher | None):
+    def __init__(
+        self, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None, matcher: Matcher | None
+    ):
+        """Without a ``tokenizer`` there are no end tokens but those of ``params``, and no bad words."""
         self.matcher = matcher
-        self._params, self._end_ids = params, {*params.stop_token_ids, *tokenizer.eos_ids}
-        self._bad = [ids for word in params.bad_words for ids in _spellings(word, tokenizer)]
+        self._params, self._end_ids, self._bad = params, {*params.stop_token_ids}, list[tuple[int, ...]]()
+        if tokenizer is not None:
+            self._end_ids |= {*tokenizer.eos_ids}
+            self._bad = [ids for word in params.bad_words for ids in _spellings(word, tokenizer)]
         self._static = {token: (1.0, bias) for token, bias in params.logit_bias.items()}
         for ids in self._bad:
             if len(ids) == 1:
@@ -34,7 +39,7 @@ class LogitsProcessor:
 
     @staticmethod
     def of(
-        prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer, matcher: Matcher | None
+        prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None, matcher: Matcher | None
     ) -> "LogitsProcessor | None":
         """The processor of a request; None if its logits are sampled unchanged."""
         if matcher or _penalised(params) or params.logit_bias or params.min_tokens or params.bad_words:

@@ -18,6 +18,7 @@ from colonnade.checkpoint.package_format import DECODE, PREFILL, WEIGHTS, load_p
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
 from colonnade.parallel.axis import SOLO
+from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.prompts import check_vocabulary, context_error, token_ids
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import NOT_FINITE, sample_and_score
@@ -30,9 +31,12 @@ STEPWISE_TOKENS = 8
 """A prompt of up to so many new tokens runs in decode steps."""
 SUPPORTED = {
     "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos",
-    "skip_special_tokens", "min_tokens",
+    "skip_special_tokens", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
+    "bad_words",
 }  # fmt: skip
 """Fields of :class:`SamplingParams` that a package can follow."""
+NEED_TOKENIZER = ("stop", "min_tokens", "bad_words")
+"""Those of them that need a tokenizer."""
 
 
 class Package:
@@ -74,11 +78,14 @@ class Package:
         for field in fields(params):
             if field.name not in SUPPORTED and getattr(params, field.name) != getattr(SamplingParams(), field.name):
                 raise RequestError(f"a package does not know {field.name}; leave it out, or load the model itself")
+            if tokenizer is None and field.name in NEED_TOKENIZER and getattr(params, field.name):
+                raise RequestError(f"{field.name} needs a tokenizer, and {self.folder} has none; leave it out")
         if isinstance(prompt, str) and tokenizer is None:
             raise CheckpointError(f"{self.folder} has no tokenizer; give token ids")
         encoded = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else prompt
         ids = list(token_ids(encoded, info.model.vocab_size, "the prompt"))
         check_vocabulary(params.stop_token_ids, info.model.vocab_size, "stop_token_ids")
+        check_vocabulary(params.logit_bias, info.model.vocab_size, "logit_bias")
         left = info.context - len(ids)
         if left < (params.max_tokens or 1):
             raise context_error(len(ids), params.max_tokens, info.context)
@@ -87,15 +94,17 @@ class Package:
     def _stream(self, ids: list[int], params: SamplingParams, limit: int) -> Generator[tuple[str, int]]:
         eos_ids = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_ids
         seed = uuid.uuid4().int >> 65 if params.seed is None else params.seed
-        text = None
+        text, processor = None, LogitsProcessor.of(ids, params, self.tokenizer, None)
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         for index in range(limit):
-            args = SampleArgs.of(params, seed, index)
+            args = SampleArgs.of(params, seed, index, processor and processor.changes(ids, index))
             sampled = sample_and_score(self.logits(ids)[None], [args], SOLO, self.info.model.vocab_size)
             token = int(sampled.tokens_R)
             if token == NOT_FINITE:
                 raise RequestError("the model's logits are not finite; export it again in float32")
+            if processor is not None:
+                processor.accept(token)
             is_end = token in eos_ids or token in params.stop_token_ids
             piece = "" if text is None or is_end else text.push(token, may_stop=index + 1 >= params.min_tokens)
             done = is_end or index + 1 == limit or (text is not None and text.stopped)

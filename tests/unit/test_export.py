@@ -1,5 +1,6 @@
 """The verb ``export``: packages of native code, their checks, and that they answer as the engine does."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import torch
 
 from colonnade import api
 from colonnade.checkpoint import atomic_folder
-from colonnade.checkpoint.package_format import DECODE, PACKAGE, WEIGHTS, Processor, open_package
+from colonnade.checkpoint.package_format import DECODE, PACKAGE, WEIGHTS, PackageInfo, Processor, open_package
 from colonnade.cli import main
 from colonnade.compress.export import TORCH, check_export, step_module
-from colonnade.config import LatentConfig, ModelConfig, MoeConfig
+from colonnade.config import LatentConfig, ModelConfig, MoeConfig, ServeConfig
+from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, RequestError
 from colonnade.kernels.attention import reference as attention
 from colonnade.kernels.experts import reference
@@ -22,6 +24,9 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.model.static_attend import Static, StaticView, cache_row
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve.engine import Engine
+from colonnade.serve.package import Package
+from colonnade.serve.sampling_params import SamplingParams
 from tests import models
 from tests.serve import tiny
 
@@ -128,6 +133,57 @@ def test_another_processor(tmp_path) -> None:
             here.model_copy(update=change).check(tmp_path)
 
 
+def package_without_code(model: Transformer, tokenizer: Tokenizer | None) -> Package:
+    """A package whose programs are the model's own forward pass, not compiled."""
+    config, step = model.config, step_module(copy.deepcopy(model))
+
+    class Program:
+        def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [step(*inputs[:3], inputs[3:])]
+
+    package = Package.__new__(Package)
+    package.folder, package.tokenizer, package._tokens = Path("p"), tokenizer, []
+    package.info = PackageInfo(
+        context=config.context, prefill=16, dtype="float32", cache_row=cache_row(config), model=config,
+        processor=Processor.here(),
+    )  # fmt: skip
+    package._decode = package._prefill = Program()
+    package._cache = [torch.zeros(config.context + 16, *cache_row(config)) for _ in range(config.layers)]
+    return package
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_tokens": 12},
+        {"repetition_penalty": 3.0, "frequency_penalty": 0.5, "min_tokens": 3},
+        {"logit_bias": {5: 50.0}, "presence_penalty": 1.0},
+        {"bad_words": ["a", "word"], "temperature": 2.0},
+    ],
+)
+def test_a_package_samples_as_the_engine(settings) -> None:
+    tokenizer = tiny.tokenizer()
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, layers=2, width=32, heads=4, ffn_width=48, context=96)
+    params = SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 20, **settings})
+    model = models.build(config, dtype=torch.float32).requires_grad_(False)
+    assert model.unembed is not None
+    model.unembed.weight[list(tokenizer.eos_ids)] *= 30  # texts end early
+    package = package_without_code(model, tokenizer)
+    want = Engine(model, tokenizer, ServeConfig(page_tokens=16, pages=8)).generate(["a word"], [params])[0]
+    assert [token for _, token in package.stream("a word", params)] == list(want.token_ids)
+
+
+def test_a_package_without_a_tokenizer_refuses_what_needs_one() -> None:
+    package = package_without_code(models.build(models.CONFIGS["gpt2"], dtype=torch.float32), None)
+    for settings in ({"stop": "a"}, {"min_tokens": 2}, {"bad_words": ["a"]}):
+        with pytest.raises(RequestError, match="needs a tokenizer"):
+            package.stream([1], SamplingParams(**settings))
+    with pytest.raises(RequestError, match="vocabulary"):
+        package.stream([1], SamplingParams(logit_bias={101: 1.0}))
+    biased = package.stream([1], SamplingParams(logit_bias={7: 100.0}, max_tokens=3))
+    assert [token for _, token in biased] == [7, 7, 7]
+
+
 OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < TORCH
 pytestmark = pytest.mark.skipif(OLD, reason="export needs a newer torch")
 
@@ -174,9 +230,6 @@ def test_chat_with_a_package(exported) -> None:
 
 @pytest.mark.long
 def test_turns_reuse_the_cache(exported) -> None:
-    from colonnade.serve.package import Package
-    from colonnade.serve.sampling_params import SamplingParams
-
     package, again = (Package(exported[1], trust=True) for _ in range(2))
     first, second = list(range(1, 20)), [*range(1, 30), 7]
     package.logits(first)
@@ -243,7 +296,6 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
 @pytest.mark.long
 def test_latents_and_windows(tmp_path) -> None:
     from colonnade.compress.export import export
-    from colonnade.serve.package import Package
 
     config = ModelConfig(
         family="deepseek_v2", vocab_size=67, layers=1, width=24, heads=4, head_width=6, ffn_width=26, context=64,
