@@ -96,6 +96,16 @@ def is_package(path: Path | str) -> bool:
     return (Path(path) / PACKAGE).is_file()
 
 
+def check_out(folder: Path, overwrite: bool) -> None:
+    """Raise :class:`CheckpointError` if a package must not be written to ``folder``; only packages are overwritten."""
+    atomic_folder.refuse_existing(folder, overwrite)
+    if folder.exists() and not is_package(folder):
+        raise CheckpointError(
+            f"{folder} exists and is a model, which a package cannot replace: nothing can be loaded from it again; "
+            "choose another name"
+        )
+
+
 def open_package(folder: Path, *, trust: bool) -> PackageInfo:
     """Check everything that can be checked before the code of ``folder`` runs.
 

@@ -32,12 +32,12 @@ def export(
         overwrite: Replace an existing package, once the new one is written.
     """
     from colonnade import api
-    from colonnade.checkpoint.atomic_folder import refuse_existing
     from colonnade.checkpoint.load_model import open_model
+    from colonnade.checkpoint.package_format import check_out
     from colonnade.compress.export import check_export
     from colonnade.compress.export import export as run
 
-    refuse_existing(out, overwrite)  # before the model is read
+    check_out(out, overwrite)  # before the model is read
     opened = open_model(model)
     context = min(2048, opened.config.context) if context is None else context
     prefill = min(128, context) if prefill is None else prefill

@@ -24,6 +24,7 @@ from colonnade.checkpoint.package_format import (
     WEIGHTS,
     PackageInfo,
     Processor,
+    check_out,
     compile_program,
     load_program,
 )
@@ -55,11 +56,12 @@ def export(
 
     ``prefill``: tokens of a prompt in one pass, at most. The model's modules are changed and cannot train afterwards.
     Raises :class:`ConfigError` for models and sizes that cannot be exported and without a C++ compiler, and
-    :class:`CheckpointError` if ``out`` exists.
+    :class:`CheckpointError` if ``out`` exists, with ``overwrite`` if it is no package.
     """
     config = model.config
     check_export(config, context, prefill)
     dtype = next(model.parameters()).dtype
+    check_out(out, overwrite)
     atomic_folder.create_partial(out, overwrite)
     partial = atomic_folder.partial_path(out)
     step, slots = step_module(model), context + prefill

@@ -13,7 +13,7 @@ from colonnade import api
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.package_format import DECODE, PACKAGE, WEIGHTS, PackageInfo, Processor, open_package
 from colonnade.cli import main
-from colonnade.compress.export import TORCH, check_export, step_module
+from colonnade.compress.export import TORCH, check_export, export, step_module
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, RequestError
@@ -184,6 +184,21 @@ def test_a_package_without_a_tokenizer_refuses_what_needs_one() -> None:
     assert [token for _, token in biased] == [7, 7, 7]
 
 
+def test_a_model_is_not_overwritten(tmp_path, capsys) -> None:
+    model = tmp_path / "m"
+    tokenizer = tiny.tokenizer()
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, layers=1, width=32, heads=4, ffn_width=48, context=96)
+    whole = api.Model(models.build(config), tokenizer, DistributedContext.solo(torch.device("cpu")), "m")
+    api.save(whole, model)
+    before = sorted(path.name for path in model.iterdir())
+    with pytest.raises(SystemExit):
+        main(["export", str(model), str(model), "--overwrite"])
+    assert "a package cannot replace" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(CheckpointError, match="a package cannot replace"):
+        export(whole.transformer, tokenizer, model, context=64, prefill=16, overwrite=True)
+    assert sorted(path.name for path in model.iterdir()) == before
+
+
 OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < TORCH
 pytestmark = pytest.mark.skipif(OLD, reason="export needs a newer torch")
 
@@ -295,8 +310,6 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
 
 @pytest.mark.long
 def test_latents_and_windows(tmp_path) -> None:
-    from colonnade.compress.export import export
-
     config = ModelConfig(
         family="deepseek_v2", vocab_size=67, layers=1, width=24, heads=4, head_width=6, ffn_width=26, context=64,
         latent=LatentConfig(kv_rank=8, rope_width=2, v_width=4), window=9,
