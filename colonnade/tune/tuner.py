@@ -21,6 +21,7 @@ from colonnade.train.loop import Trainer
 from colonnade.train.run_log import Summary
 from colonnade.train.trackers import OpenTracker
 from colonnade.tune.chats import (
+    Conversation,
     Conversations,
     encode_prompt,
     fit_conversation,
@@ -83,13 +84,17 @@ def _sft(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Pat
 def _dpo(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer) -> Data:
     def read(path: str | Path) -> Conversations:
         longest, V = run.data.sequence, run.model.vocab_size
-        return Conversations(
-            [
-                fit_conversation(side, longest, V, f"{path}, row {number}", truncate=tune.truncate)
-                for number, pair in enumerate(read_preferences(path, tokenizer), 1)
-                for side in pair
-            ]
-        )
+        sides: list[Conversation] = []
+        for number, pair in enumerate(read_preferences(path, tokenizer), 1):
+            where = f"{path}, row {number}"
+            chosen, rejected = (fit_conversation(side, longest, V, where, truncate=tune.truncate) for side in pair)
+            if chosen == rejected:  # their gradients would cancel
+                raise DataError(
+                    f"{where} has the same first {longest:,} tokens in 'chosen' and 'rejected'; raise --sequence, or "
+                    "remove the row"
+                )
+            sides += chosen, rejected
+        return Conversations(sides)
 
     rows = read(data)
     if not len(rows):

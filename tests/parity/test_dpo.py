@@ -20,6 +20,7 @@ from colonnade.train.data_feed import MakeFeed
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.chats import Conversations
 from colonnade.tune.preferences import preference_feed
+from colonnade.tune.tuner import Tuner, tuned_run
 from tests import tuning
 from tests.models import build, ragged
 from tests.parity.test_sft import conversations
@@ -205,6 +206,16 @@ def test_command_line_prefers_the_chosen(tmp_path: Path, monkeypatch: pytest.Mon
     rows = tuning.read_rows(tmp_path / "runs" / "dpo")
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert losses[-1] < 0.7 * math.log(2)
+
+
+def test_pairs_that_are_equal_once_they_are_cut(tmp_path: Path) -> None:
+    """Their gradients would cancel, and the run would train on nothing."""
+    start, prompt = tuning.start(tmp_path), "a long question, longer than a sequence of this run"
+    rows = [{"prompt": "a", "chosen": prompt + " yes", "rejected": prompt + " no"}]
+    file, tune = tuning.write_rows(tmp_path / "rows.jsonl", rows), TuneConfig(truncate=True)
+    with pytest.raises(DataError, match="row 1 has the same first 8 tokens in 'chosen' and 'rejected'"):
+        Tuner(tuned_run(start, runs=tmp_path, device="cpu", sequence=8), file, "dpo", tune)
+    Tuner(tuned_run(start, runs=tmp_path, device="cpu"), file, "dpo", tune)
 
 
 def test_refusals() -> None:
