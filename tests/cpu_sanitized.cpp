@@ -5,6 +5,8 @@
 #include "decode.cpp"
 
 #include <cstdio>
+#include <cstdlib>
+#include <vector>
 
 namespace {
 

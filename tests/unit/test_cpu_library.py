@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, library.COMPILERS)), reason="needs a C++ compiler: apt install g++"
 )
 SOURCES = Path(__file__).parents[1]
+KERNELS = library.SOURCE
 TINY = 'extern "C" { long colonnade_run(const void*, long, long) { return 7; } long colonnade_lanes() { return 4; } }'
 
 
@@ -50,6 +51,26 @@ def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     library.SOURCE.write_text(TINY + "\n")  # another source is another file
     with pytest.raises(pytest.fail.Exception, match="compiled again"):
         library._compiled("portable", library.CACHE_FOLDER)
+
+
+def test_an_edited_header_is_compiled_again(tmp_path: Path) -> None:
+    header = tmp_path / "lanes.h"
+    header.write_text("constexpr long LANES = 4;")
+    library.SOURCE.write_text('#include "lanes.h"\n' + TINY.replace("return 4", "return LANES"))
+    assert library.load_for("portable").colonnade_lanes() == 4
+    header.write_text("constexpr long LANES = 8;")
+    library.load_for.cache_clear()
+    assert library.load_for("portable").colonnade_lanes() == 8 and len(files()) == 2
+
+
+def test_the_key_covers_all_that_is_compiled() -> None:
+    compiler = next(filter(None, map(shutil.which, library.COMPILERS)))
+    rule = subprocess.run(
+        [compiler, "-std=c++17", "-MM", str(KERNELS)], capture_output=True, text=True, check=True
+    ).stdout
+    read = rule.partition(":")[2].replace("\\\n", " ").split()
+    library.SOURCE = KERNELS  # the fixture restores it
+    assert sorted(map(Path, read)) == sorted(library.sources()) and len(read) > 10
 
 
 def test_a_damaged_file_is_compiled_again() -> None:

@@ -43,12 +43,12 @@ export function listen(app: App, view: View, canvas: HTMLCanvasElement): void {
     if (picked) app.goTo(picked.key, picked.frame);
   });
   const keys: Record<string, () => void> = {
-    ArrowLeft: () => view.move(-0.1, 0, 1), ArrowRight: () => view.move(0.1, 0, 1),
-    ArrowUp: () => view.move(0, 0.1, 1), ArrowDown: () => view.move(0, -0.1, 1),
-    "+": () => view.move(0, 0, 1 / 1.15), "=": () => view.move(0, 0, 1 / 1.15), "-": () => view.move(0, 0, 1.15),
-    a: () => view.move(0, 0, 1, -0.1), d: () => view.move(0, 0, 1, 0.1),
-    w: () => view.move(0, 0, 1, 0, 0.1), s: () => view.move(0, 0, 1, 0, -0.1),
-    " ": () => app.play(), ",": () => app.step(-1), ".": () => app.step(1),
+    ArrowLeft: () => view.camera.move(-0.1, 0, 1), ArrowRight: () => view.camera.move(0.1, 0, 1),
+    ArrowUp: () => view.camera.move(0, 0.1, 1), ArrowDown: () => view.camera.move(0, -0.1, 1),
+    "+": () => view.camera.move(0, 0, 1 / 1.15), "=": () => view.camera.move(0, 0, 1 / 1.15), "-": () => view.camera.move(0, 0, 1.15),
+    a: () => view.camera.move(0, 0, 1, -0.1), d: () => view.camera.move(0, 0, 1, 0.1),
+    w: () => view.camera.move(0, 0, 1, 0, 0.1), s: () => view.camera.move(0, 0, 1, 0, -0.1),
+    " ": () => app.player.play(), ",": () => app.player.step(-1), ".": () => app.player.step(1),
     "0": () => app.showAll(),
     f: () => app.focusNext(),
     g: () => void app.change({ guides: !app.state.guides }), l: () => void app.change({ legends: !app.state.legends }),

@@ -1,36 +1,35 @@
 /** The page: state in, drawing out, and the controls around it. */
 
-import { narrate } from "./animation";
-import { cacheBoard, headsBoard, type Shown } from "./boards";
-import { caption, describeScene, type Tokens } from "./describe";
-import { EXAMPLES, TOUR } from "./examples";
+import type { Shown } from "./boards";
+import { caption, describeScene } from "./describe";
+import { TOUR } from "./examples";
 import { ExpressionError, parse, type Tree } from "./expression";
+import { hooks } from "./hooks";
+import { drawBoard, evaluateFaces, fetchPage } from "./load";
 import { Panel } from "./panel";
+import { Player } from "./player";
 import * as remote from "./remote";
-import { routingBoard } from "./routing";
-import { checked, compact, decode, DEFAULT, encode, WHOLE, type State } from "./state";
+import { checked, decode, DEFAULT, encode, WHOLE, type State } from "./state";
 import { listen } from "./input";
 import { Inspector } from "./inspector";
 import type { Picked } from "./picking";
-import { evaluate, shapes, type LeafSpec, type Matrix, type TensorRef } from "./values";
+import { shapes } from "./values";
 import { View } from "./view";
 
 const $ = <T extends HTMLElement>(id: string): T => document.getElementById(id) as T;
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
 const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
-const BOARDS = ["heads", "routing", "cache"];
 
 export class App {
   state: State = DEFAULT;
   trees: readonly Tree[] = [];
   info: remote.ModelInfo | null = null;
-  private readonly view: View;
+  readonly view: View;
   private readonly panel: Panel;
-  private readonly inspector: Inspector;
-  private cursor = 0;
+  readonly player: Player;
+  readonly inspector: Inspector;
   /** The product that the page is near at first; "" for the whole scene. */
   private start = "";
-  private lastStep = 0;
   private cameraTimer = 0;
   private loads = 0;
   /** The hash that this page wrote last, so that it does not read it back. */
@@ -40,6 +39,7 @@ export class App {
     this.view = new View($("canvas"));
     this.inspector = new Inspector(this.view, $("stage"), $("value"));
     this.panel = new Panel(this, $("panel"), $("player"), $("tour"));
+    this.player = new Player(this, this.view, this.panel, $("canvas"));
     this.view.onCamera = () => {
       window.clearTimeout(this.cameraTimer);
       this.cameraTimer = window.setTimeout(() => this.keepCamera(), 150);
@@ -48,7 +48,7 @@ export class App {
       if (location.hash.slice(1) !== this.written) void this.open(location.hash.slice(1));
     });
     prefersDark.addEventListener("change", () => void this.show());
-    calm.addEventListener("change", () => calm.matches && this.play(false));
+    calm.addEventListener("change", () => calm.matches && this.player.play(false));
     $("skip").addEventListener("click", (event) => {
       event.preventDefault();
       $("canvas").focus();
@@ -60,13 +60,13 @@ export class App {
   }
 
   /** Draws at the next frame, and goes on while something moves; a still page does nothing. */
-  private wake(): void {
+  wake(): void {
     if (this.frame) return;
     this.frame = requestAnimationFrame((now) => {
       this.frame = 0;
-      this.tick(now);
+      this.player.tick(now);
       if (this.view.draw()) this.inspector.place();
-      if ((this.state.playing && this.total > 0) || this.view.settling) this.wake();
+      if (this.player.moving || this.view.settling) this.wake();
     });
   }
   private frame = 0;
@@ -121,14 +121,14 @@ export class App {
   async set(state: State, write = true): Promise<void> {
     window.clearTimeout(this.cameraTimer);
     this.state = state;
-    this.cursor = state.cursor;
+    this.player.cursor = state.cursor;
     await this.show();
     if (write) await this.write();
   }
 
   /** The state with the view as it is now. */
   current(): State {
-    return { ...this.state, cursor: this.cursor };
+    return { ...this.state, cursor: this.player.cursor };
   }
 
   /** The state as a link keeps it: a scene that comes from the server is not in it. */
@@ -139,7 +139,8 @@ export class App {
     return { ...state, expr, leaves, nodes, letters, title, note };
   }
 
-  private async write(): Promise<void> {
+  /** Puts the state into the page's address. */
+  async write(): Promise<void> {
     this.written = await encode(this.linked());
     history.replaceState(null, "", `#${this.written}`);
     this.panel.update();
@@ -147,7 +148,7 @@ export class App {
 
   private keepCamera(): void {
     if ($("canvas").hidden) return;
-    this.state = { ...this.state, camera: this.view.getCamera() };
+    this.state = { ...this.state, camera: this.view.camera.pose };
     this.nameFocus();
     void this.write();
   }
@@ -183,49 +184,28 @@ export class App {
     $("error").hidden = true;
     this.inspector.clear();
     try {
-      const { model } = this.state;
-      let board: any = null;
-      let found: Shown | null = null;
-      let pieces: readonly string[] = [];
-      let [start, positions] = ["", {} as Tokens["positions"]];
-      if (model.page !== "") {
-        let run = "";
-        if (model.page !== "cache") {
-          const recording = await remote.record(model.text);
-          run = recording.run;
-          pieces = recording.pieces;
-        }
-        const scene = await remote.scene(model.page, run, model.layer, model.head, model.rank);
-        if (load !== this.loads) return;
-        if (BOARDS.includes(model.page)) {
-          board = scene;
-          this.state = { ...this.state, title: scene.title, note: scene.note };
-        } else {
-          const { start: near = "", positions: some = {}, ...rest } = scene;
-          [start, positions] = [near, some];
-          this.state = checked({ ...this.state, ...rest });
-        }
-      }
+      const { part, board, start, pieces, positions } = await fetchPage(this.state.model);
+      if (load !== this.loads) return;
+      if (part) this.state = board ? { ...this.state, ...part } : checked({ ...this.state, ...part });
       this.start = start;
       $("board").hidden = !board;
       $("canvas").hidden = Boolean(board);
+      let found: Shown | null = null;
       if (board) {
-        const headLink = (layer: number, head: number) => encode({ ...this.linked(), model: { ...model, page: "head", layer, head } });
-        found = model.page === "heads" ? await headsBoard(board, this.dark, headLink)
-          : model.page === "routing" ? await routingBoard(board, this.dark, this.state.plan.ep ?? 1) : cacheBoard(board, this.dark);
+        found = await drawBoard(board, this.state, this.dark, this.linked());
         if (load !== this.loads) return;
         this.trees = [];
         $("board").replaceChildren(found.element);
       } else {
         const trees = parse(this.state.expr);
         shapes(trees, this.state.leaves);
-        const faces = await this.faces(trees);
+        const faces = await evaluateFaces(trees, this.state);
         if (load !== this.loads) return;
         this.trees = trees;
         this.inspector.trees = trees;
         this.inspector.tokens = { pieces, letters: this.state.letters, positions };
         this.view.show(trees, this.state, faces, this.dark, start);
-        this.setCursor(this.state.cursor);
+        this.player.setCursor(this.state.cursor);
       }
       const words = found ? `${this.state.title}. ${this.state.note} ${found.words}` : describeScene(this.trees, shapes(this.trees, this.state.leaves), this.state);
       $("title").textContent = this.state.title || "Inside the matrix";
@@ -244,66 +224,6 @@ export class App {
     }
   }
 
-  private async faces(trees: readonly Tree[]): Promise<Map<string, Matrix>> {
-    const { leaves, nodes } = this.state;
-    const name = (ref: TensorRef) => `${ref.run} ${ref.layer} ${ref.head} ${ref.name}`;
-    const refs = new Map(Object.values(leaves).flatMap((leaf) => (leaf.tensor ? [[name(leaf.tensor), leaf.tensor] as const] : [])));
-    const found = new Map(await Promise.all([...refs].map(async ([key, ref]) => [key, await remote.tensor(ref)] as const)));
-    return evaluate(trees, leaves, nodes, (ref: TensorRef, spec: LeafSpec) => {
-      const matrix = found.get(name(ref))!;
-      if (matrix.rows !== spec.rows || matrix.cols !== spec.cols) throw new Error(`the server's '${ref.name}' has another size`);
-      return matrix;
-    });
-  }
-
-  // -- animation -------------------------------------------------------------------------------------------------
-
-  get total(): number {
-    return this.view.plan.total;
-  }
-
-  setCursor(cursor: number): void {
-    this.cursor = Math.max(0, Math.min(this.total, Math.round(cursor)));
-    this.view.setCursor(this.cursor);
-    this.panel.progress(this.cursor, this.total, this.state.playing, narrate(this.view.plan, this.cursor));
-  }
-
-  step(by: number): void {
-    this.play(false);
-    this.setCursor(this.cursor + by);
-    void this.write();
-  }
-
-  play(playing = !this.state.playing): void {
-    if (playing && this.total === 0) return;
-    if (playing && this.cursor >= this.total) this.cursor = 0;
-    this.state = { ...this.state, playing };
-    this.lastStep = performance.now();
-    this.wake();
-    this.setCursor(this.cursor);
-    if (!playing) void this.write();
-  }
-
-  private tick(now: number): void {
-    if (!this.state.playing || this.total === 0 || $("canvas").hidden) {
-      this.lastStep = now;
-      return;
-    }
-    const steps = Math.floor(((now - this.lastStep) / 1000) * this.state.speed);
-    if (steps < 1) return;
-    this.lastStep += (steps * 1000) / this.state.speed;
-    // After the end the whole result stays for two seconds, then the sweep starts again.
-    const rest = Math.ceil(2 * this.state.speed);
-    if (this.resting > 0) {
-      this.resting -= steps;
-      if (this.resting <= 0) this.setCursor(0);
-    } else {
-      this.setCursor(this.cursor + steps);
-      if (this.cursor >= this.total) this.resting = rest;
-    }
-  }
-  private resting = 0;
-
   // -- looking closer --------------------------------------------------------------------------------------------
 
   /** Shows the whole scene again. */
@@ -313,7 +233,7 @@ export class App {
 
   /** Brings a matrix near. */
   goTo(key: string, frame = 0): void {
-    this.look(key, [...this.view.facing(key, frame), 0, 0, 0, 0]);
+    this.look(key, [...this.view.camera.facing(key, frame), 0, 0, 0, 0]);
   }
 
   private look(focus: string, camera: readonly number[]): void {
@@ -353,8 +273,8 @@ export class App {
     const place = JSON.stringify([insets, $("stage").clientWidth, $("stage").clientHeight, this.state.camera, this.loads]);
     if (place === this.fitted) return;
     this.fitted = place;
-    this.view.insets = insets;
-    if (this.state.camera[2] === 0) this.view.setFocus(this.state.focus, this.state.camera);
+    this.view.camera.insets = insets;
+    if (this.state.camera[2] === 0) this.view.camera.setFocus(this.state.focus, this.state.camera);
   }
   private fitted = "";
 
@@ -365,46 +285,12 @@ export class App {
   /** Keeps an element and brings it near; null if the matrix has no such element. */
   lookUp(key: string, i: number, j: number): Picked | null {
     const picked = this.inspector.valueAt(key, i, j);
-    if (picked) this.view.approach(picked);
+    if (picked) this.view.camera.approach(picked);
     this.inspect(picked, true);
     return picked;
   }
-
-  /** What tests and notebooks may ask. */
-  readonly asked = {
-    /** Faces by key: base64 of their float32 values. */
-    faces: (): Record<string, { rows: number; cols: number; data: string }> =>
-      Object.fromEntries([...this.view.faces].map(([key, { rows, cols, data }]) => {
-        let binary = "";
-        for (const byte of new Uint8Array(data.buffer, data.byteOffset, data.byteLength)) binary += String.fromCharCode(byte);
-        return [key, { rows, cols, data: btoa(binary) }];
-      })),
-    value: (key: string, i: number, j: number) => this.inspector.valueAt(key, i, j)?.value,
-    state: (): State => this.current(),
-    compact: () => compact(this.linked()),
-    camera: () => this.view.getCamera(),
-    project: (key: string, i: number, j: number) => this.view.project(key, i, j),
-    /** Milliseconds of frames: turned, on this thread; or at rest with all points, until the last pixel is drawn. */
-    frames: (count: number, rest = false): number[] =>
-      Array.from({ length: count }, () => {
-        const start = performance.now();
-        if (!rest) this.view.move(0.01, 0, 1);
-        this.view.draw(true);
-        if (rest) this.view.finish();
-        return performance.now() - start;
-      }),
-    total: () => this.total,
-    labels: () => this.view.labels.taken,
-    cursor: () => this.cursor,
-    /** Opens a link without a new page; resolves when it is drawn. */
-    open: (link: string): Promise<void> => {
-      history.replaceState(null, "", `#${link}`);
-      return this.open(link);
-    },
-    encode, decode, examples: EXAMPLES, tour: TOUR, checked,
-  };
 }
 
 const app = new App();
-(window as unknown as { colonnade: unknown }).colonnade = app.asked;
+(window as unknown as { colonnade: unknown }).colonnade = hooks(app);
 void app.begin();

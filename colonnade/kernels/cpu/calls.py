@@ -1,7 +1,8 @@
 """Calls of the C++ kernels: their arguments as C structures, running one, recording and replaying many.
 
-A kernel's arguments are the structure of the same name in ``decode.cpp``. A :class:`Recording` keeps each call that
-runs while it is active; :meth:`Recording.replay` runs them again, on the same addresses, in one call of the library.
+A kernel's arguments are the C++ structure of the same name (``linear.h``, ``experts.h``, ``paged_attention.h``,
+``embedding_norm_rope.h``; ``arguments.h`` has what they share). A :class:`Recording` keeps each call that runs while
+it is active; :meth:`Recording.replay` runs them again, on the same addresses, in one call of the library.
 """
 
 import ctypes

@@ -1,9 +1,22 @@
-// A mixture of experts: norm, router, the chosen experts, and their sum on the residual stream. Included by decode.cpp.
+// A mixture of experts: norm, router, the chosen experts, and their sum on the residual stream.
 //
 //     l = W_r norm(x) + b        i = the A highest l        w = softmax(l)_i [/ Σ] · scale        y = x + Σ_j w_j E_{i_j}(norm(x))
 //
 // Choices are sorted by expert, so that rows with the same expert are multiplied together. Products are those of Linear,
 // so a row's bits do not depend on the others.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#include "arguments.h"
+#include "linear.h"
+#include "row_math.h"
+#include "thread_pool.h"
+
+namespace {
 
 thread_local Scratch expert_scratch;  // Linear uses the other one
 
@@ -59,7 +72,7 @@ struct Experts {
         float* const logits = scratch.take<float>(count);
         bool* const chosen = scratch.take<bool>(count);
         read_row(x, type, t * width, width, row);
-        if (norm.weight != nullptr) normalise_row(row, width);
+        if (norm.weight != nullptr) apply_norm(row, width, norm, Dtype(dtype));
         write_row(normed, type, t * width, width, row);
         read_row(normed, type, t * width, width, row);
         for (int64_t e = 0; e < count; e++) {
@@ -84,8 +97,6 @@ struct Experts {
         const float factor = float(scale) / (normalise == 0 ? 1.0f : sum_of_chosen < 1e-20f ? 1e-20f : sum_of_chosen);
         for (int64_t j = 0; j < active; j++) shares[t * active + j] *= factor;
     }
-
-    void normalise_row(float* row, int64_t width) const { apply_norm(row, width, norm, Dtype(dtype)); }
 
     // hidden = act(G x) ⊙ (U x), or outputs = D hidden, of all choices, sorted by expert.
     void multiply(bool first, int thread, int threads, std::atomic<int64_t>& error) const {
@@ -148,3 +159,5 @@ struct Experts {
         write_row(y, type, t * width, width, sum_of);
     }
 };
+
+}  // namespace

@@ -5,10 +5,10 @@
     portable   any other processor, in vectors of four floats; only on request on x86-64, where torch is faster
 
 The compiler is the system's; compiling takes a few seconds, once. A library's file name is a hash of all that it
-depends on: source, options, compiler and its version. The file ends with a checksum, so that a damaged one is compiled
-again, and is written under a temporary name and then renamed, so that processes may compile at the same time. A library
-is loaded from the cache only if nobody but this user can have written it; otherwise it is compiled into a private
-folder.
+depends on: source, headers, options, compiler and its version. The file ends with a checksum, so that a damaged one is
+compiled again, and is written under a temporary name and then renamed, so that processes may compile at the same time.
+A library is loaded from the cache only if nobody but this user can have written it; otherwise it is compiled into a
+private folder.
 """
 
 import ctypes
@@ -27,7 +27,6 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("blocks.h", "experts.h"))
 CACHE_FOLDER = Path("~/.cache/colonnade/kernels")
 """Where libraries are cached; if it is not usable, every process compiles its own."""
 COMPILERS = ("c++", "g++", "clang++")
@@ -112,12 +111,8 @@ def _compiled(instruction_set: str, folder: Path) -> Path:
     if compiler is None:
         raise BuildError(f"no compiler: install one of {', '.join(COMPILERS)}")
     options = [*OPTIONS, *INSTRUCTION_SETS[instruction_set]]
-    key = [
-        *(path.read_text() for path in (SOURCE, *HEADERS)),
-        *options,
-        compiler,
-        _run([compiler, "--version"]).splitlines()[0],
-    ]
+    version = _run([compiler, "--version"]).splitlines()[0]
+    key = [*(path.read_text() for path in sources()), *options, compiler, version]
     name = hashlib.sha256("\0".join(key).encode()).hexdigest() + ".so"
     path = folder / name
     try:
@@ -132,6 +127,11 @@ def _compiled(instruction_set: str, folder: Path) -> Path:
         log.warning("compiled kernels are not kept: %s", error)
         return _compile(compiler, options, Path(tempfile.mkdtemp(prefix="colonnade-")) / name)
     return path
+
+
+def sources() -> list[Path]:
+    """The translation unit and the headers, which are all those of its folder."""
+    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
 def _untrusted(path: Path) -> str | None:

@@ -198,7 +198,7 @@ def to_blocks(weight: Quantised) -> Quantised:
         int4   bytes [F/16][D/8][16][4]: input 8 k + c in the low nibble, 8 k + 4 + c in the high one
                scales [F/16][groups][16][2]
 
-    Each vector lane of ``kernels/cpu/blocks.h`` is one output: its sums need no sum across lanes.
+    Each vector lane of ``kernels/cpu/skinny_gemm_blocked.h`` is one output: its sums need no sum across lanes.
     """
     assert not weight.blocked
     values, scales = weight.values, weight.scales

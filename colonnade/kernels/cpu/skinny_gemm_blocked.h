@@ -1,23 +1,27 @@
-// Products with quantised weights that are stored in blocks of 16 outputs (kernels/cpu/blocks.py).
+// Products of few rows with quantised weights stored in blocks of 16 outputs (to_blocks in kernels/linear/quantise.py).
 //
 //     int8   byte 4 o + c of quad k of a block: input 4 k + c of output o
 //     int4   byte 4 o + c of pair k of a block: input 8 k + c of output o in the low nibble, input 8 k + 4 + c in the high
 //
 // Each vector lane is one output, so that a group's sum needs no sum across lanes, and its scales are applied once. A
-// row of x is broadcast four inputs at a time. Included by decode.cpp, in its namespace.
+// row of x is broadcast four inputs at a time.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "arguments.h"
+#include "dynamic_quantisation.h"
+#include "simd.h"
+#include "skinny_gemm.h"
+#include "thread_pool.h"
+
+namespace {
 
 constexpr int64_t BLOCK = 16;
 constexpr int VECTORS = int(BLOCK / LANES);
 constexpr int BLOCK_ROWS = LANES == 16 ? 8 : 4;  // rows of x that share the loads of a block
-
-// Rows of x, quantised, in their own order.
-struct BlockRows {
-    int64_t count, stride, groups;
-    const int8_t* bytes;    // (count, stride): padded with zeros to whole groups
-    const float* scales;    // (count, groups): z
-    const float* sums;      // (count, groups): z Σ p, for int4
-    const int32_t* totals;  // (count, groups): Σ p, for int8
-};
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 constexpr bool LIFTED = true;  // signed weights get 128 added, which the start of each sum subtracts
@@ -169,13 +173,4 @@ void any_block_product(const Matrix& w, const BlockRows& x, Share part, float* y
     return block_product<Int4Blocks<128>>(w, x, part, y);
 }
 
-// One row of x, padded with zeros to whole groups of G.
-template <int G> void quantise_block_row(const float* x, int64_t groups, int8_t* p, float* z, float* sums, int32_t* totals) {
-    for (int64_t g = 0; g < groups; g++) {
-        z[g] = quantise_group(x + g * G, G, p + g * G);
-        int32_t total = 0;
-        for (int i = 0; i < G; i++) total += p[g * G + i];
-        totals[g] = total;
-        sums[g] = z[g] * float(total);
-    }
-}
+}  // namespace

@@ -1,0 +1,221 @@
+// Attention of each row to the keys of its request, up to its own position (kernels/attention/reference.py, paged).
+//
+// A task is SPLIT keys of one row and one key/value head, with all query heads that share it. Rows with more keys merge
+// the tasks' softmax states in the second phase. Tasks begin at multiples of SPLIT, so they do not depend on the batch.
+
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "arguments.h"
+#include "row_math.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace {
+
+constexpr int64_t KEYS_AHEAD = 24;  // keys or values between those that are read and those that are requested
+constexpr int64_t SPLIT = 256;      // keys of one task of attention
+
+struct Attention {
+    const void *q, *keys, *values;    // (rows, heads, width); (pages, page_tokens, kv_heads, width)
+    const int32_t *tables, *lengths, *cu_queries;
+    float* partial;                   // (rows, heads, most_splits, width + 2): m, l, Σ e^(s − m) v
+    void* out;                        // (rows, heads, width)
+    int64_t rows, requests, heads, kv_heads, width, page_tokens, pages, table_width, most_splits, window, dtype;
+
+    static constexpr int PHASES = 2;
+
+    // Keys [begin, end) that a row sees, and its request; an invalid row sees none.
+    struct Seen {
+        int64_t request, begin, end;
+        int64_t first() const { return begin / SPLIT; }
+        int64_t splits() const { return end > begin ? ceil_div(end, SPLIT) - first() : 0; }
+    };
+    Seen seen(int64_t row, int64_t& request, std::atomic<int64_t>& error) const {
+        while (request < requests && cu_queries[request + 1] <= row) request++;
+        if (request >= requests) return {0, 0, 0};
+        const int64_t length = lengths[request], after = cu_queries[request + 1] - 1 - row;
+        if (length == 0) return {request, 0, 0};
+        if (length < 0 || length > table_width * page_tokens || length <= after) {
+            error.store(BAD_LENGTH);
+            return {request, 0, 0};
+        }
+        const int64_t end = length - after;
+        return {request, window > 0 && end > window ? end - window : 0, end};
+    }
+
+    void run(int phase, int thread, int threads, std::atomic<int64_t>& error) const {
+        const int64_t group = heads / kv_heads;
+        int64_t tasks = 0, request = 0;
+        if (phase == 1) {
+            const Share mine = share(rows * heads, 1, thread, threads);
+            for (int64_t i = mine.begin; i < mine.end; i++) {
+                const Seen row = seen(i / heads, request, error);
+                if (row.splits() > 1) merge(i, row.splits());
+            }
+            return;
+        }
+        for (int64_t t = 0; t < rows; t++) tasks += kv_heads * seen(t, request, error).splits();
+        const Share mine = share(tasks, 1, thread, threads);
+        const int64_t padded = round_up(width, LANES);
+        scratch.start(
+            2 * Scratch::bytes<float>(group * padded) + Scratch::bytes<float>(group * SPLIT) +
+            Scratch::bytes<int64_t>(SPLIT));
+        float* const query = scratch.take<float>(group * padded);
+        float* const sums = scratch.take<float>(group * padded);
+        float* const scores = scratch.take<float>(group * SPLIT);
+        int64_t* const at = scratch.take<int64_t>(SPLIT);
+        int64_t task = 0;
+        request = 0;
+        for (int64_t t = 0; t < rows; t++) {
+            const Seen row = seen(t, request, error);
+            if (row.end == row.begin && thread == 0) {
+                for (int64_t i = 0; i < heads * width; i++) {
+                    const float nothing = 0.0f;
+                    write_row(out, Dtype(dtype), t * heads * width + i, 1, &nothing);
+                }
+            }
+            const int64_t splits = row.splits(), last = task + kv_heads * splits;
+            for (int64_t i = task < mine.begin ? mine.begin : task; i < last && i < mine.end; i++) {
+                const int64_t k = (i - task) / splits, s = (i - task) % splits;
+                if (dtype == FLOAT32) split<float>(t, k, s, row, query, sums, scores, at, error);
+                else split<uint16_t>(t, k, s, row, query, sums, scores, at, error);
+            }
+            task = last;
+        }
+    }
+
+    template <typename T>
+    void split(
+        int64_t t, int64_t k, int64_t s, const Seen& row, float* query, float* sums, float* scores, int64_t* at,
+        std::atomic<int64_t>& error) const {
+        const int64_t group = heads / kv_heads, padded = round_up(width, LANES), head = t * heads + k * group;
+        const int64_t from = (row.first() + s) * SPLIT, to = from + SPLIT;
+        const int64_t begin = from < row.begin ? row.begin : from, end = to < row.end ? to : row.end;
+        const int64_t count = end - begin;
+        const int32_t* table = tables + row.request * table_width;
+        for (int64_t i = 0; i < count;) {
+            const int64_t page = table[(begin + i) / page_tokens], offset = (begin + i) % page_tokens;
+            if (page < 0 || page >= pages) {
+                error.store(BAD_PAGE);
+                return;
+            }
+            for (int64_t j = offset; j < page_tokens && i < count; j++, i++) {
+                at[i] = ((page * page_tokens + j) * kv_heads + k) * width;
+            }
+        }
+        const float scale = 1.0f / std::sqrt(float(width));
+        for (int64_t g = 0; g < group; g++) {
+            float* const row_q = query + g * padded;
+            read_row(q, Dtype(dtype), (head + g) * width, width, row_q);
+            for (int64_t i = 0; i < width; i++) row_q[i] *= scale;
+            for (int64_t i = width; i < padded; i++) row_q[i] = 0.0f;
+        }
+        const int64_t vector_bytes = width * int64_t(sizeof(T));
+        for (int64_t i = 0; i < count; i += LANES) {
+            const T* near[LANES];  // behind the last key, it is repeated
+            for (int64_t n = 0; n < LANES; n++) {
+                near[n] = static_cast<const T*>(keys) + at[i + n < count ? i + n : count - 1];
+                const int64_t next = i + n + KEYS_AHEAD, value = count > KEYS_AHEAD ? next - count : i + n;
+                if (next < count) prefetch(static_cast<const T*>(keys) + at[next], vector_bytes);
+                // Values are read next; the first of them are requested while the last keys are read.
+                else if (value < KEYS_AHEAD && value < count) prefetch(static_cast<const T*>(values) + at[value], vector_bytes);
+            }
+            for (int64_t g = 0; g < group; g++) store(scores + g * SPLIT + i, score(query + g * padded, near));
+        }
+        std::memset(sums, 0, size_t(group * padded) * 4);
+        const bool alone = row.splits() == 1;
+        for (int64_t g = 0; g < group; g++) {
+            float* const weights = scores + g * SPLIT;
+            const float most = largest(weights, count);
+            for (int64_t i = 0; i < count; i++) weights[i] = exponential(weights[i] - most);
+            const float total = total_of(weights, count);
+            weigh<T>(weights, at, count, sums + g * padded, g == 0);
+            if (alone) {
+                for (int64_t i = 0; i < width; i++) sums[g * padded + i] /= total;
+                write_row(out, Dtype(dtype), (head + g) * width, width, sums + g * padded);
+            } else {
+                float* const to_state = state(head + g, s);
+                to_state[0] = most;
+                to_state[1] = total;
+                std::memcpy(to_state + 2, sums + g * padded, size_t(width) * 4);
+            }
+        }
+    }
+
+    // The products of one query with LANES keys.
+    template <typename T> Floats score(const float* query, const T* const* near) const {
+        Floats sums[LANES];
+        for (int n = 0; n < LANES; n++) sums[n] = zero();
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            const Floats q = load(query + i);
+            for (int n = 0; n < LANES; n++) sums[n] = fma(q, load(near[n] + i), sums[n]);
+        }
+        if (i < width) {
+            const Floats q = load(query + i);
+            for (int n = 0; n < LANES; n++) sums[n] = fma(q, load_part(near[n] + i, width - i), sums[n]);
+        }
+        return sums_of(sums);
+    }
+
+    // sums += Σ weights[i] values[i], four keys at a time, so that sums are loaded and stored once for four.
+    template <typename T>
+    void weigh(const float* weights, const int64_t* at, int64_t count, float* sums, bool first) const {
+        const T* all = static_cast<const T*>(values);
+        int64_t i = 0;
+        for (; i + 4 <= count; i += 4) {
+            for (int64_t n = i + KEYS_AHEAD; first && n < i + KEYS_AHEAD + 4 && n < count; n++) {
+                prefetch(all + at[n], width * int64_t(sizeof(T)));
+            }
+            const Floats p[4] = {
+                broadcast(weights[i]), broadcast(weights[i + 1]), broadcast(weights[i + 2]), broadcast(weights[i + 3])};
+            int64_t j = 0;
+            for (; j + LANES <= width; j += LANES) {
+                Floats y = load(sums + j);
+                for (int n = 0; n < 4; n++) y = fma(p[n], load(all + at[i + n] + j), y);
+                store(sums + j, y);
+            }
+            if (j < width) {
+                Floats y = load(sums + j);
+                for (int n = 0; n < 4; n++) y = fma(p[n], load_part(all + at[i + n] + j, width - j), y);
+                store(sums + j, y);
+            }
+        }
+        for (; i < count; i++) {
+            const Floats p = broadcast(weights[i]);
+            int64_t j = 0;
+            for (; j + LANES <= width; j += LANES) store(sums + j, fma(p, load(all + at[i] + j), load(sums + j)));
+            if (j < width) store(sums + j, fma(p, load_part(all + at[i] + j, width - j), load(sums + j)));
+        }
+    }
+
+    float* state(int64_t head, int64_t s) const { return partial + (head * most_splits + s) * (width + 2); }
+
+    void merge(int64_t head, int64_t splits) const {
+        float most = state(head, 0)[0], total = 0.0f;
+        bool broken = false;
+        for (int64_t s = 0; s < splits; s++) {
+            const float m = state(head, s)[0];
+            broken = broken || m != m;
+            most = most < m ? m : most;
+        }
+        scratch.start(Scratch::bytes<float>(width));
+        float* const sums = scratch.take<float>(width);
+        std::memset(sums, 0, size_t(width) * 4);
+        for (int64_t s = 0; s < splits; s++) {
+            const float* const part = state(head, s);
+            const float factor = broken ? std::nanf("") : exponential(part[0] - most);
+            total = multiply_add(factor, part[1], total);
+            for (int64_t i = 0; i < width; i++) sums[i] = multiply_add(factor, part[2 + i], sums[i]);
+        }
+        for (int64_t i = 0; i < width; i++) sums[i] /= total;
+        write_row(out, Dtype(dtype), head * width, width, sums);
+    }
+};
+
+}  // namespace

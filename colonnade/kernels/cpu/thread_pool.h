@@ -1,0 +1,180 @@
+// Worker threads: the pool, the barrier between kernels, each thread's share of the work, and its scratch memory.
+//
+// A step of a small model has hundreds of barriers, so that threads spin for SPIN before they sleep.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <unistd.h>
+
+#include "arguments.h"
+
+namespace {
+
+constexpr auto SPIN = std::chrono::microseconds(50);  // how long a thread spins before it sleeps
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// A counter that threads wait for: they spin for SPIN, then sleep.
+class Counter {
+  public:
+    uint32_t value() const { return value_.load(); }
+    void advance() {
+        value_.fetch_add(1);
+        if (sleepers_.load() > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            wake_.notify_all();
+        }
+    }
+    void wait_while(uint32_t old) {
+        const auto end = std::chrono::steady_clock::now() + SPIN;
+        do {
+            for (int i = 0; i < 32; i++) {
+                if (value_.load() != old) return;
+                pause();
+            }
+        } while (std::chrono::steady_clock::now() < end);
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, [&] { return value_.load() != old; });
+        sleepers_.fetch_sub(1);
+    }
+
+  private:
+    std::atomic<uint32_t> value_{0};
+    std::atomic<int> sleepers_{0};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+};
+
+class Barrier {
+  public:
+    void wait(int threads) {
+        if (threads == 1) return;
+        const uint32_t now = passed_.value();
+        if (arrived_.fetch_add(1) + 1 == threads) {
+            arrived_.store(0);
+            passed_.advance();
+        } else {
+            passed_.wait_while(now);
+        }
+    }
+
+  private:
+    std::atomic<int> arrived_{0};
+    Counter passed_;
+};
+
+struct Job {
+    void (*run)(const void* argument, int thread, int threads, Barrier& barrier) = nullptr;
+    const void* argument = nullptr;
+    int threads = 1;
+};
+
+// Worker threads, created when they are first needed and kept until the process ends.
+class Pool {
+  public:
+    void run(Job job) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (job.threads > 1) {
+            while (workers_ + 1 < job.threads) {
+                std::thread(&Pool::work, this, ++workers_, started_.value()).detach();
+            }
+            done_.store(0);
+            job_ = job;
+            started_.advance();
+        }
+        job.run(job.argument, 0, job.threads, barrier_);
+        // All workers acknowledge a job, also those that it does not use, before job_ may change.
+        if (job.threads > 1) {
+            while (true) {
+                const uint32_t now = finished_.value();
+                if (done_.load() == workers_) break;
+                finished_.wait_while(now);
+            }
+        }
+    }
+
+  private:
+    void work(int thread, uint32_t seen) {
+        while (true) {
+            started_.wait_while(seen++);
+            const Job job = job_;
+            if (thread < job.threads) job.run(job.argument, thread, job.threads, barrier_);
+            const int all = job_workers();
+            if (done_.fetch_add(1) + 1 == all) finished_.advance();
+        }
+    }
+    int job_workers() const { return workers_; }
+
+    std::mutex mutex_;
+    int workers_ = 0;  // written only while no worker runs a job
+    Job job_;
+    Counter started_, finished_;
+    std::atomic<int> done_{0};
+    Barrier barrier_;
+};
+
+Pool& pool() {
+    // A forked child has none of its parent's threads: it gets a pool of its own, and the old one is abandoned.
+    static std::mutex mutex;
+    static Pool* current = nullptr;
+    static pid_t owner = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (current == nullptr || owner != getpid()) {
+        current = new Pool;
+        owner = getpid();
+    }
+    return *current;
+}
+
+struct Share {
+    int64_t begin, end;
+};
+
+// The part of `count` items of one thread, in whole steps.
+inline Share share(int64_t count, int64_t step, int thread, int threads) {
+    const int64_t steps = ceil_div(count, step);
+    const int64_t begin = steps * thread / threads * step, end = steps * (thread + 1) / threads * step;
+    return {begin < count ? begin : count, end < count ? end : count};
+}
+
+// Memory of one thread, reused by all its kernels.
+class Scratch {
+  public:
+    ~Scratch() { std::free(memory_); }
+    void start(int64_t bytes) {
+        used_ = 0;
+        if (bytes <= size_) return;
+        std::free(memory_);
+        size_ = 0;
+        memory_ = static_cast<char*>(std::aligned_alloc(64, size_t(round_up(bytes, 64))));
+        if (memory_ == nullptr) throw std::bad_alloc();
+        size_ = round_up(bytes, 64);
+    }
+    template <typename T> T* take(int64_t count) {
+        T* at = reinterpret_cast<T*>(memory_ + used_);
+        used_ += bytes<T>(count);
+        return at;
+    }
+    template <typename T> static int64_t bytes(int64_t count) { return round_up(count * int64_t(sizeof(T)), 64); }
+
+  private:
+    char* memory_ = nullptr;
+    int64_t size_ = 0, used_ = 0;
+};
+
+thread_local Scratch scratch;
+
+}  // namespace
