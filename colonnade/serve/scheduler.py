@@ -244,7 +244,7 @@ class Scheduler:
         child = Request(
             id=parent.id, prompt=parent.prompt, params=parent.params, seed=parent.seed,
             limit_tokens=parent.limit_tokens, client=parent.client, priority=parent.priority, adapter=parent.adapter,
-            source=parent.source, search=search,
+            source=parent.source, search=search, admitted_s=parent.admitted_s,
         )  # fmt: skip
         full = parent.computed // self.pool.page_tokens
         needed = self.pool.pages_for(len(parent.ids)) - full
