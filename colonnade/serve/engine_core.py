@@ -132,7 +132,7 @@ class EngineCore:
         stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions
         stats.drafts, stats.draft_tokens = scheduler.drafts, scheduler.draft_tokens
         stats.accepted_draft_tokens = scheduler.accepted_draft_tokens
-        stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
+        stats.prefix_queries, stats.prefix_hits = scheduler.kv_cache.prefix_queries, scheduler.kv_cache.prefix_hits
         if (graphs := self.runner.graphs) is not None:
             stats.shared_keys, stats.spared_keys = graphs.shared_keys, graphs.spared_keys
 
