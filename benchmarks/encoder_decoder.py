@@ -204,7 +204,7 @@ def serve(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Headl
         found = engine.generate(sources, params)
         ours_s = time.perf_counter() - began
     assert [len(each.token_ids) for each in found] == wanted
-    graphs = engine._runner.graphs is not None
+    graphs = engine.core.runner.graphs is not None
     rows.append(row("colonnade", sum(wanted), ours_s) | {"cuda_graphs": graphs, "steps": engine.stats.steps // 2})
     print(line(rows[-1]), flush=True)
     if args.profile:

@@ -18,8 +18,9 @@ from colonnade.model_spec import ModelSpec, load_checked
 from colonnade.parallel.launch import launch, rank_and_world
 from colonnade.serve.batch_invariance import batching_note
 from colonnade.serve.engine import Engine
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import engine_process
-from colonnade.serve.ipc import EngineClient, GenerationRequest
+from colonnade.serve.generation_request import GenerationRequest
 from colonnade.serve.package import Package
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.worker import open_context

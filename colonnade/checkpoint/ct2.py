@@ -16,16 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.weight_mapping import (
-    Box,
-    BridgeKV,
-    FusedQKV,
-    MappingTable,
-    ParamMapping,
-    Shape,
-    TensorSource,
-    WeightLoader,
-)
+from colonnade.checkpoint.weight_loader import WeightLoader
+from colonnade.checkpoint.weight_mapping import Box, BridgeKV, FusedQKV, MappingTable, ParamMapping, Shape, TensorSource
 from colonnade.config import EncoderConfig, ModelConfig
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import Transformer

@@ -5,23 +5,20 @@ rule 1); experts use their own mesh. It aliases the local tensor, so loading fil
 translates the placements of a layout to DTensor placements.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint.quantised_components import VALUES, component_shape, components, is_transposed
 from colonnade.checkpoint.tensor_index import split_key
-from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.model import Transformer
 from colonnade.model.lora import is_adapter
 from colonnade.model.weight_only_quant import StoredFormat, quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, placements
-
-VALUES, SCALES = ".values", ".scales"
-"""Suffixes of the two tensors of a quantised parameter."""
 
 
 class OptimizerState(Protocol):
@@ -59,12 +56,6 @@ def local_tensors(
     return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
 
 
-def components(name: str, weight: Quantised) -> Iterator[tuple[str, Tensor]]:
-    """The two tensors of parameter ``name`` in a checkpoint, where it is quantised."""
-    yield f"{name}{VALUES}", weight.values
-    yield f"{name}{SCALES}", weight.scales
-
-
 def component_view(
     key: str, local: Tensor, form: StoredFormat, placement: Placement, shape: torch.Size, context: DistributedContext
 ) -> Tensor:
@@ -74,26 +65,11 @@ def component_view(
     """
     cuts_inputs = key.endswith(VALUES) or form.kind == "int4"
     if isinstance(placement, Experts):
-        if _is_transposed(key, shape):
+        if is_transposed(key, shape):
             placement = Experts(2 if cuts_inputs else None)
     elif placement == 1 and not cuts_inputs:
         placement = WHOLE
     return storage_view(local, placement, component_shape(key, form, shape), context, sharded=False)
-
-
-def component_shape(key: str, form: StoredFormat, shape: torch.Size) -> torch.Size:
-    """The whole shape of a component, named ``key``, of a quantised parameter of the whole ``shape``."""
-    *lead, outputs, inputs = (shape[0], shape[2], shape[1]) if _is_transposed(key, shape) else shape
-    groups, int4 = -(-inputs // form.group), form.kind == "int4"
-    if key.endswith(VALUES):
-        words = groups * form.group // INT4_PER_WORD if int4 else groups if form.kind == "ternary" else inputs
-        return torch.Size((*lead, outputs, words))
-    return torch.Size((*lead, outputs, groups, 2) if int4 else (*lead, outputs, 1))
-
-
-def _is_transposed(key: str, shape: torch.Size) -> bool:
-    """Whether a parameter is a stack that is stored inputs first."""
-    return len(shape) == 3 and key.removesuffix(VALUES).removesuffix(SCALES).endswith(".down")
 
 
 def storage_views(

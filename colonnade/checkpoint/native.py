@@ -28,22 +28,12 @@ from torch.distributed import ProcessGroup
 
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.atomic_folder import DISK_FULL_ERRNOS, Manifest
-from colonnade.checkpoint.dtensor_view import (
-    SCALES,
-    VALUES,
-    OptimizerState,
-    component_shape,
-    component_view,
-    components,
-    local_tensors,
-    storage_view,
-    storage_views,
-)
+from colonnade.checkpoint.dtensor_view import OptimizerState, component_view, local_tensors, storage_view, storage_views
+from colonnade.checkpoint.quantised_components import component_specs, components, empty_quantised
 from colonnade.checkpoint.tensor_index import DTYPES, INDEX, Index, split_key
 from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.config.serve import Pooling
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
-from colonnade.kernels.linear.quantise import Quantised
 from colonnade.model import Transformer
 from colonnade.model.weight_only_quant import StoredFormat, StoreWeight, copy_weight, dense, quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
@@ -253,7 +243,7 @@ def load(
                 continue  # another pipeline stage's
             part = local_part(torch.empty(shapes[name], device="meta"), layout[name], model.axes).shape
             _check_components(folder, index, key, form, shapes[name])
-            weight = _empty_quantised(key, form, part, context.device)
+            weight = empty_quantised(key, form, part, context.device)
             views = dict(components(key, weight))
             if context.world > 1:
                 views = {k: component_view(k, x, form, layout[name], shapes[name], context) for k, x in views.items()}
@@ -308,30 +298,14 @@ def _read_metadata(folder: Path) -> tuple[Manifest, Meta, Index]:
 
 def _check_components(folder: Path, index: Index, key: str, form: StoredFormat, shape: torch.Size) -> None:
     """Raise :class:`CheckpointError` unless the checkpoint has the quantised parameter ``key`` as ``form`` says."""
-    for suffix, dtype in zip((VALUES, SCALES), _component_dtypes(form), strict=True):
-        entry, expected = index.tensors.get(f"{key}{suffix}"), component_shape(f"{key}{suffix}", form, shape)
+    for name, expected, dtype in component_specs(key, form, shape):
+        entry = index.tensors.get(name)
         if entry is None or DTYPES[entry.dtype] != dtype or entry.shape != tuple(expected):
             has = "no such tensor" if entry is None else f"{entry.shape} in {entry.dtype}"
             raise CheckpointError(
                 f"{META} of {folder} says that '{key}' is in {form.kind}, of {tuple(expected)} "
                 f"{str(dtype).removeprefix('torch.')} values, and {INDEX} has {has}; use another checkpoint"
             )
-
-
-def _component_dtypes(form: StoredFormat) -> tuple[torch.dtype, torch.dtype]:
-    values = {"int4": torch.int32, "float8": torch.float8_e4m3fn, "ternary": torch.int16}.get(form.kind, torch.int8)
-    narrow = form.kind == "ternary" or (form.kind == "int4" and not form.wide_scales)
-    return values, torch.bfloat16 if narrow else torch.float32
-
-
-def _empty_quantised(key: str, form: StoredFormat, shape: torch.Size, device: torch.device) -> Quantised:
-    """An uninitialised quantised parameter of this rank's ``shape``."""
-    values, scales = (
-        torch.empty(component_shape(f"{key}{suffix}", form, shape), dtype=dtype, device=device)
-        for suffix, dtype in zip((VALUES, SCALES), _component_dtypes(form), strict=True)
-    )
-    inputs = shape[1] if len(shape) == 2 or key.endswith(".down") else shape[2]
-    return Quantised(form.kind, values, scales, inputs, form.group if form.kind in ("int4", "ternary") else inputs)
 
 
 def _check_same_model(folder: Path, meta: Meta, expected: ModelConfig) -> None:

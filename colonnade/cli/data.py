@@ -71,7 +71,8 @@ def corpus(
         overwrite: Replace an existing corpus.
     """
     from colonnade.data import build
-    from colonnade.data.corpus_builder import check_output, progress_bar
+    from colonnade.data.corpus_builder import progress_bar
+    from colonnade.data.corpus_folder import check_output
     from colonnade.data.readers import sotu_documents
 
     if not sources:

@@ -30,7 +30,8 @@ def transcribe(
     """
     from colonnade import api
     from colonnade.speech.audio import load_audio
-    from colonnade.speech.transcribe import Transcriber, write_transcript
+    from colonnade.speech.transcribe import Transcriber
+    from colonnade.speech.transcript import write_transcript
 
     if words and format != "json":
         raise ConfigError(f"--words needs --format json, and it is {format}")

@@ -10,42 +10,14 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
+from colonnade.config.attention import LatentConfig, RopeScaling
 from colonnade.config.base import MAX_DIM, Config
 from colonnade.config.derive import MODEL_DERIVED_FIELDS, divisors
 from colonnade.config.encoder import EncoderConfig, RelativePositions
 from colonnade.config.lora import LoraConfig
 from colonnade.config.moe import MoeConfig
+from colonnade.config.parameter_count import count_parameters, ffn_parameters, flops_per_token
 from colonnade.errors import ConfigError
-
-
-class LatentConfig(Config):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are computed from one
-    short vector per token. The model's head_width is that of queries and keys, rotary part included.
-    """
-
-    kv_rank: int = Field(gt=0, le=MAX_DIM)
-    """Width of the compressed vector from which the keys and values of all heads are computed."""
-    rope_width: int = Field(gt=0, le=MAX_DIM)
-    """Width of the rotary part at the end of each query and key head; all heads share the keys' rotary part."""
-    v_width: int = Field(gt=0, le=MAX_DIM)
-    """Width of a value head."""
-    q_rank: int = Field(default=0, ge=0, le=MAX_DIM)
-    """Width of the compressed vector from which the queries of all heads are computed; 0: queries are projected from
-    the token directly."""
-    norm_eps: float = Field(default=1e-6, gt=0)
-    """Added to the variance when the two compressed vectors are normalised."""
-
-    def projection_parameters(self, width: int, heads: int, head_width: int) -> int:
-        """Parameters in the attention matrices of one layer of a model of these sizes."""
-        q = (width + heads * head_width) * self.q_rank if self.q_rank else width * heads * head_width
-        up = head_width - self.rope_width + self.v_width
-        kv = width * (self.kv_rank + self.rope_width) + self.kv_rank * heads * up
-        return q + kv + heads * self.v_width * width
-
-    def norm_and_bias_parameters(self, *, bias: bool) -> int:
-        """Parameters in the norms and biases of the two compressed vectors."""
-        return (1 + bias) * (self.q_rank + self.kv_rank) + bias * self.rope_width
-
 
 Family = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert",
@@ -55,34 +27,6 @@ Family = Literal[
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 MAX_PARAMETERS = 10**15
 TaskHead = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
-
-
-class RopeScaling(Config):
-    """Scaling of the rotary frequencies for contexts longer than the one of the first training."""
-
-    kind: Literal["linear", "llama3", "yarn"]
-    """linear: positions divided by the factor (Chen 2023). llama3: by frequency band (Llama 3.1).
-    yarn: NTK by parts with an attention temperature (Peng 2023)."""
-    factor: float = Field(gt=0)
-    """The new context divided by the original one."""
-    original_context: int = Field(default=8192, gt=0, le=MAX_DIM)
-    """Context of the first training [tokens]."""
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    """llama3: frequencies of wavelengths above original_context / this are divided by the whole factor."""
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    """llama3: frequencies of wavelengths below original_context / this are unchanged."""
-    beta_fast: float = Field(default=32.0, gt=0)
-    """yarn: frequencies with more rotations than this within the original context are unchanged."""
-    beta_slow: float = Field(default=1.0, gt=0)
-    """yarn: frequencies with fewer rotations than this are divided by the whole factor."""
-    attention_factor: float | None = Field(default=None, gt=0)
-    """yarn: multiplies cos and sin; None computes 0.1·ln(factor) + 1 (or mscale's ratio)."""
-    mscale: float | None = Field(default=None, ge=0)
-    """yarn, DeepSeek's variant: coefficient in the numerator of the attention temperature."""
-    mscale_all_dim: float | None = Field(default=None, ge=0)
-    """yarn, DeepSeek's variant: coefficient in the denominator of the attention temperature."""
-    truncate: bool = True
-    """yarn: round the two ends of the frequency band to whole dimensions, as the authors' code does."""
 
 
 class ModelConfig(Config):
@@ -372,48 +316,14 @@ class ModelConfig(Config):
     @property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
-        d, f, h = self.width, self.ffn_width, self.head_width
-        norm = d * (2 if self.norm == "layernorm" else 1)
-        qkv = (self.heads + 2 * self.kv_heads) * h
-        normed = 2 if self.qk_norm_over == "head" else self.heads + self.kv_heads
-        attention = self._projections + d * self.out_bias
-        if self.latent:
-            attention += self.latent.norm_and_bias_parameters(bias=self.qkv_bias)
-        else:
-            attention += qkv * self.qkv_bias + normed * h * self.qk_norm
-        expert_layers = self.expert_layers
-        encoder_experts = self.encoder.expert_layers if self.encoder and self.moe else 0
-        ffn = self._ffn_parameters(f) * (self.layers - expert_layers + encoder_experts)
-        if moe := self.moe:
-            each = moe.stored_experts * self._ffn_parameters(moe.ffn_width)
-            each += self._ffn_parameters(moe.shared_width) * bool(moe.shared_width) + d * moe.shared_gate
-            each += moe.router_parameters(d)
-            ffn += each * expert_layers
-        outside = self.vocab_size * d * (1 if self.tied else 2)
-        outside += norm * ((self.norm_order == "pre") + self.embed_norm) + self.segments * d
-        outside += self.context * d if self.positions == "learned" else 0
-        square = d * d + d
-        outside += (square + norm + self.vocab_size) * self.has_transform + square * self.has_pooler
-        outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.task_head, 0)
-        if self.relative_positions:
-            outside += self.relative_positions.buckets * self.heads * (1 if self.encoder is None else 2)
-        cross = 0
-        if encoder := self.encoder:
-            # Queries and outputs of each decoder layer's cross attention, its norm, and its share of the bridge.
-            cross = self._projections + (self.heads + 2 * self.kv_heads) * h * self.qkv_bias + d * self.out_bias + norm
-            hidden = encoder.ffn_width or f
-            outside += encoder.layers * (attention + 2 * norm) + norm
-            outside += (encoder.layers - encoder_experts) * self._ffn_parameters(hidden)
-            if encoder.reads == "audio":
-                outside += 3 * d * (encoder.mels + d) + 2 * d + encoder.context * d
-        return self.layers * (attention + 2 * norm + cross) + ffn + outside
+        return count_parameters(self)
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of the routed experts, shared experts left out."""
         if self.moe is None:
             return 0
-        return self.expert_layers * self.moe.stored_experts * self._ffn_parameters(self.moe.ffn_width)
+        return self.expert_layers * self.moe.stored_experts * ffn_parameters(self, self.moe.ffn_width)
 
     @property
     def active_parameters(self) -> int:
@@ -429,17 +339,6 @@ class ModelConfig(Config):
         size = f"{self.parameters / 1e6:.2f} M parameters"
         return size if self.moe is None else f"{size}, {self.active_parameters / 1e6:.2f} M of them active"
 
-    @property
-    def _projections(self) -> int:
-        """Parameters in the attention matrices of one layer."""
-        if self.latent:
-            return self.latent.projection_parameters(self.width, self.heads, self.head_width)
-        return 2 * self.width * (self.heads + self.kv_heads) * self.head_width
-
-    def _ffn_parameters(self, hidden: int) -> int:
-        """Parameters of a feed-forward network with ``hidden`` hidden units."""
-        return (2 + self.gated) * self.width * hidden + self.ffn_bias * ((1 + self.gated) * hidden + self.width)
-
     def flops_per_token(self, sequence: int, *, causal: bool) -> float:
         """Floating-point operations to train on one token: 3 × the forward pass's matrix products.
 
@@ -447,14 +346,4 @@ class ModelConfig(Config):
         the mask keeps; otherwise all are counted, as in the Megatron and PaLM papers. The embedding look-up is free.
         Recomputation is not counted: these are model FLOPs, not hardware FLOPs.
         """
-        # Hidden units that process a token, in all layers.
-        expert_layers = 0 if self.moe is None else self.moe.count_expert_layers(self.layers)
-        hidden = (self.layers - expert_layers) * self.ffn_width
-        if self.moe:
-            hidden += expert_layers * (self.moe.active * self.moe.ffn_width + self.moe.shared_width)
-        ffn = self.width * (2 + self.gated) * hidden
-        attended = min(sequence, self.window) if self.window else sequence
-        widths = self.head_width + (self.latent.v_width if self.latent else self.head_width)
-        scores = attended * self.heads * widths * (0.5 if causal and self.causal else 1.0)
-        head = self.width * self.vocab_size if self.causal or self.predicts_masked else 0
-        return 3 * 2 * (self.layers * (self._projections + scores) + ffn + head)
+        return flops_per_token(self, sequence, causal=causal)

@@ -4,8 +4,6 @@ documents -> tokenizer (passed or trained on the training documents) -> tokens, 
 token -> training or validation split (:mod:`~colonnade.data.holdout`) -> shards, index of documents, manifest
 """
 
-import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,21 +17,15 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from colonnade.config import file_suffix, plural
+from colonnade.config import plural
 from colonnade.config.base import MAX_DIM
 from colonnade.data.corpus import MAX_TASKS, ShardWriter
+from colonnade.data.corpus_folder import check_output, publish, temporary_folder
 from colonnade.data.holdout import HashedChunk, Holdout, choose_holdout
-from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
+from colonnade.data.manifest import SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.pairs import SENTINELS, sentinel
-from colonnade.data.readers import (
-    ReadOptions,
-    Source,
-    TextChunk,
-    find_files,
-    read_documents,
-    tasks_by_source,
-    total_bytes,
-)
+from colonnade.data.readers import ReadOptions, Source, find_files, read_documents, tasks_by_source, total_bytes
+from colonnade.data.text_chunks import TextChunk
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, DataError
 
@@ -274,19 +266,6 @@ def _check_settings(
         raise ConfigError("an empty separator matches everywhere; give the text between documents, or no --separator")
 
 
-def check_output(out: Path, overwrite: bool) -> None:
-    """Raise :class:`DataError` unless a corpus may be written to ``out``."""
-    if suffix := file_suffix(out):
-        raise DataError(f"{out} names one {suffix} file, and a corpus is a folder; leave {suffix} out")
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if (out / MANIFEST).is_file():
-        if not overwrite:
-            raise DataError(f"{out} has a corpus already; choose another folder, or replace it (--overwrite)")
-    elif out.exists():
-        raise DataError(f"{out} exists and is not a corpus; choose another folder")
-
-
 def _sample_texts(chunks: Iterable[TextChunk], holdout: Holdout, share: float) -> Iterator[str]:
     """The text of about ``share`` of the training documents."""
     low = holdout.threshold
@@ -364,28 +343,3 @@ def _task_id(names: dict[str, int], task: str | None) -> int:
     if task not in names and len(names) == MAX_TASKS:
         raise DataError(f"there are more than {MAX_TASKS:,} tasks; choose a field with fewer values for --tasks")
     return names.setdefault(task, len(names))
-
-
-def temporary_folder(out: Path) -> Path:
-    """The folder to build ``out`` in: beside it, because the last step is a rename; a killed build leaves it."""
-    path = out.absolute()
-    return path.with_name(f".{path.name}.building-{secrets.token_hex(4)}")
-
-
-def publish(folder: Path, out: Path) -> None:
-    """Rename the finished folder to ``out``; a corpus that it replaces is deleted only afterwards."""
-    old = folder.with_name(f"{folder.name}.old")
-    if replaces := (out / MANIFEST).is_file():
-        out.rename(old)
-    try:
-        folder.rename(out)
-    except OSError:
-        if replaces:
-            old.rename(out)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # sync the rename to disk, where directories can be opened
-        handle = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(handle)
-        os.close(handle)
-    if replaces:
-        shutil.rmtree(old)

@@ -13,10 +13,19 @@ decoded together with some before it, and text is withheld while a later token c
 
 The difference from the sliding windows of other servers: these two rules make the concatenation exact for invalid bytes
 too, and the window moves only after several settled tokens, so most tokens are decoded with a single call.
+
+:class:`TokenBytes` has the bytes of each token of a vocabulary, and makes its detokenizers.
 """
 
 import codecs
+import functools
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import tokenizers
+
+from colonnade.data.train_tokenizer import BYTE_LEVEL
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BROKEN_RUN = 32  # tokens; bounds the work for a model that repeats an invalid byte
@@ -103,3 +112,65 @@ class Detokenizer:
         dropped = self._decode(before)
         if dropped + self._decode(after) == text:
             self._window, self._emitted, self._settled = after, self._emitted - len(dropped), 0
+
+
+class TokenBytes:
+    """The bytes of each token of a vocabulary; ``decoder`` is that of its ``tokenizer.json``."""
+
+    def __init__(self, core: tokenizers.Tokenizer, decoder: dict[str, Any] | None):
+        text = json.dumps(decoder)
+        self._core = core
+        self._added_ids = frozenset(core.get_added_tokens_decoder())
+        self._is_byte_level = '"ByteLevel"' in text
+        self._joins_bytes = decoder is not None and decoder["type"] == "ByteLevel"
+        """Whether decoding joins the bytes of tokens."""
+        byte_ids = (core.token_to_id(f"<0x{byte:02X}>") for byte in range(256)) if '"ByteFallback"' in text else ()
+        self._byte_ids = frozenset(i for i in byte_ids if i is not None)
+        """SentencePiece's byte tokens, if the decoder converts them to bytes."""
+        self._inside: dict[int, bytes] = {}
+        self._decoded = _DecodedBytes(core)
+
+    def detokenizer(self, silent: frozenset[int]) -> ByteDetokenizer | Detokenizer:
+        """A new incremental decoder; ``silent`` ids have no text."""
+        if self._joins_bytes:
+            return ByteDetokenizer(self._decoded.__getitem__, silent)
+        decode = functools.partial(self._core.decode, skip_special_tokens=False)
+        return Detokenizer(decode, silent=silent, byte_ids=self._byte_ids)
+
+    def inside(self, token_id: int) -> bytes:
+        """The bytes of one token inside a text, possibly part of a character; empty for an id without a token."""
+        if (data := self._inside.get(token_id)) is None:
+            data = self._inside[token_id] = self._decode_token(token_id)
+        return data
+
+    def _decode_token(self, token_id: int) -> bytes:
+        spelling = self._core.id_to_token(token_id)
+        if spelling is None:
+            return b""
+        if token_id in self._byte_ids:  # <0x0A>
+            return bytes([int(spelling[3:5], 16)])
+        if token_id in self._added_ids:
+            return spelling.encode()
+        if self._is_byte_level and all(character in BYTE_LEVEL for character in spelling):
+            return bytes(BYTE_LEVEL[character] for character in spelling)
+        # SentencePiece drops the space of a text's first token, so the second one of two is read.
+        decode = functools.partial(self._core.decode, skip_special_tokens=False)
+        return decode([token_id, token_id])[len(decode([token_id])) :].encode()
+
+
+class _DecodedBytes(dict[int, bytes]):
+    """The bytes of each token by the rule of a ByteLevel decoder, which also applies to added tokens.
+
+    A token spelled with the alphabet of bytes only is those bytes, any other one its spelling in UTF-8.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer):
+        super().__init__()
+        self._core = core
+
+    def __missing__(self, token_id: int) -> bytes:
+        spelling = self._core.id_to_token(token_id) or ""
+        is_bytes = all(character in BYTE_LEVEL for character in spelling)
+        data = bytes(BYTE_LEVEL[character] for character in spelling) if is_bytes else spelling.encode()
+        self[token_id] = data
+        return data

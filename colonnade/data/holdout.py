@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from colonnade.data.readers import TextChunk
+from colonnade.data.text_chunks import TextChunk
 from colonnade.errors import DataError
 
 MIN_SPAN_CHARACTERS = 4096

@@ -13,7 +13,7 @@ import numpy as np
 
 from colonnade.config import short_repr
 from colonnade.data.corpus import ShardWriter
-from colonnade.data.corpus_builder import publish, temporary_folder
+from colonnade.data.corpus_folder import publish, temporary_folder
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import DataError

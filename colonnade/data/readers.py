@@ -4,11 +4,6 @@ Never a whole corpus is in memory. Arrow files are those that Hugging Face's ``d
 
 A sample corpus is read from a Python package's data files; its code is never imported.
 
-Documents are read in chunks of at most ``CHUNK_CHARACTERS``, because a tokenizer needs a hundred times the memory of
-its text. Nearly all documents are one chunk. A longer one is cut between a letter or digit and the white space after
-it, where GPT-2's pattern and its successors (GPT-4's, Llama 3's) always split, so the tokens are those of the whole
-document.
-
 A file that is not text is refused with its name and the offset of the first invalid byte; a wrongly decoded corpus
 would be noticed only weeks later, in the trained model.
 """
@@ -19,37 +14,19 @@ import gzip
 import importlib.util
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple, cast
 
+from colonnade.data.text_chunks import TextChunk, check_characters, json_type, pair_chunks, record_chunks, split_chunks
 from colonnade.errors import DataError
 
-CHUNK_CHARACTERS = 1 << 20
 _READ_BYTES = 1 << 20
-_WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
 
 Source = Path | str | tuple[str, str]
 """A file, a folder of files, or a document in memory as (name, text)."""
-
-
-class TextChunk(NamedTuple):
-    """A document or a part of a long one."""
-
-    text: str
-    last: bool
-    """Whether the document ends here."""
-    size_bytes: int
-    """Size of the chunk in its source file; approximate for Parquet."""
-    task: str | None = None
-    """The document's task, if tasks are read."""
-    title: str | None = None
-    """The document's title, if titles are read and it has one."""
-    ends_source: bool = False
-    """Whether the source of a pair ends here; its target follows in the same document."""
 
 
 class ReadOptions(NamedTuple):
@@ -157,8 +134,8 @@ def _in_file(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
 
 
 def _in_memory(name: str, text: str) -> Iterator[TextChunk]:
-    _check_characters(text, name)
-    return _split_chunks([text])
+    check_characters(text, name)
+    return split_chunks([text])
 
 
 def _read_text(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
@@ -166,7 +143,7 @@ def _read_text(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
         raise DataError(f"{file} is plain text, which has no field '{options.task_field}'; use --tasks source")
     if options.target_field:
         return _striped(_read_pairs(_decode_utf8(file), str(file)), options)
-    return _striped(_split_chunks(_decode_utf8(file), options.separator), options)
+    return _striped(split_chunks(_decode_utf8(file), options.separator), options)
 
 
 def _striped(chunks: Iterable[TextChunk], options: ReadOptions) -> Iterator[TextChunk]:
@@ -192,18 +169,7 @@ def _read_pairs(chunks: Iterable[str], name: str) -> Iterator[TextChunk]:
                         f"{name}:{number}: {len(columns)} columns, and a pair is a source, a tab and a target; correct "
                         "the line, or give JSONL with --field SOURCE,TARGET"
                     )
-                yield from _pair_chunks(columns[0], columns[1], f"{name}:{number}", len(line.encode()) + 1)
-
-
-def _pair_chunks(source: object, target: object, place: str, size_bytes: int) -> Iterator[TextChunk]:
-    """The chunks of one pair, a document."""
-    for value, what in ((source, "source"), (target, "target")):
-        if not isinstance(value, str) or not value.strip():
-            raise DataError(f"{place}: the {what} of a pair is empty or no text; correct or remove the pair")
-        _check_characters(value, place)
-        for chunk in _split_chunks([value]):
-            last = chunk.last and what == "target"
-            yield TextChunk(chunk.text, last, size_bytes if last else 0, ends_source=chunk.last and not last)
+                yield from pair_chunks(columns[0], columns[1], f"{name}:{number}", len(line.encode()) + 1)
 
 
 def _decode_utf8(file: Path) -> Iterator[str]:
@@ -240,7 +206,7 @@ def _read_jsonl(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
             except ValueError as error:
                 raise DataError(f"{place}: not JSON: {error}; a .jsonl file has one object per line") from None
             if not isinstance(record, dict):
-                raise DataError(f"{place}: {_json_type(record)}, not an object; a .jsonl file has one object per line")
+                raise DataError(f"{place}: {json_type(record)}, not an object; a .jsonl file has one object per line")
             if options.field not in record:
                 raise DataError(
                     f"{place}: no field '{options.field}', but {_quoted_names(record)}; choose one with --field"
@@ -255,13 +221,13 @@ def _read_jsonl(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
                         f"{place}: no field '{options.target_field}', but {_quoted_names(record)}; choose them with "
                         "--field SOURCE,TARGET"
                     )
-                yield from _pair_chunks(record[options.field], record[options.target_field], place, len(line))
+                yield from pair_chunks(record[options.field], record[options.target_field], place, len(line))
                 continue
             task = None
             if options.task_field:
                 task = _task_name(record[options.task_field], f"{place}: field '{options.task_field}'")
-            chunks = _record_chunks(record[options.field], f"{place}: field '{options.field}'", len(line), task)
-            yield from _titled(chunks, record.get(options.title_field) if options.title_field else None)
+            title = record.get(options.title_field) if options.title_field else None
+            yield from record_chunks(record[options.field], f"{place}: field '{options.field}'", len(line), task, title)
 
 
 def _open_binary(file: Path) -> IO[bytes]:
@@ -273,10 +239,6 @@ def _lines(stream: Iterable[bytes], file: Path) -> Iterator[bytes]:
         yield from stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file} is not a whole gzip file: {error}; fetch or compress it again") from None
-
-
-def _titled(chunks: Iterable[TextChunk], title: object) -> Iterator[TextChunk]:
-    return (chunk._replace(title=title) for chunk in chunks) if isinstance(title, str) else iter(chunks)
 
 
 def _read_parquet(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
@@ -337,7 +299,7 @@ def _read_rows(file: Path, batches: Iterable[Any], row_bytes: int | None, option
             size = (
                 len(value.encode(errors="replace")) if row_bytes is None and isinstance(value, str) else row_bytes or 0
             )
-            yield from _titled(_record_chunks(value, f"{place} '{options.field}'", size, task), title)
+            yield from record_chunks(value, f"{place} '{options.field}'", size, task, title)
         row += batch.num_rows
 
 
@@ -345,55 +307,9 @@ def _task_name(value: object, place: str) -> str:
     """The task as a string; raises :class:`DataError` for anything but a string or an integer."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise DataError(
-            f"{place} is {_json_type(value)}, and a task is a name or a number; correct or remove this record"
+            f"{place} is {json_type(value)}, and a task is a name or a number; correct or remove this record"
         )
     return str(value)
-
-
-def _record_chunks(value: object, place: str, size_bytes: int, task: str | None = None) -> Iterator[TextChunk]:
-    """The chunks of one record's document; the last one has the record's size in bytes."""
-    if not isinstance(value, str):
-        raise DataError(f"{place} is {_json_type(value)}, not text; correct or remove this record")
-    _check_characters(value, place)
-    for chunk in _split_chunks([value]):
-        yield chunk._replace(size_bytes=size_bytes if chunk.last else 0, task=task)
-
-
-def _split_chunks(chunks: Iterable[str], separator: str | None = None) -> Iterator[TextChunk]:
-    """Split at the separators into documents, and long documents into chunks."""
-    rest, inside = "", False  # inside: a chunk of the current document was yielded already
-    spare = len(separator or "")  # so that a separator is never cut in two
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(separator) if separator else [rest + chunk]
-        for document in whole:
-            if inside or document.strip():
-                yield TextChunk(document, True, len((document + (separator or "")).encode()))
-            inside = False
-        while len(rest) > CHUNK_CHARACTERS + spare:
-            at = _chunk_end(rest)
-            yield TextChunk(rest[:at], False, len(rest[:at].encode()))
-            rest, inside = rest[at:], True
-    if inside or rest.strip():
-        yield TextChunk(rest, True, len(rest.encode()))
-
-
-def _chunk_end(text: str) -> int:
-    """The last word end at or before ``CHUNK_CHARACTERS``, which itself is returned if the 4096 before have none."""
-    near = CHUNK_CHARACTERS - min(4096, CHUNK_CHARACTERS // 2)
-    ends = [match.start() for match in _WORD_END.finditer(text, near, CHUNK_CHARACTERS + 1)]
-    return ends[-1] if ends else CHUNK_CHARACTERS
-
-
-def _check_characters(text: str, place: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: character {error.start} is a lone surrogate, which is no text; correct it") from None
-
-
-def _json_type(value: object) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
-    return names.get(type(value), "an object")
 
 
 def _quoted_names(names: Iterable[str]) -> str:

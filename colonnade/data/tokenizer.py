@@ -1,9 +1,7 @@
 """The tokenizer: Hugging Face ``tokenizers`` with the BOS and EOS ids and the chat template of a model.
 
-``tokenizer.json`` has the vocabulary and the rules that split text. The ids that begin and end a text and the chat
-template are spread over ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json`` (all EOS
-ids; the first file has one) and ``chat_template.jinja``. All are read; only ``tokenizer.json`` and
-``tokenizer_config.json`` are written, which transformers' ``PreTrainedTokenizerFast`` reads too.
+Models' folders are read by :mod:`colonnade.data.tokenizer_files`; :meth:`Tokenizer.save` writes only ``tokenizer.json``
+and ``tokenizer_config.json``, which transformers' ``PreTrainedTokenizerFast`` reads too.
 """
 
 import functools
@@ -17,21 +15,16 @@ from typing import Any, Self
 import tokenizers
 
 from colonnade.data.chat_template import ChatEncoder, ChatTemplate, Message
-from colonnade.data.detokenize import ByteDetokenizer, Detokenizer
-from colonnade.data.train_tokenizer import BYTE_LEVEL, CLS, END, SEP, byte_level_bpe, train_bpe, train_wordpiece
+from colonnade.data.detokenize import ByteDetokenizer, Detokenizer, TokenBytes
+from colonnade.data.tokenizer_files import CONFIG_KEY, read_core, read_special_tokens
+from colonnade.data.train_tokenizer import CLS, END, SEP, byte_level_bpe, train_bpe, train_wordpiece
 from colonnade.errors import DataError, RequestError
-
-_CONFIG_KEY = "colonnade"  # our key in tokenizer_config.json for the BOS and EOS ids; transformers ignores it
 
 TRUNCATION_RATIO = 16
 """The beginning of a long text that is read to truncate it to k tokens, in multiples of the k longest tokens."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
-TURNS = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
-"""The conversation of DialoGPT (arXiv 1911.00536), whose configuration says "conversational" and which has no template:
-turns without roles, each with an EOS token.
-"""
 _BERT_TOKENS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 
 
@@ -82,14 +75,14 @@ class Tokenizer:
         folder = path if path.is_dir() else path.parent
         file = folder / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
-            core = _read_core(file)
+            core = read_core(file)
         elif path.is_dir() and (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             core = byte_level_bpe(folder / "vocab.json", folder / "merges.txt")
             if core.token_to_id(END) is not None:
                 core.add_special_tokens([END])
         else:
             raise DataError(f"{file} does not exist; give a tokenizer.json, or a folder that holds one")
-        return cls(core, *_read_special_tokens(folder, core))
+        return cls(core, *read_special_tokens(folder, core))
 
     @classmethod
     def from_bpe_files(cls, vocab: str | Path, merges: str | Path) -> Self:
@@ -128,7 +121,7 @@ class Tokenizer:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is created if necessary."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        config = {**self.info, _CONFIG_KEY: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)}}
+        config = {**self.info, CONFIG_KEY: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)}}
         (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
 
@@ -256,53 +249,15 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token inside a text, possibly part of a character; empty for an id without a token."""
-        if (data := self._token_bytes.get(token_id)) is None:
-            data = self._token_bytes[token_id] = self._decode_token(token_id)
-        return data
-
-    def _decode_token(self, token_id: int) -> bytes:
-        spelling = self._core.id_to_token(token_id)
-        if spelling is None:
-            return b""
-        if token_id in self._byte_ids:  # <0x0A>
-            return bytes([int(spelling[3:5], 16)])
-        if token_id in self._added_ids:
-            return spelling.encode()
-        if self._is_byte_level and all(character in BYTE_LEVEL for character in spelling):
-            return bytes(BYTE_LEVEL[character] for character in spelling)
-        # SentencePiece drops the space of a text's first token, so the second one of two is read.
-        decode = functools.partial(self._core.decode, skip_special_tokens=False)
-        return decode([token_id, token_id])[len(decode([token_id])) :].encode()
+        return self._token_bytes.inside(token_id)
 
     @functools.cached_property
-    def _token_bytes(self) -> dict[int, bytes]:
-        return {}
-
-    @functools.cached_property
-    def _added_ids(self) -> frozenset[int]:
-        return frozenset(self._core.get_added_tokens_decoder())
-
-    @functools.cached_property
-    def _is_byte_level(self) -> bool:
-        return '"ByteLevel"' in json.dumps(json.loads(self._json).get("decoder"))
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._core, json.loads(self._json).get("decoder"))
 
     def detokenizer(self, skip_special: bool = True) -> Detokenizer | ByteDetokenizer:
         """A new incremental decoder, for streaming."""
-        silent = self.special_ids if skip_special else frozenset()
-        if self._decodes_bytes:
-            return ByteDetokenizer(self._decoded_bytes.__getitem__, silent)
-        decode = functools.partial(self._core.decode, skip_special_tokens=False)
-        return Detokenizer(decode, silent=silent, byte_ids=self._byte_ids)
-
-    @functools.cached_property
-    def _decodes_bytes(self) -> bool:
-        """Whether :meth:`decode` joins the bytes of its tokens."""
-        decoder = json.loads(self._json).get("decoder")
-        return decoder is not None and decoder["type"] == "ByteLevel"
-
-    @functools.cached_property
-    def _decoded_bytes(self) -> "_DecodedBytes":
-        return _DecodedBytes(self._core)
+        return self._token_bytes.detokenizer(self.special_ids if skip_special else frozenset())
 
     def chat(
         self,
@@ -374,89 +329,7 @@ class Tokenizer:
         """The length of the longest token in the vocabulary's spelling, in UTF-8; its text is at most as long."""
         return max((len(token.encode()) for token in self._core.get_vocab()), default=1)
 
-    @functools.cached_property
-    def _byte_ids(self) -> frozenset[int]:
-        """SentencePiece's byte tokens, if the decoder converts them to bytes."""
-        if '"ByteFallback"' not in json.dumps(json.loads(self._json).get("decoder")):
-            return frozenset()
-        ids = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        return frozenset(i for i in ids if i is not None)
-
 
 def _surrogate_error(text: str) -> RequestError:
     at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
     return RequestError(f"character {at} is a lone surrogate, which is not text; remove it", param="prompt")
-
-
-def _read_core(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises a plain Exception for any error
-        raise DataError(f"{file} is not a tokenizer.json: {error}; fetch or save it again") from None
-
-
-def _read_special_tokens(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...], str | None]:
-    """(bos_id, eos_ids, chat_template) from the files beside ``tokenizer.json``."""
-    config = _read_json(folder / "tokenizer_config.json")
-    tokens = _read_json(folder / "special_tokens_map.json") | config
-    generation = _read_json(folder / "generation_config.json")
-    saved = config.get(_CONFIG_KEY, {})
-
-    # BERT's tokenizers have [CLS] and [SEP] in place of BOS and EOS.
-    bos_id = saved.get("bos_id", _id_of(tokens.get("bos_token") or tokens.get("cls_token"), core))
-    bos_id = generation.get("bos_token_id") if bos_id is None else bos_id
-    ends = [
-        *saved.get("eos_ids", [_id_of(tokens.get("eos_token") or tokens.get("sep_token"), core)]),
-        *_as_list(generation.get("eos_token_id")),
-    ]
-    model = _read_json(folder / "config.json")
-    ends = [end for end in ends if end is not None] or _as_list(model.get("eos_token_id"))
-    eos_ids = tuple(dict.fromkeys(ends))
-
-    jinja = folder / "chat_template.jinja"
-    template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # several templates, as in Command R: the default one is for plain conversations
-        template = next((one["template"] for one in template if one["name"] == "default"), None)
-    if template is None and "conversational" in (model.get("task_specific_params") or {}):
-        template = TURNS
-    return bos_id, eos_ids, template
-
-
-def _id_of(token: str | dict[str, Any] | None, core: tokenizers.Tokenizer) -> int | None:
-    content = token["content"] if isinstance(token, dict) else token
-    return None if content is None else core.token_to_id(content)
-
-
-def _as_list(value: int | list[int] | None) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``; {} if there is no file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}; fetch it again") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{file} contains {type(value).__name__}, not a JSON object; fetch it again")
-    return value
-
-
-class _DecodedBytes(dict[int, bytes]):
-    """The bytes of each token by the rule of a ByteLevel decoder, which also applies to added tokens.
-
-    A token spelled with the alphabet of bytes only is those bytes, any other one its spelling in UTF-8.
-    """
-
-    def __init__(self, core: tokenizers.Tokenizer):
-        super().__init__()
-        self._core = core
-
-    def __missing__(self, token_id: int) -> bytes:
-        spelling = self._core.id_to_token(token_id) or ""
-        is_bytes = all(character in BYTE_LEVEL for character in spelling)
-        data = bytes(BYTE_LEVEL[character] for character in spelling) if is_bytes else spelling.encode()
-        self[token_id] = data
-        return data

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, TypeAlias
 
 from colonnade.config import ServeConfig
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.replicas import Replicas
 
 if TYPE_CHECKING:  # most servers have none

@@ -8,7 +8,7 @@ import time
 import uuid
 from dataclasses import replace
 
-from colonnade.serve.ipc import GenerationRequest
+from colonnade.serve.generation_request import GenerationRequest
 from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest
 from colonnade.serve.request import Output
 

@@ -30,8 +30,7 @@ from typing import Protocol
 from colonnade.serve.draft_planner import PassTimes, choose_counts
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.request import Request
-from colonnade.serve.sample_args import SampleArgs
-from colonnade.serve.work import Slice, Work
+from colonnade.serve.work import Slice, Work, sample_args
 
 RATE_STEP = 1 / 16
 """Weight of a request's newest draft in its acceptance rate."""
@@ -237,8 +236,7 @@ class DraftModel:
     def _row(self, request: Request, at: int, token: int | None = None) -> Slice:
         """A decode of the token at position ``at``, sampled as the target samples there."""
         index = at + 1 - len(request.prompt)
-        changes = request.processor.changes(request.ids, index) if request.processor is not None else None
-        args = SampleArgs.of(request.params, request.seed, index, changes)._replace(logprobs=-1)
+        args = sample_args(request, index)._replace(logprobs=-1)
         token = request.ids[at] if token is None else token
         return Slice(at, (token,), tuple(request.pages[: self.pool.pages_for(at + 1)]), args)
 

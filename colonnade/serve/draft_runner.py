@@ -13,10 +13,9 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.draft_model import DraftModel
 from colonnade.serve.draft_planner import PassTimes
-from colonnade.serve.model_runner import ModelRunner
+from colonnade.serve.model_runner import build_runner
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.resolve_config import EngineTraits, draft_config
 
@@ -80,14 +79,10 @@ def build_draft_model(
     draft: Transformer, cache: KVCache, target: Transformer, pool: PagePool, config: ServeConfig
 ) -> DraftModel:
     """Drafts by ``draft`` for ``target`` in an engine with the resolved ``config``."""
-    own, graphs = draft_config(config, EngineTraits.of(draft)), None
-    context = min(draft.config.context, pool.tokens)
-    if own.graph_capture:
-        graphs = CudaGraphRunner(draft, cache, config.max_requests, context, share=config.cascade_attention)
     ratio = weight_bytes(draft) / max(1, weight_bytes(target))
     times = PassTimes(ratio, CPU_ROW_SHARE if cache.k[0].device.type == "cpu" else 0.0)
     return DraftModel(
-        ModelRunner(draft, cache, graphs, share=config.cascade_attention),
+        build_runner(draft, cache, draft_config(config, EngineTraits.of(draft)), pool.tokens),
         pool,
         times,
         most=config.draft_tokens,

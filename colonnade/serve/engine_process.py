@@ -28,7 +28,7 @@ from colonnade.config.plugins import load_plugin, loaded_plugins
 from colonnade.cores import child_placement
 from colonnade.errors import ColonnadeError, Interrupted, PlanError, WorkerError
 from colonnade.serve.child_process import ignore_interrupts, start_child
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement
 from colonnade.serve.start_order import Turn
 

@@ -23,9 +23,10 @@ from colonnade.serve.api.shared_limits import FrontKeyRing
 from colonnade.serve.backend import make_engine
 from colonnade.serve.child_process import ignore_interrupts
 from colonnade.serve.control_channel import ControlChannel
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import MAX_MESSAGE_BYTES, wait_first
 from colonnade.serve.http_server import BACKLOG, Around, HttpServer, new_event_loop, open_tracer, share_port
-from colonnade.serve.ipc import EngineClient, Message
+from colonnade.serve.ipc import Message
 from colonnade.serve.replicas import Replicas
 from colonnade.serve.request import Stats
 from colonnade.serve.served_models import ServedModels

@@ -25,9 +25,10 @@ from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.shared_limits import FrontUse
 from colonnade.serve.child_process import exit_reason, start_child
 from colonnade.serve.control_channel import ControlChannel
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import MAX_MESSAGE_BYTES, socket_folder, wait_first
 from colonnade.serve.front import FrontOptions, run_front
-from colonnade.serve.ipc import EngineClient, Message
+from colonnade.serve.ipc import Message
 from colonnade.serve.replica_processes import DEATHS_S, MAX_DEATHS
 from colonnade.serve.replicas import Replicas
 from colonnade.serve.request import Stats

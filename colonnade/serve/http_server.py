@@ -16,8 +16,8 @@ from colonnade.serve.api.connection import ConnectionLimits, connection_class, l
 from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
 from colonnade.serve.api.shadow import Shadow
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import wait_first
-from colonnade.serve.ipc import EngineClient
 from colonnade.serve.served_models import ServedModels
 
 try:

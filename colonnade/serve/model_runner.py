@@ -16,11 +16,12 @@ from colonnade.model.token_logprobs import TokenScores
 from colonnade.model.weight_only_quant import quantised_kind, weight_tensors
 from colonnade.parallel.device_memory import usable_bytes
 from colonnade.serve.adapters import AdapterChoice
-from colonnade.serve.batch_invariance import check_ranks, split_into_single_tokens
+from colonnade.serve.batch_invariance import check_ranks, make_batch_invariant, split_into_single_tokens
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.memory_advice import check_memory, refusal
 from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, scratch_pages, supports_float8
 from colonnade.serve.model_inputs import CacheShard, build_inputs
+from colonnade.serve.page_pool import PagePool
 from colonnade.serve.resolve_config import EngineTraits, draft_config
 from colonnade.serve.sampler import Sampled, sample_and_score
 from colonnade.serve.work import Work
@@ -86,6 +87,17 @@ def build_caches(
         return cache, second
     except (RuntimeError, MemoryError):  # the system refuses the allocation, or a GPU's memory is fragmented
         raise CapacityError(refusal(asked, asked.needs(), usable_bytes(weight.device) + in_use)) from None
+
+
+def build_page_pool(cache: KVCache, draft_cache: KVCache | None, model: Transformer, config: ServeConfig) -> PagePool:
+    """The pages of ``cache`` on all ranks, without scratch pages."""
+    ranks = model.axes.cp.size
+    page_bytes = None
+    if config.pages is None:
+        page_bytes = cache.bytes // cache.pages
+        page_bytes += 0 if draft_cache is None else ranks * (draft_cache.bytes // draft_cache.pages)
+    pages = (cache.pages - scratch_pages(model.axes, config)) * ranks
+    return PagePool(pages, cache.page_tokens, ranks, page_bytes=page_bytes)
 
 
 def _device_bytes(model: Transformer) -> int:
@@ -158,6 +170,18 @@ class ModelRunner:
         if any(piece.tokens[-1] < 0 for piece in work.slices):
             choose("write_next_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
         return self.model(stream, attend, head)
+
+
+def build_runner(
+    model: Transformer, cache: KVCache, config: ServeConfig, cache_tokens: int, adapters: AdapterChoice | None = None
+) -> ModelRunner:
+    """The runner for the resolved ``config``, with CUDA graphs if it wants them; all ranks cache ``cache_tokens``."""
+    invariant, graphs = make_batch_invariant(model) if config.batch_invariant else None, None
+    if config.graph_capture:
+        share = config.cascade_attention and not invariant
+        context = min(model.config.context, cache_tokens)
+        graphs = CudaGraphRunner(model, cache, config.max_requests, context, share=share, kernels=invariant)
+    return ModelRunner(model, cache, graphs, share=config.cascade_attention, invariant=invariant, adapters=adapters)
 
 
 class HostScore(NamedTuple):

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 
 from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ColonnadeError, RequestError, WorkerError
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
-from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import Placement
 from colonnade.serve.replicas import Replicas
 from colonnade.serve.start_order import Turn

@@ -15,8 +15,10 @@ from typing import Any, overload
 
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.serve.continuation import Progress
+from colonnade.serve.engine_client import EngineClient, timed_out
 from colonnade.serve.engine_process import wait_first
-from colonnade.serve.ipc import EngineClient, GenerationRequest, Message, timed_out
+from colonnade.serve.generation_request import GenerationRequest
+from colonnade.serve.ipc import Message
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_request import PoolingOutput, PoolingRequest
 from colonnade.serve.request import Output, Stats

@@ -92,6 +92,8 @@ class Request:
     batch_row: int = -1
     """Its row in a padded decode batch (:class:`~colonnade.serve.batch_rows.BatchRows`); negative for none."""
     status: Status = Status.WAITING
+    admitted_s: float | None = None
+    """When its first pass was launched (time.monotonic)."""
     drafter: Drafter | None = None
     """Set by the scheduler; None for no speculative decoding."""
     draft_computed: int = 0

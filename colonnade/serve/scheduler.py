@@ -11,8 +11,8 @@ this order:
 
 The queue (:mod:`colonnade.serve.fair_queue`) orders requests by priority, and clients in turn. When a decode finds no
 free page, the request that was admitted last is preempted: it gives up its pages, returns to the head of the queue and
-is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output unchanged. A request
-starts after the pages of its prefix that are still cached, whichever request computed them.
+is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output unchanged. Pages are
+:mod:`colonnade.serve.kv_cache_manager`'s.
 
 No request starves. ``running`` and then the preempted requests are always in order of first admission, so the one that
 was admitted first always advances, and since any single request fits into the pool, every admitted request ends. In the
@@ -22,7 +22,6 @@ soon as enough of the running requests have ended.
 Pure Python: no tensors, no clock (the caller passes the time), no model.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -30,11 +29,11 @@ from colonnade.errors import RequestError
 from colonnade.serve.batch_rows import BatchRows
 from colonnade.serve.beam_search import BeamSearch, Continuation
 from colonnade.serve.fair_queue import FairQueue
-from colonnade.serve.page_pool import PagePool, extend_page_hashes
+from colonnade.serve.kv_cache_manager import KVCacheManager
+from colonnade.serve.page_pool import PagePool
 from colonnade.serve.request import Request, Status
-from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.speculation import Speculator
-from colonnade.serve.work import Slice, Work
+from colonnade.serve.work import Slice, Work, sample_args
 
 
 class Scheduler:
@@ -50,20 +49,15 @@ class Scheduler:
         prefix_cache: bool = True,
         speculator: Speculator | None = None,
     ):
-        self.pool, self.prefix_cache, self.speculator = pool, prefix_cache, speculator
+        self.pool, self.speculator = pool, speculator
+        self.kv_cache = KVCacheManager(pool, prefix_cache=prefix_cache)
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
         self.batch_rows = BatchRows(max_requests)
-        self._sources: dict[bytes, tuple[list[int], int]] = {}
-        """The pages of each source of a running request, by its hash, and how many requests use them."""
-        self.source_tokens = self.shared_source_tokens = 0
-        """Tokens of the sources of admitted requests, and of those that another request had encoded."""
         self.waiting = FairQueue()
         self.preemptions = 0
         self.drafts = self.draft_tokens = self.accepted_draft_tokens = 0
         """Drafts tried, their tokens, and those of them that were generated."""
-        self.prefix_queries = self.prefix_hits = 0
-        """Tokens of admitted requests looked up in the prefix cache, and found there."""
 
     @property
     def busy(self) -> bool:
@@ -192,11 +186,9 @@ class Scheduler:
         total = max(0, min(budget, self.max_requests - len(chosen)))
         counts = self.speculator.plan(requests, limits, total, len(chosen))
         for i, request in enumerate(requests):
-            room = (len(request.pages) + self.pool.free) * self.pool.page_tokens - len(request.ids)
-            counts[i] = max(0, min(counts[i], room))
+            counts[i] = max(0, min(counts[i], self.kv_cache.max_growth(request)))
             if counts[i]:
-                missing = self.pool.pages_for(len(request.ids) + counts[i]) - len(request.pages)
-                request.pages += self.pool.allocate(max(0, missing), request.pages)
+                self.kv_cache.grow(request, len(request.ids) + counts[i])
         drafted = [(request, count) for request, count in zip(requests, counts, strict=True) if count]
         drafts = dict[int, list[int]]()
         if drafted:
@@ -215,11 +207,10 @@ class Scheduler:
     def _draft_slice(self, request: Request, i: int, token: int) -> Slice:
         """A decode of the ``i``-th draft, as if the drafts before it had been generated."""
         start, index = len(request.ids) - 1 + i, request.generated + i
-        changes = request.processor.changes(request.ids, index) if request.processor is not None else None
-        args = SampleArgs.of(request.params, request.seed, index, changes)
-        pages = tuple(request.pages[: self.pool.pages_for(start + 1)])
-        far = {"source_pages": tuple(request.source_pages), "source_length": len(request.source)}
-        return Slice(start, (token,), pages, args, adapter=request.adapter, **far)
+        return Slice(
+            start, (token,), tuple(request.pages[: self.pool.pages_for(start + 1)]), sample_args(request, index),
+            adapter=request.adapter, source_pages=tuple(request.source_pages), source_length=len(request.source),
+        )  # fmt: skip
 
     def finish(self, request: Request) -> None:
         """Remove ``request``, complete or cancelled, and release its pages.
@@ -244,23 +235,14 @@ class Scheduler:
         child = Request(
             id=parent.id, prompt=parent.prompt, params=parent.params, seed=parent.seed,
             limit_tokens=parent.limit_tokens, client=parent.client, priority=parent.priority, adapter=parent.adapter,
-            source=parent.source, search=search,
+            source=parent.source, search=search, admitted_s=parent.admitted_s,
         )  # fmt: skip
-        full = parent.computed // self.pool.page_tokens
-        needed = self.pool.pages_for(len(parent.ids)) - full
-        while self.pool.free < needed:
+        while self.pool.free < self.kv_cache.pages_to_fork(parent):
             self._preempt_last()
             if parent.status is not Status.RUNNING:
                 return None
-        child.ids = [*parent.ids[:-1], token]
-        self.pool.share(parent.pages[:full])
-        child.pages = [*parent.pages[:full], *self.pool.allocate(needed, parent.pages[:full])]
-        child.page_hashes, child.cached_pages = parent.page_hashes[:full], min(parent.cached_pages, full)
-        child.computed, child.status = full * self.pool.page_tokens, Status.RUNNING
-        pages, users = self._sources[child.source_hash]
-        self.pool.share(pages)
-        child.source_pages = list(pages)
-        self._sources[child.source_hash] = pages, users + 1
+        child.ids, child.status = [*parent.ids[:-1], token], Status.RUNNING
+        self.kv_cache.fork(parent, child)
         self.running.insert(self.running.index(root) + 1, child)
         search.beams.append(child)
         self.batch_rows.add(child)
@@ -311,12 +293,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Check all invariants of pages and batch rows; for tests, after any call."""
-        users = Counter(r.source_hash for r in self.running if r.source)
-        assert users == {key: count for key, (_, count) in self._sources.items()}, "sources are counted wrongly"
-        assert all(r.source_pages == self._sources[r.source_hash][0] for r in self.running if r.source)
-        assert not any(request.source_pages for request in self.waiting), "a waiting request has pages of its source"
-        self.pool.audit(pages for request in self.running for pages in (request.pages, request.source_pages))
-        assert not any(request.pages for request in self.waiting), "a waiting request has pages"
+        self.kv_cache.audit(self.running, list(self.waiting))
         rows = self.batch_rows.rows
         assert all(r is None or r.batch_row == i for i, r in enumerate(rows)), "a batch row is another request's"
         decoding = {id(r) for r in self.running if not r.complete}
@@ -334,15 +311,12 @@ class Scheduler:
             tokens += (-1 - request.sample_index,) * (end - max(start, known))
         args = None
         if end == known + request.in_flight:
-            index, changes = end - len(request.prompt), None
-            if request.processor is not None:
-                changes = request.processor.changes(request.ids, index)
-            args = SampleArgs.of(request.params, request.seed, index, changes)
+            args = sample_args(request, end - len(request.prompt))
             if request.search is not None:
                 args = args._replace(temperature=0.0, logprobs=request.search.candidates)
         pages = tuple(request.pages[: self.pool.pages_for(end)])
         request.computed = end
-        self._cache_full_pages(request)
+        self.kv_cache.cache_full_pages(request)
         targets, last = (), len(request.prompt) - 1
         if request.unscored and end > request.scored:
             indices = range(start, end)
@@ -362,63 +336,22 @@ class Scheduler:
         first = self.waiting.first
         if first is None or first.in_flight or first.width > min(budget, self.max_requests - self._reserved):
             return None
-        prefix = self._cached_prefix(first)
-        needed = self.pool.pages_for(len(first.ids)) - len(prefix)
-        encoded = first.source_hash in self._sources
-        far = 0 if encoded else self.pool.pages_for(len(first.source))
-        if needed + far > self.pool.free - self.pool.count_unreferenced(prefix):
+        if not self.kv_cache.admit(first):
             return None
-        request = self.waiting.popleft()
-        self.pool.share(prefix)  # before the allocation, which might evict them
-        request.pages, request.status = [*prefix, *self.pool.allocate(needed, prefix)], Status.RUNNING
-        request.computed, request.cached_pages = len(prefix) * self.pool.page_tokens, len(prefix)
-        if request.cached_tokens is None:
-            request.cached_tokens = request.computed
-        if self.prefix_cache:
-            self.prefix_queries += len(request.ids)
-            self.prefix_hits += request.computed
-        if request.source:
-            pages, users = self._sources[request.source_hash] if encoded else (self.pool.allocate(far), 0)
-            if encoded:
-                self.pool.share(pages)
-            request.source_pages, request.encode_source = list(pages), not encoded
-            self._sources[request.source_hash] = pages, users + 1
-            self.source_tokens += len(request.source)
-            self.shared_source_tokens += len(request.source) if encoded else 0
-        self.running.append(request)
-        self.batch_rows.add(request)
-        return request
-
-    def _cached_prefix(self, request: Request) -> list[int]:
-        """Cached pages with the beginning of ``request``; its last token is always run."""
-        if not self.prefix_cache or request.unscored:
-            return []
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.first_hash)
-        return self.pool.find_cached(request.page_hashes[: (len(request.ids) - 1) // self.pool.page_tokens])
-
-    def _cache_full_pages(self, request: Request) -> None:
-        """Add the full pages whose tokens are all known and scheduled to the prefix cache.
-
-        Requests admitted in the same step may share them: in each layer a pass writes all its keys and values before it
-        reads any.
-        """
-        full = min(request.computed, len(request.ids)) // self.pool.page_tokens
-        if not self.prefix_cache or full <= request.cached_pages:
-            return
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.first_hash)
-        for i in range(request.cached_pages, full):
-            self.pool.cache_page(request.pages[i], request.page_hashes[i])
-        request.cached_pages = full
+        self.waiting.popleft().status = Status.RUNNING
+        self.running.append(first)
+        self.batch_rows.add(first)
+        return first
 
     def _grow(self, request: Request) -> None:
         """Allocate a page for the next token of ``request`` if it needs one, unless it had to be preempted."""
-        if self.pool.pages_for(request.length) <= len(request.pages):  # fewer after refused drafts
+        if not self.kv_cache.lacks_page(request):
             return
         while not self.pool.free:
             self._preempt_last()
             if request.status is not Status.RUNNING:
                 return
-        request.pages += self.pool.allocate(1, request.pages)
+        self.kv_cache.grow(request, request.length)
 
     def _preempt_last(self) -> None:
         """Preempt the running request that was admitted last, with all its beams, and start its search again."""
@@ -441,15 +374,6 @@ class Scheduler:
             self._drop_beam(beam)
 
     def _release(self, request: Request, status: Status) -> None:
-        if request.pages:
-            self._cache_full_pages(request)  # pages that became full since its last slice
-        self.pool.release(request.pages)
-        if request.source_pages:
-            pages, users = self._sources.pop(request.source_hash)
-            if users > 1:
-                self._sources[request.source_hash] = pages, users - 1
-            self.pool.release(request.source_pages)
-            request.source_pages, request.encode_source = [], False
+        self.kv_cache.release(request)
         self.batch_rows.remove(request)
-        request.pages, request.computed, request.cached_pages, request.status = [], 0, 0, status
-        request.draft_computed = 0
+        request.status = status

@@ -23,10 +23,10 @@ from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.shadow import Shadow, is_own_address
 from colonnade.serve.backend import Backend, make_engine
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.fronts import Fronts
 from colonnade.serve.http_server import Around, HttpServer, listen, new_event_loop, open_tracer, reserve_port, url_of
-from colonnade.serve.ipc import EngineClient
 from colonnade.serve.replica_placement import ANYWHERE, Placement, place_engines
 from colonnade.serve.replica_processes import ReplicaProcesses
 from colonnade.serve.served_models import ServedModels

@@ -59,3 +59,9 @@ class Work:
     def sample_args(self) -> list[SampleArgs]:
         """Those of the slices that sample a token, in order."""
         return [piece.sample_args for piece in self.slices if piece.sample_args is not None]
+
+
+def sample_args(request: Request, index: int) -> SampleArgs:
+    """How to sample token ``index`` of the output of ``request``."""
+    changes = None if request.processor is None else request.processor.changes(request.ids, index)
+    return SampleArgs.of(request.params, request.seed, index, changes)

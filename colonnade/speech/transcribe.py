@@ -1,165 +1,33 @@
 """Transcribes recordings with Whisper (arXiv 2212.04356): windows of 30 s, with times.
 
-A window's spectrogram is encoded once, into pages of a KV cache; then each step decodes a token. Times are tokens of
-0.02 s. The authors' rules (section 3.8 and their code) keep them in order:
-
-- A target begins with a time, of at most 1 s. Times come in pairs, the end of a segment and the start of the next.
-- No time is before an earlier one.
-- If all times together are more probable than the most probable word, the next token is a time.
+A window's spectrogram is encoded once, into pages of a KV cache; then each step decodes a token, by the rules of
+:mod:`colonnade.speech.whisper_tokens`. Times are tokens of 0.02 s.
 
 The next window begins at the end of the last whole segment. A window is silent where the no-speech token has more than
 0.6 and the text's mean log-probability is below −1. Padding of the last window is attended to, as in training.
 """
 
-import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.load_model import locate
-from colonnade.config import ModelConfig
-from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer, fused_block
+from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, fused_block
 from colonnade.model.cross_attention import Memory
 from colonnade.speech.log_mel import HOP, RATE, log_mel
 from colonnade.speech.token_times import FRAME_S, WatchedMemory, Word, alignment_heads, split_words, token_starts
+from colonnade.speech.transcript import Segment
+from colonnade.speech.whisper_tokens import Model, WhisperTokens, allow
 
-Format = Literal["txt", "srt", "vtt", "json"]
 WINDOW_S, TIME_S = 30, 0.02
-FIRST_TIME = 50
-"""The latest first time, in steps of :data:`TIME_S`."""
 SILENCE, LEAST_LOGPROB, MOST_COMPRESSION = 0.6, -1.0, 2.4
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """A window is decoded again at the next one while its text is improbable or repeats itself (section 4.5)."""
 PAGE_TOKENS = 16
-
-
-class Model(Protocol):
-    """What this module needs of a loaded model (:class:`colonnade.api.Model`)."""
-
-    transformer: Transformer
-    source: str
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's sizes."""
-        ...
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
-        ...
-
-
-class Segment(NamedTuple):
-    """A stretch of speech."""
-
-    start_s: float
-    end_s: float
-    text: str
-    tokens: tuple[int, ...]
-    mean_logprob: float
-    """Of the tokens of its window."""
-    temperature: float = 0.0
-    """At which its window was sampled; 0: greedy."""
-    compression_ratio: float = 1.0
-    """Bytes of its window's text over those that zlib makes of it: high where the text repeats itself."""
-    silence: float = 0.0
-    """The probability that its window has no speech."""
-    words: tuple[Word, ...] = ()
-    """Its words with their times, if they were asked for."""
-
-
-@dataclass(frozen=True)
-class _Vocabulary:
-    """Whisper's special tokens; times are all ids from :attr:`first_time` on."""
-
-    end: int
-    start: int
-    no_times: int
-    silence: int
-    first_time: int
-    times: int
-    prompt: tuple[int, ...]
-    """What follows the start: language and task, in a multilingual model."""
-    suppressed: tuple[int, ...]
-    """Tokens that are no speech: marks of speakers, music, and all special ones."""
-    first_suppressed: tuple[int, ...]
-    """Tokens that begin no text: a space, the end."""
-    alignment: tuple[tuple[int, int], ...] = ()
-    """(layer, head) of the heads whose cross attention follows the sound, if the model's files list them."""
-
-    @staticmethod
-    def of(model: Model, language: str) -> "_Vocabulary":
-        """Those of ``model``; raises :class:`RequestError` for an unknown language."""
-        tokenizer, encoder = model.tokenizer, model.config.encoder
-        assert encoder is not None
-
-        def required(*names: str) -> int:
-            for name in names:
-                if (number := tokenizer.token_id(name)) is not None:
-                    return number
-            raise CheckpointError(f"{model.source} has no token {names[0]}; it is no Whisper's tokenizer")
-
-        no_times, end = required("<|notimestamps|>"), required("<|endoftext|>")
-        prompt: tuple[int, ...] = ()
-        multilingual = model.config.vocab_size >= 51865
-        if multilingual:
-            spoken = tokenizer.token_id(f"<|{language}|>")
-            if spoken is None:
-                raise RequestError(
-                    f"language '{language}' is unknown to {model.source}; give a code such as en, de or fr"
-                )
-            prompt = spoken, required("<|transcribe|>")
-        elif language != "en":
-            raise RequestError(f"language '{language}' is unknown to {model.source}, which knows English only (en)")
-        settings: dict[str, list[int]] = {}
-        alignment: list[list[int]] = []
-        path = locate(model.source, weights=False)
-        for name, keys in (("config.json", ("suppress_ids", "suppress_ids_begin")),
-                           ("generation_config.json", ("suppress_tokens", "begin_suppress_tokens"))):  # fmt: skip
-            file = path / name
-            if file.is_file():
-                raw = json.loads(file.read_text("utf-8"))
-                for key, ours in zip(keys, ("all", "first"), strict=True):
-                    settings.setdefault(ours, [int(i) for i in raw.get(key) or []])
-                alignment = alignment or raw.get("alignment_heads") or []
-        special = range(end + 1, no_times + 1)
-        return _Vocabulary(
-            end, encoder.start_token, no_times, required("<|nospeech|>", "<|nocaptions|>"), no_times + 1,
-            model.config.vocab_size - no_times - 1, prompt, (*settings.get("all", ()), *special),
-            tuple(settings.get("first", (end,))), tuple((int(layer), int(head)) for layer, head in alignment),
-        )  # fmt: skip
-
-
-def allow(logits_V: Tensor, ids: Sequence[int], v: _Vocabulary) -> Tensor:
-    """``logits_V`` of the token after ``ids``, −∞ where the rules for text and times forbid one."""
-    logits_V = logits_V.clone()
-    logits_V[list(v.suppressed)] = -torch.inf
-    times = [token - v.first_time for token in ids if token >= v.first_time]
-    last_is_time = bool(ids) and ids[-1] >= v.first_time
-    before_is_time = len(ids) < 2 or ids[-2] >= v.first_time
-    if not ids:
-        logits_V[list(v.first_suppressed)] = -torch.inf
-        logits_V[: v.first_time] = -torch.inf
-        logits_V[v.first_time + FIRST_TIME + 1 :] = -torch.inf
-    elif last_is_time and before_is_time:
-        logits_V[v.first_time :] = -torch.inf
-    elif last_is_time:
-        logits_V[: v.end] = -torch.inf
-    if times:
-        # The start of the next segment may be the end of the last; an end is later than its start.
-        earliest = times[-1] if last_is_time and not before_is_time else times[-1] + 1
-        logits_V[v.first_time : v.first_time + earliest] = -torch.inf
-    logp_V = logits_V.log_softmax(0)
-    if logp_V[v.first_time :].logsumexp(0) > logp_V[: v.first_time].max():
-        logits_V[: v.first_time] = -torch.inf
-    return logits_V
 
 
 class Window:
@@ -250,7 +118,7 @@ class Transcriber:
                 f"{model.source} reads {encoder.context * 2 * HOP / RATE:g} s of audio, and Whisper reads {WINDOW_S} s"
             )
         self.model, self.encoder = model, encoder
-        self._vocabulary = _Vocabulary.of(model, language)
+        self._vocabulary = WhisperTokens.of(model, language)
         self._temperatures = (temperature,) if temperature else TEMPERATURES
         self._language, self._words = language, words
         self._heads = alignment_heads(self._vocabulary.alignment, model.config.layers, model.config.heads)
@@ -366,36 +234,3 @@ class Transcriber:
     def _segment(self, words: list[int], start_s: float, end_s: float, decoded: "_Decoded") -> Segment:
         text = self.model.tokenizer.decode(words)
         return Segment(round(start_s, 2), round(max(end_s, start_s), 2), text, tuple(words), *decoded)
-
-
-def write_transcript(segments: Sequence[Segment], format: Format) -> str:
-    """The text of a transcript: plain lines, SubRip, WebVTT, or JSON with times and log-probabilities."""
-    if format == "json":
-        rows = [
-            {"start": s.start_s, "end": s.end_s, "text": s.text.strip(), "mean_logprob": round(s.mean_logprob, 4)}
-            | ({"words": word_rows(s.words)} if s.words else {})
-            for s in segments
-        ]
-        text = " ".join(s.text.strip() for s in segments)
-        return json.dumps({"text": text, "segments": rows}, ensure_ascii=False, indent=1) + "\n"
-    if format == "txt":
-        return "".join(f"{s.text.strip()}\n" for s in segments)
-    blocks = ["WEBVTT\n\n"] if format == "vtt" else []
-    mark = "." if format == "vtt" else ","
-    for number, s in enumerate(segments, 1):
-        # An arrow within a text would be read as a line of times.
-        text = s.text.strip().replace("-->", "->")
-        number_line = f"{number}\n" if format == "srt" else ""
-        blocks.append(f"{number_line}{_clock(s.start_s, mark)} --> {_clock(s.end_s, mark)}\n{text}\n\n")
-    return "".join(blocks)
-
-
-def word_rows(words: Sequence[Word]) -> list[dict[str, str | float]]:
-    """Words for JSON."""
-    return [{"word": w.text, "start": w.start_s, "end": w.end_s, "probability": w.probability} for w in words]
-
-
-def _clock(seconds: float, mark: str) -> str:
-    """``00:01:02,500``."""
-    ms = round(seconds * 1000)
-    return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{mark}{ms % 1000:03}"

@@ -40,7 +40,9 @@ from colonnade.serve.api.parameters import known_parameters
 from colonnade.serve.http_server import BackgroundServer, listen, url_of
 from colonnade.speech.audio import load_audio
 from colonnade.speech.log_mel import RATE
-from colonnade.speech.transcribe import Model, Segment, Transcriber, word_rows, write_transcript
+from colonnade.speech.transcribe import Transcriber
+from colonnade.speech.transcript import Segment, word_rows, write_transcript
+from colonnade.speech.whisper_tokens import Model
 
 MAX_UPLOAD_BYTES = 25 << 20
 """Largest body, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""

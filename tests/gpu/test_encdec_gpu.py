@@ -110,6 +110,6 @@ def test_the_engine_gives_a_cpus_tokens_by_cuda_graphs(name: str, beams: int) ->
         engine.scheduler.audit()
     assert found[0] == found[1]
     assert engine.config.graph_capture
-    assert engine._runner.graphs is not None
-    assert all(batch._graphs for batch in engine._runner.graphs._batches.values())
-    assert engine._runner.graphs._batches
+    assert engine.core.runner.graphs is not None
+    assert all(batch._graphs for batch in engine.core.runner.graphs._batches.values())
+    assert engine.core.runner.graphs._batches

@@ -55,10 +55,10 @@ def test_cuda_graphs_and_dispatch_are_the_default(monkeypatch: pytest.MonkeyPatc
         outputs.append(tokens)
         assert engine.config.async_scheduling is (device == "cuda")
         assert engine.config.graph_capture or device == "cpu"
-        assert engine._runner.graphs is not None or device == "cpu"
+        assert engine.core.runner.graphs is not None or device == "cpu"
     assert outputs[0] == outputs[1]
-    assert all(size._graphs for size in engine._runner.graphs._batches.values())
-    assert sorted(engine._runner.graphs._batches) == [1, 2, 3, 4]
+    assert all(size._graphs for size in engine.core.runner.graphs._batches.values())
+    assert sorted(engine.core.runner.graphs._batches) == [1, 2, 3, 4]
     assert any(1 in new for new in seen), "no step mixed prompts and decodes"
     assert all(max(new) > 1 for new in seen), "a decode-only step did not use a CUDA graph"
 
@@ -160,7 +160,7 @@ def test_cuda_graphs_read_a_shared_prefix_once(ahead: bool, monkeypatch: pytest.
         graphed = Engine(model, tiny.tokenizer(), limits.replace(graph_capture=True, cascade_attention=share))
         for _ in range(3):
             assert graphed.generate(prompts, greedy) == expected
-        assert {kind for size in graphed._runner.graphs._batches.values() for kind in size._graphs} == kinds
+        assert {kind for size in graphed.core.runner.graphs._batches.values() for kind in size._graphs} == kinds
         assert (graphed.stats.shared_keys > 0) is share
         assert graphed.stats.spared_keys >= graphed.stats.shared_keys
 

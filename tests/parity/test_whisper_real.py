@@ -15,7 +15,8 @@ from colonnade.model import Rows, Source
 from colonnade.speech.audio import load_audio
 from colonnade.speech.log_mel import log_mel
 from colonnade.speech.synth import speak
-from colonnade.speech.transcribe import Segment, Transcriber
+from colonnade.speech.transcribe import Transcriber
+from colonnade.speech.transcript import Segment
 from tests.encdec import inputs
 from tests.speaking import save
 

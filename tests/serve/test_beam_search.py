@@ -110,7 +110,7 @@ def test_beams_share_the_pages_of_their_source() -> None:
         it.step()
         most = max(most, it.stats.pages_used)
         it.scheduler.audit()
-    assert it.scheduler.source_tokens == 20
+    assert it.scheduler.kv_cache.source_tokens == 20
     assert most <= 5 + 4 * 2  # five of the source, at most two a beam
 
 

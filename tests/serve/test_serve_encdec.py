@@ -164,7 +164,8 @@ def test_equal_sources_are_encoded_once() -> None:
     it, source = engine(), tuple(range(10, 29))
     found = it.generate([source] * 4, params(6))
     assert all(list(each.token_ids) == greedy(source, 6) for each in found)
-    assert (it.scheduler.source_tokens, it.scheduler.shared_source_tokens) == (80, 60)
+    manager = it.scheduler.kv_cache
+    assert (manager.source_tokens, manager.shared_source_tokens) == (80, 60)
     audit(it)
 
 

@@ -12,7 +12,7 @@ import torch
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.ipc import GenerationRequest, submit_message
+from colonnade.serve.generation_request import GenerationRequest
 from colonnade.serve.message_reader import prepare
 from tests.serve import tiny
 from tests.serve.serving import Running
@@ -105,7 +105,7 @@ def test_special_tokens_are_added_to_texts_only_if_wanted(tool_server: Running):
     engine = Engine(tiny.model(dtype=torch.float32), tokenizer, ServeConfig(pages=8, page_tokens=4))
     bare = tokenizer.encode("hello", special=False)
     for special, ids in ((True, [0, *bare]), (False, bare)):
-        message = submit_message(["a"], GenerationRequest(prompts=["hello", [3]], special=special))
+        message = GenerationRequest(prompts=["hello", [3]], special=special).message(["a"])
         assert prepare(message, engine)["tokens"] == [ids, [3]]
     for given in (True, False, None):
         reply = post(tool_server, "completions", prompt="hello", add_special_tokens=given, return_token_ids=True)

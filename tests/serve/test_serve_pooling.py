@@ -23,7 +23,7 @@ import colonnade
 from colonnade.errors import RequestError
 from colonnade.serve.api import pooling_replies
 from colonnade.serve.api.pooling_routes import pooler_for
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.pooler_spec import PoolerSpec
 from colonnade.serve.pooling_request import PoolingOutput
 from colonnade.serve.served_models import ServedModel

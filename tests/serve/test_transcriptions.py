@@ -24,7 +24,8 @@ from starlette.testclient import TestClient
 import colonnade
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
-from colonnade.speech.transcribe import Segment, Transcriber
+from colonnade.speech.transcribe import Transcriber
+from colonnade.speech.transcript import Segment
 from colonnade.speech.transcription_server import TranscriptionServer, parse_multipart, reply
 from tests.speaking import save
 

@@ -125,7 +125,7 @@ def test_running_requests_keep_their_text_and_go_on(tmp_path: Path, limits: dict
             for count in (swapped[key], swapped[key] + 1)
         ]
         assert any(tails)
-    assert engine.scheduler.prefix_hits == 0
+    assert engine.stats.prefix_hits == 0
 
 
 def test_encoders_swap_unless_their_pooling_differs(tmp_path: Path):

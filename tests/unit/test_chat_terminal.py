@@ -15,7 +15,8 @@ from colonnade.chat import batching_note, drop_turns
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
 from colonnade.config.presets import preset
-from colonnade.data.tokenizer import TURNS, Tokenizer
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.data.tokenizer_files import TURNS
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from tests.serve import tiny

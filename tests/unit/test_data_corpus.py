@@ -127,7 +127,7 @@ def test_at_least_one_document_is_held_out_and_not_all(tmp_path, share, held_out
 def test_the_end_of_a_single_short_document_is_held_out(tmp_path, monkeypatch, share, pieces):
     text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES[:8]))
     assert len(text) * share < 2 * holdout.MIN_SPAN_CHARACTERS
-    monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
+    monkeypatch.setattr("colonnade.data.text_chunks.CHUNK_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=share)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (1, 1, 1)
@@ -146,7 +146,7 @@ def test_spans_of_a_single_long_document_are_held_out(tmp_path, monkeypatch, pie
     """Evenly spread spans of whole paragraphs or sentences, independent of how the file is read."""
     paragraph = "This is the {}th sentence of a book. It goes on to say: nothing (at all)."
     text = separator.join(paragraph.format(i) for i in range(1400))
-    monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
+    monkeypatch.setattr("colonnade.data.text_chunks.CHUNK_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=0.2)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (5, 5, 5)

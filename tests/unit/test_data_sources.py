@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.data import readers
+from colonnade.data import readers, text_chunks
 from colonnade.data.readers import ReadOptions, find_files, read_documents, total_bytes
 from colonnade.errors import DataError
 from tests import tokens
@@ -94,10 +94,10 @@ prose = st.lists(st.one_of(words, st.sampled_from([" ", "\n", "\n\n", "don't", "
 def test_pieces_have_the_tokens_of_the_whole_text(text, limit, chunk, data):
     """Cuts between a letter and white space do not change GPT-2's tokens; any cuts keep the text."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "CHUNK_CHARACTERS", limit)
+        patch.setattr(text_chunks, "CHUNK_CHARACTERS", limit)
         chunks = [text[i : i + chunk] for i in range(0, len(text), chunk)]
-        pieces = [piece.text for piece in readers._split_chunks(chunks)]
-        cuts = [readers._WORD_END.search(a[-1:] + b[:1]) for a, b in itertools.pairwise(pieces)]
+        pieces = [piece.text for piece in text_chunks.split_chunks(chunks)]
+        cuts = [text_chunks._WORD_END.search(a[-1:] + b[:1]) for a, b in itertools.pairwise(pieces)]
     assert "".join(pieces) == (text if text.strip() else "")
     if all(cuts):
         tokenizer = tokens.gpt2()
@@ -115,9 +115,9 @@ def test_pieces_have_the_tokens_of_the_whole_text(text, limit, chunk, data):
 def test_separators_are_found_across_chunks(parts, separator, chunk, limit):
     text = separator.join(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "CHUNK_CHARACTERS", limit)
+        patch.setattr(text_chunks, "CHUNK_CHARACTERS", limit)
         documents, current = [], ""
-        for piece in readers._split_chunks([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
+        for piece in text_chunks.split_chunks([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
             current += piece.text
             if piece.last:
                 documents.append(current)
@@ -129,12 +129,12 @@ def test_separators_are_found_across_chunks(parts, separator, chunk, limit):
 
 def test_long_files_come_in_pieces_of_bounded_size(tmp_path):
     file = tmp_path / "long.txt"
-    text = "word " * (readers.CHUNK_CHARACTERS // 2)
+    text = "word " * (text_chunks.CHUNK_CHARACTERS // 2)
     file.write_text(text, encoding="utf-8")
     pieces = list(read_documents([file], ReadOptions()))
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert len(pieces) == 3
-    assert max(len(piece.text) for piece in pieces) <= readers.CHUNK_CHARACTERS
+    assert max(len(piece.text) for piece in pieces) <= text_chunks.CHUNK_CHARACTERS
     assert "".join(piece.text for piece in pieces) == text
 
 

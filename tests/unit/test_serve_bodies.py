@@ -14,7 +14,7 @@ from colonnade.config import ServeConfig
 from colonnade.serve.api.chat_schemas import ChatBody
 from colonnade.serve.api.request_schemas import IGNORED, UNSUPPORTED, CompletionBody
 from colonnade.serve.api.routes import build_app
-from colonnade.serve.ipc import EngineClient
+from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.served_models import ServedModels
 
 APP = build_app(ServedModels({"tiny": EngineClient()}), ServeConfig())

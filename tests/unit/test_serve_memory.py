@@ -64,8 +64,8 @@ def test_the_cache_of_a_draft_model_is_part_of_cache_bytes() -> None:
     model, draft = tiny.model(), tiny.model(layers=1)
     serve = ServeConfig(cache_bytes=100_000, page_tokens=4, draft="small")
     engine = Engine(model, tiny.tokenizer(), serve, draft)
-    assert engine._draft_model is not None
-    caches = engine.cache, engine._draft_model.run.cache  # type: ignore[attr-defined]
+    assert engine.core.draft_model is not None
+    caches = engine.cache, engine.core.draft_model.run.cache  # type: ignore[attr-defined]
     page_bytes = sum(each.bytes for each in caches) // engine.cache.pages
     assert caches[0].pages == caches[1].pages == 100_000 // page_bytes
     assert engine_spec(model, serve, draft=draft.config).needs().cache == sum(each.bytes for each in caches)

@@ -116,7 +116,7 @@ def test_gaps_in_the_batch_do_not_change_the_output():
     prompts = [[i + 1, 2 * i, 3] for i in range(40)]
     plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(graph_capture=f)) for f in (False, True))
     seen = list[Sequence[int]]()
-    runner = fixed._runner.graphs
+    runner = fixed.core.runner.graphs
     assert runner is not None
     right = runner._batch_rows
     runner._batch_rows = lambda work: seen.append(right(work)) or seen[-1]  # type: ignore[method-assign]

@@ -10,8 +10,9 @@ from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.generation_request import GenerationRequest
 from colonnade.serve.http_connections import HttpConnections
-from colonnade.serve.ipc import GenerationRequest, Message, encode_message, submit_message
+from colonnade.serve.ipc import Message, encode_message
 from colonnade.serve.message_reader import LARGE_TEXT, prepare, read_messages
 from colonnade.serve.weight_swap import WeightSwap
 from colonnade.serve.worker import _handle, _reply, receive_messages
@@ -26,7 +27,7 @@ def engine() -> Engine:
 def submit_batch(engine: Engine, name: str, *prompts: str) -> Message | None:
     """The error, if the request is refused."""
     request = GenerationRequest(prompts=prompts, params=SamplingParams(max_tokens=2, ignore_eos=True))
-    message = submit_message([f"{name}{i}" for i in range(len(prompts))], request)
+    message = request.message([f"{name}{i}" for i in range(len(prompts))])
     return _reply(engine, prepare(message, engine))
 
 
@@ -95,7 +96,7 @@ def test_a_large_prompt_is_tokenised_beside_the_others(engine: Engine):
     reader.start()
 
     def send(name: str, length: int) -> None:
-        near.sendall(encode_message(submit_message([name], GenerationRequest(prompts=["a" * length]))))
+        near.sendall(encode_message(GenerationRequest(prompts=["a" * length]).message([name])))
 
     with near, far:
         send("large", LARGE_TEXT + 1)

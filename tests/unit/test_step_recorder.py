@@ -58,7 +58,7 @@ def run_engine(*, fixed: bool, dtype: torch.dtype = torch.float32, **changes: An
 
 
 def runner_of(engine: Engine) -> CudaGraphRunner:
-    graphs = engine._runner.graphs
+    graphs = engine.core.runner.graphs
     assert isinstance(graphs, CudaGraphRunner)
     return graphs
 

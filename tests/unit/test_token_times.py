@@ -8,7 +8,7 @@ import torch
 
 from colonnade.cli import main
 from colonnade.speech.token_times import Word, alignment_heads, median_filter, split_words, token_starts, warp
-from colonnade.speech.transcribe import Segment, write_transcript
+from colonnade.speech.transcript import Segment, write_transcript
 from tests.serve import tiny
 
 

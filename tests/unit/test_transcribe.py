@@ -13,10 +13,11 @@ import torch
 from colonnade.cli import main
 from colonnade.errors import DataError
 from colonnade.speech.audio import load_audio
-from colonnade.speech.transcribe import Segment, _Vocabulary, allow, write_transcript
+from colonnade.speech.transcript import Segment, write_transcript
+from colonnade.speech.whisper_tokens import WhisperTokens, allow
 
 # Text is 0–9, the end 10, special tokens 11–13, times from 14 on.
-V = _Vocabulary(10, 11, 13, 12, 14, 100, (), (3, 11, 12, 13), (0, 10))
+V = WhisperTokens(10, 11, 13, 12, 14, 100, (), (3, 11, 12, 13), (0, 10))
 
 
 def allowed(ids: list[int], logits: torch.Tensor | None = None) -> set[int]:

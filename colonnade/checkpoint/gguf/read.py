@@ -16,6 +16,7 @@ from torch import Tensor
 from colonnade.checkpoint.gguf.config import ROPE_DIVISORS, config_from_header
 from colonnade.checkpoint.gguf.header import Header, TensorInfo, read_header
 from colonnade.checkpoint.gguf.tokenizer import TokenizerParts, tokenizer_from_header
+from colonnade.checkpoint.weight_loader import WeightLoader
 from colonnade.checkpoint.weight_mapping import (
     Box,
     FusedQKV,
@@ -24,7 +25,6 @@ from colonnade.checkpoint.weight_mapping import (
     Shape,
     SplitQKV,
     TensorSource,
-    WeightLoader,
     weight_and_bias,
 )
 from colonnade.config import ModelConfig

@@ -15,7 +15,8 @@ from colonnade.checkpoint.atomic_folder import read_json
 from colonnade.checkpoint.hf import FAMILIES, config_from_hf
 from colonnade.checkpoint.hf.family import Family
 from colonnade.checkpoint.hf.quantised_source import QuantisedSource, parse_quantization
-from colonnade.checkpoint.weight_mapping import Box, Shape, WeightLoader, tensors_equal
+from colonnade.checkpoint.weight_loader import WeightLoader, tensors_equal
+from colonnade.checkpoint.weight_mapping import Box, Shape
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer

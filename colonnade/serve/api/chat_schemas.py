@@ -9,7 +9,7 @@ from colonnade.errors import RequestError
 from colonnade.serve.api.reply_builders import LogprobsOptions
 from colonnade.serve.api.request_schemas import Body
 from colonnade.serve.client_json import parse_text, to_json_text
-from colonnade.serve.ipc import GenerationRequest
+from colonnade.serve.generation_request import GenerationRequest
 from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
 from colonnade.serve.tool_calls import ToolNotation, ToolOptions

@@ -14,7 +14,7 @@ from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
 from colonnade.serve.api.parameters import are_ids, known_parameters
 from colonnade.serve.api.reply_builders import LogprobsOptions
-from colonnade.serve.ipc import GenerationRequest
+from colonnade.serve.generation_request import GenerationRequest
 from colonnade.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from colonnade.serve.structured_outputs import StructuredOutputs
 

@@ -38,7 +38,8 @@ from colonnade.serve.api.responses_schemas import ResponsesBody, renamed
 from colonnade.serve.api.shadow import Shadow, ShadowRequests
 from colonnade.serve.api.tokenize import install_tokenize
 from colonnade.serve.backend import Backend
-from colonnade.serve.ipc import GenerationRequest, to_thread_if_large
+from colonnade.serve.generation_request import GenerationRequest
+from colonnade.serve.ipc import to_thread_if_large
 from colonnade.serve.request import Output
 from colonnade.serve.served_models import ServedModel, ServedModels
 from colonnade.serve.tool_calls import ToolNotation

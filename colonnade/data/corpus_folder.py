@@ -1,0 +1,51 @@
+"""Writes the folder of a corpus atomically: it is built beside its place and renamed once all of it is on disk.
+
+A corpus that it replaces is deleted only afterwards. A killed build leaves its temporary folder.
+"""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from colonnade.config import file_suffix
+from colonnade.data.manifest import MANIFEST
+from colonnade.errors import DataError
+
+
+def check_output(out: Path, overwrite: bool) -> None:
+    """Raise :class:`DataError` unless a corpus may be written to ``out``."""
+    if suffix := file_suffix(out):
+        raise DataError(f"{out} names one {suffix} file, and a corpus is a folder; leave {suffix} out")
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if (out / MANIFEST).is_file():
+        if not overwrite:
+            raise DataError(f"{out} has a corpus already; choose another folder, or replace it (--overwrite)")
+    elif out.exists():
+        raise DataError(f"{out} exists and is not a corpus; choose another folder")
+
+
+def temporary_folder(out: Path) -> Path:
+    """The folder to build ``out`` in: beside it, because the last step is a rename; a killed build leaves it."""
+    path = out.absolute()
+    return path.with_name(f".{path.name}.building-{secrets.token_hex(4)}")
+
+
+def publish(folder: Path, out: Path) -> None:
+    """Rename the finished folder to ``out``; a corpus that it replaces is deleted only afterwards."""
+    old = folder.with_name(f"{folder.name}.old")
+    if replaces := (out / MANIFEST).is_file():
+        out.rename(old)
+    try:
+        folder.rename(out)
+    except OSError:
+        if replaces:
+            old.rename(out)
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # sync the rename to disk, where directories can be opened
+        handle = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(handle)
+        os.close(handle)
+    if replaces:
+        shutil.rmtree(old)
