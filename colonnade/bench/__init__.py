@@ -1,1 +1,1 @@
-"""``colonnade bench``: what this machine can do at most, and which part of it decoding reaches."""
+"""``colonnade bench``: the upper bounds of this machine, and the share of them that decoding reaches."""

@@ -3,7 +3,7 @@
     bandwidth   bytes of a buffer larger than the caches / time of the fastest torch reduction over it
     products    2 N³ / time of an (N, N) product; int8 is oneDNN's product of uint8 and int8, on a CPU
 
-The best of several runs counts: another process only makes one slower.
+The best of several runs counts, because other processes can only slow a run down.
 """
 
 import os
@@ -59,7 +59,7 @@ def read_bandwidth(device: str, buffer_bytes: int, budget_s: float = 1.0) -> flo
 
 
 def fastest(run: Callable[[], object], device: str, budget_s: float) -> float:
-    """Seconds of the fastest of at least three runs, after one that does not count."""
+    """Seconds of the fastest of at least three runs, after a warm-up run."""
     run()
     best, end = float("inf"), time.perf_counter() + budget_s
     count = 0
@@ -112,7 +112,7 @@ def thread_counts(most: int) -> list[int]:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Operations in the block use ``count`` threads."""
+    """Context manager: operations in the block use ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -85,7 +85,7 @@ def _measure(model: str, kind: WeightKind, device: DeviceType, bandwidth: float,
 
 
 def step_seconds(model: api.Model, serve: ServeConfig, budget_s: float) -> list[float]:
-    """Seconds of each decode step of one request, the first ones left out."""
+    """Seconds of each decode step of one request, without the first ones."""
     config = model.config
     if config.context < 2 * PROMPT_TOKENS:
         raise ConfigError(
@@ -97,7 +97,7 @@ def step_seconds(model: api.Model, serve: ServeConfig, budget_s: float) -> list[
     prompt = [i * 7919 % config.vocab_size for i in range(PROMPT_TOKENS)]
     engine.add(prompt, SamplingParams(max_tokens=most, temperature=0, ignore_eos=True))
     taken: list[float] = []
-    for _ in range(3):  # the prompt, and what a first step allocates or captures
+    for _ in range(3):  # skip the prompt and the first steps, which allocate or capture
         engine.step()
     end = time.perf_counter() + budget_s
     while engine.busy and (len(taken) < LEAST_STEPS or time.perf_counter() < end):

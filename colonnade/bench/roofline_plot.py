@@ -12,7 +12,7 @@ COLORS = {"float32": "#0072b2", "bfloat16": "#d55e00", "int8": "#009e73", "int4"
 
 
 def draw_roofline(path: Path, title: str, ceilings: Ceilings, speeds: Sequence[DecodeSpeed]) -> None:
-    """Write the plot to ``path``, whose suffix chooses the format."""
+    """Write the plot to ``path``; its suffix determines the format."""
     figure = Figure(figsize=(7, 4.4), layout="constrained", facecolor="white")
     axes = figure.subplots()
     bandwidth, peak = ceilings.read_bytes_per_s, max(ceilings.flops.values())

@@ -1,8 +1,8 @@
-"""The command line: one function per verb, which only handles arguments.
+"""The command line: one function per verb, which handles only arguments.
 
     colonnade demo | corpus | train | eval | generate | chat | serve | convert | look | verify | bench | presets | help
 
-A user's mistake is one line on stderr and a non-zero exit code; ``--debug``, anywhere, shows the traceback.
+A user error is one line on stderr and a non-zero exit code; ``--debug``, anywhere, shows the traceback.
 Each verb imports the modules that need torch when it runs, so that ``--help`` is instant.
 """
 

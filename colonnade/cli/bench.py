@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Weights = Literal["float32", "bfloat16", "int8", "int4"]
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 CEILINGS_SHARE = 0.3
-"""Part of the time that goes to bandwidth and products."""
+"""Share of the time for measuring bandwidth and products."""
 
 
 def bench(
@@ -33,19 +33,19 @@ def bench(
     plot: Path | None = None,
     as_json: Annotated[bool, arg(name="json")] = False,
 ) -> None:
-    """Measure this machine, and how much of its memory bandwidth decoding reaches.
+    """Measure this machine, and the share of its memory bandwidth that decoding reaches.
 
-    Prints the read bandwidth and the rates of matrix products by number of threads, and for each format of the weights
-    the bytes that a token reads, the tokens/s that memory allows at most, those of the engine, and their ratio. Ctrl-C
+    Prints the read bandwidth and the rates of matrix products by number of threads, and for each weight format the
+    bytes read per token, the maximum tokens/s that this bandwidth allows, those of the engine, and their ratio. Ctrl-C
     prints what has been measured.
 
     Args:
         model: The model that decodes.
-        weights: Formats of the weights.
+        weights: Weight formats to measure.
         seconds: Time for measuring; loading the model for each format comes on top.
         device: auto: a GPU if there is one.
         plot: File for the roofline plot: .svg, .png or .pdf.
-        as_json: Print JSON in place of tables.
+        as_json: Print JSON instead of tables.
     """
     refuse_torchrun("bench")
     if not 0 < seconds <= 86_400:
@@ -53,7 +53,7 @@ def bench(
     if not weights:
         raise ConfigError(f"--weights is empty; give some of {', '.join(get_args(Weights))}")
     if plot and plot.suffix not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot {plot} has no format that can be drawn; end it in {', '.join(PLOT_SUFFIXES)}")
+        raise ConfigError(f"--plot {plot} has no supported image format; end it in {', '.join(PLOT_SUFFIXES)}")
     if plot and not plot.parent.is_dir():
         raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}; create it first")
     from colonnade.bench.ceilings import machine_name, measure_ceilings, thread_counts

@@ -1,4 +1,4 @@
-"""What the verbs share: the flags that choose a model and where it runs, the console, checks for torchrun."""
+"""Common parts of the verbs: flags for the model and its placement, the console, checks for torchrun."""
 
 import os
 from dataclasses import dataclass
@@ -25,10 +25,12 @@ console = Console(stderr=True, highlight=False)
 
 
 class LogConsole(Console):
-    """A console that goes on when its reader closes the pipe: a server must not end because nobody reads its log."""
+    """A console that survives a closed pipe: a server must not end because its log is no longer read."""
 
     def on_broken_pipe(self) -> None:
-        """Become quiet, where rich would exit; redirect the file, whose last flush would fail at exit."""
+        """Silence the output instead of exiting as rich does; redirect the file, whose last flush would fail at
+        exit.
+        """
         self.quiet = True
         with Path(os.devnull).open("w") as devnull:
             os.dup2(devnull.fileno(), self.file.fileno())
@@ -86,20 +88,20 @@ class PlacementArgs:
     """For a mixture of experts: settings that differ from training."""
 
     def spec(self, model: str, serve: ServeConfig) -> "ModelSpec":
-        """The same for :mod:`colonnade.model_spec`."""
+        """The :class:`~colonnade.model_spec.ModelSpec` of these arguments."""
         return ModelSpec(model, Plan(**vars(self.plan)), serve, self.device, self.dtype, self.experts)
 
 
 @dataclass(frozen=True)
 class EvaluationPlacementArgs(PlacementArgs):
-    """Where a model that is evaluated runs."""
+    """Where the evaluated model runs."""
 
     plan: EvaluationRankArgs = EvaluationRankArgs()
 
 
 @dataclass(frozen=True)
 class ServingPlacementArgs(PlacementArgs):
-    """Where a model that generates text runs."""
+    """Where the text-generating model runs."""
 
     plan: ServingRankArgs = ServingRankArgs()
 

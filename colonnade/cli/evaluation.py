@@ -1,4 +1,4 @@
-"""The verbs that check: ``eval`` for a model, ``verify`` for parallel layouts."""
+"""The verbs ``eval``, for a model, and ``verify``, for parallel layouts."""
 
 import difflib
 import math
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_WORLD = 64
 """Limit for --world; listing the plans of more processes takes long."""
 PROGRESS_INTERVAL_S = 10.0
-"""Least time between two lines of progress when the output is not a terminal [s]."""
+"""Minimum time between two progress lines if the output is not a terminal [s]."""
 
 
 def evaluate(
@@ -42,7 +42,7 @@ def evaluate(
     out: Path = Path("runs/eval"),
     placement: Annotated[EvaluationPlacementArgs, arg(name="")] = EvaluationPlacementArgs(),
 ) -> None:
-    """Print a model's perplexity on a text, or its scores in tasks.
+    """Print a model's perplexity on a text, or its scores on tasks.
 
     Args:
         model: The model to evaluate.
@@ -50,11 +50,12 @@ def evaluate(
         context: Tokens in one window; by default the model's context.
         stride: Tokens between the starts of two windows; by default the window, which is fastest. Each token is
             counted once.
-        routing: Print which experts process which kinds of tokens, for each layer (a mixture of experts, one process).
+        routing: Print the kinds of tokens that each expert processes, for each layer (a mixture of experts, one
+            process).
         tasks: Tasks of lm-eval by name, YAML files of tasks, wikitext103, lambada, or ours, which need no network:
             sotu_cloze, sotu_next, sotu_century, sotu_text, sotu_repeat.
         limit: Examples of each task; by default all.
-        shots: Solved examples before each question; by default what the task says.
+        shots: Solved examples before each question; by default as the task defines.
         data: Files of tasks that need one: wiki.test.tokens for wikitext103, lambada_test.jsonl for lambada.
         chat: Put questions into the model's chat template.
         out: Folder for the results and the report page of the tasks.
@@ -162,15 +163,15 @@ def verify(
     device: Literal["cpu", "cuda"] = "cpu",
     out: Path = Path("runs/verify.json"),
 ) -> None:
-    """Check that every parallel layout computes what one process computes, on this machine's processors or GPUs.
+    """Check that every parallel layout computes the same as one process, on this machine's CPUs or GPUs.
 
-    Each plan trains two steps, saves, loads what another plan saved, and generates some tokens; everything is compared
-    with one process in float64. The exit code is 1 if anything differs.
+    Each plan trains two steps, saves a checkpoint, loads that of another plan, and generates some tokens; everything is
+    compared with one process in float64. The exit code is 1 if anything differs.
 
     Args:
         model: A preset, or any model that eval takes, of which only the config is read; reduced in width and depth.
         world: Number of processes.
-        all: Run every plan, not only a set that covers each pair of choices.
+        all: Run every plan instead of a set that covers each pair of choices.
         device: cpu, or cuda for a GPU per process, still in float64.
         out: JSON file for the results.
     """

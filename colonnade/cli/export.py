@@ -1,4 +1,4 @@
-"""The verb ``export``: a package of native code that starts at once."""
+"""The verb ``export``: compiles a model into a package of native code."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,16 +18,17 @@ def export(
     experts: ExpertsConfig = AS_TRAINED,
     overwrite: bool = False,
 ) -> None:
-    """Compile a model for this machine's processor; generate and chat run the package with --trust, and start at once.
+    """Compile a model for this machine's processor; generate and chat run the package with --trust, without start-up
+    time.
 
     It needs a C++ compiler. Quantised weights are written in the dtype.
 
     Args:
         model: The model to export.
         out: The folder to create.
-        context: Tokens of a text, at most; 2048 unless given, or the model's context if that is less.
-        prefill: Tokens of a prompt in one pass; 128 unless given, or the context if that is less.
-        dtype: Of the weights and the cache.
+        context: Maximum length of a text [tokens]; 2048 unless given, or the model's context if that is less.
+        prefill: Prompt tokens per pass; 128 unless given, or the context if that is less.
+        dtype: Dtype of the weights and the cache.
         experts: For a mixture of experts: settings that differ from training.
         overwrite: Replace an existing package, once the new one is written.
     """

@@ -26,10 +26,9 @@ class FinetuneArgs:
     data: Path
     """A JSON Lines file; docs/howto/finetune.md describes its rows."""
     method: str = "sft"
-    """sft: train on what the assistant says in conversations. dpo: prefer the chosen of two answers.
-    grpo: sample answers and reinforce those with a high reward. embed: bring embeddings of texts that belong together
-    near each other. classify, choice and span are for encoders;
-    colonnade finetune --method span --help lists their flags."""
+    """sft: train on the assistant's messages in conversations. dpo: prefer the chosen of two answers. grpo: sample
+    answers and reinforce those with a high reward. embed: train similar embeddings for texts that belong together.
+    classify, choice and span are for encoders; colonnade finetune --method span --help lists their flags."""
     held_out: Path | None = None
     """A file of the same form for validation."""
     name: str = ""
@@ -39,15 +38,15 @@ class FinetuneArgs:
     device: Device = "auto"
     """auto: CUDA if there is a GPU for each local rank, otherwise the CPU."""
     sequence: int = 0
-    """Longest conversation [tokens]; 0: 1024, or the model's context if it is shorter."""
+    """Maximum length of a conversation [tokens]; 0: 1024, or the model's context if it is shorter."""
     lora: LoraConfig = _LORA
     """Low-rank adapters: if any of these flags is given, only adapters are trained."""
     tune: TuneConfig = _TUNE
-    """What the method computes."""
+    """Settings of the method."""
     plan: Plan = Plan()
     """The parallel layout."""
     train: TrainConfig = _TRAIN
-    """The optimisation; steps follows from tune.epochs unless it is set."""
+    """Optimisation; steps is derived from tune.epochs unless it is set."""
 
 
 FULL_LR, LORA_LR = 2e-5, 2e-4
@@ -75,9 +74,9 @@ METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune, "grpo": _
 
 
 def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
-    """Fine-tune a model on conversations, preferences or rewards; the same command again resumes it.
+    """Fine-tune a model on conversations, preferences, rewards or pairs of texts; repeating the command resumes it.
 
-    With --lora.rank N, or another flag of --lora, the model itself stays as it is and adapters are trained.
+    With --lora.rank N, or another --lora flag, only adapters are trained and the model is frozen.
     """
     _finetune(args, adapters=False, set_steps=True)
 

@@ -36,7 +36,7 @@ def finetune_encoder(args: EncoderArgs) -> None:
 FINETUNE_METHODS: dict[str, Callable[[EncoderArgs], None]] = dict.fromkeys(
     ("classify", "choice", "span"), finetune_encoder
 )
-"""Methods of fine-tuning to the functions that run them."""
+"""The function of each method."""
 
 
 def finetune(args: Annotated[EncoderArgs, arg(name="")]) -> None:

@@ -1,4 +1,4 @@
-"""The verb that shows a model's matrices in a browser."""
+"""The verb ``look``: shows a model's matrices in a browser."""
 
 import threading
 from pathlib import Path
@@ -21,7 +21,7 @@ def look(
     port: int = 8770,
     placement: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
 ) -> None:
-    """Show a model's matrix products in space, in a browser: heads, layers, experts, decoding, adapters.
+    """Show a model's matrix products in space in a browser: heads, layers, experts, decoding, adapters.
 
     The page records one forward pass over a text that you type, and computes every product from the model's tensors.
     It is served on this machine only (127.0.0.1), until Ctrl-C.

@@ -1,4 +1,4 @@
-"""The program: parses the verb and its flags, runs it, and prints a user's mistake as one line."""
+"""The program: parses the verb and its flags, runs it, and prints a user error as one line."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ ABOUT = """Trains and serves large transformers with one model definition, from 
 
 colonnade help VERB, or colonnade VERB --help, lists a verb's flags. An error is one line on stderr and exit code 1;
 --debug, before or after the verb, shows its traceback.
---import MODULE, before or after the verb, imports a module of your own first, for example one that registers routers;
+--import MODULE, before or after the verb, first imports your module, for example one that registers routers;
 repeat it for several.
 --version prints the version."""
 
@@ -62,14 +62,14 @@ VERBS: dict[str, Callable[..., None]] = {
 }
 
 SUBCOMMANDS: dict[str, dict[str, Callable[..., None]]] = {"speech": SPEECH}
-"""Verbs that take one of these as their next word."""
+"""The subcommands of verbs that have them."""
 
 WITH_DEFAULTS: dict[str, Callable[[list[str]], Callable[..., None]]] = {
     "train": train_with_defaults,
     "distill": functools.partial(train_with_defaults, verb=distill),
     "finetune": finetune_with_defaults,
 }
-"""Verbs whose defaults depend on the flags that are given."""
+"""Verbs whose defaults depend on the given flags."""
 
 SECTIONS = {
     "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
@@ -110,7 +110,7 @@ def parse(argv: list[str]) -> Callable[[], None]:
 
 
 def _deferred(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """``verb`` for tyro, which calls what it parsed: returns the call in place of making it."""
+    """Wraps ``verb`` for tyro, which would call it: returns the call instead of making it."""
 
     @functools.wraps(verb)
     def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Subcommands of ``speech`` for recognisers of our own: make data, train, listen, align."""
+"""Subcommands of ``speech`` for streaming recognisers: make data, train, listen, serve, align."""
 
 import sys
 from functools import partial
@@ -14,13 +14,13 @@ Recogniser = Annotated[Path, arg(help="A checkpoint of speech train: runs/NAME/s
 
 
 def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, seed: int = 0) -> None:
-    """Speak sentences of a small grammar with espeak-ng: recordings, texts and phoneme times.
+    """Synthesise sentences of a small grammar with espeak-ng: recordings, texts and phoneme times.
 
     Args:
         out: Folder for manifest.jsonl and the recordings.
         train: Sentences to train on.
         test: Sentences to test on; their voices and texts are not in training.
-        seed: Of the sentences and voices.
+        seed: Seed of the sentences and voices.
     """
     from colonnade.speech.data import make_data
 
@@ -41,20 +41,20 @@ def train(
     noises: Path | None = None,
     augment: bool = False,
 ) -> None:
-    """Train a streaming recogniser in noise; continues from the newest checkpoint of the run.
+    """Train a streaming recogniser in noise; resumes from the newest checkpoint of the run.
 
     Args:
         data: Folder with a manifest.jsonl.
         run: Folder for checkpoints.
-        preset: speech-tiny hears; speech-tiny-av also sees mouths, drawn from the recordings' phonemes; av-small does
-            so by ResNets of 15 million parameters.
+        preset: speech-tiny uses audio; speech-tiny-av also uses mouths, drawn from the recordings' phonemes; av-small
+            does so with ResNets of 15 million parameters.
         steps: Training steps.
-        batch: Recordings a step.
-        lr: Highest learning rate.
+        batch: Recordings per step.
+        lr: Peak learning rate.
         seed: Of the weights, the order and the noise.
         save_every: Steps between checkpoints.
-        clean: Steps before the first noise, which teach letters quickly.
-        noises: Folder of recordings of noise, mixed in beside babble, white and pink noise.
+        clean: Steps before the first noise; letters are learned faster without noise.
+        noises: Folder of noise recordings, used in addition to babble, white and pink noise.
         augment: After the clean steps, also rooms, telephone codecs, masks of time and frequency, crops of pictures.
     """
     from colonnade.config.speech import SPEECH_PRESETS
@@ -81,10 +81,10 @@ def train(
 def demo(
     folder: Path = Path("runs/speech-demo"), sentences: int = 4000, tests: int = 100, steps: int = 2000, seed: int = 0
 ) -> None:
-    """Train a recogniser of sound and drawn mouths from nothing, in minutes, and let it hear unseen voices in babble.
+    """Train a recogniser of audio and drawn mouths from scratch, in minutes, and test it on unseen voices in babble.
 
     Args:
-        folder: For recordings and checkpoints; a demo that was stopped there continues.
+        folder: Folder for recordings and checkpoints; an interrupted demo resumes.
         sentences: Sentences to train on.
         tests: Sentences to test on.
         steps: Training steps.
@@ -101,12 +101,12 @@ def listen(
     file: Annotated[Positional[Path], arg(metavar="FILE")],
     chunk_ms: int = 100,
 ) -> None:
-    """Recognise a recording as a stream, and print text as soon as there is some.
+    """Recognise a recording as a stream, and print text as soon as it is recognised.
 
     Args:
         recogniser: The model.
         file: A recording.
-        chunk_ms: Length of the parts in which the sound arrives [ms].
+        chunk_ms: Length of the parts in which the audio is streamed [ms].
     """
     from colonnade.speech.audio import load_audio
     from colonnade.speech.listen import listen as texts
@@ -137,10 +137,10 @@ def serve(
         recogniser: The model.
         host: Address to listen on.
         port: TCP port; 0 is any free one.
-        streams: Connections that are heard at the same time; further ones are refused.
+        streams: Maximum number of simultaneous connections; further ones are refused.
         keys: File of API keys, as of colonnade serve.
         api_key: One API key without limits. Better in the environment variable COLONNADE_API_KEY.
-        drain_s: Time that running streams have to end after SIGTERM or Ctrl-C [s].
+        drain_s: Time for running streams to end after SIGTERM or Ctrl-C [s].
         origins: Origins of other pages that may use the server from a browser, such as https://chat.example.com; * for
             all.
     """

@@ -1,6 +1,6 @@
 """The verbs that generate text: ``generate``, ``chat`` and ``serve``.
 
-The flags are validated before anything is imported that takes seconds.
+The flags are validated before slow imports.
 """
 
 import os
@@ -34,7 +34,7 @@ class SamplingArgs:
     """How tokens are sampled."""
 
     max_tokens: int | None = None
-    """Tokens to generate, at most; by default 256 for generate, and up to the end of the context for chat."""
+    """Maximum number of tokens to generate; by default 256 for generate, and up to the end of the context for chat."""
     temperature: float = 0.8
     """Divides the logits; 0 always takes the most probable token."""
     top_k: int = 0
@@ -42,7 +42,7 @@ class SamplingArgs:
     top_p: float = 1.0
     """Keep the smallest set of most probable tokens whose probabilities sum to at least p."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the most probable one."""
+    """Keep tokens with at least this fraction of the highest probability."""
     seed: int | None = None
     """The same seed gives the same text."""
     stop: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ class SamplingArgs:
 
 @dataclass(frozen=True)
 class GenerateArgs(SamplingArgs):
-    """The same, and what encoder–decoders know."""
+    """Sampling, and the options of encoder–decoders."""
 
     beams: int = 1
-    """Beams of a beam search, which finds a probable text instead of sampling one (encoder–decoders; temperature 0)."""
+    """Number of beams; beam search finds a probable text instead of sampling one (encoder–decoders; temperature 0)."""
     length_penalty: float = 1.0
     """A text's log-probability is divided by its number of tokens to this power before beams are compared."""
     source_lang: str | None = None
@@ -84,11 +84,11 @@ class CacheArgs:
     pages: int | None = None
     """Pages of the cache; None: as many as fit into cache_bytes."""
     cache_bytes: int | None = None
-    """Memory for the key/value cache of one rank, at most, unless pages is given [bytes]; None: of the free memory 90%
+    """Maximum memory for the key/value cache of one rank, unless pages is given [bytes]; None: 90% of the free memory
     on a GPU and a quarter on a CPU. At most one whole context is allocated."""
     memory_bytes: int | None = None
-    """Memory for the weights, cache, graphs and activations of one rank together, in addition to what Python and torch
-    need (some 400 MB; on a GPU its context); None: what is free on its device at the start [bytes]."""
+    """Memory limit for the weights, cache, graphs and activations of one rank together [bytes], without Python and
+    torch (about 400 MB, plus the context on a GPU); None: the free memory of its device at the start."""
     token_budget: int | None = None
     """Tokens of the prompt in one forward pass; None: 512, on a GPU 2048."""
     graph_capture: bool | None = None
@@ -96,11 +96,11 @@ class CacheArgs:
 
     @property
     def config(self) -> ServeConfig:
-        """The same as a ServeConfig."""
+        """These settings as a ServeConfig."""
         return ServeConfig(max_requests=1, **vars(self))
 
     def for_beams(self, beams: int) -> ServeConfig:
-        """The same for a beam search."""
+        """These settings for a beam search."""
         return self.config.replace(max_requests=max(1, beams))
 
 
@@ -117,7 +117,7 @@ def generate(
 
     Args:
         model: The model that generates.
-        prompt: The beginning of the text; - reads it from the standard input, without its last newline.
+        prompt: The beginning of the text; - reads it from standard input, without the last newline.
         sampling: How tokens are sampled.
         placement: Where the model runs.
         serve: The engine's memory.
@@ -137,10 +137,10 @@ def generate(
 
 
 def _runs_package(model: str, trust: bool, *, ours: bool) -> bool:
-    """Whether ``model`` is an exported package; ``ours``: no flag asks for what a package cannot change."""
+    """Whether ``model`` is an exported package; ``ours``: no flag sets an option that a package cannot change."""
     package = (Path(model) / "package.json").is_file()  # not package_format.is_package, which imports torch
     if trust and not package:
-        raise ConfigError(f"--trust is for packages that colonnade export wrote, and {model} is none; leave it out")
+        raise ConfigError(f"--trust is for packages that colonnade export wrote, and {model} is not one; leave it out")
     if package and not ours:
         raise ConfigError(
             f"{model} is an exported package, which runs as it was exported: leave --plan, --device, --dtype, "
@@ -223,10 +223,9 @@ def serve(
 ) -> None:
     """Serve models over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, or /v1/embeddings.
 
-    A Whisper answers /v1/audio/transcriptions. Several models have an engine each; the "model" of a request, the last
-    part of the model's path, chooses one.
-    Encoders answer /v1/embeddings, /v1/score and /v1/rerank, classifiers /classify; --serve.task embed serves the
-    embeddings of a model that also generates text.
+    A Whisper model answers /v1/audio/transcriptions. Several models have an engine each; the "model" of a request, the
+    last part of the model's path, selects one. Encoders answer /v1/embeddings, /v1/score and /v1/rerank, classifiers
+    /classify; --serve.task embed serves the embeddings of a model that also generates text.
 
     Args:
         models: The models to serve; with --serve.upstreams only a name.
@@ -240,7 +239,7 @@ def serve(
         raise ConfigError("there is no model to serve; give one or several, such as: colonnade serve smollm2")
     if serve.look and (serve.admin_key is None or serve.upstreams):
         raise ConfigError(
-            "serve.look shows the model to whoever has the admin key, and needs one and a model of its own; set "
+            "serve.look shows the model to whoever has the admin key, and needs an admin key and a local model; set "
             "COLONNADE_ADMIN_KEY, and leave --serve.upstreams out"
         )
     specs = [placement.spec(model, serve) for model in models]

@@ -1,4 +1,4 @@
-"""The verb that sums up comparisons with a shadow."""
+"""The verb ``shadow``: summarises comparisons with a shadow server."""
 
 import json
 import sys
@@ -19,11 +19,11 @@ COLUMNS = ("route", "requests", "differ", "unanswered", "common prefix", "least 
 def shadow(
     file: Annotated[Positional[Path], arg(metavar="FILE")], max_differ: float = 0.0, min_cosine: float = 0.999
 ) -> None:
-    """Sum up the comparisons that a server with --serve.shadow has logged; exits 1 if too many answers differ.
+    """Summarise the comparisons that a server with --serve.shadow has logged; exits 1 if too many answers differ.
 
     Args:
         file: The log (--serve.shadow_log).
-        max_differ: Share of the answers that may differ: in status, text or class, or missing.
+        max_differ: Share of the answers that may differ in status, text or class, or be missing.
         min_cosine: Embeddings with a smaller cosine count as different.
     """
     from colonnade.serve.shadow_comparison import summarise
@@ -58,5 +58,5 @@ def _comparisons(file: Path, lines: Iterator[str]) -> Iterator[dict]:
         except (ValueError, RecursionError):
             it = None
         if not isinstance(it, dict) or not it.keys() >= FIELDS:
-            raise ConfigError(f"{file}, line {number} is no comparison; give the file of --serve.shadow_log")
+            raise ConfigError(f"{file}, line {number} is not a comparison; give the file of --serve.shadow_log")
         yield it

@@ -13,7 +13,7 @@ SPEECH: dict[str, Callable[..., None]] = {
 
 
 def speech() -> None:
-    """Recognise speech: transcripts by Whisper, small streaming recognisers of your own.
+    """Recognise speech: transcription with Whisper, and small streaming recognisers.
 
     colonnade speech --help lists its subcommands.
     """

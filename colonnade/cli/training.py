@@ -64,7 +64,7 @@ def presets(match: str = "") -> None:
 
 
 def _size(parameters: int) -> str:
-    """With three digits: ``135 M``, ``8.03 B``."""
+    """Formatted with three digits: ``135 M``, ``8.03 B``."""
     unit, word = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
     value = parameters / unit
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {word}"
@@ -89,11 +89,11 @@ class TrainArgs:
 
 
 def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
-    """Train a transformer on a corpus; the same command again resumes it.
+    """Train a transformer on a corpus; repeating the command resumes it.
 
     Settings come from the command line, otherwise from --config, otherwise from --preset, otherwise from the defaults
-    shown here. Sizes that are not set are derived from those that are. --model.moe.experts adds experts to a model
-    without; with it, --help lists all their settings.
+    shown here. Sizes that are not set are derived from those that are. --model.moe.experts adds experts to a dense
+    model; with it, --help lists all their settings.
     """
     _train(args)
 
@@ -115,7 +115,7 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
             check_data(run, feed)
         if is_main_process():
             if not has_corpus:
-                console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
+                console.print(f"{run.data.path} is not a corpus yet: the vocabulary is the model's own", soft_wrap=True)
             show_run(run, follows(run))
             if has_corpus or not run.train.pretrained_checkpoint:  # otherwise the model is not known yet
                 console.print(_resolved_summary(run), soft_wrap=True)
@@ -151,10 +151,10 @@ def _resolved_summary(run: RunConfig) -> str:
 
 
 def distill(args: Annotated[TrainArgs, arg(name="")]) -> None:
-    """Train a model that also imitates a teacher (--distill.teacher); the same command again resumes it.
+    """Train a model that also learns from a teacher (--distill.teacher); repeating the command resumes it.
 
-    This is colonnade train, with a teacher that must be given: the settings under distill say how the two are compared,
-    all others are train's.
+    This is colonnade train with a required teacher: the settings under distill define how the two are compared, all
+    others are those of train.
     """
     _require_teacher(args)
     _train(args)
@@ -183,8 +183,8 @@ def train_with_defaults(argv: list[str], verb: Callable[..., None] = train) -> C
 def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], str]]:
     """Defaults of every flag, and a function that lists the derived fields of the final run.
 
-    They come from --preset and --config, the corpus's vocabulary, and what is derived from the flags. They are not
-    validated: a flag may still set what is missing.
+    They come from --preset and --config, the corpus's vocabulary, and the values derived from the flags. They are not
+    validated, because a flag may still set missing values.
     """
     chosen, file, start = (_value(argv, flag) for flag in ("--preset", "--config", "--train.pretrained_checkpoint"))
     if not start and _value(argv, "--distill.init") == "layers":  # then the model is the teacher's, with fewer layers
@@ -238,7 +238,7 @@ def _check_sections(model: ModelConfig, flags: Collection[str]) -> None:
         )
     for name, other in incomplete.items():
         raise ConfigError(
-            f"--{other} is for a part that this model does not have; use a preset that has it, or put the complete "
+            f"--{other} belongs to a part that this model does not have; use a preset that has it, or put the complete "
             f"table [model.{name}] into a file for --config"
         )
 

@@ -18,14 +18,15 @@ def transcribe(
     words: bool = False,
     out: Path | None = None,
 ) -> None:
-    """Write down what is said in a recording, with Whisper.
+    """Transcribe a recording with Whisper.
 
     Args:
-        file: An audio file, or a video with sound.
-        model: A Whisper: whisper-tiny.en (a package), a folder of Hugging Face's or CTranslate2's format, or a hub id.
-        language: The language that is spoken, as a code (en, de, …).
+        file: An audio file, or a video with audio.
+        model: A Whisper model: whisper-tiny.en (a package), a folder in Hugging Face's or CTranslate2's format, or a
+            hub id.
+        language: The spoken language, as a code (en, de, …).
         format: txt, subtitles (srt, vtt), or json with times and log-probabilities.
-        words: Also the time of each word, in json.
+        words: Add the times of each word, in json.
         out: File to write; by default the transcript is printed.
     """
     from colonnade import api

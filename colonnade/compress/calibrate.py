@@ -3,9 +3,9 @@
     H = (2/N) Σ x xᵀ,   mean|x|,   max|x|           of N rows x that enter the matrix
 
 :class:`InputStatistics` gathers these while a block runs: hooks see what enters every linear layer, and an expert's
-rows are computed again to see what enters its down projection. An expert that few tokens choose borrows from its
-layer: H_e + n₀/(n_e + n₀) · H_layer, with n₀ the number of inputs. On several ranks, each runs its share of the texts
-(:mod:`colonnade.compress.ranks`).
+rows are computed again to see what enters its down projection. An expert that few tokens choose adds the statistics of
+its layer: H_e + n₀/(n_e + n₀) · H_layer, with n₀ the number of inputs. On several ranks, each runs its share of the
+texts (:mod:`colonnade.compress.ranks`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from colonnade.parallel.axis import Axis
 
 @dataclass
 class Moments:
-    """Sums over the rows that have entered a matrix."""
+    """Sums over the input rows of a matrix."""
 
     outer_DD: Tensor
     abs_D: Tensor
@@ -36,7 +36,7 @@ class Moments:
 
     @staticmethod
     def of(inputs: int, device: torch.device) -> "Moments":
-        """Empty sums for a matrix of so many ``inputs``."""
+        """Empty sums for a matrix with this number of ``inputs``."""
         exact = torch.float32 if device.type == "cuda" else torch.float64
         zeros = torch.zeros(inputs, dtype=exact, device=device)
         return Moments(torch.zeros(inputs, inputs, dtype=exact, device=device), zeros, zeros.clone())
@@ -52,12 +52,12 @@ class Moments:
         self.rows += len(x_TD)
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Those of both's rows."""
+        """The sums over the rows of both."""
         highest_D = torch.maximum(self.max_D, other.max_D)
         return Moments(self.outer_DD + other.outer_DD, self.abs_D + other.abs_D, highest_D, self.rows + other.rows)
 
     def over(self, dp: Axis) -> "Moments":
-        """Those of all ranks' rows."""
+        """The sums over the rows of all ranks."""
         if dp.size == 1:
             return self
         outer_DD, abs_D = sum_over(dp, self.outer_DD), sum_over(dp, self.abs_D)
@@ -74,7 +74,7 @@ class Moments:
         return self.abs_D / max(1, self.rows)
 
     def scaled(self, scale_D: Tensor) -> "Moments":
-        """Those of x / scale."""
+        """The sums for x / scale."""
         s = scale_D.to(self.outer_DD.dtype)
         return Moments(self.outer_DD / (s[:, None] * s), self.abs_D / s, self.max_D / s, self.rows)
 
@@ -114,11 +114,11 @@ class InputStatistics:
                 handle.remove()
 
     def __add__(self, other: "InputStatistics") -> "InputStatistics":
-        """Those of both's texts."""
+        """The statistics over the texts of both."""
         return self._each(lambda mine, theirs: mine + theirs, other)
 
     def over(self, dp: Axis) -> "InputStatistics":
-        """Those of all ranks' texts."""
+        """The statistics over the texts of all ranks."""
         return self if dp.size == 1 else self._each(lambda mine, _: mine.over(dp), self)
 
     def _each(self, run: Callable[[Moments, Moments], Moments], other: "InputStatistics") -> "InputStatistics":
@@ -132,7 +132,7 @@ class InputStatistics:
         return result
 
     def expert_hessians(self, name: str, part: str) -> list[Tensor]:
-        """H of each expert's ``part`` (up or down), with what it borrows from its layer."""
+        """H of each expert's ``part`` (up or down), including the share of its layer."""
         moments = self.experts[name][part]
         inputs = len(moments[0].abs_D)
         layer = sum(each.outer_DD for each in moments) * (2 / max(1, sum(each.rows for each in moments)))
@@ -175,7 +175,7 @@ def _recording(run: Callable[[Tensor], Tensor], record: Callable[[Tensor], None]
 
 
 class BlockRunner:
-    """Runs one block after another over this rank's calibration texts, whose activations are kept in between."""
+    """Runs one block after another over this rank's calibration texts, and keeps their activations."""
 
     def __init__(self, model: Transformer, texts: Sequence[Tensor]):
         self.model, self.dp = model, model.axes.dp

@@ -4,7 +4,7 @@
     compress(model.transformer, Compression(weights="int4"), texts)
     colonnade.save(model, "folder")
 
-The calibration texts must come from what a model may be trained on, never from what it is measured on.
+The calibration texts must come from training data, never from evaluation data.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ from colonnade.model.weight_only_quant import (
 )
 
 Weights = Kind | Literal["sparse24"]
-"""What weights become: a quantised format, or zeros in two of each four inputs."""
+"""The target format: a quantised format, or zeros in two of every four inputs."""
 FOLDED: tuple[Weights, ...] = ("int4", "int8_dynamic")
 """Formats for which folding has a rule."""
 
@@ -47,16 +47,16 @@ class Compression(Config):
 
     weights: Weights = "int4"
     """int8 and float8 with one scale per row, int4 with one per group of inputs; int8_dynamic also rounds inputs;
-    ternary packs experts, and them alone, into less than a bit a weight
+    ternary packs experts, and nothing else, into less than a bit a weight
     (:mod:`~colonnade.kernels.linear.ternary`); sparse24 keeps two of four consecutive inputs, unquantised
     (:mod:`~colonnade.compress.sparse24`)."""
     by: Literal["gptq", "fold", "nearest"] = "gptq"
-    """gptq corrects each weight's rounding in those not rounded yet; fold only scales inputs first (AWQ for int4,
-    SmoothQuant for int8_dynamic); both need texts. nearest rounds each weight by itself."""
+    """gptq compensates each weight's rounding error in those not rounded yet; fold only scales inputs before rounding
+    (AWQ for int4, SmoothQuant for int8_dynamic); both need texts. nearest rounds each weight separately."""
     weight_group: WeightGroup = 64
     """int4: consecutive inputs that share a scale."""
     word: Literal[18, 24, 32] = 18
-    """ternary: weights in a word of 16 bits, at most 4, 3 and 3 of which are not 0."""
+    """ternary: weights per 16-bit word, of which at most 4, 3 and 3 are nonzero."""
     grid: GridKind = "affine"
     """int4: a low value per group (affine), an integer zero point per group (zero), or the zero point 8 (symmetric)."""
     fold: bool = True
@@ -79,10 +79,10 @@ def compress(
 ) -> None:
     """Quantise ``model``, in float32, in place; ``texts`` are int64 token ids (T,).
 
-    Several ranks, sharing texts over dp and experts over ep, all give all ``texts`` and get the bits of one process.
-    ``progress(done, of)`` is called after each block. Raises :class:`ConfigError` for a model that is quantised
-    already or that cannot be, :class:`PlanError` for another layout, and :class:`DataError` for too few or unusable
-    texts.
+    Several ranks share texts over dp and experts over ep; each passes all ``texts``, and the result is bitwise that of
+    one process. ``progress(done, of)`` is called after each block. Raises :class:`ConfigError` for a model that is
+    quantised already or that cannot be, :class:`PlanError` for another layout, and :class:`DataError` for too few or
+    unusable texts.
     """
     _check(model, compression)
     if compression.by == "fold" and compression.weights not in FOLDED:

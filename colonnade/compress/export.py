@@ -1,4 +1,4 @@
-"""Export to a package that starts at once: ``torch.export``, then AOTInductor, which compiles to native code.
+"""Exports a model to a package of native code, by ``torch.export`` and AOTInductor.
 
 The graph is the model's own forward pass with a cache of fixed shape (:mod:`colonnade.model.static_attend`) and the
 reference kernels, which Inductor fuses by itself. :mod:`colonnade.checkpoint.package_format` describes the folder, and
@@ -39,7 +39,7 @@ from colonnade.model.moe.router import find_router
 from colonnade.model.static_attend import Static, cache_row
 
 TORCH = (2, 13)
-"""The oldest version that was seen to work; 2.11 ended with a segmentation fault."""
+"""The oldest version known to work; 2.11 ended with a segmentation fault."""
 
 
 def export(
@@ -52,7 +52,7 @@ def export(
     overwrite: bool = False,
     progress: Callable[[str], object] = lambda _what: None,
 ) -> PackageInfo:
-    """Write ``model`` as a package for texts of up to ``context`` tokens; returns what the package says of itself.
+    """Write ``model`` as a package for texts of up to ``context`` tokens; returns its metadata.
 
     ``prefill``: tokens of a prompt in one pass, at most. The model's modules are changed and cannot train afterwards.
     Raises :class:`ConfigError` for models and sizes that cannot be exported and without a C++ compiler, and
@@ -85,7 +85,7 @@ def export(
 def check_export(config: ModelConfig, context: int, prefill: int) -> None:
     """Raise :class:`ConfigError` for a model or for sizes that cannot be exported, or without a C++ compiler."""
     if config.encoder is not None or not config.causal or config.relative_positions is not None:
-        raise ConfigError("export is for decoders that generate text; serve this model in the place of exporting it")
+        raise ConfigError("export is for decoders that generate text; serve this model instead of exporting it")
     if config.moe is not None and (config.moe.capacity or not find_router(config.moe).per_token):
         raise ConfigError(
             f"router '{config.moe.router.kind}' with capacity {config.moe.capacity} chooses among the tokens of a "
@@ -144,7 +144,7 @@ def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[
     example = (torch.zeros(tokens, dtype=torch.int64), zero, zero.clone(), cache)
     shapes: Any = (None, None, None, [{0: slots} for _ in cache])
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of its own internals
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         program = torch.export.export(step, example, dynamic_shapes=shapes)
         compile_program(program, path)
     values = {**program.state_dict, **program.constants}

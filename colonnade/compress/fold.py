@@ -1,12 +1,12 @@
-"""Folding: a scale per input moves from the activations into the weights, so that rounding costs less.
+"""Folding: moves a scale per input from the activations into the weights, which reduces rounding errors.
 
     y = W x = (W diag(s)) (x / s)            1/s is multiplied into the norm before, or into up's rows
 
     AWQ, arXiv 2306.00978           s = mean|x|^α                        the α of :data:`STEPS` with the least error
     SmoothQuant, arXiv 2211.10438   s = max|x|^α / max|w|^(1−α)          α = 0.5, for inputs rounded to int8
 
-The function of the model does not change. Folded are the inputs of attention and of a dense feed-forward layer, into
-the norm before them, and those of a gated layer's down projection, into the rows of up.
+The function of the model does not change. The inputs of attention and of a dense feed-forward layer are folded into the
+preceding norm, those of a gated layer's down projection into the rows of up.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def fold(block: Block, statistics: InputStatistics, kind: Kind, group: int, grid
 
 
 def awq_scale(weights: Sequence[Tensor], moments: Moments, kind: Kind, group: int, grid: GridKind) -> Tensor | None:
-    """s_D with the least tr(Δ H Δᵀ) of rounding to nearest; None where 1 is best."""
+    """s_D with the least tr(Δ H Δᵀ) of rounding to nearest; None if no scaling is best."""
     h_DD, mean_D = damped(moments.hessian), moments.mean_abs.float().clamp(min=1e-8)
     best, least = None, sum(_rounding_error(w, None, h_DD, kind, group, grid) for w in weights)
     for step in range(1, STEPS):
@@ -78,7 +78,7 @@ def normalised(s_D: Tensor) -> Tensor:
 
 @torch.no_grad()
 def apply(linears: Sequence[Linear], before: Norm | Linear, scale_D: Tensor) -> None:
-    """Multiply the columns of ``linears`` by s and divide what computes their inputs by it."""
+    """Multiply the columns of ``linears`` by s and divide the layer that computes their inputs by it."""
     for linear in linears:
         linear.weight.mul_(scale_D)
     if isinstance(before, Norm):

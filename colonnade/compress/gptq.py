@@ -1,4 +1,4 @@
-"""GPTQ (Frantar 2022, arXiv 2210.17323): rounds a matrix column by column and corrects those that follow.
+"""GPTQ (Frantar 2022, arXiv 2210.17323): rounds a matrix column by column and compensates the error in later columns.
 
     minimise tr(Δ H Δᵀ), Δ = Ŵ − W, H = (2/N) Σ x xᵀ + λ I          λ = 0.01 · mean(diag H)
     U = chol(H⁻¹)ᵀ;  for each column j by descending H_jj:   δ = (w_j − ŵ_j) / U_jj,   W_{:,j:} −= δ U_{j,j:}
@@ -6,8 +6,8 @@
 Grids are chosen before any column is rounded, so that a group is a run of consecutive inputs although the columns are
 visited in another order (no ``g_idx``). H is factored in float64 on a CPU. If H is a multiple of I, nothing is
 corrected, and the result is rounding to nearest on the same grid. Of GPTQ and two kinds of rounding to nearest, the one
-with the least error is kept, so the error is never above that of rounding to nearest. The places of ternary words are
-chosen before, and once more word by word in the order of the columns, as the earlier words correct them.
+with the least error is kept, so the error is never above that of rounding to nearest. The nonzero positions of ternary
+words are chosen first, and again word by word in column order, after the corrections of earlier words.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def gptq(w_FD: Tensor, hessian_DD: Tensor, kind: Kind, group: int, grid: GridKin
 
 @dataclass(frozen=True)
 class TernaryGrid:
-    """Where a matrix may be ±s, and where it is 0; every column is a group of its own."""
+    """The positions where a matrix may be ±s instead of 0; every column is its own group."""
 
     trits: int
     allowed_FD: Tensor
@@ -66,7 +66,7 @@ class TernaryGrid:
 
     @staticmethod
     def of(w_FD: Tensor, trits: int, importance_D: Tensor | None = None) -> "TernaryGrid":
-        """The places and scales of least error."""
+        """The positions and scales with the least error."""
         return TernaryGrid(trits, *ternary.choose(w_FD, trits, importance_D))
 
     def round(self, w_FC: Tensor, columns_C: Tensor) -> Tensor:
@@ -74,11 +74,13 @@ class TernaryGrid:
         return (w_FC / self.scale_F1.clamp(min=1e-30)).round().clamp(-1, 1) * self.allowed_FD[:, columns_C]
 
     def value(self, q_FC: Tensor, _columns_C: Tensor) -> Tensor:
-        """The weights that ``q_FC`` stands for."""
+        """The weights that ``q_FC`` represents."""
         return q_FC * self.scale_F1
 
     def corrected(self, w_FD: Tensor, h_DD: Tensor) -> "tuple[Tensor, TernaryGrid]":
-        """(trits, their grid): the places of a word are chosen by its weights as the earlier words correct them."""
+        """(trits, their grid): the positions of a word are chosen from its weights after the corrections of earlier
+        words.
+        """
         scale_F = self.scale_F1[:, 0].clamp(min=1e-30)
 
         def select(w_FC: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def error(delta_FD: Tensor, hessian_DD: Tensor) -> float:
 
 
 def damped(hessian_DD: Tensor) -> Tensor:
-    """H + λ I, in float64 on a CPU; I where no input was ever seen."""
+    """H + λ I, in float64 on a CPU; I if there were no inputs."""
     h_DD = hessian_DD.to(torch.float32 if hessian_DD.is_cuda else torch.float64)
     mean = h_DD.diagonal().mean()
     if not h_DD.isfinite().all():

@@ -63,7 +63,7 @@ class Grid:
                 return (w_FC / scale).round().clamp(-127, 127)
 
     def value(self, q_FC: Tensor, groups_C: Tensor) -> Tensor:
-        """The weights that ``q_FC`` stands for."""
+        """The weights that ``q_FC`` represents."""
         return q_FC * self.scale_FG[:, groups_C] + self.low_FG[:, groups_C]
 
     def pack(self, q_FD: Tensor) -> Quantised:

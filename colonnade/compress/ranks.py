@@ -1,13 +1,13 @@
-"""Compression on several ranks: the texts are shared over dp, and each layer's experts over ep, with one result.
+"""Compression on several ranks: texts are divided over dp and each layer's experts over ep, with identical results.
 
-Sums of floating-point numbers depend on their order. The texts are therefore divided into :data:`SLOTS` runs, and the
-sums of the runs are added up as the leaves of one binary tree:
+Sums of floating-point numbers depend on their order. The texts are therefore divided into :data:`SLOTS` parts, whose
+sums are added as the leaves of one binary tree:
 
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 
-A rank has a subtree; the ranks' sums are gathered and added up in the same order by every rank. Each text is computed
-by itself, and while a block is calibrated every rank has all of its experts. So any number of ranks computes the bits
-of one process.
+A rank has a subtree; the ranks' sums are gathered and added in the same order by every rank. Each text is computed
+separately, and while a block is calibrated every rank has all of its experts. So any number of ranks gives the same
+bits as one process.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ def check_ranks(model: Transformer) -> None:
 
 
 def check_count(dp: int) -> None:
-    """Raise :class:`PlanError` unless so many ranks can share the texts."""
+    """Raise :class:`PlanError` unless this number of ranks can share the texts."""
     if SLOTS % dp:
         raise PlanError(
             f"compression runs on 1, 2, 4 or {SLOTS} ranks of dp, not on {dp}; set --plan.dp to one of them"
@@ -50,7 +50,7 @@ def check_count(dp: int) -> None:
 
 
 def slots(texts: Sequence[T], dp: Axis) -> list[Sequence[T]]:
-    """This rank's runs of the texts."""
+    """This rank's parts of the texts."""
     count, own = len(texts), SLOTS // dp.size
     return [
         texts[slot * count // SLOTS : (slot + 1) * count // SLOTS] for slot in range(dp.rank * own, (dp.rank + 1) * own)
@@ -75,7 +75,7 @@ def sum_over(dp: Axis, own: Tensor) -> Tensor:
 
 
 class WholeBlock:
-    """Block ``layer`` of ``model`` with all of its experts, in the place of this rank's share of it."""
+    """Block ``layer`` of ``model`` with all of its experts, replacing this rank's share."""
 
     def __init__(self, model: Transformer, layer: int):
         self.model, self.name = model, str(layer)
@@ -110,7 +110,7 @@ class WholeBlock:
 
     @contextmanager
     def restored(self):
-        """Afterwards, this rank's share is in its place, with the values of the whole block."""
+        """Restores this rank's share afterwards, with the values of the whole block."""
         try:
             yield self
         finally:

@@ -1,13 +1,13 @@
-"""Recovery: after quantisation, scales, low values and norms train to imitate the model that was quantised.
+"""Recovery: trains scales, low values and norms of a quantised model to match the original.
 
     minimise KL(p ‖ p̂) over s, m and the norms;      Ŵ = q s + m, with q fixed          (EfficientQAT, arXiv 2407.11062)
     s = s₀ (1 + δ),   m = m₀ + s₀ ε                  δ and ε train, so that a step has the same size in every format
 
-Of a matrix with 2:4 sparsity, every weight that is not zero trains: w = w₀ (1 + δ).
+In a matrix with 2:4 sparsity, every nonzero weight trains: w = w₀ (1 + δ).
 
-Where the grid has integer zero points z (symmetric ones among them), m = −z s stays tied to s. Trained are the linear
-layers of the blocks; stacks of experts and the output projection keep their scales. The last text is not trained on:
-the state with the least divergence there is kept, which may be the one before.
+If the grid has integer zero points z (including symmetric grids), m = −z s stays tied to s. The linear layers of the
+blocks train; stacks of experts and the output projection keep their scales. The last text is held out: the state with
+the least divergence on it is kept, which may be the initial one.
 """
 
 from collections.abc import Callable, Sequence
@@ -180,7 +180,7 @@ def _restore_product(module: Linear) -> None:
 
 
 class _Round(Function):
-    """Rounding to bfloat16, straight through."""
+    """Rounding to bfloat16 with a straight-through gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class _Round(Function):
 
 
 class _ScaledLinear(Function):
-    """y = x (q s + m)ᵀ; q is unpacked again in the backward pass, so that nothing of W's size is kept."""
+    """y = x (q s + m)ᵀ; q is unpacked again in the backward pass, so that no tensor of W's size is stored."""
 
     @staticmethod
     def forward(ctx, x: Tensor, scale: Tensor, low: Tensor | None, weight: Quantised) -> Tensor:

@@ -1,10 +1,11 @@
-"""2:4 sparsity (SparseGPT, Frantar 2023, arXiv 2301.00774): two of four consecutive inputs of a row keep a weight.
+"""2:4 sparsity (SparseGPT, Frantar 2023, arXiv 2301.00774): two of every four consecutive inputs of a row keep a
+weight.
 
     every four columns: keep the two of the highest w² / U_jj²;  δ = (w_j − ŵ_j) / U_jj,  W_{:,j:} −= δ U_{j,j:}
 
-U is GPTQ's (:mod:`colonnade.compress.gptq`), and columns are visited in their order, because four are one choice. Of
-this and of masks by w² h and by w² without corrections, the one with the least error tr(Δ H Δᵀ) is kept. The result is
-an ordinary matrix with zeros: it loads anywhere, and tensor cores skip the zeros where a runtime packs it.
+U is GPTQ's (:mod:`colonnade.compress.gptq`), and columns are visited in order, because four form one choice. Of this
+result and those of masks by w² h and by w² without corrections, the one with the least error tr(Δ H Δᵀ) is kept. The
+result is an ordinary matrix with zeros: it loads anywhere, and tensor cores skip the zeros where a runtime packs it.
 """
 
 import torch

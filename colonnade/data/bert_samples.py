@@ -62,7 +62,7 @@ TITLES = frozenset(["mr", "mrs", "ms", "messrs", "dr", "st", "gen", "col", "capt
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """Properties of the tokens of a WordPiece vocabulary that masking needs; :meth:`of` makes one."""
+    """Token properties of a WordPiece vocabulary for masking, built by :meth:`of`."""
 
     cls: int
     """[CLS], which begins a sequence."""

@@ -1,9 +1,9 @@
 """Reads and writes a corpus folder: memory-mapped token shards, an index of documents, a tokenizer, a manifest.
 
 A split is one stream of tokens, in which each document is followed by its end token. Shards of ``shard_tokens`` tokens
-cut the stream anywhere, also within a document, so a token's shard is found by one division and the stream does not
-depend on the shards' size. Beside them is an index of where each document ends. :mod:`~colonnade.data.manifest` lists
-the files, and :mod:`~colonnade.data.corpus_builder` builds a corpus from text.
+may cut the stream within a document, so a token's shard is found by one division and the stream does not depend on the
+shard size. An index stores the end of each document. :mod:`~colonnade.data.manifest` lists the files, and
+:mod:`~colonnade.data.corpus_builder` builds a corpus from text.
 """
 
 import functools

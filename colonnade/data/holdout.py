@@ -2,14 +2,14 @@
 
     hash(document) in [0, 1)            held out for validation: hash < share
 
-A document is always on the same side, whatever else is in the corpus and however it is sharded; so are its copies, so
-none of them leaks into validation. In a small corpus this could hold out no document or all of them: then only the
-document with the lowest hash is held out, or all but the one with the highest.
+A document and its copies are always in the same split, whatever else is in the corpus and however it is sharded, so no
+copy leaks into validation. In a small corpus this could hold out no document or all of them: then only the document
+with the lowest hash is held out, or all but the one with the highest.
 
-Of a corpus of a single document ``share`` of its characters is held out, in spans spread evenly over it, because its
+In a corpus of a single document, ``share`` of its characters is held out, in spans spread evenly over it, because its
 end may differ from the rest (an index, a licence, an epilogue). Spans begin and end at the nearest paragraph boundary
-before, else at a sentence boundary, else at a word boundary. Of a document too short for two spans of
-:data:`MIN_SPAN_CHARACTERS` the end is held out.
+before, else at a sentence boundary, else at a word boundary. If a document is too short for two spans of
+:data:`MIN_SPAN_CHARACTERS`, its end is held out.
 """
 
 import hashlib

@@ -27,7 +27,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def plot(title: str, draw: Callable[[Any], None], height: float = 3.2) -> str:
-    """A figure with what ``draw(axes)`` draws; the same drawing gives the same bytes."""
+    """A figure drawn by ``draw(axes)``; the output is deterministic."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

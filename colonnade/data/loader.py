@@ -9,13 +9,13 @@ so any position of it is computed independently, in constant time and memory:
         (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3).
 
 F is the finaliser of splitmix64 (Steele, Lea and Flood 2014, figure 16): the order must have no patterns but need not
-be secret. Of 2^(2h) < 4N numbers more than a quarter are below N, so a walk takes at most four steps on average.
+be secret. More than a quarter of the 2^(2h) < 4N numbers are below N, so a walk takes at most four steps on average.
 
 A step's global batch is the next ``batch`` samples. Its first R·``micro_batch`` samples are the first micro-batches of
 the R data ranks in rank order, the next ones the second micro-batches, and so on. So a step does not depend on the
-number of ranks; nor does what is balanced within a micro-batch, if R times its size stays the same. The only state is
-the number of samples that all ranks have seen, which a checkpoint saves; a resume with another batch size or number of
-ranks continues with the next sample.
+number of ranks; neither does the load balance within a micro-batch, as long as R times its size stays the same. The
+only state is the number of samples that all ranks have seen, which a checkpoint saves; a resume with another batch size
+or number of ranks continues with the next sample.
 
 There is no prefetching thread: packing 32 samples of 1024 tokens took 1.3 ms on one core of a busy two-core machine,
 and GPT-2 1.2B takes half a second to train on them on an H200.

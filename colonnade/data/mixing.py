@@ -1,14 +1,14 @@
-"""MixUp and CutMix: training samples mixed of two images, as functions of (seed, sample number).
+"""MixUp and CutMix: mixes two images per training sample, as a function of (seed, sample number).
 
     mixup    x = λ x_a + (1 − λ) x_b                        Zhang 2018, arXiv 1710.09412
     cutmix   a box of x_a is replaced by that of x_b        Yun 2019, arXiv 1905.04899
     label    y = λ y_a + (1 − λ) y_b                        λ ~ Beta(α, α)
 
-CutMix's box has the centre (u, v), uniform, and the sides √(1 − λ) of the image's; λ is then corrected to the part of
-the image that really is x_a's, because a box may reach over the border. Partner, λ and box depend on the seed and the
-sample's number only, not on the batch that the sample is in: a run's samples are the same on any number of ranks, with
-any micro-batch, and after a resume. (Libraries mix a batch with its own reversal.) A sample's number grows over all
-epochs, so the next epoch mixes it otherwise.
+CutMix's box has the centre (u, v), uniform, and the sides √(1 − λ) of the image's; λ is then corrected to the actual
+share of x_a, because a box may extend over the border. Partner, λ and box depend only on the seed and the sample's
+number, not on its batch: a run's samples are the same on any number of ranks, with any micro-batch, and after a resume.
+(Other libraries mix a batch with its own reversal.) A sample's number grows over all epochs, so each epoch mixes it
+differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,18 +23,18 @@ from colonnade.data.loader import MASK64, splitmix64
 from colonnade.errors import ConfigError
 
 Kind = Literal["mixup", "cutmix", "both"]
-"""both: each sample is mixed by one of the two, chosen evenly."""
+"""both: each sample uses one of the two, with equal probability."""
 
 
 class Mix(NamedTuple):
-    """How one sample is made."""
+    """The parameters of one mixed sample."""
 
     partner: int
     """The index of x_b in the data."""
     share: float
     """λ, the weight of y_a."""
     box: tuple[int, int, int, int] | None
-    """CutMix: top, left, bottom, right of what is x_b's; None: MixUp."""
+    """CutMix: top, left, bottom, right of the box from x_b; None: MixUp."""
 
 
 @dataclass(frozen=True)

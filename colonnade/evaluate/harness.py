@@ -1,7 +1,7 @@
 """A loaded model as a language model of lm-eval (EleutherAI's evaluation harness).
 
 Log-likelihoods come from :class:`~colonnade.evaluate.scorer.Scorer`, text from the serving engine. Contexts are encoded
-and cut as lm-eval's own ``HFLM`` does, so that scores equal its scores. On several ranks rank 0 runs the harness, and
+and truncated as by lm-eval's own ``HFLM``, so that the scores are equal. On several ranks rank 0 runs the harness, and
 data ranks share its requests.
 """
 
@@ -23,7 +23,7 @@ from colonnade.serve.engine import Engine
 from colonnade.serve.sampling_params import SamplingParams
 
 MAX_GENERATED = 256
-"""Tokens to generate where a task does not say (HFLM's number)."""
+"""Tokens to generate if a task sets no limit (HFLM's default)."""
 _IGNORED = {"do_sample", "temperature", "until", "max_gen_toks", "max_tokens", "max_new_tokens", "num_beams"}
 
 
@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: BOS, or the end token of a model without."""
+        """The token before a text without context: BOS, or the end token if there is no BOS."""
         return self.eot_token_id if self._tokens.bos_id is None else self._tokens.bos_id
 
     @property
@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
         return self._tokens.chat(list(chat_history), add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of ``string``; with BOS if the tokenizer adds one and the text does not begin with it."""
+        """The ids of ``string``; with BOS if the tokenizer adds it and the text does not begin with it."""
         if add_special_tokens is None:
             if (ids := self._encoded.get(string)) is not None:
                 return ids
@@ -118,7 +118,7 @@ class HarnessModel(TemplateLM):
         return [sums[number] for number in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text after each context, up to a stop string; all requests are given to the engine at once."""
+        """The text after each context, up to a stop string; all requests are passed to the engine at once."""
         asked = list[tuple[list[int], dict[str, Any]]]()
         for request in requests:
             context, given = tuple[Any, Any](request.args)
@@ -186,5 +186,5 @@ def _gather_texts(axis: Axis, texts: list[str]) -> list[list[str]]:
 
 
 def follow(scorer: Scorer, tokenizer: Tokenizer, serve: ServeConfig) -> None:
-    """On ranks above 0: run what rank 0's :class:`HarnessModel` asks for."""
+    """On ranks above 0: run the passes that rank 0's :class:`HarnessModel` sends."""
     scorer.follow(_Generator(scorer, tokenizer, serve).run)

@@ -36,7 +36,7 @@ lm_eval.evaluator.get_git_commit_hash = lambda: ""
 
 FOLDER = Path(__file__).parent / "tasks"
 FROM_FILES = {"wikitext103": "wiki.test.tokens", "lambada": "lambada_test.jsonl"}
-"""Tasks that need a file, with its usual name."""
+"""Tasks that need a file, and its usual name."""
 
 
 class TaskOptions(NamedTuple):
@@ -65,7 +65,7 @@ class TaskResult:
     stderr: dict[str, float] = field(default_factory=dict)
     examples: int = 0
     samples: tuple[dict[str, Any], ...] = ()
-    """A few examples with what the model answered."""
+    """A few examples with the model's answers."""
 
 
 def own_tasks() -> list[str]:
@@ -206,7 +206,7 @@ def _standard_error(scores: Sequence[Any], mean: float) -> float | None:
 
 
 def _short_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reader needs of a sample, in short."""
+    """A short form of a sample for the report."""
     arguments = [str(each)[:2000] for each in next(iter(sample["arguments"]), ())][:2]
     return {
         "arguments": arguments,
@@ -240,7 +240,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
 
 
 def _needed_data(task: str, manager: TaskManager) -> str:
-    """What a task reads, for a message."""
+    """The data that a task reads, for an error message."""
     index = manager.task_index.get(task)
     path = getattr(index, "yaml_path", None)
     where = f"its definition is {path}" if path else "see its definition"

@@ -1,9 +1,9 @@
 """Log-likelihoods of continuations, many in one forward pass.
 
-Requests are laid flat without padding, longest first, up to a budget of tokens. Requests with the same context (the
+Requests are packed without padding, longest first, up to a budget of tokens. Requests with the same context (the
 answers to one question) share its tokens: the context is run once, and each answer attends to it and to itself
-(:mod:`~colonnade.kernels.attention.shared_prefix`). Rank 0 decides what is run and sends it to the others, which
-:meth:`Scorer.follow`: each data rank, a replica of the model, gets every dp-th batch. The logits stay sharded
+(:mod:`~colonnade.kernels.attention.shared_prefix`). Rank 0 plans the passes and sends them to the other ranks, which
+run :meth:`Scorer.follow`: each data rank, a replica of the model, gets every dp-th batch. The logits stay sharded
 (:class:`~colonnade.model.TokenLogprobs`).
 """
 
@@ -24,7 +24,7 @@ from colonnade.serve.model_inputs import broadcast_message, receive_message
 BUDGET_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens of one forward pass."""
 SHORTEST_SHARED = 16
-"""Tokens from which on a context is shared; for less the masks cost more than they save."""
+"""Minimum length of a shared context [tokens]; below this the masks cost more than they save."""
 SCORE, GENERATE, STOP = 101, 102, 103
 """Kinds of message: score this; run an engine; leave the loop."""
 
@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A sequence that is run, continuations that share it as their prefix, and the requests that they answer."""
+    """A sequence, the continuations that share it as their prefix, and the requests that they answer."""
 
     prefix: Tokens
     continuations: list[Tokens]
@@ -204,7 +204,7 @@ class Scorer:
 
     def _divide(self, context: Tokens, asked: dict[Tokens, list[tuple[int, list[int]]]]) -> Iterator[_Group]:
         """Groups within the budget, as few as possible; a context is shared if that saves enough tokens."""
-        # The keys are the inputs after the context, of which targets of one token have none.
+        # The keys are the inputs after the context; targets of one token have none.
         share = len(context) >= SHORTEST_SHARED and self.model.relative is None
         room = self.budget_tokens - len(context) if share else 0
         parts, size = [list[Tokens]()], 0
@@ -217,7 +217,7 @@ class Scorer:
             continuations = [inputs for inputs in part if inputs]
             places: dict[Tokens, int | None] = dict(zip(continuations, range(len(continuations)), strict=True))
             prefix = context
-            if len(continuations) == 1:  # one sequence, of which a shorter answer reads a row
+            if len(continuations) == 1:  # one sequence, in which a shorter answer is a row
                 prefix, continuations, places = context + continuations[0], [], {}
             answers = [
                 _Answer(number, targets, len(context), places.get(inputs))

@@ -1,4 +1,4 @@
-"""The viewer's HTTP interface without a server: a question in, an answer out.
+"""The viewer's HTTP API, independent of a server: maps a request to an answer.
 
 GET  /v1/look/model                                    the model, and which pages it has
 POST /v1/look/record   {"text": …}                     one forward pass; its name and the text's tokens
@@ -25,10 +25,10 @@ from colonnade.look.tensors import Names
 from colonnade.look.tiles import MAX_TILE, encode_tile, reduce_tile, span
 
 MAX_TEXT = 20_000
-"""Characters of a text."""
+"""Maximum length of a text [characters]."""
 MAX_BODY = 4 * MAX_TEXT
 KEPT = 4
-"""Recordings that are kept; the text of an older one is recorded again."""
+"""Number of recordings that are kept; the text of an older one is recorded again."""
 DEFAULT_TEXT = (
     "A colonnade is a row of columns that carries a roof. Each column bears its share of the weight, and none of them "
     "could bear the whole. The builders cut every stone before they raised it, because a stone that does not fit in "
@@ -36,7 +36,7 @@ DEFAULT_TEXT = (
     "beam across all of them at once, and the roof held. Travellers came from far away to walk in its shade, and the "
     "children of the builders told them how it had been made."
 )
-"""Long enough to see what heads do; cut to the model's context."""
+"""The default text: long enough to show the behaviour of heads; truncated to the model's context."""
 PREFIX = "/v1/look/"
 
 
@@ -54,7 +54,7 @@ def json_answer(value: Any, status: int = 200) -> Answer:
 
 
 def error_answer(message: str, status: int) -> Answer:
-    """An error in the form of the server's other errors."""
+    """An error in the same format as the server's other errors."""
     return json_answer({"error": {"message": message, "type": "invalid_request_error"}}, status)
 
 
@@ -88,7 +88,7 @@ class LookApp:
         self._text = tokenizer.decode(list(tokenizer.encode(DEFAULT_TEXT))[:limit])
 
     def answer(self, method: str, path: str, query: str = "", body: bytes = b"") -> Answer:
-        """Answer a request for ``path`` below :data:`PREFIX`; errors are answers, too."""
+        """Answer a request for ``path`` below :data:`PREFIX`; errors are returned as answers."""
         try:
             if (method, path) == ("GET", "model"):
                 return json_answer(self._model())
@@ -228,7 +228,7 @@ HEADERS = {
 
 
 def page_headers(*, framed: bool = False) -> dict[str, str]:
-    """The headers that confine the page; ``framed``: it may be in a frame of a page on this machine (a notebook)."""
+    """The page's security headers; ``framed`` allows frames in pages on this machine (notebooks)."""
     local = "'self' http://localhost:* http://127.0.0.1:*" if framed else "'none'"
     return {name: value.format(ancestors=local) for name, value in HEADERS.items()}
 

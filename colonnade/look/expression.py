@@ -3,7 +3,7 @@
     program := expr (';' expr)*        expr := [name '='] term ('@' term)*        term := name | '(' expr ')'
 
 ``@`` is left-associative. A product has a key: its name, or "@", the statement's number and the path from its root
-("@0LR"). Nothing is evaluated: a name is only a name.
+("@0LR"). Names are never evaluated as code.
 """
 
 import re
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 
 class ExpressionError(ConfigError):
-    """A malformed expression; ``position`` is the index of the character at fault."""
+    """A malformed expression; ``position`` is the index of the offending character."""
 
     def __init__(self, what: str, position: int):
         super().__init__(f"{what} (at character {position}); an expression is like: out = (attn = Q @ K_t) @ V")

@@ -17,7 +17,7 @@ HEARTBEAT_S = 20.0
 
 
 def follow(model: Transformer, plan: Plan) -> None:
-    """Take part in the recordings of rank 0, until it stops."""
+    """Take part in the recordings of rank 0 until it stops."""
     tp = model.axes.tp
     while (count := int(tp.broadcast_(torch.zeros(1, dtype=torch.int64)))) >= 0:
         if count:
@@ -45,7 +45,7 @@ class Leader:
             self._send(0)
 
     def stop(self) -> None:
-        """Let the others end."""
+        """Stop the other ranks."""
         with self._lock:
             self._send(-1)
 

@@ -9,7 +9,7 @@ from colonnade.look.routing_board import History, entropy
 
 FILE = "routing.jsonl"
 STEPS = 200
-"""Training steps that are drawn, at most."""
+"""Maximum number of training steps that are drawn."""
 
 
 def read_history(checkpoint: Path, config: ModelConfig) -> History:

@@ -1,4 +1,4 @@
-"""Low-rank factors of the matrices of a head or layer: those of an adapter, or the best ones of a rank.
+"""Low-rank factors of the matrices of a head or layer: those of an adapter, or the best approximation of a given rank.
 
     wQ = wQ_base + wQ_A @ wQ_B          wQ_A = A_q' (D × r)      wQ_B = s · B_q' of the head (r × H)
 
@@ -45,7 +45,7 @@ def adapter_factors(adapter: Adapter, config: ModelConfig, layer: int, head: int
 
 
 def low_rank(x: Tensor, change: str) -> Tensor:
-    """A factor of the best approximation of ``x`` of a rank, by its singular values: "A8" (rows × 8), or "B8"."""
+    """A factor of the best low-rank approximation of ``x`` (by SVD): "A8" (rows × 8) or "B8"."""
     side, rank = change[:1], change[1:]
     if side not in ("A", "B") or not rank.isdigit() or not 1 <= int(rank) <= min(x.shape):
         raise RequestError(

@@ -31,7 +31,7 @@ from colonnade.look.values import shapes
 from colonnade.model import Transformer
 
 COMPRESS_FROM = 600
-"""Bytes of a state from which its link is compressed, as in viewer/src/state.ts."""
+"""Size of a state above which its link is compressed [bytes], as in viewer/src/state.ts."""
 
 
 def encode_state(state: Mapping[str, Any]) -> str:
@@ -45,7 +45,7 @@ def encode_state(state: Mapping[str, Any]) -> str:
 
 
 class LoadedModel(Protocol):
-    """What :func:`colonnade.load` returns, as far as the viewer needs it."""
+    """The attributes of the result of :func:`colonnade.load` that the viewer needs."""
 
     source: str
     transformer: Transformer
@@ -62,7 +62,7 @@ class LoadedModel(Protocol):
 
 
 class Frame:
-    """A view; as the last value of a notebook's cell it shows the page."""
+    """A view; as the last value of a notebook cell it displays the page."""
 
     def __init__(self, url: str, height: int = 600):
         self.url, self.height = url, height
@@ -137,7 +137,8 @@ class NotebookServer:
 def serve(model: LoadedModel | None = None, port: int = 0, *, adapter: str | Path | None = None) -> NotebookServer:
     """Start a server for ``model`` (of :func:`colonnade.load`), or for matrices without one.
 
-    ``adapter`` is what the model was loaded with; that of a model that was loaded by its adapter's name is found.
+    ``adapter`` is the adapter with which the model was loaded; it is found automatically if the model was loaded by the
+    adapter's name.
     """
     return NotebookServer(None if model is None else make_app(model, adapter), port)
 

@@ -1,7 +1,8 @@
-"""Scenes and boards of a recording: what the viewer draws on each of its pages.
+"""Scenes and boards of a recording: the content of each page of the viewer.
 
 A scene is the part of the viewer's state that depends on the model: an expression, sizes and tensors of its matrices,
-epilogues, and the letters by which a Plan cuts them. The viewer computes every product itself, from the tensors.
+epilogues, and the dimension letters by which a Plan shards them. The viewer computes every product itself, from the
+tensors.
 """
 
 import math
@@ -57,7 +58,7 @@ def _check_head(config: ModelConfig, head: int) -> None:
 
 
 def _attention_nodes(build: _Builder, *, recorded_q: str = "Q_recorded", rows: str = "") -> None:
-    """Epilogues of Q, K_t, V and attn; values that no epilogue computes are taken as recorded."""
+    """Epilogues of Q, K_t, V and attn; values that no epilogue can compute are taken from the recording."""
     config, nodes = build.recording.config, build.nodes
     q: dict[str, Any] = {}
     k: dict[str, Any] = {}

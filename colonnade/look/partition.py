@@ -59,7 +59,7 @@ def _split(letter: str, plan: Plan) -> tuple[int, int]:
 
 
 def owner_of(letters: Letters, plan: Plan) -> Owner:
-    """Which ranks have which blocks of a matrix; one mesh axis splits a matrix once."""
+    """The ranks that own each block of a matrix; a mesh axis splits a matrix at most once."""
     rows, row_stride = _split(letters[0], plan)
     cols, col_stride = _split(letters[1], plan)
     if rows > 1 and row_stride == col_stride:
@@ -98,7 +98,7 @@ def summed(trees: Sequence[Tree], letters: Mapping[str, Letters], plan: Plan) ->
     found: dict[str, int] = {}
     for node in (node for tree in trees for node in products(tree)):
         (rows, row_stride), (count, stride) = (_split(letter(node.left, side), plan) for side in (0, 1))
-        # Rows split over the same ranks see all of k: keys and values go round a ring.
+        # Rows split over the same ranks use all of k: keys and values travel round the ring.
         if count > 1 and not (rows > 1 and row_stride == stride):
             found[node.key] = count
     return found

@@ -1,8 +1,8 @@
-"""Records one forward pass of a model: what enters and leaves each attention and feed-forward part.
+"""Records one forward pass of a model: the inputs and outputs of each attention and feed-forward part.
 
 Queries, keys and values are recorded where attention receives them, after norms and rotary positions; inputs and
 outputs by forward hooks. Under tensor parallelism the heads and the weights are gathered from all ranks, so that a
-recording is that of the whole model.
+recording covers the whole model.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from colonnade.model.moe import MixtureOfExperts
 from colonnade.model.moe.capacity import apply_capacity
 
 MAX_TOKENS = 512
-"""Tokens of a recording, at most: the scores of a head are a square of them."""
+"""Maximum number of tokens of a recording; the scores of a head are quadratic in it."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Recording:
 
 
 class _RecordingView:
-    """The attention of one layer that keeps what it gets."""
+    """The attention of one layer, recording its queries, keys and values."""
 
     caches: ClassVar[bool] = False
 

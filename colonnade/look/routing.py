@@ -1,4 +1,4 @@
-"""Tables of which experts take which tokens of a text (ST-MoE, arXiv 2202.08906, section 7).
+"""Tables of the experts that receive each kind of token of a text (ST-MoE, arXiv 2202.08906, section 7).
 
 A layer's table has a row for each expert: its share of the choices, the kinds of tokens that it takes more often than
 its share would suggest (and how many times more often), and its most over-represented tokens.
@@ -8,7 +8,7 @@ The kinds of tokens:
     punctuation    number    name    function word    verb    word    part of a word    white space
 
 come from simple rules and word lists for English, not from a tagger: a name is a capitalised word within a sentence; a
-verb is a common verb or has a verb's ending. Enough to see whether an expert processes commas, not enough to parse.
+verb is a common verb or has a verb's ending. This suffices to see whether an expert processes commas, but not to parse.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from colonnade.model.score import Score, score
 from colonnade.model.transformer import Transformer
 
 PREFERENCE = 1.2
-"""A kind is listed where an expert takes it so many times more often than its share of all tokens."""
+"""A kind is listed if an expert takes it this many times more often than its share of all tokens."""
 
 
 class RoutedText(NamedTuple):
@@ -50,7 +50,7 @@ def record_routing(
         raise RequestError("--routing needs the whole model in one process; leave --plan out")
     with record_choices(model) as ids:
         scored = score(model, list(tokens), context=context)
-    pieces = [tokenizer.decode([token]) for token in tokens[:-1]]  # the last one is only predicted
+    pieces = [tokenizer.decode([token]) for token in tokens[:-1]]  # the last token is only a target
     layers = specializations(ids, classify_tokens(pieces), moe.experts)
     return RoutedText(scored, layers, {layer: top_tokens(ids_TA, pieces, moe.experts) for layer, ids_TA in ids.items()})
 

@@ -1,7 +1,7 @@
-"""The routing page: which experts take which tokens, over the text and over the steps of a training run.
+"""The routing page: the experts that receive each token, over the text and over the steps of a training run.
 
-Of each layer: the router's choices and those that an expert's capacity leaves, by expert; the same of windows of
-consecutive tokens; the entropy of the load, -Σ p log p; and, of a run with routing.jsonl, its training steps.
+For each layer: the router's choices and those kept within the capacity, by expert; the same for windows of consecutive
+tokens; the entropy of the load, -Σ p log p; and, for a run with routing.jsonl, its training steps.
 """
 
 import math
@@ -15,7 +15,7 @@ from colonnade.look.recorder import LayerRecord, Recording
 from colonnade.model.moe.capacity import capacity
 
 WINDOWS = 32
-"""Windows of a text, at most."""
+"""Maximum number of windows of a text."""
 History = Mapping[str, Mapping[str, list]]
 """By layer: lists of ``step``, ``load``, ``dropped`` and ``entropy``."""
 

@@ -1,6 +1,6 @@
-"""A small server for one person: the viewer's page and its interface on 127.0.0.1.
+"""A local single-user server of the viewer's page and API on 127.0.0.1.
 
-It answers only requests whose Host is its own address, so that a page elsewhere cannot reach it under another name.
+It answers only requests whose Host is its own address, which prevents DNS rebinding from other pages.
 """
 
 import threading
@@ -15,7 +15,7 @@ from colonnade.look.app import MAX_BODY, PREFIX, Answer, LookApp, error_answer, 
 
 HOST = "127.0.0.1"
 READ_TIMEOUT_S = 30.0
-"""A connection that sends nothing for so long is closed [s]."""
+"""Time after which an idle connection is closed [s]."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -70,14 +70,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: the terminal is for the address."""
+        """Disables request logging."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that closes its connection is no error; others are printed as usual."""
+        """Ignores clients that close their connection; other errors are printed as usual."""
         import sys
 
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):

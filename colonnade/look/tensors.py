@@ -171,7 +171,7 @@ class Names:
         }
 
     def rows_of_expert(self) -> Tensor:
-        """The tokens that the expert ``head`` takes."""
+        """The tokens that the expert ``head`` processes."""
         return (self.record["kept_ids"] == self.head).any(1).nonzero().flatten()
 
     def choices_of_expert(self) -> int:

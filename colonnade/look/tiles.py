@@ -4,7 +4,7 @@
     header        {"shape": [rows, cols], "scale": s, "parts": p, "offset": o, …}, then zeros up to byte o
     p planes      float16, row by row; value = s · (plane_0 + plane_1 / 2048)
 
-One plane has 11 bits, enough for a picture; two have 22, enough to compute with. ``reduce`` keeps, of each square of
+One plane has 11 bits, enough for drawing; two have 22, enough for computing. ``reduce`` keeps, of each square of
 n × n elements, the one of largest magnitude, so that a large matrix fits on a screen and no outlier is lost.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from colonnade.errors import RequestError
 
 MAX_TILE = 1 << 24
-"""Most elements of one answer."""
+"""Maximum number of elements of one answer."""
 _SPAN = re.compile(r"(\d{1,9}):(\d{1,9})")
 
 

@@ -2,9 +2,9 @@
 
     y_t = W x_t + s · B_i A_i x_t        i: the adapter of token t's request, or none
 
-The step's tokens are grouped by adapter, and each group takes two products of its own: a step with k adapters costs 2k
-small products a matrix more. A step without any costs nothing and runs the fused kernels. A and B are cut over
-tensor-parallel ranks like W (:mod:`colonnade.model.lora`). In the prefix cache each adapter has pages of its own.
+The step's tokens are grouped by adapter, and each group takes two additional products: a step with k adapters costs 2k
+small products per matrix. A step without adapters costs nothing extra and runs the fused kernels. A and B are sharded
+over tensor-parallel ranks like W (:mod:`colonnade.model.lora`). In the prefix cache each adapter has its own pages.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 class AdapterChoice:
-    """Which adapter each token of the running step uses; all layers of a model share it."""
+    """The adapter of each token of the running step, shared by all layers of a model."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
@@ -57,7 +57,7 @@ class AdapterChoice:
 
 
 class ServedAdapters(nn.Module):
-    """The adapters of one matrix: x to what is added to x Wᵀ, or None if the step uses none of them."""
+    """The adapters of one matrix: maps x to the term added to x Wᵀ, or None if the step uses no adapter."""
 
     def __init__(self, choice: AdapterChoice, outputs: int):
         super().__init__()
@@ -67,7 +67,7 @@ class ServedAdapters(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether the running step uses one of them."""
+        """Whether the running step uses any adapter."""
         return any(group.adapter in self.pairs for group in self._choice.groups)
 
     def forward(self, x_TD: Tensor) -> Tensor | None:

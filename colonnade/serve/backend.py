@@ -1,4 +1,4 @@
-"""What the HTTP routes talk to: one engine's connection, or replicas or upstreams with the same interface."""
+"""The backend of the HTTP routes: one engine's connection, or replicas or upstreams with the same interface."""
 
 from typing import TYPE_CHECKING, TypeAlias
 

@@ -5,7 +5,7 @@ sometimes a token does too. With ``serve.batch_invariant`` the bits of a request
 on one device with one number of threads; so its text, greedy or sampled, does not depend on other requests, order of
 arrival, shared prefixes, preemption, or how its prompt was split into chunks.
 
-Kernels of ours compute a row in the same order whatever is beside it (:mod:`colonnade.model.batch_invariant`). Models
+Our kernels compute a row in the same order whatever the other rows are (:mod:`colonnade.model.batch_invariant`). Models
 without such kernels, on a CPU, run a pass of T tokens as T passes of one token: every library call has the same shape
 and aligned operands for any batch, and attention the shape of the request's own past. This relies on no guarantee of a
 library.

@@ -1,4 +1,4 @@
-"""Rows of a padded decode batch: which request has which, and how far a batch is padded."""
+"""Row assignment and padded size of a decode batch."""
 
 import heapq
 

@@ -1,6 +1,6 @@
-"""Checks of the JSON that clients send, in a body or as text in one of its fields, before anything else reads it.
+"""Checks of client JSON, in a body or as text in one of its fields, before it is used.
 
-What json.loads accepts is more than JSON: lone surrogates, NaN, and lists so deep that a later walk over them fails.
+json.loads accepts more than valid JSON: lone surrogates, NaN, and nesting so deep that later recursion fails.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""What is left of a request when its engine has failed, so that another engine can go on from its last token.
+"""The remainder of a request whose engine has failed, so that another engine can continue after its last token.
 
-The seed is fixed before anything runs. Noise is a function of the seed and the number of tokens, so that the text is
+The seed is fixed before the request runs. Noise is a function of the seed and the number of tokens, so the text equals
 that of an engine that did not fail; in 16 bits the logits of another batch may round differently.
 """
 
@@ -20,7 +20,7 @@ class Progress:
         if isinstance(request, GenerationRequest) and request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=uuid.uuid4().int >> 65))
         self.request = request
-        """As it was sent, with a seed."""
+        """The original request, with a seed."""
         self._deadline_s = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         self._tokens: list[list[int]] = [[] for _ in range(request.num_completions)]
         self._ended = set[int]()

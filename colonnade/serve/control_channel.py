@@ -17,7 +17,7 @@ Handler = Callable[[Message], Awaitable[Message | None]]
 
 
 class ControlChannel:
-    """One end; ``handle`` does what a message says, and returns its answer. Messages are begun in order."""
+    """One end; ``handle`` processes a message and returns its answer. Messages are started in order."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handle: Handler):
         self._reader, self._writer, self._handle = reader, writer, handle

@@ -1,4 +1,4 @@
-"""Replays decode steps as CUDA graphs: one launch in place of hundreds.
+"""Replays decode steps as CUDA graphs: one launch instead of hundreds.
 
 A CUDA graph is a recording of kernels with their arguments, so whatever changes from step to step must be in buffers at
 fixed addresses: tokens, positions, slots, lengths, page tables, the split plans of attention. A step that decodes one

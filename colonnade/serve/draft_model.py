@@ -10,13 +10,13 @@ it is the token that the target draws with this noise anyway, so the text of a s
 noise the two draws are equal nearly as often as the distributions overlap.
 
 The draft model has a KV cache of its own with the target's pages and page tables: slot i of a page holds the same token
-in both. So sharing, preemption and cancellation need nothing more. :attr:`Request.draft_computed` tokens of a request
-are in it, and the pages in :attr:`PagePool.drafted` are complete. Prompts, and tokens generated without drafts, are run
-in chunks once a request is drafted for; refused drafts are overwritten.
+in both. So sharing, preemption and cancellation need no additional code. :attr:`Request.draft_computed` tokens of a
+request are in it, and the pages in :attr:`PagePool.drafted` are complete. Prompts, and tokens generated without drafts,
+are run in chunks once a request is drafted for; refused drafts are overwritten.
 
-How many tokens are drafted is decided by :mod:`colonnade.serve.draft_planner`. Where that is none, now and then the
-tokens that the draft model has not seen are run in one pass that samples after the last ones: their comparison with the
-text gives acceptance rates without a draft. That takes at most 1/64 of the time.
+:mod:`colonnade.serve.draft_planner` chooses the number of drafted tokens. Where it is 0, the tokens that the draft
+model has not seen are occasionally run in one pass that samples after the last ones: comparing these samples with the
+text gives acceptance rates without drafting. This takes at most 1/64 of the time.
 
 Only rank 0 drafts, with the whole draft model, also where the target is on several ranks. Pure Python: ``run`` has the
 tensors.
@@ -39,7 +39,7 @@ SHARED_RATE_STEP = 1 / 64
 """The same for the rate of all requests, with which a new one starts."""
 
 FIRST_RATE = 0.7
-"""Acceptance rate before anything is known."""
+"""Initial acceptance rate."""
 
 ROWS = 2
 """Tokens of a request that its first draft pass decodes as rows: the newest, and the last draft if all were right."""
@@ -54,7 +54,7 @@ SAVED_PASSES = 64
 """Passes of the target whose time probes may take at once."""
 
 CATCH_UP_TOKENS = 32
-"""Tokens that the draft model may have to catch up on, for each that may still be generated."""
+"""Maximum number of tokens for the draft model to catch up on, per token that may still be generated."""
 
 
 class Tokens(Protocol):
@@ -112,7 +112,9 @@ class DraftModel:
         return DraftState(self.rate)
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], total: int, rows: int) -> list[int]:
-        """As many drafts as pay, for requests of which the draft model has all tokens; also runs those it lacks."""
+        """The worthwhile number of drafts for requests of which the draft model has all tokens; also runs missing
+        tokens.
+        """
         self._read_probes()
         for request in requests:
             self._mark_pages(request)
@@ -243,7 +245,7 @@ class DraftModel:
     # -- probes ----------------------------------------------------------------------------------------------------
 
     def _probe(self, requests: Sequence[Request], rows: int) -> None:
-        """Compare a request's newest tokens with those of the draft model, if the time that this takes is saved up."""
+        """Compare a request's newest tokens with those of the draft model, if the time budget of probes allows it."""
         each_s = self.times.target_s(rows)
         self._probe_s = min(self._probe_s + PROBE_SHARE * each_s, SAVED_PASSES * each_s)
         samples = min(PROBE_TOKENS, self.max_requests)

@@ -7,9 +7,9 @@ a row of the draft model's i-th pass, and a row of the pass that checks it. Draf
 
 over all requests of a step. The benefit of a request's drafts decreases, so each depth is tried once, the most probable
 drafts first. Other implementations draft a fixed number of tokens, or decide by the acceptance rate alone; but on a CPU
-a pass of 8 rows takes 3 times as long as one of 1 row, and on a GPU as long, so that only measuring tells.
+a pass of 8 rows takes 3 times as long as one of 1 row, and on a GPU the same time, so it must be measured.
 
-Pure Python, no clock: the caller measures.
+Pure Python without a clock: the caller measures.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Starts, supervises and stops the engine's processes, and never leaves one behind.
+"""Starts, supervises and stops the engine's processes, and leaves no orphan processes.
 
 The model always runs in other processes, so that the event loop never waits for a forward pass:
 

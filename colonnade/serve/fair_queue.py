@@ -11,9 +11,9 @@ tokens admitted for them differ by at most the largest request of each, however 
 of one client are first come, first served. We differ from the paper in three points. A start is computed when a request
 becomes the first of its client, not on arrival, so that cancelled requests cost nothing. Tokens that a request did not
 generate are refunded when it ends. And a request that has been the first of its client for :data:`RISE_S` rises one
-class, again and again, so that no request waits for ever behind better classes or new clients; it stays ahead of the
-requests whose own class that is. Time spent behind other requests of the same client does not count, or else a client
-with a long backlog would overtake all others after :data:`RISE_S`.
+class, again and again, so that no request starves behind better classes or new clients; it stays ahead of the requests
+whose own class that is. Time spent behind other requests of the same client does not count; otherwise a client with a
+long backlog would overtake all others after :data:`RISE_S`.
 
 A full queue is shared equally: a client that has fewer requests in it than its share may still add one, and the client
 that has most loses its newest (longest queue drop; Suter et al. 1998, "Design considerations for supporting TCP with

@@ -3,8 +3,8 @@
     clients ──> front ── its own socket, to which each engine connects ──> engines
                   └───── control channel: limits, keys, drain, swaps ──── server process (:mod:`colonnade.serve.fronts`)
 
-Fronts share the port by SO_REUSEPORT, and the kernel gives each new connection to one of them. What must be one for all
-is elsewhere: queue and waiting times in the engines, rate limits in the server process, metrics in shared files.
+Fronts share the port by SO_REUSEPORT, and the kernel gives each new connection to one of them. Global state is
+elsewhere: queue and waiting times in the engines, rate limits in the server process, metrics in shared files.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ EXIT_S = 3.0
 
 
 class FrontOptions(NamedTuple):
-    """What a front is told when it is started."""
+    """The settings of a front at its start."""
 
     number: int
     models: list[str]
@@ -55,7 +55,7 @@ class FrontOptions(NamedTuple):
     folder: str
     """For its sockets; only this user may enter."""
     generation: int
-    """How often it has been started."""
+    """Number of times that it has been started."""
 
     @property
     def control(self) -> str:
@@ -162,7 +162,7 @@ class _Front:
         self._control.send("idle")
 
     async def _handle(self, message: Message) -> Message | None:
-        """Do what the server process says."""
+        """Handle a message of the server process."""
         match message["do"]:
             case "keys":
                 self._keys.replace([ApiKey(**key) for key in message["keys"]])

@@ -3,9 +3,9 @@
     server process ── control channel ── front 0, front 1, … ──┐
           └── engines <── a connection from each engine ───────┘
 
-A front that dies is started again. The engines cancel its requests when its connections close, and these no longer
-count against their keys. After :data:`MAX_DEATHS` deaths in :data:`DEATHS_S` it is left out, and the server fails with
-the last one. The interface is that of :class:`~colonnade.serve.http_server.HttpServer`.
+A front that dies is restarted. The engines cancel its requests when its connections close, and these no longer count
+against their keys. After :data:`MAX_DEATHS` deaths in :data:`DEATHS_S` it is removed; when the last one is removed, the
+server fails. The interface is that of :class:`~colonnade.serve.http_server.HttpServer`.
 """
 
 import asyncio

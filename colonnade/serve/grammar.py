@@ -1,4 +1,4 @@
-"""Compiles :class:`StructuredOutputs` to matchers that say which tokens may come next.
+"""Compiles :class:`StructuredOutputs` to matchers that compute token masks.
 
 The grammar engine is llguidance (Microsoft): its limits on lexer and parser work bound the time of a mask, whatever the
 grammar. It compiles lazily, so most of a schema costs nothing until the text reaches it.
@@ -40,7 +40,7 @@ class Matcher:
         self._matcher, self._mask_bytes = matcher, mask_bytes
 
     def mask(self) -> bytes:
-        """Which tokens may come next: bit i % 8 of byte i // 8 is token i's."""
+        """The mask of allowed tokens: bit i % 8 of byte i // 8 is token i's."""
         data = self._matcher.compute_bitmask()
         return data[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
 
@@ -55,7 +55,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why the matcher gave up: its limits were exceeded, or a token was not allowed."""
+        """The reason for which the matcher stopped: its limits were exceeded, or a token was not allowed."""
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
 
 

@@ -1,11 +1,11 @@
-"""Compiles a client's grammar in a process of its own first, which can be killed if it takes too much.
+"""Compiles a client's grammar first in a separate process, which can be killed if it takes too long.
 
     engine (a thread) ── {"wanted"} ──> check process: compile ──> {"error"}, or nothing within MAX_CHECK_S: killed
                  └ compiles it too, once it is known to end
 
 llguidance's limits do not bound all of a compilation, and a thread cannot be stopped: 38 KB of JSON schema with 900
 different multipleOf compiled for over a minute after its request had been refused, and took 10 MB more every second. It
-holds Python's lock for 0.1 s at most, so that what is known to end can be compiled beside the steps.
+holds the GIL for at most 0.1 s, so a grammar that is known to terminate can be compiled while steps run.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@
     front <── outputs of its own requests, statistics of all ─────────── engine
 
 The engine connects to a front when the server tells it to. If a front exits, its requests are cancelled; when the
-server's own connection ends, the engine stops. What a front does not read at once waits here, so that one that hangs
-delays no other.
+server's own connection ends, the engine stops. Output that a front does not read at once is buffered here, so that a
+hanging front does not delay the others.
 """
 
 import queue

@@ -1,7 +1,7 @@
 """The viewer inside an engine's process: recordings with the served weights, and the pages of the cache.
 
-Questions arrive like other messages and are answered between two steps, so that a recording sees no half-done step and
-the page tables are those of one moment.
+Viewer requests arrive like other messages and are answered between two steps, so that a recording never sees an
+unfinished step and the page tables are a consistent snapshot.
 """
 
 from base64 import b64decode, b64encode

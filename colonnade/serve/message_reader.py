@@ -1,8 +1,8 @@
 """Reads the HTTP process's messages in the engine process: applies chat templates, tokenises, compiles grammars.
 
-A thread does this beside the model's steps (the tokenizer releases the GIL), so that a prompt delays neither the event
-loop nor the running requests. A second thread takes submissions with much text or a grammar, so that they do not delay
-the others' prompts.
+A thread does this while the model's steps run (the tokenizer releases the GIL), so that a prompt delays neither the
+event loop nor the running requests. A second thread takes submissions with much text or a grammar, so that they do not
+delay the others' prompts.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""How hidden states become a result; the HTTP process knows it too, so this file imports no torch."""
+"""How hidden states are pooled into a result; this file imports no torch, because the HTTP process uses it."""
 
 from dataclasses import dataclass
 from typing import Literal

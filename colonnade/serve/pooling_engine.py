@@ -46,7 +46,9 @@ class PoolingWork(NamedTuple):
 
 
 class PoolingEngine:
-    """Pools the hidden states of ``model`` as ``spec`` says; ``config`` limits the tokens of a pass and the queue."""
+    """Pools the hidden states of ``model`` as defined by ``spec``; ``config`` limits the tokens of a pass and the
+    queue.
+    """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig, spec: PoolerSpec):
         check_plan(model)

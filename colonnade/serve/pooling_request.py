@@ -1,4 +1,4 @@
-"""Requests for embeddings, classes and scores: what the HTTP process submits, and what the engine returns.
+"""Requests for embeddings, classes and scores, submitted by the HTTP process, and the engine's results.
 
     PoolingRequest -> message -> texts to tokens, in a thread of the engine -> PoolingItem, one for each text or pair
     PoolingOutput  -> base64 of float32 numbers -> the reply

@@ -1,7 +1,7 @@
 """Validates what callers pass to an engine: prompts, lists of prompts, conversations and sampling parameters.
 
 A prompt is text or a list of token ids. In Python a string is also a sequence of one-character strings, and a list of
-ids resembles a list of prompts: anything ambiguous is refused with the correct form, not answered as something else.
+ids resembles a list of prompts: anything ambiguous is refused with the correct form.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Decides where the engines of a server run, replicas or different models: on cores or on GPUs.
+"""Places the engines of a server (replicas or different models) on cores or GPUs.
 
 On a CPU all models share the cores, since not all are busy at the same time, and the replicas of each have cores of
 their own (:mod:`colonnade.cores`). Of the GPUs each engine gets as many as its plan has ranks; if they are too few,

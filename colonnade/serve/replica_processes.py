@@ -1,4 +1,4 @@
-"""Starts the engines of :class:`Replicas`, restarts those that die, and stops all in the end.
+"""Starts the engines of :class:`Replicas`, restarts those that die, and stops all at the end.
 
 starting -> up -> died -> starting again, with a cache of the same size and the weights that were swapped in
 └ after MAX_DEATHS deaths in DEATHS_S: left out; without the last one the model fails
@@ -19,7 +19,7 @@ from colonnade.serve.replicas import Replicas
 from colonnade.serve.start_order import Turn
 
 MAX_DEATHS = 3
-"""An engine is started again after this many deaths within :data:`DEATHS_S`, and left out after one more."""
+"""An engine is restarted after up to this many deaths within :data:`DEATHS_S`, and removed after one more."""
 
 DEATHS_S = 600.0
 """[s]"""

@@ -4,7 +4,7 @@
                   ^---------- the replica died: the rest of the request (continuation.py), on another
 
 Each replica has its own processes, cores or GPUs, and cache (:mod:`colonnade.serve.replica_processes`). While none is
-up, requests that run wait for one, and new ones are refused.
+up, running requests wait for one, and new ones are refused.
 """
 
 import asyncio

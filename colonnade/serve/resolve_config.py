@@ -1,4 +1,4 @@
-"""Decides what a :class:`ServeConfig` leaves open (None) for one model on one device; only here.
+"""Resolves the open fields (None) of a :class:`ServeConfig` for one model on one device; the only place that does.
 
     page_tokens    16; on a GPU 64, which are whole tiles of keys for its copy engine (TMA)
     token_budget   512; on a GPU 2048, since it runs a pass of 512 faster than the host prepares the next one

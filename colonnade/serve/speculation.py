@@ -9,8 +9,8 @@ A sample is a function of the logits, the seed and the number of tokens before i
 of how it was scheduled. So an accepted token is the one that decoding without drafts gives, for every seed and every
 temperature: the text does not change.
 
-Whether a look-up pays is known before any draft is tried: each new token is compared with the look-up's guess, and only
-requests whose recent guesses were right are drafted for.
+Whether look-ups pay off is known before any draft is tried: each new token is compared with the look-up's guess, and
+only requests with enough recent right guesses get drafts.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ LEAST_RATE = 0.5
 
 
 class Drafter(Protocol):
-    """What a speculator knows about one request."""
+    """A speculator's state for one request."""
 
     @property
     def active(self) -> bool:
@@ -115,7 +115,7 @@ class NgramDrafter:
         return self.rate >= LEAST_RATE
 
     def update(self) -> None:
-        """Take note of new tokens."""
+        """Record new tokens."""
         for position in range(max(self._indexed, NGRAM), len(self._ids)):
             key = tuple(self._ids[position - NGRAM : position])
             found = self._following.get(key)

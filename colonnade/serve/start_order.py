@@ -1,8 +1,8 @@
 """The order in which engines on one device allocate their caches: in turn, once all have loaded their weights.
 
-So what is free after loading is divided equally. Of n engines on a GPU, number k (from 0) takes 1/(n - k) of what is
-free in its turn; on a CPU, whose memory is taken only when a page is first written, each takes 1/n. An engine that is
-started again later has its turn at once.
+So the memory that is free after loading is divided equally. Of n engines on a GPU, number k (from 0) takes 1/(n - k) of
+the free memory in its turn; on a CPU, whose memory is taken only when a page is first written, each takes 1/n. An
+engine that is started again later has its turn at once.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 The model's forward runs once, on the fixed buffers of a padded batch, while its kernel calls are recorded
 (:mod:`colonnade.kernels.cpu.calls`). A step can be replayed if nothing else computes: views, allocations and reading
-shapes are fine, any other torch function leaves the steps eager.
+shapes are allowed; with any other torch function the steps stay eager.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What a constrained answer must match: a JSON schema, a regular expression, a list of choices, or a grammar."""
+"""The constraint of an answer: a JSON schema, a regular expression, a list of choices, or a grammar."""
 
 import json as json_library
 import re

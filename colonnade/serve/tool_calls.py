@@ -151,7 +151,7 @@ class ToolCallDelta(NamedTuple):
 
 @dataclass
 class ParsedText:
-    """What new text of an answer means."""
+    """The parsed content of new text of an answer."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
@@ -179,7 +179,7 @@ class ToolCallParser:
         return self._state == "arguments"
 
     def push(self, text: str) -> ParsedText:
-        """What is certain after ``text``."""
+        """The content that is certain after ``text``."""
         self._buffer += text
         parsed = ParsedText()
         while self._advance(parsed):

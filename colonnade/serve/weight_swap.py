@@ -1,7 +1,7 @@
 """Replaces the weights of a running engine by those of another checkpoint, on all ranks or on none.
 
     rank 0     opens the checkpoint in a thread, and compares its configuration with the model's
-    all ranks  read their shards into host memory in threads, while the engine goes on
+    all ranks  read their shards into host memory in threads, while the engine continues
     all ranks  between two steps: agree that each has read its shard, and copy it over the old weights
 
 Then the prefix cache is emptied, and running requests are preempted: they keep their text, and their keys and values
@@ -64,7 +64,7 @@ class WeightSwap:
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def handle(self, message: Message) -> Message | None:
-        """Do what one of :data:`SWAP_MESSAGES` says; returns the answer, if there is one now."""
+        """Handle one of :data:`SWAP_MESSAGES`; returns the answer, if it is available."""
         return self.start(message) if message["do"] == "swap" else self.advance()
 
     def start(self, message: Message) -> Message | None:
@@ -122,7 +122,7 @@ class WeightSwap:
     # -- all ranks -----------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """On ranks above 0: do what rank 0 announces."""
+        """On ranks above 0: run the stage that rank 0 announces."""
         if path := broadcast_text("", self._axis):
             self._job = _Job(path)
             self._read(self._job)

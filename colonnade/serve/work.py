@@ -1,4 +1,4 @@
-"""What one forward pass runs: the tokens, pages and sampling arguments of each request in it."""
+"""The content of one forward pass: tokens, pages and sampling arguments of each request."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

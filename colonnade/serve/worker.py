@@ -1,4 +1,4 @@
-"""The engine side of a server: what each process of :func:`colonnade.parallel.launch.launch` runs.
+"""The engine side of a server: the function that each process of :func:`colonnade.parallel.launch.launch` runs.
 
     rank 0      loads, connects to the HTTP process, waits for its turn to allocate the cache, and loops:
                     receive messages -> step -> send outputs
@@ -121,7 +121,7 @@ def open_context(plan: Plan, device: str) -> Iterator[DistributedContext]:
 
 
 def _serve_requests(engine: Engine | PoolingEngine, swap: WeightSwap, connection: socket.socket) -> None:
-    """Run the engine until the HTTP process that started it disconnects or says stop."""
+    """Run the engine until the HTTP process that started it disconnects or sends stop."""
     ready = {"event": "ready", **engine.limits, "pid": os.getpid(), "stats": dataclasses.asdict(engine.stats)}
     connections = HttpConnections(engine, ready)
     if isinstance(engine, Engine):

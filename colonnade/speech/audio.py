@@ -1,7 +1,8 @@
-"""Sound of any file at 16 kHz, one channel, float32: soundfile reads it, PyAV what soundfile cannot, soxr resamples.
+"""Loads audio from any file as mono float32 at 16 kHz: read by soundfile, otherwise by PyAV, and resampled by soxr.
 
-A compressed file of megabytes may hold gigabytes of samples, and its header may say otherwise. So files are decoded,
-mixed and resampled by blocks, and the samples are counted as they come: memory is that of the result, 64 kB a second.
+A compressed file of megabytes may contain gigabytes of samples, and its header may be wrong. So files are decoded,
+mixed and resampled in blocks, and the samples are counted while decoding: memory is that of the result, 64 kB per
+second of audio.
 """
 
 from collections.abc import Iterator
@@ -16,23 +17,23 @@ from colonnade.errors import DataError
 from colonnade.speech.pcm import RATE, Resampler, require
 
 LONGEST_S = 4 * 3600
-"""Longest recording that is read at once."""
+"""Maximum length of a recording [s]."""
 MOST_RATE = 96_000
-"""Samples a second, all channels together, that a recording of the greatest length may have."""
+"""Maximum samples per second, over all channels, of a recording of maximum length."""
 BLOCK_SAMPLES = 1 << 18
-"""Samples that are decoded at a time, all channels together."""
+"""Samples decoded at a time, over all channels."""
 UNKNOWN = 1 << 62
-"""soundfile's number of frames of a file whose header has none, which it cannot read by blocks."""
+"""soundfile's frame count for a file whose header has none; it cannot read such a file in blocks."""
 FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,mp3,aac,ogg,flac,wav,w64,aiff,au,caf,amr,ac3,eac3,avi,asf,flv,mpeg,mpegts"
 )
-"""Containers that FFmpeg opens: none of them names other files."""
+"""Containers that FFmpeg may open: none of them can reference other files."""
 
 
 def load_audio(path: str | Path, *, longest_s: float = LONGEST_S) -> Tensor:
     """float32 samples of ``path`` at 16 kHz, the mean of its channels.
 
-    Raises :class:`DataError` for what holds no sound, is longer than ``longest_s``, or has more samples than
+    Raises :class:`DataError` for a file without audio, longer than ``longest_s``, or with more samples than
     ``longest_s`` at :data:`MOST_RATE`.
     """
     path = Path(path)
@@ -57,7 +58,7 @@ def _blocks(file: Any) -> Iterator[np.ndarray]:
 
 
 def _joined(path: Path, blocks: Iterator[np.ndarray], rate: int, channels: int, longest_s: float) -> Tensor:
-    """The blocks of ``path`` at 16 kHz, checked as they come."""
+    """The blocks of ``path`` resampled to 16 kHz, each checked while decoding."""
     resampler, found, frames = Resampler(rate), bytearray(), 0
     for mono in blocks:
         frames += len(mono)
@@ -72,7 +73,7 @@ def _joined(path: Path, blocks: Iterator[np.ndarray], rate: int, channels: int, 
 
 
 def _decode(path: Path, longest_s: float) -> Tensor:
-    """The sound of a video or of a compressed file, by PyAV."""
+    """Decodes the audio of a video or of a compressed file with PyAV."""
     av = require("av")
     try:
         with av.open(str(path), options={"format_whitelist": FORMATS}) as container:

@@ -1,7 +1,7 @@
-"""Changes to training recordings that leave their words and times as they are: rooms, codecs, masks, crops.
+"""Augments training recordings without changing their words or times: rooms, codecs, masks, crops.
 
-Masks are SpecAugment's (Park et al., arXiv 1904.08779): runs of the sound are silenced, and bands of its spectra get
-the recording's mean. Pictures lose a border and may be mirrored.
+Masks are SpecAugment's (Park et al., arXiv 1904.08779): runs of the audio are silenced, and bands of its spectra are
+set to the recording's mean. Pictures are cropped and may be mirrored.
 """
 
 import numpy as np
@@ -13,17 +13,17 @@ from colonnade.speech.features import RATE
 from colonnade.speech.pcm import require, resample
 
 CODECS = {"pcm_mulaw": 8000, "pcm_alaw": 8000, "g722": 16000}
-"""FFmpeg's names and rates [Hz] of the telephone's codecs, which delay by 2 ms at most."""
+"""FFmpeg's names and rates [Hz] of telephone codecs; their delay is at most 2 ms."""
 ROOM_SHARE, CODEC_SHARE = 0.3, 0.2
 """Shares of the recordings in a room, and through a codec."""
 MASKS, LONGEST_MASK_S, WIDEST_MASK = 2, 0.2, 0.2
-"""Masks of each kind, their longest time, and their widest share of the mel bands."""
+"""Number of masks of each kind, their maximum duration [s], and their maximum share of the mel bands."""
 BORDER = 12 / 11
-"""Pictures are drawn so much larger than they are: 96 for 88."""
+"""Ratio of the drawn to the cropped size of pictures: 96 for 88."""
 
 
 def augment_sound(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """A recording in a room or through a codec, some of each."""
+    """Applies a room or a codec to a random part of the recordings."""
     if random.random() < ROOM_SHARE:
         samples = room(samples, random)
     if random.random() < CODEC_SHARE:
@@ -32,7 +32,7 @@ def augment_sound(samples: np.ndarray, random: np.random.Generator) -> np.ndarra
 
 
 def room(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Sound and its echoes, noise that decays by 60 dB in 0.1 to 0.6 s; as loud as before, and no later."""
+    """Adds echoes (noise that decays by 60 dB in 0.1 to 0.6 s), with the same loudness and without delay."""
     decay_s, ratio_db = random.uniform(0.1, 0.6), random.uniform(0, 12)
     times_s = np.arange(round(decay_s * RATE)) / RATE
     echoes = random.standard_normal(len(times_s)) * 10 ** (-3 * times_s / decay_s)
@@ -46,7 +46,7 @@ def room(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def codec(samples: np.ndarray, name: str) -> np.ndarray:
-    """Sound that was encoded and decoded; raises DataError for a codec that is not in :data:`CODECS`."""
+    """Encodes and decodes the audio; raises DataError for a codec that is not in :data:`CODECS`."""
     if name not in CODECS:
         raise DataError(f"{name!r} is no codec here; use one of {', '.join(CODECS)}")
     if not len(samples):
@@ -81,7 +81,7 @@ def codec(samples: np.ndarray, name: str) -> np.ndarray:
 
 
 def mask_sound(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Silence in :data:`MASKS` runs."""
+    """Silences :data:`MASKS` runs of samples."""
     masked = samples.copy()
     for _ in range(MASKS):
         length = int(random.integers(0, min(round(LONGEST_MASK_S * RATE), len(samples) // 4) + 1))
@@ -91,7 +91,7 @@ def mask_sound(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def mask_bands(spectra_TA: Tensor, mels: int, random: np.random.Generator) -> Tensor:
-    """:data:`MASKS` bands of (T, spectra · mels) at the recording's mean."""
+    """Sets :data:`MASKS` bands of (T, spectra · mels) to the recording's mean."""
     masked = spectra_TA.reshape(len(spectra_TA), -1, mels).clone()
     mean = masked.mean()
     for _ in range(MASKS):
@@ -102,7 +102,7 @@ def mask_bands(spectra_TA: Tensor, mels: int, random: np.random.Generator) -> Te
 
 
 def crop_pictures(pictures: Tensor, size: int, random: np.random.Generator) -> Tensor:
-    """A square of (T, h, w) at a random place, the same for all, mirrored half of the time."""
+    """Crops (T, h, w) to a square at a random place, the same for all pictures, and mirrors it half of the time."""
     top, left = (int(random.integers(0, n - size + 1)) for n in pictures.shape[1:])
     cut = pictures[:, top : top + size, left : left + size]
     return torch.flip(cut, (2,)) if random.random() < 0.5 else cut

@@ -20,15 +20,15 @@ from colonnade.speech.mouth import draw_mouths
 from colonnade.speech.word_times import PARTS, UNKNOWN, letter_targets
 
 DROP_SOUND, DROP_PICTURES = 0.15, 0.45
-"""Shares of the recordings that train on pictures alone, and on sound alone."""
+"""Shares of the recordings that train on pictures alone, and on audio alone."""
 BABBLE_VOICES = 100
-"""Recordings that babble is made of."""
+"""Number of recordings from which babble is mixed."""
 BABBLE_SHARE = 0.6
-"""Of the noisy recordings; the others have white or pink noise."""
+"""Share of the noisy recordings that get babble; the others get white or pink noise."""
 
 
 class Batch(NamedTuple):
-    """Recordings, one after another."""
+    """Concatenated recordings."""
 
     frames: Frames
     lengths: list[int]
@@ -77,7 +77,9 @@ class Corpus:
         return -(-len(self.samples[i]) // FRAME)
 
     def noisy(self, i: int, snr: float | None, random: np.random.Generator, kind: int = 0) -> np.ndarray:
-        """Recording ``i`` at a ratio in dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink, 3 from a file."""
+        """Recording ``i`` with noise at ``snr`` dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink, 3 from a
+        file.
+        """
         return self._mixed(i, self.samples[i].astype(np.float32) / 32768, snr, random, kind)
 
     def _mixed(self, i: int, own: np.ndarray, snr: float | None, random: np.random.Generator, kind: int) -> np.ndarray:
@@ -100,7 +102,9 @@ class Corpus:
     def train_batch(
         self, chosen: Sequence[int], random: np.random.Generator, noise: bool, augment: bool = False
     ) -> Batch:
-        """Recordings with random noise, some without sound or without pictures; ``augment`` changes them more."""
+        """Recordings with random noise, some without audio or without pictures; ``augment`` adds rooms, codecs, masks
+        and crops.
+        """
         examples: list[Example] = []
         size, kinds = self.config.picture, 4 if self.noises else 3
         for i in chosen:
@@ -158,7 +162,7 @@ class Corpus:
         return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices], letters_P)
 
     def _letters(self, one: Recording, labels: Sequence[int], frames: int) -> Tensor:
-        """Letter targets of a recording, all UNKNOWN without times of its words."""
+        """Letter targets of a recording; all UNKNOWN if it has no word times."""
         if not one.words or " " not in self.config.letters:
             return torch.full((PARTS * frames,), UNKNOWN)
         if len(one.words) != len(one.text.split(" ")):

@@ -3,8 +3,8 @@
     {"audio": "train-00000.flac", "text": "bin blue at f two now", "split": "train", "speaker": "en-us+m1",
      "phonemes": [[0.012, "b"], …], "words": [[0.0, 0.249], …]}
 
-``audio`` is relative to the folder; ``phonemes``, if known, are what mouths are drawn from, and ``words`` the start and
-end of each word [s], what alignments are compared with.
+``audio`` is relative to the folder. ``phonemes`` (optional) are used to draw mouths; ``words`` (optional), the start
+and end of each word [s], are the reference for alignments.
 """
 
 import json
@@ -38,7 +38,7 @@ class Recording(BaseModel):
 
     @property
     def known_phonemes(self) -> list[Phoneme]:
-        """As :func:`colonnade.speech.mouth.draw_mouths` takes them."""
+        """In the form that :func:`colonnade.speech.mouth.draw_mouths` takes."""
         return [Phoneme(*each) for each in self.phonemes]
 
 
@@ -82,7 +82,7 @@ def make_data(
     random = np.random.Generator(np.random.PCG64(seed))
     tested: set[str] = set()
     recordings: list[Recording] = []
-    for i in range(test + train):  # test sentences first, so that training can leave them out
+    for i in range(test + train):  # test sentences first, so that training can exclude them
         is_test = i < test
         voices = synth.voice_split(is_test)
         text = synth.sentence(random)
@@ -108,7 +108,7 @@ def make_data(
 
 
 def word_errors(reference: str, hypothesis: str) -> int:
-    """Words to insert, delete or replace to turn one text into the other."""
+    """The number of word insertions, deletions and substitutions between two texts."""
     a, b = reference.split(), hypothesis.split()
     row = list(range(len(b) + 1))
     for i, word in enumerate(a, 1):

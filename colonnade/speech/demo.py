@@ -1,6 +1,6 @@
-"""A recogniser from nothing: speak sentences, learn them with drawn mouths, hear unseen voices in babble.
+"""The speech demo: synthesises data, trains a recogniser with drawn mouths, and tests it on unseen voices in babble.
 
-An interrupted demo continues where it was.
+An interrupted demo resumes.
 """
 
 import time
@@ -56,7 +56,7 @@ def demo(folder: Path, sentences: int, tests: int, settings: FitSettings) -> Pat
 
 
 def _stream(model: SpeechModel, corpus: Corpus, i: int, snr: float | None) -> None:
-    """Print what the recogniser hears and sees, as it appears: each part with the end of the sound it needed."""
+    """Print the recognised text as it appears, each part with the audio time that it needed."""
     random = np.random.Generator(np.random.PCG64([0, i]))
     pictures = corpus.mouths(i, random)
     samples = torch.from_numpy(corpus.noisy(i, snr, random))

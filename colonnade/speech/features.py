@@ -1,8 +1,8 @@
-"""Features of the sound in frames of 40 ms, also while it arrives: log-mel spectra, or samples for a ResNet.
+"""Audio features in frames of 40 ms, for whole recordings and streams: log-mel spectra, or samples for a ResNet.
 
-A spectrum is that of 400 samples (25 ms) under a Hann window, one each 10 ms. Frame t has the four that end within it
-and ``history`` spectra before them; it needs nothing after sample 640·(t + 1). Filters are triangles on the mel scale
-(2595·log₁₀(1 + f/700)).
+Every 10 ms there is a spectrum of 400 samples (25 ms) under a Hann window. Frame t contains the four spectra that end
+within it and ``history`` spectra before them; it needs no sample after 640·(t + 1). Filters are triangles on the mel
+scale (2595·log₁₀(1 + f/700)).
 """
 
 import torch
@@ -31,7 +31,7 @@ def mel_filters(mels: int) -> Tensor:
 
 
 def before(history: int) -> int:
-    """Samples before a frame that its spectra read, with ``history`` spectra before its own."""
+    """Number of samples before a frame that its spectra read, including the ``history`` spectra."""
     return WINDOW - HOP + history * HOP
 
 
@@ -49,17 +49,17 @@ def log_mel(samples: Tensor, filters: Tensor, history: int = 0) -> Tensor:
 
 
 class Features:
-    """What a front end is given of the sound: log-mel spectra, or the samples themselves."""
+    """The audio input of a front end: log-mel spectra, or the samples."""
 
     def __init__(self, config: SpeechConfig, dtype: torch.dtype = torch.float32):
         self.dtype = dtype
         self.history, self.filters = config.audio_history, mel_filters(config.mels).to(dtype)
         self.samples = config.front_end == "resnet"
         self.before = BEFORE if self.samples else before(self.history)
-        """Samples before a frame that it needs."""
+        """Number of samples needed before a frame."""
         spectra = (self.history + FRAME // HOP) * config.mels
         self.width = BEFORE + FRAME if self.samples else spectra
-        """Numbers of a frame."""
+        """Feature width of a frame."""
 
     def __call__(self, samples: Tensor) -> Tensor:
         """(T, width) from ``before`` samples and T whole frames of them."""
@@ -72,21 +72,21 @@ class Features:
 
 
 class FrameStream:
-    """Samples in runs of any length to the features of whole frames; one stream."""
+    """Converts one stream's samples, in pieces of any length, to features of whole frames."""
 
     def __init__(self, features: Features):
         self.features = features
         self.tail = torch.zeros(features.before, dtype=features.dtype)
 
     def push(self, samples: Tensor) -> Tensor:
-        """The frames that are complete now; keeps less than a frame, and what the next one reads."""
+        """The frames that are complete now; keeps the incomplete frame and the samples that the next frame reads."""
         waiting = torch.cat((self.tail, check_samples(samples).to(self.tail)))
         T = (len(waiting) - self.features.before) // FRAME
         self.tail = waiting[T * FRAME :].clone()
         return self.features(waiting[: self.features.before + T * FRAME])
 
     def end(self) -> Tensor:
-        """The last frame, filled up with silence, if samples are left."""
+        """The last frame, padded with silence, if samples are left."""
         left = len(self.tail) - self.features.before
         return self.push(torch.zeros(FRAME - left if left else 0))
 

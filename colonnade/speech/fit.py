@@ -1,8 +1,8 @@
-"""Training of a recogniser: noise and modality by step, AdamW, checkpoints, resume bit for bit.
+"""Trains a recogniser: noise and modality by step, AdamW, checkpoints, bitwise resume.
 
-What step s sees is a function of (seed, s): its recordings from a seeded permutation of each epoch, its noise, its
-modalities. So a run that was stopped continues with the bits of one that was not. Its lock, signals and metrics are
-those of :mod:`colonnade.train.loop`.
+The data of step s is a function of (seed, s): its recordings (from a seeded permutation of each epoch), noise and
+modalities. So a resumed run is bitwise equal to an uninterrupted one. Lock, signals and metrics are those of
+:mod:`colonnade.train.loop`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +31,15 @@ from colonnade.train.trackers import JsonLines
 from colonnade.train.training_state import RunLock
 
 PARTS = 2
-"""Parts of a batch, a thread each, so training takes two cores. The numbers do not depend on the cores: the parts of
-a model with batch norm, whose statistics depend on the order, run one after another.
+"""Parts of a batch, each computed by one thread, so training uses two cores. The results do not depend on the number of
+cores: with batch norm, whose statistics depend on the order, the parts run one after another.
 """
 TEST_BATCH = 50
-"""Recordings that are tested at once."""
+"""Recordings per test batch."""
 
 
 class FitSettings(NamedTuple):
-    """Length and rate of a training run."""
+    """Settings of a training run."""
 
     steps: int = 3000
     batch: int = 16
@@ -48,12 +48,12 @@ class FitSettings(NamedTuple):
     seed: int = 0
     save_every: int = 500
     clean: int = 400
-    """Steps before the first noise: in noise from the start, the encoder learns nothing for hundreds of steps."""
+    """Steps before the first noise: with noise from the start, the encoder learns nothing for hundreds of steps."""
     noise: bool = True
     noises: Path | None = None
     """Folder with further recordings of noise."""
     augment: bool = False
-    """Rooms, codecs, masks and crops too."""
+    """Also apply rooms, codecs, masks and crops."""
 
 
 def fit(
@@ -66,8 +66,9 @@ def fit(
 ) -> Path:
     """Train to the last step and return its checkpoint, continuing from the newest one of ``run``.
 
-    ``run/metrics.jsonl`` has a line a step. After SIGTERM or SIGINT the step is finished and saved. Raises Interrupted
-    then, ConfigError for impossible settings, CheckpointError for a run of another recogniser or one in use.
+    ``run/metrics.jsonl`` has a line per step. After SIGTERM or SIGINT the step is finished and saved, and Interrupted
+    is raised. Raises ConfigError for impossible settings, CheckpointError for a run of another recogniser or one in
+    use.
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
         raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
@@ -113,7 +114,9 @@ def fit(
 
 @contextmanager
 def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads for the parts of a batch; two have no threads of their own: products are too small to be divided."""
+    """Threads for the parts of a batch. With two of them torch uses one thread each: the products are too small to
+    divide.
+    """
     threads = torch.get_num_threads()
     own = 1 if count > 1 else threads
     with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(own,)) as workers:
@@ -134,7 +137,7 @@ class _Part(NamedTuple):
 def _gradients(
     model: SpeechModel, parameters: Sequence[Tensor], corpus: Corpus, settings: FitSettings, step: int, part: int
 ) -> _Part:
-    """Loss and gradients of a part of a batch, also its preparation."""
+    """Prepares a part of a batch and computes its loss and gradients."""
     frames, lengths, labels, letters_P = train_batch(corpus, settings, step, part).to(parameters[0].device)
     count = sum(map(len, labels))
     if not count:
@@ -153,7 +156,7 @@ def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0)
 
 
 def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int]:
-    """The recordings of a step: each epoch is a permutation of its own."""
+    """The recordings of a step; each epoch has its own permutation."""
     result: list[int] = []
     for place in range(step * settings.batch, (step + 1) * settings.batch):
         epoch, i = divmod(place, recordings)

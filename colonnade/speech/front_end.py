@@ -1,11 +1,11 @@
-"""Front ends of sound and pictures, and their fusion: x_TD, the encoder's input.
+"""Audio and picture front ends and their fusion into x_TD, the encoder's input.
 
     sound     log-mel spectra, a few before the frame too -> linear SiLU linear         a_t
     pictures  convolution over the last pictures, convolution -> linear                 v_t
     resnet    both by :mod:`colonnade.speech.resnet`, and a linear layer after fusion
     fusion    [v | a] -> LayerNorm -> 4D SiLU -> D        a missing modality is 0 (Ma et al., arXiv 2303.14307)
 
-Segment attention has no positions, so what moves within a frame's history must show here. The first convolution reads
+Segment attention has no positions, so motion within a frame's history must be encoded here. The first convolution reads
 the frame's picture and those before it as channels, which is a convolution in three dimensions, causal in time.
 """
 
@@ -20,14 +20,14 @@ from colonnade.speech.resnet import OUT, PictureResNet, SoundResNet
 
 
 class Frames(NamedTuple):
-    """What T frames hear and see; ``None`` where no frame has the modality."""
+    """The audio and pictures of T frames; ``None`` if no frame has the modality."""
 
     sound_TA: Tensor
     """:class:`colonnade.speech.features.Features`."""
     heard_T: Tensor | None = None
-    """Frames that have sound; None: all."""
+    """Frames that have audio; None: all."""
     pictures_seen: Tensor | None = None
-    """Of the frames that have a picture: theirs last, the ones before it first (:func:`stack_pictures`)."""
+    """For the frames that have a picture: the preceding pictures and then their own (:func:`stack_pictures`)."""
     seen_T: Tensor | None = None
     """Frames that have a picture; None: all, if there are pictures."""
 
@@ -61,7 +61,7 @@ class FrontEnd(nn.Module):
         return x_TF if self.project is None else self.project(x_TF)
 
     def fuse(self, frames: Frames) -> Tensor:
-        """Sound and pictures as one vector a frame."""
+        """Fuses audio and pictures into one vector per frame."""
         a_TF = self.audio(frames.sound_TA)
         if frames.heard_T is not None:
             a_TF = torch.where(frames.heard_T[:, None], a_TF, 0.0)
@@ -77,5 +77,7 @@ class FrontEnd(nn.Module):
 
 
 def stack_pictures(pictures: Tensor, history: int) -> Tensor:
-    """(T, history + 1, h, w): each of the last T of T + history pictures (h, w), behind those before it."""
+    """(T, history + 1, h, w): each of the last T of T + history pictures (h, w), preceded by its ``history``
+    pictures.
+    """
     return pictures.unfold(0, history + 1, 1).permute(0, 3, 1, 2)

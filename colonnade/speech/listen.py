@@ -1,4 +1,4 @@
-"""Text of streams of sound and pictures while they arrive: every stream's next segment in one pass of the model."""
+"""Recognises streams of audio and pictures as they arrive, with all streams' next segments in one pass of the model."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,15 +14,15 @@ from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
 
 MOST_AHEAD = 1500
-"""Pictures that may wait for their sound: a minute."""
+"""Maximum number of pictures that may wait for their audio: a minute."""
 LAG = 3
-"""Frames of sound that wait for a picture, if the stream has pictures."""
+"""Maximum number of audio frames that wait for a picture, if the stream has pictures."""
 LOST = 25
-"""Frames without a picture after which sound waits no more."""
+"""Frames without a picture after which audio no longer waits."""
 
 
 class _Stream:
-    """What one stream keeps between calls."""
+    """The state of one stream between calls."""
 
     def __init__(self, config: SpeechConfig, features: Features):
         self.sound = FrameStream(features)
@@ -30,15 +30,15 @@ class _Stream:
         """Frames that wait for their pictures."""
         self.pictures: dict[int, Tensor] = {}
         self.held: dict[int, Tensor] = {}
-        """Pictures of frames that may still get one of their own."""
+        """Reused pictures of frames that may still get their own."""
         self.tail = self.sound.tail.new_zeros(config.picture_history, config.picture, config.picture)
         self.made = self.received = 0
-        """Frames given to the encoder; pictures that came in order."""
+        """Frames passed to the encoder; pictures received in order."""
         self.newest = -LOST
         """The last frame that has a picture."""
 
     def ready(self, ended: bool) -> int:
-        """Waiting frames that need not wait longer."""
+        """The number of waiting frames that are ready."""
         total = self.made + len(self.waiting_TA)
         if ended or total - self.newest > LOST:
             return len(self.waiting_TA)
@@ -49,7 +49,7 @@ class Listeners:
     """At most ``streams`` streams at once, in constant memory.
 
     Greedy labels are final, so each delta is. A picture belongs to the frame of its number. Once a stream has pictures,
-    sound waits up to LAG frames for them; a frame whose picture comes later or never is recognised by sound alone.
+    audio waits up to LAG frames for them; a frame whose picture arrives later or never is recognised from audio alone.
     """
 
     def __init__(self, model: SpeechModel, streams: int = 1):
@@ -70,7 +70,7 @@ class Listeners:
     def push(self, stream: int, samples: Tensor, pictures: Tensor | None = None) -> None:
         """Add samples at 16 kHz, and the next pictures (t, height, width), one a frame."""
         own = self._stream(stream)
-        check_samples(samples)  # nothing is taken of a call that fails
+        check_samples(samples)  # a failing call must not change the state
         if pictures is not None:
             self._check_pictures(own, own.received + len(pictures) - 1, pictures)
             for number, each in enumerate(pictures, own.received):
@@ -80,7 +80,7 @@ class Listeners:
 
     @torch.inference_mode()
     def see(self, stream: int, frame: int, picture: Tensor, hold: int = 0) -> None:
-        """Add the picture of a frame, (height, width); it stands for the ``hold`` next frames if they have none."""
+        """Add the picture of a frame, (height, width); it is reused for the ``hold`` next frames if they have none."""
         own = self._stream(stream)
         self._check_pictures(own, frame, picture[None])
         self._see(own, frame, picture)
@@ -90,18 +90,18 @@ class Listeners:
 
     @torch.inference_mode()
     def end(self, stream: int) -> None:
-        """No more will come; :meth:`step` returns the rest."""
+        """Marks the end of the stream; :meth:`step` returns the rest."""
         self._frames(stream, self._stream(stream).sound.end(), ended=True)
         self.pool.end(stream)
 
     def close(self, stream: int) -> None:
-        """Give up a stream; what waits is dropped."""
+        """Close a stream and drop its waiting input."""
         self.pool.close(stream)
         del self.streams[stream]
 
     @torch.inference_mode()
     def step(self) -> dict[int, str]:
-        """Run one segment of every stream that has one; the new text of each, which may be empty."""
+        """Run one segment of every stream that has a complete one; returns the new text of each, which may be empty."""
         encoded = self.pool.step()
         if not encoded:
             return {}
@@ -132,7 +132,7 @@ class Listeners:
             own.newest = max(own.newest, frame)
 
     def _frames(self, stream: int, sound_TA: Tensor, ended: bool = False) -> None:
-        """Give the encoder the frames that are ready, each with its picture if that has arrived."""
+        """Pass ready frames to the encoder, each with its picture if that has arrived."""
         own, config = self.streams[stream], self.model.config
         own.waiting_TA = torch.cat((own.waiting_TA, sound_TA)) if len(own.waiting_TA) else sound_TA
         count = own.ready(ended) if config.picture else len(own.waiting_TA)
@@ -153,7 +153,7 @@ class Listeners:
 
 
 def listen(model: SpeechModel, chunks: Iterable[Tensor]) -> Iterator[str]:
-    """The text of one stream of samples at 16 kHz, in parts, as early as the model has them."""
+    """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them."""
     listeners = Listeners(model)
     stream = listeners.open()
     for samples in chunks:

@@ -10,7 +10,7 @@ import numpy as np
 from colonnade.errors import DataError
 
 SNRS = (None, 7.5, 2.5, -2.5, -7.5)
-"""Of training [dB]; None is clean."""
+"""Signal-to-noise ratios in training [dB]; None is clean."""
 
 
 def mix(signal: np.ndarray, noise: np.ndarray, snr_db: float) -> np.ndarray:
@@ -31,14 +31,14 @@ def white(samples: int, random: np.random.Generator) -> np.ndarray:
 
 def pink(samples: int, random: np.random.Generator) -> np.ndarray:
     """Power inverse to frequency."""
-    size = 1 << max(1, samples - 1).bit_length()  # a power of two: lengths with large factors are ten times slower
+    size = 1 << max(1, samples - 1).bit_length()  # a power of two: large prime factors are ten times slower
     spectrum = np.fft.rfft(random.standard_normal(size))
     spectrum /= np.sqrt(np.maximum(np.arange(len(spectrum)), 1))
     return np.fft.irfft(spectrum, size)[:samples].astype(np.float32)
 
 
 def babble(recordings: Sequence[np.ndarray], samples: int, random: np.random.Generator) -> np.ndarray:
-    """8 to 20 of the recordings at once, each from a random place, of equal power."""
+    """Mixes 8 to 20 of the recordings with equal power, each from a random position."""
     if not any(len(x) for x in recordings):
         raise DataError("babble needs recordings with samples; give some")
     spoken = [x for x in recordings if len(x)]

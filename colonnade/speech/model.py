@@ -1,11 +1,11 @@
-"""A streaming recogniser of speech, and of pictures of the mouth: front ends, encoder, transducer, CTC.
+"""A streaming speech recogniser, optionally audio-visual: front ends, encoder, transducer, CTC.
 
     frames    :mod:`colonnade.speech.front_end`
     encoder   :mod:`colonnade.model.segment_encoder`
     loss      transducer + ½ (cross-entropy of the letters where the times of words are known, else CTC)
 
-The letter head gives a label for each 10 ms and serves alignment. Without its loss the encoder learns nothing for
-hundreds of steps: the predictor learns the grammar first.
+The letter head predicts a label for each 10 ms and is used for alignment. Without its loss the encoder learns nothing
+for hundreds of steps, because the predictor learns the grammar first.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class SpeechModel(nn.Module):
         self.sound = Features(config, dtype)
 
     def features(self, samples: Tensor) -> Tensor:
-        """The features of a whole recording at 16 kHz, (T, A); a last part of a frame is filled up."""
+        """The features of a whole recording at 16 kHz, (T, A); the last frame is padded."""
         stream = FrameStream(self.sound)
         return torch.cat((stream.push(samples), stream.end()))
 
@@ -93,7 +93,7 @@ class SpeechModel(nn.Module):
         labels: Sequence[Sequence[int]],
         letters_P: Tensor | None = None,
     ) -> Tensor:
-        """The loss of a label, mean over the batch.
+        """The loss per label, averaged over the batch.
 
         ``letters_P`` are the letter targets of all recordings, 4 a frame, UNKNOWN for a recording without times.
         """
@@ -106,7 +106,8 @@ class SpeechModel(nn.Module):
         targets_P = letters_P.split([PARTS * n for n in lengths])
         untimed = [i for i, own in enumerate(targets_P) if bool((own == UNKNOWN).any())]
         if untimed:
-            # One label a frame, by the mean of its four logits: CTC learns far worse from four times as many labels.
+            # One label per frame, from the mean of its four logits: CTC learns far worse with four times as many
+            # labels.
             frames = self.letters(y_TD).unflatten(1, (PARTS, -1)).mean(1).log_softmax(1).split(list(lengths))
             padded = nn.utils.rnn.pad_sequence([frames[i] for i in untimed])
             targets = torch.tensor([label for i in untimed for label in labels[i]], device=y_TD.device)
@@ -142,7 +143,7 @@ class SpeechModel(nn.Module):
     def save(
         self, folder: Path, overwrite: bool = False, state: dict[str, Tensor] | None = None, step: int = 0
     ) -> None:
-        """Write a checkpoint, whole or not at all; ``state`` is the optimizer's."""
+        """Write a checkpoint atomically; ``state`` is the optimizer's."""
         create_partial(folder, overwrite)
         partial = partial_path(folder)
         write_json(partial / "speech.json", {"config": self.config.model_dump(), "step": step})

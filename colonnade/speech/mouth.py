@@ -1,8 +1,8 @@
-"""Pictures of a mouth, drawn from phoneme times: not lips, and easier to read than lips.
+"""Draws pictures of a mouth from phoneme times; they are easier to read than real lips.
 
-They prove fusion, synchrony and streaming. Results with them say nothing about the gain from a real face, so every
-number that uses them says that the mouths are drawn. Shape by class of phoneme: width and opening of the lips, and how
-much of the teeth shows; speaker, light and shake vary.
+They test fusion, synchronisation and streaming. Results with them say nothing about the gain from a real face, so every
+published number states that the mouths are drawn. The class of the phoneme determines the width and opening of the lips
+and the visible part of the teeth; speaker, light and camera shake vary.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ def require(name: str, extra: str = "speech") -> Any:
 
 
 class Resampler:
-    """Samples at ``rate`` to 16 kHz, by parts; their join does not depend on where they are cut."""
+    """Resamples a stream from ``rate`` to 16 kHz in parts; the result does not depend on how it is cut."""
 
     def __init__(self, rate: int):
         if not 1000 <= rate <= 768_000:
@@ -28,7 +28,7 @@ class Resampler:
         self._stream = None if rate == RATE else require("soxr").ResampleStream(rate, RATE, 1, dtype="float32")
 
     def push(self, samples: np.ndarray) -> np.ndarray:
-        """float32 samples at 16 kHz that ``samples`` complete."""
+        """The float32 samples at 16 kHz that become available with ``samples``."""
         samples = np.ascontiguousarray(samples, np.float32)
         return samples if self._stream is None else self._stream.resample_chunk(samples)
 
@@ -45,5 +45,5 @@ def resample(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def write_audio(path: Path, samples: np.ndarray) -> None:
-    """Write 16-bit samples at 16 kHz; the suffix chooses the format."""
+    """Write 16-bit samples at 16 kHz; the suffix determines the format."""
     require("soundfile").write(str(path), np.clip(samples, -1, 1), RATE, subtype="PCM_16")

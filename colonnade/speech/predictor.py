@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 States = tuple[Tensor, ...]
-"""What a predictor remembers of R streams: tensors whose rows are streams."""
+"""A predictor's state for R streams: tensors whose rows are streams."""
 
 
 class Predictor(Protocol):
@@ -23,7 +23,7 @@ class Predictor(Protocol):
         ...
 
     def step(self, label_R: Tensor, states: States) -> tuple[Tensor, States]:
-        """(p_RD, the new state) after these labels; the blank as the first one."""
+        """(p_RD, the new state) after these labels; the first label is the blank."""
         ...
 
 

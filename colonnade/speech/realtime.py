@@ -1,4 +1,4 @@
-"""OpenAI's realtime transcription, as a client speaks it over a WebSocket, for one connection.
+"""The protocol of OpenAI's realtime transcription over a WebSocket, for one connection.
 
     session.update                                       session.created, session.updated
     input_audio_buffer.append, .commit, .clear           input_audio_buffer.committed, .cleared, conversation.item.added
@@ -6,13 +6,13 @@
                                                          conversation.item.input_audio_transcription.delta, .completed
                                                          error
 
-Deltas come while the sound arrives: an item's id is that which its commit will name. ``audio_ms`` of a delta says how
-much of the item's sound had arrived. What is malformed is answered with ``error``, and the connection goes on. Sound
-and pictures are dropped once they are used, and never logged.
+Deltas are sent while audio arrives, with the item id that its commit will name. ``audio_ms`` of a delta is the amount
+of the item's audio that had arrived. A malformed message is answered with ``error``, and the connection continues.
+Audio and pictures are discarded after use and never logged.
 
-``input_video_buffer.append`` is ours: ``image``, a JPEG of the mouth in base64, and ``time_us``, when it was taken. An
-``input_audio_buffer.append`` may say when its first sample was taken, by the same clock; without it, 0 is the item's
-first sample. The two devices' rates may differ: each append corrects the difference.
+``input_video_buffer.append`` is an extension: ``image`` is a JPEG of the mouth in base64, and ``time_us`` the time at
+which it was taken. An ``input_audio_buffer.append`` may give the time of its first sample by the same clock; otherwise
+time 0 is the item's first sample. The two devices' clocks may drift: each append corrects the difference.
 """
 
 import base64
@@ -34,7 +34,7 @@ from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg
 Event = dict[str, Any]
 RATES = (16000, 24000)
 LONGEST_S = 3600
-"""Longest item; a client commits before."""
+"""Maximum length of an item [s]; a client must commit before."""
 SHORTEST_S = 0.1
 """Shortest item that may be committed."""
 MAX_TIME_US = 1 << 53

@@ -1,11 +1,12 @@
-"""Residual front ends: 512 numbers of a frame's samples, and of its pictures.
+"""Residual front ends: 512 features of a frame's samples, and of its pictures.
 
     sound     Conv1d 1 → 64 (80 samples, stride 4)       ResNet-18 in one dimension, mean over 20 places     3.85 M
     pictures  Conv3d 1 → 64 (5 × 7 × 7, stride 1 2 2)    max-pool, ResNet-18, mean over places              11.18 M
 
-Those of Auto-AVSR (Ma et al., arXiv 2303.14307), but each frame by itself: the first convolution of the sound reads the
-76 samples before the frame, that of the pictures is causal in time, and the residual blocks see zeros beyond the frame.
-So a stream computes what the whole recording does, and keeps only those samples and pictures.
+They are those of Auto-AVSR (Ma et al., arXiv 2303.14307), applied to each frame separately: the first audio convolution
+reads the 76 samples before the frame, the first picture convolution is causal in time, and the residual blocks are
+zero-padded at the frame's borders. So a stream computes the same as a whole recording, and keeps only those samples and
+pictures.
 """
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ OUT = WIDTHS[-1]
 """Numbers of a frame."""
 KERNEL, STRIDE = 80, 4
 BEFORE = KERNEL - STRIDE
-"""Samples before a frame that its first convolution reads."""
+"""Number of samples before a frame that its first convolution reads."""
 
 
 class Residual(nn.Module):
@@ -52,7 +53,7 @@ def trunk(dims: int) -> nn.Sequential:
 
 
 class SoundResNet(nn.Module):
-    """(T, BEFORE + 640) samples of frames and those before, to (T, 512)."""
+    """Maps (T, BEFORE + 640) samples, each frame with those before it, to (T, 512)."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +68,7 @@ class SoundResNet(nn.Module):
 
 
 class PictureResNet(nn.Module):
-    """(T, history + 1, h, w) pictures of frames, the ones before first, to (T, 512)."""
+    """Maps (T, history + 1, h, w) pictures, each frame's after its predecessors, to (T, 512)."""
 
     def __init__(self, history: int):
         super().__init__()

@@ -1,9 +1,9 @@
-"""Search over a transducer's labels, all streams in one product: greedy and time-synchronous beam search.
+"""Greedy and time-synchronous beam search over a transducer's labels, batched over streams.
 
-Both hold their state between calls, so a stream may arrive in segments of any length: what they return after the last
-frame does not depend on where the segments were cut. At each frame a hypothesis emits labels until it emits the blank,
-which moves it to the next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels are merged: their
-probabilities are summed.
+Both keep state between calls, so a stream may arrive in segments of any length: the final result does not depend on
+where the segments were cut. At each frame a hypothesis emits labels until it emits the blank, which moves it to the
+next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels are merged: their probabilities are
+summed.
 """
 
 import math
@@ -21,7 +21,7 @@ LogProbs = Callable[[Tensor, Tensor], Tensor]
 
 
 class GreedySearch:
-    """The most probable label or blank, again and again; at most ``max_labels`` labels a frame."""
+    """Emits the most probable label until it is the blank; at most ``max_labels`` labels per frame."""
 
     def __init__(self, predictor: Predictor, logprobs: LogProbs, streams: int, blank: int = 0, max_labels: int = 5):
         self.predictor, self.logprobs, self.blank, self.max_labels = predictor, logprobs, blank, max_labels
@@ -30,7 +30,7 @@ class GreedySearch:
         self.frames = [0] * streams
 
     def reset(self, stream: int) -> None:
-        """Begin a new stream in the place of an old one."""
+        """Begin a new stream in this slot."""
         label_R = torch.full((1,), self.blank, device=self.output_RD.device)
         output_RD, states = self.predictor.step(label_R, self.predictor.start(1))
         self.output_RD, self.states = _replace((self.output_RD, *self.states), [stream], (output_RD, *states))
@@ -38,7 +38,7 @@ class GreedySearch:
 
     @torch.inference_mode()
     def push(self, frames: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
-        """The new (frame, label) pairs of each stream, from its new frames (t, D), which may be none."""
+        """The new (frame, label) pairs of each stream, from its new frames (t, D); t may be 0."""
         if len(frames) != len(self.frames):
             raise DataError(f"{len(frames)} runs of frames for {len(self.frames)} streams; give one for each")
         found: list[list[tuple[int, int]]] = [[] for _ in frames]
@@ -62,7 +62,7 @@ class GreedySearch:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Labels, their log-probability over all alignments so far, and the predictor after them."""
+    """Labels, their log-probability over all alignments so far, and the predictor's state after them."""
 
     labels: tuple[int, ...]
     score: float
@@ -71,7 +71,7 @@ class Hypothesis:
 
     @property
     def normalised(self) -> float:
-        """score / (labels + 1): the mean log-probability, so that short texts are not preferred."""
+        """score / (labels + 1): a mean log-probability, so that short texts are not preferred."""
         return self.score / (len(self.labels) + 1)
 
 
@@ -97,7 +97,7 @@ class BeamSearch:
 
     @torch.inference_mode()
     def push(self, frames: Sequence[Tensor]) -> None:
-        """Continue each stream by its new frames (t, D), which may be none."""
+        """Continue each stream by its new frames (t, D); t may be 0."""
         if len(frames) != len(self.hypotheses):
             raise DataError(f"{len(frames)} runs of frames for {len(self.hypotheses)} streams; give one for each")
         for t in range(max(map(len, frames), default=0)):
@@ -116,7 +116,7 @@ class BeamSearch:
         return first[:length]
 
     def _frame(self, frame_of: dict[int, Tensor]) -> None:
-        """One frame of each of these streams: blanks end it, labels stay in it."""
+        """Processes one frame of these streams: a blank ends the frame, a label continues it."""
         live = {r: self.hypotheses[r] for r in frame_of}
         ended: dict[int, dict[tuple[int, ...], Hypothesis]] = {r: {} for r in frame_of}
         for emitted in range(self.max_labels + 1):
@@ -134,7 +134,7 @@ class BeamSearch:
             self.hypotheses[r] = sorted(own.values(), key=lambda h: -h.score)[: self.beam]
 
     def _extend(self, rows: list[tuple[int, Hypothesis]], logprobs_RV: Tensor) -> dict[int, list[Hypothesis]]:
-        """The best hypotheses of each stream with one label more; one predictor step for all of them."""
+        """The best hypotheses of each stream with one more label, from a single predictor step."""
         logprobs_RV = logprobs_RV.clone()
         logprobs_RV[:, self.blank] = -torch.inf
         values, labels = logprobs_RV.topk(min(self.beam, logprobs_RV.shape[1]), 1)

@@ -5,11 +5,11 @@
     /v1/models, /health, /ready, /metrics
 
 A key comes in the header ``authorization: Bearer KEY``, or from browsers as subprotocol
-``openai-insecure-api-key.KEY``. A browser lets a page of any origin open a WebSocket, so the header ``origin`` is
-checked: a page must be this server's own or of ``serve.origins``. Clients without an ``origin`` are not browsers.
-Refusals before the handshake are HTTP replies: 400, 401, 403, 429, 503. A client that neither sends nor reads is
-dropped.
-SIGTERM or SIGINT drains: new connections get a 503, running ones have ``drain_s`` to end, then they are closed (1001).
+``openai-insecure-api-key.KEY``. Browsers let a page of any origin open a WebSocket, so the server checks the header
+``origin``: a page must come from this server or from one of ``serve.origins``. Clients without an ``origin`` are not
+browsers. Refusals before the handshake are HTTP replies: 400, 401, 403, 429, 503. A client that neither sends nor reads
+is disconnected. SIGTERM or SIGINT drains: new connections get a 503, running ones have ``drain_s`` seconds to end, then
+they are closed (1001).
 """
 
 import asyncio
@@ -48,11 +48,11 @@ from colonnade.speech.realtime import Event, RealtimeSession
 from colonnade.speech.stream_engine import StreamEngine
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""Largest message: 16 s of sound at 24 kHz."""
+"""Maximum message size: 16 s of audio at 24 kHz."""
 IDLE_S = 300.0
-"""A client that sends nothing for so long is dropped."""
+"""Time after which a client that sends nothing is disconnected [s]."""
 STALL_S = 30.0
-"""So is one that does not read an event in this time."""
+"""Time after which a client that does not read an event is disconnected [s]."""
 KEY_PROTOCOL = "openai-insecure-api-key."
 
 
@@ -119,7 +119,7 @@ class SpeechServer:
                 state.end()
 
     async def _serve(self, websocket: WebSocket) -> None:
-        """The life of a connection."""
+        """Serves one connection."""
 
         async def send(event: Event) -> None:
             if websocket.application_state is not WebSocketState.CONNECTED:  # closed by drain
@@ -309,7 +309,7 @@ def background_server(server: SpeechServer) -> BackgroundServer:
             lifespan="off",
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,
-            ws_ping_interval=None,  # a pong would wait behind sound that is not read yet; idle_s ends dead clients
+            ws_ping_interval=None,  # a pong would queue behind unread audio; idle_s disconnects dead clients
             log_config=None,
             access_log=False,
             server_header=False,
@@ -319,7 +319,7 @@ def background_server(server: SpeechServer) -> BackgroundServer:
 
 
 def websocket_class(stall_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which drops a client that reads nothing of what waits for it in ``stall_s``."""
+    """uvicorn's protocol, extended to disconnect a client that reads nothing of its pending output for ``stall_s``."""
     from uvicorn.protocols.websockets.wsproto_impl import WSProtocol  # needs the extra speech
 
     return type("WebSocketConnection", (StallTimeout, WSProtocol), {"stall_s": stall_s})

@@ -1,7 +1,7 @@
-"""One thread that runs the streams of all clients: each pass takes a segment of every stream that has one.
+"""Runs all clients' streams in one thread: each pass computes one segment of every stream that has a complete one.
 
-Calls come from an event loop. A call is answered when its stream has nothing left to compute, so a client that sends
-faster than it is heard is slowed down by its own connection, and the memory of a stream is bounded by one call.
+Calls come from an event loop. A call is answered when its stream has nothing left to compute, so backpressure slows
+down a client that sends faster than its audio is processed, and the memory of a stream is bounded by one call.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from colonnade.speech.video import HOLD
 
 
 class _Call(NamedTuple):
-    """What an event loop asks for; ``run`` returns the stream whose text is waited for, or the answer."""
+    """A call from the event loop; ``run`` returns the stream whose text the call waits for, or the result."""
 
     run: Callable[[], int | None]
     loop: asyncio.AbstractEventLoop
@@ -29,7 +29,7 @@ class _Call(NamedTuple):
     waits: bool
 
     def answer(self, value: str | BaseException) -> None:
-        """Give the event loop the result."""
+        """Passes the result to the event loop."""
 
         def give() -> None:
             if self.future.done():
@@ -60,7 +60,7 @@ class StreamEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; calls that wait fail."""
+        """Stops the thread; waiting calls fail."""
         self._calls.put(None)
         self._thread.join()
 
@@ -74,7 +74,7 @@ class StreamEngine:
             raise
 
     async def push(self, stream: int, samples: Tensor) -> str:
-        """Add samples at 16 kHz; the text that they complete."""
+        """Add samples at 16 kHz; returns the text that they complete."""
 
         def run() -> int:
             self.listeners.push(stream, samples)
@@ -91,7 +91,7 @@ class StreamEngine:
         await self._ask(run, waits=False)
 
     async def end(self, stream: int) -> str:
-        """No more will come; the rest of the text. Close the stream then."""
+        """Ends the stream and returns the rest of the text; close the stream afterwards."""
 
         def run() -> int:
             self.listeners.end(stream)
@@ -100,7 +100,7 @@ class StreamEngine:
         return await self._ask(run)
 
     def close(self, stream: int) -> None:
-        """Give up a stream, also one whose call has been cancelled."""
+        """Close a stream, even if its call has been cancelled."""
         loop = asyncio.get_running_loop()
 
         def run() -> None:
@@ -124,7 +124,7 @@ class StreamEngine:
                 start_s = time.monotonic()
                 self._step()
                 self.busy_s += time.monotonic() - start_s
-        except BaseException as error:  # a bug: all calls that wait get the error
+        except BaseException as error:  # a bug: all waiting calls get the error
             self.failure = error
             raise
         finally:
@@ -136,7 +136,7 @@ class StreamEngine:
                     call.answer(WorkerError(f"the recogniser has ended: {self.failure}; start the server again"))
 
     def _take(self) -> bool:
-        """Run the calls that have come; waits for one if there is nothing to compute. False: the end."""
+        """Run pending calls; waits for one if there is nothing to compute. Returns False to stop."""
         first = True
         while (first and not self._waiting) or not self._calls.empty():
             first = False
@@ -157,7 +157,7 @@ class StreamEngine:
         return True
 
     def _step(self) -> None:
-        """Run a segment of every stream that has one; answer those that have none left."""
+        """Run a segment of every stream that has a complete one; answer the calls of streams that have none left."""
         found = self.listeners.step()
         for stream, text in found.items():
             if stream in self._waiting:

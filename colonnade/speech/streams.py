@@ -1,7 +1,8 @@
-"""Streams that join, send frames at any rate and leave; each step runs one segment of every stream that has one.
+"""A pool of streams that join and leave at any time; each step runs one segment of every stream that has a complete
+one.
 
-A segment runs when its S frames and the R after it have arrived, or its stream has ended. The encoder's numbers are
-those of the whole sequence, however the frames were cut and whoever shares the step.
+A segment runs when its S frames and the R after it have arrived, or its stream has ended. The encoder's output equals
+that of the whole sequence, however the frames were cut and whichever streams share the step.
 """
 
 import torch
@@ -33,7 +34,7 @@ class StreamPool:
         return stream
 
     def push(self, stream: int, x_TD: Tensor) -> None:
-        """Add frames to a stream; run :meth:`step` until it returns nothing, so that they do not pile up."""
+        """Add frames to a stream; call :meth:`step` until it returns nothing, so that they do not accumulate."""
         self._check(stream)
         if stream in self.ended:
             raise DataError(f"stream {stream} has ended; open another")
@@ -44,12 +45,12 @@ class StreamPool:
         self.waiting[stream] = torch.cat((self.waiting[stream], x_TD.detach().to(self.waiting[stream])))
 
     def end(self, stream: int) -> None:
-        """No more frames will come: the rest runs without the right context that it lacks."""
+        """Ends the stream: the last frames run without the missing right context."""
         self._check(stream)
         self.ended.add(stream)
 
     def close(self, stream: int) -> None:
-        """Return the stream's slots and drop what waits."""
+        """Free the stream's slots and drop its waiting frames."""
         self._check(stream)
         del self.waiting[stream]
         self.ended.discard(stream)
@@ -57,7 +58,7 @@ class StreamPool:
 
     @torch.inference_mode()
     def step(self) -> dict[int, Tensor]:
-        """Run one segment of every stream that has one; the encoded frames of each."""
+        """Run one segment of every stream that has a complete one; returns the encoded frames of each."""
         S, R = self.sizes.segment, self.sizes.right
         parts: list[tuple[int, int, int]] = []
         for stream, x_TD in self.waiting.items():

@@ -1,7 +1,7 @@
-"""Spoken sentences by espeak-ng, with the times of their phonemes: training data whose alignment is known.
+"""Synthesises sentences with espeak-ng, with phoneme times: training data with known alignment.
 
 Sentences have GRID's form (command, colour, preposition, letter, digit, adverb; Cooke et al., 2006): 51 words. Voices
-are accents × variants of espeak-ng. The library is called by ctypes; it has one state for the whole process.
+are accents × variants of espeak-ng. The library is called through ctypes; it has one global state per process.
 """
 
 import ctypes

@@ -1,12 +1,12 @@
-"""Times of single words: cross attention of some heads, aligned with the text by dynamic time warping.
+"""Word times from the cross attention of some heads, by dynamic time warping.
 
-    w_hij   = softmax over frames j of head h's scores for token i, the heads being those that follow the sound
+    w_hij   = softmax over frames j of head h's scores for token i, over the alignment heads
     z_hij   = (w − mean over tokens) / deviation over tokens, median over 7 frames
     path    = the cheapest monotone path through −mean_h z from (first token, first frame) to (last, last)
 
 A token begins where the path first reaches it (Whisper, arXiv 2212.04356; the method is that of the authors' code, and
-their heads are in the model's files). Without such a list all heads of the second half of the layers count. A word is
-what stands between spaces, in languages without spaces a character.
+their heads are in the model's files). Without such a list, all heads of the second half of the layers are used. Words
+are separated by spaces; in languages without spaces each character is a word.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +40,14 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class WatchedMemory:
-    """A memory of cross attention that keeps the attention weights of some ``heads``, by layer."""
+    """A cross-attention memory that records the attention weights of some ``heads``, by layer."""
 
     memory: InPages
     heads: Mapping[int, Sequence[int]]
     pages: Tensor
     """int64 pages of the source."""
     frames: int
-    """Keys to look at, from the beginning."""
+    """Number of keys to attend to, from the beginning."""
     weights: list[Tensor] = field(default_factory=list)
     """float32 (tokens, frames) of each head, in the order of layers."""
 
@@ -81,7 +81,7 @@ def alignment_heads(listed: Sequence[Sequence[int]] | None, layers: int, heads: 
 def token_starts(weights_NTS: Tensor) -> list[int]:
     """The first frame of each of T tokens, from the attention weights of N heads."""
     deviation_N1S, mean_N1S = torch.std_mean(weights_NTS, dim=1, keepdim=True, unbiased=False)
-    # A frame that all tokens see alike says nothing about where they are.
+    # A frame to which all tokens attend equally has no information about their times.
     z_NTS = (weights_NTS - mean_N1S) / deviation_N1S.clamp(min=1e-12)
     tokens, frames = warp(-median_filter(z_NTS).mean(0).double().numpy())
     first = np.concatenate([[True], np.diff(tokens) > 0])
@@ -98,9 +98,9 @@ def median_filter(x: Tensor) -> Tensor:
 
 
 def warp(cost_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, columns) of the cheapest path from the first to the last cell, each step one on in one or both.
+    """(rows, columns) of the cheapest path from the first to the last cell, each step advancing one or both by 1.
 
-    Computed by anti-diagonals. Where moves cost the same, a column on comes first, as in the authors' code.
+    Computed by anti-diagonals. Among moves of equal cost, advancing the column comes first, as in the authors' code.
     """
     T, S = cost_TS.shape
     total = np.full((T + 1, S + 1), np.inf)

@@ -1,11 +1,11 @@
-"""Serves a Whisper: OpenAI's ``POST /v1/audio/transcriptions``, a multipart upload of one recording.
+"""Serves a Whisper model: OpenAI's ``POST /v1/audio/transcriptions``, a multipart upload of one recording.
 
     response_format   json (the text), text, srt, vtt, verbose_json (with segments)
     timestamp_granularities[]   of verbose_json: segment, word, or both
-    temperature       0: greedy, sampled where that repeats itself; above 0: sampled at this temperature
+    temperature       0: greedy, sampled if the text is repetitive; above 0: sampled at this temperature
 
-Recordings are transcribed one after another in a thread. A client that leaves ends its transcription at the next
-window. Keys, the limit of a body and the origins of pages are those of the server of text models.
+Recordings are transcribed one after another in a thread. If a client disconnects, its transcription ends at the next
+window. API keys, body limits and allowed origins work as in the server of text models.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from colonnade.speech.whisper_tokens import Model
 MAX_UPLOAD_BYTES = 25 << 20
 """Largest body, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
 QUEUED_BODIES = 8
-"""Bodies of the largest size that may be in memory, arriving, waiting or running; smaller ones may be more."""
+"""Bodies of maximum size that may be in memory at once (arriving, waiting or running); more if they are smaller."""
 LONGEST_S = 2 * 3600
 """Longest recording [s]."""
 GRANULARITIES = "timestamp_granularities[]"
@@ -219,7 +219,7 @@ def reply(
     seconds: float,
     granularities: Collection[str] = ("segment",),
 ) -> str:
-    """The body of the answer in one of :data:`FORMATS`; verbose_json has what ``granularities`` name."""
+    """The response body in one of :data:`FORMATS`; verbose_json contains the times named by ``granularities``."""
     if format in ("srt", "vtt"):
         return write_transcript(segments, "srt" if format == "srt" else "vtt")
     text = " ".join(segment.text.strip() for segment in segments)
@@ -246,7 +246,7 @@ def reply(
 
 
 def serve(model: Model, name: str, config: ServeConfig, announce: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM; then running transcriptions have ``config.drain_s`` to end."""
+    """Serve until SIGINT or SIGTERM; then running transcriptions have ``config.drain_s`` seconds to end."""
     with listen(config) as listener:
         asyncio.run(_serve(TranscriptionServer(model, name, config), config, listener, announce))
 

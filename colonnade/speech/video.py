@@ -1,8 +1,8 @@
-"""Pictures of a live camera: JPEG to the recogniser's size, and the frame that each belongs to.
+"""Pictures of a live camera: decodes JPEGs to the recogniser's size and assigns pictures to frames.
 
-A camera has a rate and a clock of its own. A picture belongs to the frame of 40 ms in which it was taken, the last one
-if a frame has several (30 a second). It also stands for the next frame until that has its own, so that 15 a second
-leave no gap.
+A camera has its own rate and clock. A picture belongs to the frame of 40 ms in which it was taken; if a frame has
+several (30 per second), the last one is used. It is reused for the next frame until that has its own, so that 15 per
+second leave no gap.
 """
 
 import re
@@ -19,13 +19,13 @@ MAX_PIXELS = 640 * 480
 MAX_SEGMENTS = 64
 """Frame headers, Huffman tables and scans of a JPEG; thousands of empty ones would take a second to decode."""
 HOLD = 1
-"""Frames after its own that a picture stands for."""
+"""Number of following frames for which a picture is reused."""
 SMOOTHING = 0.1
-"""Weight of each new measurement of the clocks' difference, since the arrival times of sound jitter."""
+"""Weight of each new measurement of the clocks' difference, since the arrival times of audio jitter."""
 
 
 def decode_jpeg(data: bytes, size: int) -> Tensor:
-    """(size, size) float32 brightness, 0 to 1; raises DataError for what is no JPEG or too large."""
+    """(size, size) float32 brightness, 0 to 1; raises DataError for data that is not a JPEG or too large."""
     av = require("av")
     if len(data) > MAX_JPEG_BYTES:
         raise DataError(f"the picture has {len(data):,} bytes; send at most {MAX_JPEG_BYTES:,}")
@@ -47,15 +47,15 @@ def decode_jpeg(data: bytes, size: int) -> Tensor:
 
 
 class PictureClock:
-    """Frames of pictures by their times [s]; the clock of the pictures may differ from that of the samples."""
+    """Assigns pictures to frames by their times [s]; the clocks of pictures and samples may differ."""
 
     def __init__(self):
         self.start_s = 0.0
-        """When sample 0 was taken, by the clock of the pictures."""
+        """Time of sample 0 by the pictures' clock."""
         self._known = False
 
     def sound(self, time_s: float, samples: int) -> None:
-        """A run of sound began at ``time_s``, after ``samples`` at 16 kHz."""
+        """Audio at ``time_s`` begins after ``samples`` samples at 16 kHz."""
         start_s = time_s - samples / RATE
         self.start_s += (SMOOTHING if self._known else 1.0) * (start_s - self.start_s)
         self._known = True

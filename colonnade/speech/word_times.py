@@ -1,9 +1,9 @@
-"""Times of words: training targets from them, and them from an alignment.
+"""Word times: converts them to training targets, and alignments to them.
 
 A letter target is one label for each 10 ms (a fourth of a frame). The letters of a word share its time evenly, the
 space is between words, and the blank before the first and after the last word. A cross-entropy against these targets
-makes forced alignment follow the times of the training data; CTC alone is free to emit a letter anywhere in the
-frames that the encoder sees at once (docs/log.md, "Times of words").
+makes forced alignment follow the times of the training data; CTC alone may emit a letter anywhere in the frames that
+the encoder sees at once (docs/log.md, "Times of words").
 """
 
 import itertools
@@ -28,7 +28,7 @@ SPACE_PARTS = 2
 
 
 class WordTime(NamedTuple):
-    """A word of a known text, where it is [s], and the mean probability of its letters there."""
+    """A word of a known text with its start and end [s] and the mean probability of its letters there."""
 
     word: str
     start_s: float

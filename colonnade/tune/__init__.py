@@ -1,4 +1,4 @@
-"""Fine-tuning of encoders as classifiers; upcycling to experts, pruning them, and dense models from them."""
+"""Fine-tuning on conversations, preferences, rewards and labels; upcycling, pruning and merging experts."""
 
 from colonnade.tune.classify import Example, accuracy, classifier, fit
 from colonnade.tune.expert_scores import ExpertScores, score_experts

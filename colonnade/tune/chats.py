@@ -2,7 +2,7 @@
 
 A row of a JSON Lines file has one of these forms:
 
-    {"messages": [{"role": "user", "content": "…"}, …]}             what the assistant says counts
+    {"messages": [{"role": "user", "content": "…"}, …]}             the assistant's messages count
     {"prompt": …, "completion": …}                                  the completion counts
     {"prompt": …, "chosen": …, "rejected": …}                       a preference; without a prompt, two conversations
 
@@ -10,9 +10,9 @@ A row of a JSON Lines file has one of these forms:
 false`` does not count. Texts are encoded without a chat template, and the end token that follows a completion counts.
 
 In a conversation the tokens that count are those within ``{% generation %}`` where the template has it. Otherwise they
-are what the prompt of messages 0..i adds to that of messages 0..i − 1 with the generation prompt. If the shorter prompt
-is not a prefix of the longer one (templates that change earlier messages), or if no token counts, the row is refused:
-training on nothing, or on everything, would go unnoticed.
+are the tokens that the prompt of messages 0..i adds to that of messages 0..i − 1 with the generation prompt. If the
+shorter prompt is not a prefix of the longer one (templates that change earlier messages), or if no token counts, the
+row is refused: training on nothing, or on everything, would go unnoticed.
 """
 
 import hashlib
@@ -59,7 +59,9 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 except (ValueError, RecursionError) as why:
                     raise DataError(f"{path}, line {number} is not JSON: {why}; correct it") from None
                 if not isinstance(row, dict):
-                    raise DataError(f"{path}, line {number} is no JSON object; write one, such as {{'messages': […]}}")
+                    raise DataError(
+                        f"{path}, line {number} is not a JSON object; write one, such as {{'messages': […]}}"
+                    )
                 yield f"{path}, line {number}", cast("dict[str, Any]", row)
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 after line {number}; save it as UTF-8") from None
@@ -68,7 +70,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_conversations(path: str | Path, tokenizer: Tokenizer) -> list[Conversation]:
-    """The conversations of a file; raises :class:`DataError` as :func:`conversation`."""
+    """The conversations of a file; raises :class:`DataError` as :func:`conversation` does."""
     return [conversation(row, tokenizer, where) for where, row in read_rows(path)]
 
 
@@ -110,7 +112,7 @@ def preference(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row")
 
 
 def encode_prompt(prompt: object, tokenizer: Tokenizer, where: str = "row") -> list[int]:
-    """The tokens after which an answer begins: of a text, or of messages with the generation prompt."""
+    """The prompt's tokens: of a text, or of messages with the generation prompt."""
     if isinstance(prompt, str):
         return _encode(prompt, tokenizer, where, special=True)
     return _render(_messages(prompt, "prompt", where), tokenizer, where, add_generation_prompt=True)
@@ -129,18 +131,21 @@ def _messages(value: object, key: str, where: str) -> list[Message]:
                 if not isinstance(message.get("train", True), bool):
                     raise DataError(f"{where} has a message with 'train': {message['train']!r}; write true or false")
             return messages
-    raise DataError(f"{where}: '{key}' is no list of messages with a role and content; write one")
+    raise DataError(f"{where}: '{key}' is not a list of messages with a role and content; write one")
 
 
 def _continued(prompt: object, completion: object, key: str, tokenizer: Tokenizer, where: str) -> Conversation:
-    """A prompt and what follows, which counts."""
+    """A prompt and its completion, whose tokens count."""
     if isinstance(prompt, str) and isinstance(completion, str):
         before, after = (_encode(text, tokenizer, where, special=special) for text, special in
                          ((prompt, True), (completion, False)))  # fmt: skip
         after += tokenizer.eos_ids[:1]
         return _counted(before + after, [False] * len(before) + [True] * len(after), where)
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise DataError(f"{where}: one of 'prompt' and '{key}' is a text and the other is not; write two of a kind")
+        raise DataError(
+            f"{where}: one of 'prompt' and '{key}' is a text and the other a list of messages; use "
+            "the same form for both"
+        )
     first = _messages(prompt, "prompt", where)
     return _chat([*first, *_messages(completion, key, where)], len(first), tokenizer, where)
 
@@ -182,7 +187,7 @@ def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str)
 def _counted(tokens: list[int], counts: list[bool], where: str) -> Conversation:
     counts[:1] = [False] * len(counts[:1])  # nothing predicts the first token
     if not any(counts):
-        raise DataError(f"{where} has no token that counts: it needs an answer of the assistant to train on")
+        raise DataError(f"{where} has no token that counts: it needs an assistant message to train on")
     return Conversation(tokens, counts)
 
 
@@ -194,7 +199,7 @@ def _render(messages: list[Message], tokenizer: Tokenizer, where: str, **variabl
 
 
 def _encode(text: str, tokenizer: Tokenizer, where: str, *, special: bool) -> list[int]:
-    """A text, in which special tokens stay text."""
+    """A text's tokens; special tokens spelled in it are encoded as text."""
     try:
         bos = tokenizer.encode("") if special else []
         return [*bos[:1], *tokenizer.encode_documents([text])[0]]

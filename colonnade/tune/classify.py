@@ -9,8 +9,8 @@ The training session is that of :mod:`colonnade.train` with labelled examples in
 clipping, dropout, recomputation, checkpoints, resuming and trackers work as in pre-training. A step's loss is the mean
 over its examples. Each epoch is a seeded permutation of the examples.
 
-Another task needs another head in :mod:`colonnade.train.model_inputs` and another feed beside :class:`ExampleFeed`,
-which stores labelled examples in flat arrays and packs them into micro-batches.
+Another task needs another head in :mod:`colonnade.train.model_inputs` and a feed like :class:`ExampleFeed`, which
+stores labelled examples in flat arrays and packs them into micro-batches.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Example(NamedTuple):
     segments: list[int] | None = None
     """The segment of each token, as ``tokenizer.encode_pair`` gives it; None: segment 0 everywhere."""
     end: int | None = None
-    """For answers that are spans: the last token of the answer, where ``label`` is the first."""
+    """For span answers: the last token of the answer; ``label`` is the first."""
 
 
 class Examples:
@@ -197,7 +197,7 @@ def check_examples(
         raise DataError(f"{len(examples)} {what}s are not whole questions of {choices} choices")
     for number, (tokens, label, segments, end) in enumerate(examples):
         if not 0 < len(tokens) <= longest:
-            raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}, cut where need be")
+            raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}; truncate longer texts")
         if model.task_head == "spans":
             if end is None or len(tokens) < 2 or not 0 <= label <= end < len(tokens):
                 raise DataError(
@@ -252,9 +252,7 @@ def check_settings(run: RunConfig) -> bool:
     if run.distill.teacher:
         raise ConfigError(f"distill.teacher is {run.distill.teacher}, and classifiers are not distilled; leave it out")
     if model.moe is not None and model.moe.router.kind == "task":
-        raise ConfigError(
-            "router 'task' needs to know the task of each token, and examples have none; use another router"
-        )
+        raise ConfigError("router 'task' needs the task of each token, and examples have none; use another router")
     needs_fixed_shape = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
              "train.recompute budget": t.recompute == "budget"}  # fmt: skip
     reasons = [name for name, applies in needs_fixed_shape.items() if applies]
@@ -273,7 +271,7 @@ def start_tokenizer(run: RunConfig) -> Tokenizer | None:
 
 
 def classifier(start: str | Path, classes: int) -> ModelConfig:
-    """The config of the encoder ``start`` (anything that load takes) with a classifier on its pooler.
+    """The config of the encoder ``start`` (anything that ``load`` accepts) with a classifier on its pooler.
 
     A run starts from the weights of ``train.pretrained_checkpoint``; new parameters are drawn from ``train.seed``.
     Raises :class:`CheckpointError` if there is no such model, :class:`ConfigError` if it is not an encoder.

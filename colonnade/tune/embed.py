@@ -1,11 +1,11 @@
 """Embedding tuning: texts that belong together get similar embeddings (:mod:`colonnade.model.contrastive`).
 
-A row of the data is a query, a text that answers it, and texts that look as if they did:
+A row of the data is a query, a text that answers it, and hard negatives:
 
     {"query": "capital of France", "positive": "Paris is …", "negatives": ["Lyon is …"]}
 
-The loss is one over the batch of all data ranks, whatever the micro-batch: with several micro-batches all embeddings
-are computed twice (GradCache). The pooling is stored in the checkpoint's cursor, where the server finds it.
+The loss covers the batch of all data ranks, whatever the micro-batch: with several micro-batches all embeddings are
+computed twice (GradCache). The pooling is stored in the checkpoint's cursor, from which the server reads it.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class TextSamples:
         batch = pack_rows([self._data.at(i) for i in texts], self._sequence, per_sample=self._contrast.texts)
         assert batch.first_R is not None
         targets_T = torch.full_like(batch.targets_T, IGNORE)
-        targets_T[batch.first_R] = 0  # a query counts where its sample does
+        targets_T[batch.first_R] = 0  # a query counts if its sample does
         ids_S = torch.from_numpy(self._ids[texts])
         return replace(batch, targets_T=targets_T, predicted_R=None, text_ids_S=ids_S, contrast=self._contrast)
 
@@ -64,7 +64,7 @@ def _text_samples(
 
 
 class CachedSamples:
-    """The loader's samples, or a step's micro-batches with the gradients of their embeddings."""
+    """Yields a step's micro-batches, with cached gradients of their embeddings if there are several."""
 
     def __init__(self, loader: Loader):
         self._loader, self.samples, self.numbers = loader, loader.samples, loader.numbers
@@ -107,7 +107,7 @@ class EmbedFeed(TuneFeed):
         self.samples.batches = None
         batches = self.samples.at(seen)
         if len(batches) == 1:
-            return  # one pass has them all
+            return  # a single pass has all embeddings
         device, dp = next(model.parameters()).device, model.axes.dp
         batches = [batch.to(device) for batch in batches]
         parts, heads = list[Tensor](), list[ContrastiveLoss]()
@@ -133,18 +133,18 @@ class EmbedFeed(TuneFeed):
         return {}
 
     def close(self) -> None:
-        """Nothing belongs to the run."""
+        """Nothing to release."""
 
 
 def check_embed_settings(run: RunConfig) -> None:
     """Raise :class:`ConfigError` for settings that do not apply to embedding tuning."""
     if check_tune_settings(run, generates=False) or run.plan.cp > 1:
         raise ConfigError(
-            "embedding tuning is for data and tensor ranks, without train.compile, train.cuda_graph or a recompute "
+            "embedding tuning supports data and tensor ranks, without train.compile, train.cuda_graph or a recompute "
             "budget; leave these, --plan.pp and --plan.cp out"
         )
     if run.model.moe is not None or run.model.encoder is not None:
-        raise ConfigError("embedding tuning is for dense decoders and encoders; use another model")
+        raise ConfigError("embedding tuning supports dense decoders and encoders; use another model")
     if run.micro_batches > 1 and (run.train.dropout or run.train.attention_dropout or run.train.embedding_dropout):
         raise ConfigError(
             f"with {run.micro_batches} micro-batches embeddings are computed twice, and dropout would make them "
@@ -163,13 +163,15 @@ def resolve_contrast(model: ModelConfig, tune: TuneConfig, texts: int) -> Contra
 
 
 def read_texts(path: str | Path, tokenizer: Tokenizer, run: RunConfig, *, truncate: bool) -> tuple[Conversations, int]:
-    """The texts of all rows of a file, and how many a row has; raises :class:`DataError` for other rows."""
+    """The texts of all rows of a file, and the number per row; raises :class:`DataError` for invalid rows."""
     texts: list[Conversation] = []
     each = 0
     for where, row in read_rows(path):
         parts = _parts(row, where)
         if each not in (0, len(parts)):
-            raise DataError(f"{where} has {len(parts) - 2} negatives, and the rows before {each - 2}; give all as many")
+            raise DataError(
+                f"{where} has {len(parts) - 2} negatives, and the rows before {each - 2}; give all rows the same number"
+            )
         each = len(parts)
         for text in parts:
             try:
@@ -191,7 +193,10 @@ def _parts(row: Mapping[str, Any], where: str) -> list[str]:
     negatives: object = row.get("negatives", [])
     parts = [row.get("query"), row.get("positive"), *(negatives if isinstance(negatives, list) else [None])]
     if not all(isinstance(part, str) for part in parts):
-        raise DataError(f"{where} lacks 'query' or 'positive', texts, or 'negatives' is no list of texts; write them")
+        raise DataError(
+            f"{where} needs the texts 'query' and 'positive', and 'negatives', if given, must be a "
+            "list of texts; correct the row"
+        )
     return parts  # type: ignore[return-value]
 
 
@@ -203,6 +208,6 @@ def embed_feed(data: Conversations, held_out: Conversations, contrast: Contrast)
 
 
 def check_same_texts(counts: Sequence[int], path: str | Path) -> None:
-    """Raise :class:`DataError` unless training and held-out rows have as many texts."""
+    """Raise :class:`DataError` unless training and held-out rows have the same number of texts."""
     if len(set(counts)) > 1:
         raise DataError(f"{path} has {counts[1] - 2} negatives in a row, and the training data {counts[0] - 2}")

@@ -18,7 +18,7 @@ PAIRS = (
     ("first", "second"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
     ("question", "sentence"), ("text", None), ("sentence", None),
 )  # fmt: skip
-"""Names of the two texts, or of the text, in the order in which they are looked for."""
+"""Names of the two texts, or of the text, in order of precedence."""
 LABELS = ("gold_label", "label", "is_duplicate")
 
 
@@ -40,7 +40,7 @@ class Question(NamedTuple):
 
 
 class SpanQuestion(NamedTuple):
-    """A question whose answers are spans of a passage; none for one that has no answer."""
+    """A question whose answers are spans of a passage; an empty list if it has no answer."""
 
     id: str
     passage: str
@@ -65,7 +65,7 @@ def read_texts(path: Path) -> list[Text]:
             )
         first, second = row[names[0]], None if names[1] is None else row[names[1]]
         if not isinstance(first, str) or not isinstance(second, str | None):
-            raise DataError(f"{place}: '{names[0]}' or '{names[1]}' is no text; correct or remove this row")
+            raise DataError(f"{place}: '{names[0]}' or '{names[1]}' is not a text; correct or remove this row")
         if str(row[label_name]) not in ("-", ""):
             found.append(Text(first, second, str(row[label_name])))
     return _not_empty(found, path)

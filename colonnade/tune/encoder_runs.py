@@ -24,7 +24,7 @@ from colonnade.tune.encoder_tasks import ChoiceTask, ClassifyTask, EncoderTask, 
 from colonnade.tune.spans import SpanTask
 
 READERS: dict[str, Callable[[Path], list[Any]]] = {"classify": read_texts, "choice": read_choices, "span": read_spans}
-"""Methods, and how their data are read."""
+"""The reader of each method's data."""
 
 
 class SeedRun(NamedTuple):
@@ -38,7 +38,7 @@ class SeedRun(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The metric that chooses."""
+        """The metric by which runs are selected."""
         return next(iter(self.metrics.values()))
 
 
@@ -55,7 +55,7 @@ class EncoderResult:
 
 
 def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = lambda line: None) -> EncoderResult:
-    """Train and score; writes ``results.json`` beside the runs. Finished runs are not trained again.
+    """Train and score all runs; writes ``results.json`` to their folder. Finished runs are not trained again.
 
     Raises :class:`DataError` for data in another form, :class:`ConfigError` for settings out of range.
     """
@@ -116,7 +116,7 @@ def make_task(method: str, pair: Pair, rows: Sequence[Any], *others: Sequence[An
 
 
 def median_run(runs: Sequence[SeedRun]) -> SeedRun:
-    """The run with the median score; of an even number the lower of the middle two."""
+    """The run with the median score; the lower of the middle two if the number of runs is even."""
     middle = statistics.median_low(run.value for run in runs)
     return next(run for run in runs if run.value == middle)
 

@@ -28,11 +28,11 @@ BATCH = 32
 
 
 class EncoderTask(Protocol):
-    """What the three tasks have in common."""
+    """The interface of the three tasks."""
 
     @property
     def choices(self) -> int:
-        """Consecutive examples that are one sample."""
+        """Number of consecutive examples in one sample."""
         ...
 
     def config(self, start: ModelConfig) -> ModelConfig:
@@ -54,7 +54,9 @@ class EncoderTask(Protocol):
     def score(
         self, prediction: Any, rows: Sequence[Any], chosen: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Metrics; the first one chooses between runs. ``chosen``: those on the development set, for a test set."""
+        """Metrics; the first one selects between runs. ``chosen``: the development set's metrics, when scoring a test
+        set.
+        """
         ...
 
 
@@ -165,7 +167,7 @@ class ChoiceTask:
 
 
 def _with_answer(question: str, option: str) -> str:
-    """The option in the question's gap, or after the question (as BERT's code for RACE)."""
+    """The option in the question's gap, or after the question (as in BERT's code for RACE)."""
     return question.replace("_", option) if "_" in question else f"{question} {option}"
 
 

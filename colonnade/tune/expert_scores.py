@@ -1,4 +1,4 @@
-"""How much each expert contributes on some texts: the scores by which experts are pruned.
+"""Scores each expert's contribution on calibration texts, for pruning.
 
 load     choices of the expert                                                                        (int64)
 gate     the mean router weight of its tokens
@@ -52,7 +52,7 @@ def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
             handle.remove()
     load_LE, gates_LE, norms_LE = sums
     if not load_LE.any():
-        raise DataError("there were no texts to score experts on; give some of the task's")
+        raise DataError("there were no texts to score experts on; give some texts of the task")
     used_LE = load_LE.clamp(min=1)
     return ExpertScores(load_LE.long(), gates_LE / used_LE, norms_LE / used_LE)
 

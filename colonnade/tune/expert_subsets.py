@@ -1,4 +1,5 @@
-"""The experts whose layer outputs are nearest to those of all experts (NAEE, arXiv 2402.14800, section 3.1).
+"""Selects the subset of experts whose layer output is nearest to that of all experts (NAEE, arXiv 2402.14800, section
+3.1).
 
     minimise Σ_x ‖F_S(x) − F(x)‖²  over the subsets S of N experts of a layer
 
@@ -63,7 +64,7 @@ def keep_by_output(
         for text in texts:
             route(model, text)
     if not all(inputs.values()):
-        raise DataError("there were no texts to compare experts on; give some of the task's")
+        raise DataError("there were no texts to compare experts on; give some texts of the task")
     kept_LE = torch.zeros(model.config.layers, moe.experts)
     for done, (layer, module) in enumerate(layers.items(), 1):
         kept_LE[layer, list(_best(model.config, module, inputs.pop(layer), keep))] = 1
@@ -73,7 +74,7 @@ def keep_by_output(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What a layer got for one text."""
+    """The inputs of a layer for one text."""
 
     x_TD: Tensor
     ids_T: Tensor

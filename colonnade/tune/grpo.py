@@ -7,10 +7,11 @@
     reference  with ``kl``, the answers' log-probabilities under the model that the run starts from
     step       :mod:`colonnade.model.policy_loss`
 
-(Shao 2024, arXiv 2402.03300.) A group of equal rewards moves nothing: it is left out, and counted. Answers are sampled
-from the whole distribution at ``temperature``, so that the engine's log-probabilities, divided by it as the trainer's,
-are those of what it sampled. Seeds follow from the position of the prompt and the number of the answer: a resumed run
-samples what the uninterrupted one does, and several data ranks sample, up to rounding, what one does.
+(Shao 2024, arXiv 2402.03300.) A group of equal rewards has no gradient: it is left out and counted. Answers are sampled
+from the whole distribution at ``temperature``, so that the engine's log-probabilities at this temperature are those of
+the sampling distribution, as in the trainer. Seeds are derived from the position of the prompt and the number of the
+answer: a resumed run samples the same answers as an uninterrupted one, and several data ranks sample, up to rounding,
+the same as one.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ IDENTITY = (
 
 
 class PromptRow(NamedTuple):
-    """A prompt's tokens, its text, and the row that the reward gets."""
+    """A prompt's tokens, its text, and the row that is passed to the reward."""
 
     tokens: list[int]
     text: str
@@ -91,7 +92,7 @@ class RewardFeed:
     # -- the reference model -------------------------------------------------------------------------------------------
 
     def needs_start_weights(self, world: Axis) -> bool:
-        """Whether the reference is a model of its own; with adapters it is the trained one without them."""
+        """Whether the reference needs its own copy of the weights; with adapters it is the model without them."""
         return self._tune.kl > 0 and self._run.model.lora is None
 
     def prepare(self, model: Transformer, pipeline: PipelineStep | None, world: Axis, device: torch.device) -> None:
@@ -137,7 +138,7 @@ class RewardFeed:
         ).tolist()  # fmt: skip
         if not scored:
             raise DataError(
-                f"tune.reward {self._tune.reward} failed for all {count:g} answers of a step, of the first: "
+                f"tune.reward {self._tune.reward} failed for all {count:g} answers of a step; the first one: "
                 f"{answers[0][-1]}; correct it, or raise --tune.reward_s {self._tune.reward_s:g}"
             )
         self._metrics = {
@@ -148,7 +149,7 @@ class RewardFeed:
         }
 
     def _sample(self, positions: range, rows: Sequence[PromptRow], engine: Engine) -> list[Any]:
-        """(tokens, log-probabilities, advantage, reward, why it failed) of each answer to ``rows``."""
+        """(tokens, log-probabilities, advantage, reward, reason of failure) of each answer to ``rows``."""
         tune = self._tune
         numbers = [position * tune.group + answer for position in positions for answer in range(tune.group)]
         params = [
@@ -188,7 +189,7 @@ class RewardFeed:
         return self._metrics | mismatch
 
     def close(self) -> None:
-        """End the reward processes."""
+        """Stops the reward processes."""
         if self._rewards is not None:
             self._rewards.close()
 
@@ -212,7 +213,7 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
     plan = run.plan
     if check_tune_settings(run) or plan.cp > 1:
         raise ConfigError(
-            "reward tuning is for data and tensor ranks, without train.compile, train.cuda_graph or a recompute "
+            "reward tuning supports data and tensor ranks, without train.compile, train.cuda_graph or a recompute "
             "budget; leave these, --plan.pp and --plan.cp out"
         )
     ranks = plan.data_ranks
@@ -220,19 +221,19 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
         unit = tune.group * ranks
         ranked = "" if ranks == 1 else f" times {ranks} data ranks"
         raise ConfigError(
-            f"train.batch {run.train.batch} counts answers, and does not divide by tune.group {tune.group}{ranked}; "
+            f"train.batch {run.train.batch} counts answers and is not divisible by tune.group {tune.group}{ranked}; "
             f"make it a multiple, such as {-(-run.train.batch // unit) * unit}"
         )
     if not tune.reward:
         raise ConfigError("reward tuning needs a reward function; set --tune.reward FILE.py:FUNCTION")
     if run.model.moe is not None:
-        raise ConfigError("reward tuning is for dense models: the engine routes tokens by its own settings")
+        raise ConfigError("reward tuning supports dense models only: the engine routes tokens by its own settings")
     if run.model.lora is not None and run.model.lora.base != "stored":
         raise ConfigError(
             f"reward tuning merges adapters into the engine's weights; leave lora.base {run.model.lora.base} out"
         )
     if tune.exact and (plan.world > 1 or run.model.lora is not None):
-        raise ConfigError("tune.exact is for one process without adapters; leave --tune.exact out")
+        raise ConfigError("tune.exact supports one process without adapters; leave --tune.exact out")
     if run.train.dropout or run.train.attention_dropout or run.train.embedding_dropout:
         raise ConfigError("dropout would change the probabilities of the sampled tokens; leave it out")
 

@@ -1,12 +1,12 @@
-"""Expert merging: each layer's experts in N groups of like ones, each group averaged into one (M-SMoE, 2310.01334).
+"""Expert merging: groups each layer's experts by similarity and averages each group (M-SMoE, arXiv 2310.01334).
 
     the N most used experts lead a group; every other joins the leader whose router scores are most like its own
     W = Σ_e load_e · P_e W_e / Σ_e load_e            P_e: the order of e's hidden units that fits its leader best
 
-The router keeps its scores for all E experts, and a choice of any expert goes to its group's: so experts that differ by
-the order of their hidden units are merged without changing the function, whatever the router. Scores are compared by
+The router keeps its scores for all E experts, and a choice of an expert is mapped to its group. So experts that differ
+only in the order of their hidden units are merged without changing the function, for any router. Scores are compared by
 the cosine of their columns over some texts (section 3.1). Hidden units are matched by the inner product of their
-weights, with an auction (Bertsekas, 1988) in the place of the Hungarian method, so that it runs as tensor operations.
+weights, with an auction (Bertsekas, 1988) instead of the Hungarian method, so that it runs as tensor operations.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,7 +42,8 @@ def check_merge(config: ModelConfig, merge: int) -> None:
 
 @torch.no_grad()
 def merge_experts(model: Transformer, texts: Iterable[Tensor], merge: int) -> Transformer:
-    """A new model with the experts of each layer merged into ``merge``, by their use on ``texts``, int64 tokens (T,).
+    """A new model with each layer's experts merged into ``merge``, weighted by their use on ``texts``, int64 tokens
+    (T,).
 
     ``model`` is whole, on one process, and not quantised. Raises :class:`ConfigError` as :func:`check_merge`,
     :class:`PlanError` for a sharded model, :class:`DataError` without texts.
@@ -84,7 +85,7 @@ def merge_experts(model: Transformer, texts: Iterable[Tensor], merge: int) -> Tr
 
 @dataclass
 class _Use:
-    """What the router of one layer did: choices by expert, and Σ_t s_te s_te' of its scores."""
+    """Statistics of one layer's router: choices by expert, and Σ_t s_te s_te' of its scores."""
 
     load_E: Tensor
     gram_EE: Tensor
@@ -115,7 +116,7 @@ def _measure(model: Transformer, layers: dict[int, MixtureOfExperts], texts: Ite
         for handle in handles:
             handle.remove()
     if not any(bool(each.load_E.any()) for each in use.values()):
-        raise DataError("there were no texts to measure the experts' use on; give some of the task's")
+        raise DataError("there were no texts to measure the experts' use on; give some texts of the task")
     return use
 
 
@@ -152,7 +153,7 @@ def _averaged(stacks: Mapping[str, Tensor], leaders_N: Tensor, group_E: Tensor, 
 def match(likeness_FF: Tensor, step: float = AUCTION_STEP) -> Tensor:
     """int64 (F,): the column of each row in a one-to-one matching of nearly the highest total likeness.
 
-    Rows bid for columns in rounds, all that have none at once; the total is within F · ``step`` · max|likeness| of the
+    In each round all unassigned rows bid for columns; the total is within F · ``step`` · max|likeness| of the
     best.
     """
     F, device = len(likeness_FF), likeness_FF.device

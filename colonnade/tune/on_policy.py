@@ -1,11 +1,11 @@
-"""On-policy distillation (GKD, arXiv 2306.13649): a share of the texts ends as the model in training continues them.
+"""On-policy distillation (GKD, arXiv 2306.13649): the student continues a share of the texts itself.
 
-    text       the document in the middle of a sample: its tokens to the middle, then what the model says, sampled at
+    text       the document in the middle of a sample: its tokens to the middle, then the continuation, sampled at
                temperature 1, to where the document or the sample ended
-    loss       there only the divergence from the teacher; on all other tokens the run's usual mixture
+    loss       on the continuation only the divergence from the teacher; on all other tokens the run's usual mixture
 
-A sample is chosen by its place in the run's order, and so is the seed of its continuation: a resumed run trains on the
-same texts. An engine in the trainer gets the current weights before each step. One process.
+The position in the run's order determines which samples are continued, and with which seed: a resumed run trains on the
+same texts. An engine in the trainer gets the current weights before each step. Supports one process.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from colonnade.train.data_feed import CorpusFeed, StepSamples
 
 
 class OnPolicyFeed(CorpusFeed):
-    """A corpus whose samples end as the model continues them; a ``colonnade.train.rollout_feed.RolloutFeed``.
+    """A corpus with continuations sampled from the model; a ``colonnade.train.rollout_feed.RolloutFeed``.
 
     Raises :class:`ConfigError` for settings that do not apply, :class:`DataError` for a corpus without a tokenizer.
     """
@@ -70,7 +70,7 @@ class OnPolicyFeed(CorpusFeed):
         self._metrics = {"on_policy": float(sampled.double().mean())}
 
     def step_metrics(self) -> dict[str, float]:
-        """The share of tokens that the model said."""
+        """The share of tokens that the model generated."""
         return self._metrics
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class OnPolicyFeed(CorpusFeed):
 
 
 class ContinuedSamples:
-    """The batches that the feed has made for a step; the text's otherwise."""
+    """The batches with continuations that the feed has made for a step, or the text's batches."""
 
     def __init__(self, text: StepSamples):
         self.text, self.samples = text, text.samples
@@ -120,7 +120,7 @@ class ContinuedSamples:
         return self.step[1] if self.step[0] == seen else self.text.at(seen)
 
     def numbers(self, seen: int) -> list[int]:
-        """The numbers of its samples."""
+        """The numbers of the step's samples."""
         return self.text.numbers(seen)
 
 
@@ -145,7 +145,7 @@ def _seed(seed: int, position: int) -> int:
 
 def _check(run: RunConfig) -> None:
     if not run.distill.teacher:
-        raise ConfigError("distill.on_policy is for distillation; set --distill.teacher, or leave it out")
+        raise ConfigError("distill.on_policy needs a teacher; set --distill.teacher, or leave distill.on_policy out")
     if run.plan.world > 1:
         raise ConfigError("distill.on_policy samples in the trainer's process; leave --plan out")
     if run.distill.cache or run.train.cuda_graph:

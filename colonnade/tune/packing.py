@@ -1,8 +1,8 @@
-"""Samples of conversations: packed into one stream, in which no conversation attends to another.
+"""Packs conversations into one stream, in which no conversation attends to another.
 
-A sample is one row of the data: a conversation, or several that belong together (a preference's two). Nothing is
-padded. Only where all micro-batches need the same shape (pipelines, torch.compile) is a micro-batch filled up to
-``data.sequence`` tokens a conversation, with sequences that have no targets.
+A sample is one row of the data: a conversation, or several that belong together (a preference's two). There is no
+padding, unless all micro-batches need the same shape (pipelines, torch.compile): then a micro-batch is filled up to
+``data.sequence`` tokens a conversation with sequences that have no targets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,16 @@ Row = tuple[np.ndarray, np.ndarray]
 
 
 def pack_rows(rows: Sequence[Row], sequence: int, *, per_sample: int = 1, fixed_shape: bool = False) -> Batch:
-    """The batch of conversations ``rows``, ``per_sample`` of them a sample; the target of a token is the next one."""
+    """The batch of conversations ``rows``, ``per_sample`` of them per sample; the target of a token is the next
+    token.
+    """
     lengths = [len(tokens) for tokens, _ in rows]
     first = np.cumsum([0, *lengths])[:-1]
     rest = len(rows) * sequence - sum(lengths) if fixed_shape else 0
     lengths += [min(sequence, rest - start) for start in range(0, rest, sequence)]
     tokens = np.concatenate([*(tokens for tokens, _ in rows), np.zeros(rest, np.int64)])
     counts = np.concatenate([*(counts for _, counts in rows), np.zeros(rest + 1, np.bool_)])
-    counts[first] = False  # the next conversation's first token is no target of this one's last
+    counts[first] = False  # a conversation's last token has no target
     targets = np.where(counts[1:], np.append(tokens[1:], 0), IGNORE)
     longest = sequence if fixed_shape else max(lengths)
     equal = set(lengths) == {longest}
@@ -132,7 +134,7 @@ def check_tune_settings(run: RunConfig, *, generates: bool = True) -> bool:
         if (value := getattr(run.data, name)) != (default := getattr(defaults, name)):
             raise ConfigError(f"data.{name} is {value}, and applies to text in a corpus; leave it at {default}")
     if run.model.moe is not None and run.model.moe.router.kind == "task":
-        raise ConfigError("router 'task' needs to know the task of each token, and conversations have none")
+        raise ConfigError("router 'task' needs the task of each token, and conversations have none; use another router")
     needs_fixed_shape = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
              "train.recompute budget": t.recompute == "budget"}  # fmt: skip
     reasons = [name for name, applies in needs_fixed_shape.items() if applies]

@@ -1,8 +1,8 @@
 """Preference tuning: samples of two conversations, and the reference model's scores of both.
 
 The reference is the model that the run starts from. Its scores are computed once, before the first step, by all ranks
-under the run's own plan, and stored in ``runs/NAME/reference-….npy``, which every rank maps into memory. A resumed run
-that lacks the file computes it again from the same weights: with adapters the model without them.
+under the run's own plan, and stored in ``runs/NAME/reference-….npy``, which every rank maps into memory. If a resumed
+run lacks the file, it computes the scores again from the same weights (with adapters: from the model without them).
 """
 
 import hashlib
@@ -99,7 +99,7 @@ class PreferenceFeed(TuneFeed):
                     index = torch.from_numpy(numbers)
                     scores[index] = logp_S.double().cpu().view(-1, 2)
                     seen[index] = 1
-            # Several ranks have the same scores, or none: the mean over those that have them.
+            # Ranks have either the same scores or none: take the mean over those that have them.
             scores, seen = world.sum_(scores * seen[:, None]), world.sum_(seen)
             scores = scores / seen[:, None]
             if not scores.isfinite().all():
@@ -140,7 +140,7 @@ def _file(run: RunConfig, rows: Conversations) -> Path:
 
 
 def _write(file: Path, scores: np.ndarray) -> None:
-    """Write completely or not at all."""
+    """Writes the file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial_file = file.with_suffix(".partial")
     with partial_file.open("wb") as out:
@@ -151,7 +151,7 @@ def _write(file: Path, scores: np.ndarray) -> None:
 
 
 def flatten(pairs: Sequence[Preference]) -> list[Conversation]:
-    """Chosen and rejected by turns."""
+    """Alternates chosen and rejected conversations."""
     return [side for pair in pairs for side in pair]
 
 

@@ -3,7 +3,7 @@
     load_LE = choices by layer and expert over some texts            (:func:`measure`)
     keep the n experts of the highest load in each layer             (:func:`prune`)
 
-The router's scores of the remaining experts do not change, and it chooses the best of these. If a token's weights are
+The router's scores of the remaining experts do not change, and it selects the best of them. If a token's weights are
 normalised over its chosen experts, tokens that never chose a removed expert are computed exactly as before; so are
 sigmoid weights. Unnormalised softmax weights (OLMoE, Qwen2-MoE, DeepSeek-V2) are shares of all experts' scores and grow
 when experts are removed: there the outputs change.
@@ -59,7 +59,7 @@ def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
         for layer, report in route(model, text).reports.items():
             load_LE[layer] += report.load_E
     if not load_LE.any():
-        raise DataError("there were no texts to measure the experts' load on; give some of the task's")
+        raise DataError("there were no texts to measure the experts' load on; give some texts of the task")
     return load_LE
 
 
@@ -112,7 +112,7 @@ def check_keep(config: ModelConfig, keep: int) -> None:
         )
     if not moe.active <= keep <= moe.experts:
         raise ConfigError(
-            f"{keep} experts cannot be kept of {moe.experts}, of which a token uses {moe.active}; keep {moe.active} to "
+            f"{keep} of {moe.experts} experts cannot be kept, because a token uses {moe.active}; keep {moe.active} to "
             f"{moe.experts}"
         )
     if moe.router.groups > 1:

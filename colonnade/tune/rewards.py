@@ -2,8 +2,8 @@
 
     reward(prompt: str, answer: str, row: dict) -> float
 
-A reward that raises, ends its process, returns no finite number, or takes longer than the limit fails: its sample is
-left out, the process is replaced, and the run goes on. Messages are JSON, so nothing from a worker is unpickled.
+A reward fails if it raises, ends its process, does not return a finite number, or exceeds the time limit: its sample is
+left out, the process is replaced, and the run continues. Messages are JSON, so nothing from a worker is unpickled.
 """
 
 import json
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Self
 from colonnade.errors import DataError
 
 START_S = 120.0
-"""Longest time for a worker to import its function [s]."""
+"""Time limit for a worker to import its function [s]."""
 
 
 class Scored(NamedTuple):
-    """The reward of an answer, or why there is none."""
+    """The reward of an answer, or the reason for its absence."""
 
     reward: float | None
     failure: str = ""
@@ -113,11 +113,11 @@ def _receive(pipe: Connection) -> Scored:
         with suppress(OverflowError):  # of an int
             if math.isfinite(value := float(reward)):
                 return Scored(value)
-    return Scored(None, f"returned {reward!r:.80}, which is no finite number")
+    return Scored(None, f"returned {reward!r:.80}, which is not a finite number")
 
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[4]); import colonnade.reward_worker as w; w.main()"
-"""A new interpreter, not multiprocessing: that runs the user's script again, and refuses daemons as parents."""
+"""Starts a new interpreter: multiprocessing would run the user's script again, and daemon processes cannot use it."""
 
 
 class _Worker:
@@ -130,15 +130,17 @@ class _Worker:
         theirs.close()
         if not self.pipe.poll(START_S) or _receive(self.pipe) != Scored(0.0):
             self.kill()
-            raise DataError(f"a process for tune.reward {name} does not start; import it in Python to see why")
+            raise DataError(
+                f"the worker process for tune.reward {name} did not start; import it in Python to see the error"
+            )
 
     def send(self, answer: Answer) -> None:
-        """Begin one call; a worker that died meanwhile is found out by the answer."""
+        """Begin one call; if the worker has died, receiving its answer fails."""
         with suppress(OSError):
             self.pipe.send_bytes(json.dumps(answer._asdict()).encode())
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """Kills the process."""
         self.pipe.close()
         self._process.kill()
         self._process.wait()

@@ -1,11 +1,12 @@
-"""The server's engine inside the trainer: the same ranks, one copy of the weights each, and a cache between steps only.
+"""The serving engine inside the trainer: on the same ranks, with its own copy of the weights and a KV cache only
+between steps.
 
-    refresh    the trainer's weights are copied where the engine's are: gathered from FSDP's shards, adapters merged
+    refresh    the trainer's weights are copied into the engine's: gathered from FSDP's shards, adapters merged
     sample     the first tensor rank of each data rank schedules; the others run its work
-    release    the cache's memory is free while the trainer computes
+    release    the KV cache's memory is freed while the trainer computes
 
-The engine has the tensor ranks of the trainer, so a tensor rank's shards are the same in both; each data rank has an
-engine of its own for its own prompts.
+The engine has the tensor ranks of the trainer, so a tensor rank's shards are the same in both; each data rank has its
+own engine for its own prompts.
 """
 
 import json
@@ -29,13 +30,14 @@ class RolloutEngine:
     """The engine of one rank."""
 
     def __init__(self, run: RunConfig, tune: TuneConfig, tokenizer: Tokenizer, answers: int):
-        """For ``answers`` in a step of this data rank."""
+        """``answers``: the number of answers in a step on this data rank."""
         self._run, self._tokenizer = run, tokenizer
         self._requests, self._exact = min(answers, tune.requests), tune.exact
         self.engine: Engine | None = None
 
     def run(self, trained: Transformer, sample: Callable[[Engine], Any]) -> Any:
-        """``sample`` with an engine that has the weights of ``trained``, on the first tensor rank; all get its result.
+        """Calls ``sample`` with an engine that has the weights of ``trained``, on the first tensor rank; all ranks get
+        its result.
 
         The result consists of JSON's types. Every rank calls this.
         """
@@ -70,7 +72,7 @@ class RolloutEngine:
 
 
 def copy_of(trained: Transformer, run: RunConfig, *, serving: bool) -> Transformer:
-    """A model of this rank's shape in the dtype that the trainer computes in, without adapters and not initialised."""
+    """An uninitialised model with this rank's shapes in the trainer's compute dtype, without adapters."""
     device, axes = next(trained.parameters()).device, trained.axes
     if serving:
         axes = Axes(tp=axes.tp, model=axes.model).serving()

@@ -3,8 +3,9 @@
     A = R − mean of the group, or that divided by (its standard deviation + 1e-4)
 
 The loss is divided by the number of tokens (DAPO, Yu 2025), by the number of answers with the mean over each (GRPO), or
-by that of answers times ``max_tokens`` (Dr. GRPO, Liu 2025, arXiv 2503.20783). Answers without a reward are left out,
-and groups of equal rewards. An answer with exactly its group's mean reward has A = 0, and counts.
+by the number of answers times ``max_tokens`` (Dr. GRPO, Liu 2025, arXiv 2503.20783). Answers without a reward and
+groups of equal rewards are left out. An answer with exactly its group's mean reward has A = 0 and counts in the
+divisor.
 """
 
 import math
@@ -35,7 +36,7 @@ class Rollout(NamedTuple):
 
 
 def advantages(scored: Sequence[Scored], *, normalise: bool) -> list[float | None]:
-    """The advantage of each answer of one group; None where there is no reward, or for a group that moves nothing."""
+    """The advantage of each answer of one group; None without a reward, or if all rewards of the group are equal."""
     rewards = [each.reward for each in scored if each.reward is not None]
     if not rewards or max(rewards) == min(rewards):
         return [None] * len(scored)

@@ -33,7 +33,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class Window(NamedTuple):
-    """A part of a passage beside its question."""
+    """A question and a part of its passage."""
 
     question: int
     example: Example
@@ -53,7 +53,7 @@ class SpanPrediction(NamedTuple):
 
     @property
     def none_ratio(self) -> float:
-        """How many times as probable no answer is as the best one."""
+        """The probability of no answer divided by that of the best answer."""
         best = max(self.spans.values(), default=0.0)
         return self.none / best if best > 0 else math.inf
 
@@ -89,7 +89,7 @@ class SpanTask:
         return made
 
     def examples(self, rows: Sequence[SpanQuestion]) -> list[Example]:
-        """Windows to train on; without unanswerable questions only those with the answer."""
+        """Windows to train on; if all questions have answers, only windows with the answer."""
         return [w.example for w in self.windows(rows) if self.impossible or w.example.label > 0]
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class SpanTask:
         return together
 
     def answers(self, prediction: list[SpanPrediction], rows: Sequence[SpanQuestion], threshold: float) -> list[str]:
-        """The answer texts; empty where no answer is over ``threshold`` times as probable as the best one."""
+        """The answer texts; empty if no answer is more than ``threshold`` times as probable as the best one."""
         texts: list[str] = []
         for each, row in zip(prediction, rows, strict=True):
             best = max(each.spans, key=lambda place: (each.spans[place], -place[0]), default=None)
@@ -160,7 +160,9 @@ class SpanTask:
 
 
 def _tokens_of(characters: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """(first, last) of the tokens that cover the characters ``start`` to ``stop``; (-1, -1) if not all are here."""
+    """(first, last) of the tokens that cover the characters ``start`` to ``stop``; (-1, -1) if the window lacks
+    some.
+    """
     inside = [i for i, (a, b) in enumerate(characters) if b > start and a < stop]
     if not inside or characters[inside[0]][0] > start or characters[inside[-1]][1] < stop:
         return -1, -1
@@ -191,7 +193,7 @@ def normalise_answer(text: str) -> str:
 
 
 def squad_scores(answers: Sequence[str], rows: Sequence[SpanQuestion]) -> dict[str, float]:
-    """F1 and exact match [%]: of each question the best over its answers; "" is right where there is none."""
+    """F1 and exact match [%]: for each question the best over its answers; "" is right if there is none."""
     f1, exact = 100 * _question_scores(answers, rows).mean(0)
     return {"f1": float(f1), "exact_match": float(exact)}
 

@@ -1,4 +1,4 @@
-"""A dense model from a mixture of experts: a layer's best experts side by side, as one feed-forward network.
+"""A dense model from a mixture of experts: a layer's best experts are concatenated into one feed-forward network.
 
     F(x) = Σ_(e in the A best) ḡ_e f_e(x)              ḡ_e: the mean router weight of the expert's tokens
     up = [up_e …], gate = [gate_e …], down = [ḡ_e down_e …]                hidden width A · F_e
@@ -26,11 +26,11 @@ def dense_config(config: ModelConfig, keep: int) -> ModelConfig:
     """The config of the dense model of ``keep`` experts; raises :class:`ConfigError` if there is none."""
     moe = config.moe
     if moe is None:
-        raise ConfigError("this model has no experts to put side by side")
+        raise ConfigError("this model has no experts to concatenate")
     if moe.merged:
         raise ConfigError(f"the {moe.experts} experts are merged into {moe.merged}; make the original dense")
     if not 1 <= keep <= moe.experts:
-        raise ConfigError(f"{keep} experts cannot be put side by side of {moe.experts}; use 1 to {moe.experts}")
+        raise ConfigError(f"{keep} of {moe.experts} experts cannot be concatenated; use 1 to {moe.experts}")
     if moe.shared_gate:
         raise ConfigError("a gate of shared experts depends on the token, and a dense layer has none; prune instead")
     width = keep * moe.ffn_width + moe.shared_width
@@ -88,5 +88,5 @@ def _side_by_side(tensors: dict[str, Tensor], layer: int, part: str, best_e: Ten
 
 
 def _fill(tensor: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into the beginning of ``tensor``, zeros into its rest."""
+    """Copy ``value`` to the beginning of ``tensor`` and zero the rest."""
     tensor.zero_()[tuple(slice(n) for n in value.shape)].copy_(value)

@@ -1,4 +1,5 @@
-"""Fine-tuning of a model on conversations or preferences, in the session of :mod:`colonnade.train`.
+"""Fine-tunes a model on conversations, preferences, rewards or text pairs, with the training loop of
+:mod:`colonnade.train`.
 
     run = tuned_run("smollm2", name="pirate", lora=LoraConfig(rank=16))
     Tuner(run, "chats.jsonl", method="sft").fit()
@@ -34,7 +35,7 @@ from colonnade.tune.packing import check_tune_settings, sft_feed
 from colonnade.tune.preferences import preference_feed
 
 SEQUENCE = 1024
-"""Default longest conversation [tokens], unless the model's context is shorter."""
+"""Default maximum length of a conversation [tokens], unless the model's context is shorter."""
 
 
 def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: int = 0, **settings: Any) -> RunConfig:
@@ -56,7 +57,7 @@ def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: in
 
 
 class Data(NamedTuple):
-    """What a method reads from its files."""
+    """The data of a method, read from its files."""
 
     feed: MakeFeed
     rows: int
@@ -110,7 +111,7 @@ def _grpo(
     from colonnade.tune.grpo import PromptRow, reward_feed  # imports the engine
 
     if held_out is not None:
-        raise ConfigError("--held_out is not for grpo, which logs the rewards of new answers; leave it out")
+        raise ConfigError("--held_out does not apply to grpo, which logs the rewards of new answers; leave it out")
     rows: list[PromptRow] = []
     for where, row in read_rows(data):
         if "prompt" not in row:

@@ -1,10 +1,10 @@
-"""Sparse upcycling: a dense model becomes one with experts, each a copy (Komatsuzaki 2022, arXiv 2212.05055).
+"""Sparse upcycling: replaces each dense FFN by experts that are copies of it (Komatsuzaki 2022, arXiv 2212.05055).
 
     down(act(gate(x)) ⊙ up(x))  =  Σ_j w_j · expert_{i_j}(x)        E equal experts, Σ_j w_j = 1
 
 Whatever the new router chooses, the sum equals the dense FFN's output, because a token's weights are normalised. So the
 new model starts exactly where the dense one ended, and training specialises its experts. The router's initial weights
-are drawn by name and seed, as those of every new parameter.
+are drawn from the seed and its name, like those of every new parameter.
 """
 
 import torch
@@ -26,12 +26,12 @@ def check_expert_counts(experts: int, active: int) -> None:
     """Raise :class:`ConfigError` for numbers of experts that upcycling does not support."""
     if active > experts:
         raise ConfigError(
-            f"a token cannot go to {active} of {experts} experts; make {active} or more, or have it go to fewer "
+            f"a token cannot go to {active} of {experts} experts; make {active} or more, or let it go to fewer "
             "(--upcycle and --active of colonnade convert)"
         )
     if active < 2:
         raise ConfigError(
-            "with one expert a token its weight is a probability, not 1, and the outputs change; use 2 or more"
+            "with one expert per token its weight is a probability, not 1, so the outputs would change; use 2 or more"
         )
 
 

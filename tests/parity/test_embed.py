@@ -204,8 +204,8 @@ def test_refusals(tmp_path: Path) -> None:
     start = tuning.start(tmp_path)
     run = tuned_run(start, device="cpu")
     for row, message in (
-        ({"query": "x"}, "lacks 'query' or 'positive'"),
-        ({"query": "x", "positive": "y", "negatives": "z"}, "is no list of texts"),
+        ({"query": "x"}, "needs the texts 'query' and 'positive'"),
+        ({"query": "x", "positive": "y", "negatives": "z"}, "must be a list of texts"),
         ({"query": "x", "positive": "y"}, "has 0 negatives, and the rows before 1"),
     ):
         file = tuning.write_rows(tmp_path / "rows.jsonl", [ROWS[0], row])
@@ -214,7 +214,7 @@ def test_refusals(tmp_path: Path) -> None:
     file = tuning.write_rows(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"widths are 25; choose from 1 to 24"):
         Tuner(run, file, "embed", TuneConfig(widths=(25,)))
-    with pytest.raises(ConfigError, match="is for data and tensor ranks"):
+    with pytest.raises(ConfigError, match="supports data and tensor ranks"):
         Tuner(run.replace(plan=Plan(cp=2)), file, "embed")
     with pytest.raises(ConfigError, match="dropout would make them different"):
         Tuner(run.replace(train=run.train.replace(dropout=0.1, micro_batch=2)), file, "embed")

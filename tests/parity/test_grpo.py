@@ -246,7 +246,7 @@ def test_answers_are_sampled_from_the_whole_distribution(name: str) -> None:
 def test_a_reward_that_fails_for_every_answer_ends_the_run(tmp_path: Path) -> None:
     tune = TuneConfig(reward=reward(tmp_path, "broken"), group=4, max_tokens=2)
     run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8)
-    with pytest.raises(DataError, match="failed for all 8 answers of a step, of the first: KeyError: 'no such key'"):
+    with pytest.raises(DataError, match="failed for all 8 answers of a step; the first one: KeyError: 'no such key'"):
         tuning.fit(run, reward_feed(rows(), tune, run))
 
 
@@ -315,7 +315,7 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (row,) = read_rows(tmp_path / "runs" / "grpo")
     assert {"reward", "reward_failures", "skipped_groups", "answer_tokens"} <= row.keys()
     run, tune = tuned_run(start), TuneConfig(reward=name, max_tokens=4)
-    with pytest.raises(ConfigError, match="is for data and tensor ranks"):
+    with pytest.raises(ConfigError, match="supports data and tensor ranks"):
         Tuner(run.replace(plan=Plan(cp=2)), file, "grpo", tune)
     with pytest.raises(ConfigError, match=r"tune.group 16 times 4 data ranks; make it a multiple, such as 64"):
         Tuner(run.replace(plan=Plan(dp=4)), file, "grpo", tune.replace(group=16))
@@ -323,7 +323,7 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run, file, "grpo", tune.replace(group=7))
     with pytest.raises(ConfigError, match="needs a reward function"):
         Tuner(run, file, "grpo", tune.replace(reward=""))
-    with pytest.raises(ConfigError, match="is not for grpo"):
+    with pytest.raises(ConfigError, match="does not apply to grpo"):
         Tuner(run, file, "grpo", tune, held_out=file)
     with pytest.raises(DataError, match="holds 1 to 0; raise"):
         Tuner(run, file, "grpo", tune.replace(max_tokens=64))

@@ -44,7 +44,7 @@ def test_upcycled_model_computes_the_same(name: str, fields: dict[str, int]) -> 
 def test_upcycle_refuses_settings_that_change_the_outputs() -> None:
     dense = build(CONFIGS["llama"])
     for fields, message in (
-        ({"active": 1}, "with one expert a token"),
+        ({"active": 1}, "with one expert per token"),
         ({"router": RouterConfig(normalise=False)}, "must sum to 1"),
         ({"shared_width": 5}, "must sum to 1"),
         ({"capacity": 1.0}, "must sum to 1"),
@@ -233,7 +233,7 @@ def test_prune_refuses_bad_arguments() -> None:
     model = _routed(ROUTERS["softmax"], set())
     load_LE = torch.ones(3, 6, dtype=torch.int64)
     for keep in (1, 7):
-        with pytest.raises(ConfigError, match=f"{keep} experts cannot be kept of 6"):
+        with pytest.raises(ConfigError, match=f"{keep} of 6 experts cannot be kept"):
             prune(model, load_LE, keep)
     with pytest.raises(ConfigError, match="belong to another model"):
         prune(model, load_LE[:2], 3)

@@ -120,7 +120,7 @@ def test_verb_prints_json_and_draws(model: Path, tmp_path: Path, capsys: pytest.
     ("argv", "message"),
     [
         (["--seconds", "0"], r"--seconds 0 is not over 0"),
-        (["--plot", "roofline.txt"], r"--plot roofline.txt has no format that can be drawn; end it in \.svg, \.png"),
+        (["--plot", "roofline.txt"], r"--plot roofline.txt has no supported image format; end it in \.svg, \.png"),
         (["--plot", "missing/roofline.svg"], r"there is no folder missing; create it"),
         (["minilm"], r"generate"),
         (["no-such-model"], r"no-such-model"),

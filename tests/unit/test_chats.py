@@ -106,14 +106,14 @@ def test_preferences() -> None:
 HOSTILE: list[tuple[Any, str]] = [
     ({}, "nothing"),
     ({"text": "x"}, "'text'"),
-    ({"messages": []}, "no list of messages"),
-    ({"messages": "hi"}, "no list of messages"),
-    ({"messages": [{"content": "x"}]}, "no list of messages"),
+    ({"messages": []}, "is not a list of messages"),
+    ({"messages": "hi"}, "is not a list of messages"),
+    ({"messages": [{"content": "x"}]}, "is not a list of messages"),
     ({"messages": [said("assistant", "x", train="no")]}, "write true or false"),
     ({"messages": TALK[:2]}, "no token that counts"),
     ({"messages": [said("assistant", "x", train=False)]}, "no token that counts"),
-    ({"prompt": "x", "completion": TALK}, "a text and the other is not"),
-    ({"prompt": 3, "completion": []}, "no list of messages"),
+    ({"prompt": "x", "completion": TALK}, "a text and the other a list of messages"),
+    ({"prompt": 3, "completion": []}, "is not a list of messages"),
     ({"messages": [said("user", "\ud800"), said("assistant", "x")]}, "surrogate"),
 ]
 
@@ -140,7 +140,7 @@ def test_templates_that_change_earlier_messages_are_refused() -> None:
 def test_bad_files(tmp_path: Path) -> None:
     file, of = tmp_path / "rows.jsonl", tokenizer()
     good = json.dumps({"prompt": "a", "completion": "b"})
-    for text, message in ((good + "\n\n{", "line 3 is not JSON"), ("[1]", "line 1 is no JSON object")):
+    for text, message in ((good + "\n\n{", "line 3 is not JSON"), ("[1]", "line 1 is not a JSON object")):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
             read_conversations(file, of)

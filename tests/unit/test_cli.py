@@ -439,7 +439,7 @@ def test_convert_upcycles_a_dense_model(capsys: pytest.CaptureFixture[str], hf: 
     argv = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
     assert "has 4 experts already" in error_of(capsys, *argv)
     argv[1] = str(hf)
-    assert "with one expert a token" in error_of(capsys, *argv, "--active", "1")
+    assert "with one expert per token" in error_of(capsys, *argv, "--active", "1")
     assert "cannot go to 9 of 8 experts; make 9 or more, or" in error_of(capsys, *argv, "--active", "9")
     assert "add --upcycle with their number" in error_of(capsys, *argv[:3], "--active", "2")
     assert not (tmp_path / "eight").exists()
@@ -597,7 +597,7 @@ def test_a_run_that_cannot_start_prints_no_plan(
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
     main(["train", "--data.path", str(tmp_path / "nowhere"), "--dry_run"])
-    assert "nowhere is no corpus yet: the vocabulary is the model's own" in capsys.readouterr().err
+    assert "nowhere is not a corpus yet: the vocabulary is the model's own" in capsys.readouterr().err
     output = error_of(capsys, "train", "--preset", "tour-moe", "--model.moe.router.kind", "swich", "--dry_run")
     assert "there is no router 'swich'" in output and "switch" in output
 

@@ -1,4 +1,4 @@
-"""Experts scored by what they contribute, pruned by the score, and put side by side as a dense layer."""
+"""Experts scored by what they contribute, pruned by the score, and concatenated into a dense layer."""
 
 from itertools import combinations
 
@@ -148,9 +148,9 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="no experts to score"):
         score_experts(built(CONFIGS["llama"]), TEXTS)
     scores = score_experts(model, TEXTS)
-    with pytest.raises(ConfigError, match="7 experts cannot be put side by side of 6"):
+    with pytest.raises(ConfigError, match="7 of 6 experts cannot be concatenated"):
         to_dense(model, scores, 7)
-    with pytest.raises(ConfigError, match="1 experts cannot be kept of 6, of which a token uses 2"):
+    with pytest.raises(ConfigError, match="1 of 6 experts cannot be kept, because a token uses 2"):
         prune(model, scores.reap_LE, 1)
     shared = built(MOES["biased_shared"])
     with pytest.raises(ConfigError, match="gate of shared experts"):
@@ -182,7 +182,7 @@ def test_the_verb(words, tmp_path, capsys) -> None:
         else:
             assert loaded.config.moe.experts == 3
     for bad, message in (
-        (["--keep", "1"], "1 experts cannot be kept"),
+        (["--keep", "1"], "1 of 6 experts cannot be kept"),
         (["--keep", "3", "--dense"], "leave one out"),
     ):
         with pytest.raises(SystemExit):

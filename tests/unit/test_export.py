@@ -266,7 +266,7 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
         return " ".join(capsys.readouterr().err.split())
 
     assert "run it with --trust" in says("generate", package, "a")
-    assert "is none; leave it out" in says("generate", model, "a", "--trust")
+    assert "is not one; leave it out" in says("generate", model, "a", "--trust")
     assert "runs as it was exported" in says("generate", package, "a", "--trust", "--int8")
     assert "never loaded as a model" in says("eval", package)
     assert "exists already" in says("export", model, package)

@@ -60,9 +60,9 @@ def test_failures_end_their_sample_only(functions: str) -> None:
     assert failures[1] == "ValueError: no"
     assert failures[2] == "ended its process"
     assert failures[3] == f"took longer than {LIMIT_S:g} s"
-    assert "no finite number" in failures[4]
-    assert "no finite number" in failures[5]
-    assert "no finite number" in failures[6]
+    assert "not a finite number" in failures[4]
+    assert "not a finite number" in failures[5]
+    assert "not a finite number" in failures[6]
     assert again[0].reward == 4
 
 
@@ -90,7 +90,7 @@ def test_bad_names(functions: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_reward(name)
-    with RewardPool("no_such_module:f") as pool, pytest.raises(DataError, match="does not start"):
+    with RewardPool("no_such_module:f") as pool, pytest.raises(DataError, match="did not start"):
         pool.score([Answer("p", "a", {})])
 
 

@@ -114,8 +114,8 @@ def test_the_verb_sums_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no comparisons"), ("{}\n", "line 1 is no comparison"), ("[]\n", "line 1 is no comparison"),
-        ("nonsense", "line 1 is no comparison"), (None, "No such file"),
+        ("", "has no comparisons"), ("{}\n", "line 1 is not a comparison"), ("[]\n", "line 1 is no comparison"),
+        ("nonsense", "line 1 is not a comparison"), (None, "No such file"),
     ],
 )  # fmt: skip
 def test_other_files_are_refused(content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

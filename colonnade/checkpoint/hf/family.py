@@ -7,7 +7,7 @@ too: it is accepted only where it has a meaning. GGUF metadata is read with the 
 
 A :class:`Family` converts config.json in both directions and maps our parameter names to theirs. Its table has ``{i}``
 for the layer and lists every parameter that the family *can* have; the config determines which a model has. To add a
-family, write a file beside ``llama.py`` with a :class:`Family`, and list it in ``families.py``.
+family, write a file beside ``llama.py`` with a :class:`Family`, and list it in ``__init__.py``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

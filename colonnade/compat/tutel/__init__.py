@@ -1,9 +1,9 @@
-"""Tutel's interface: a program written for Tutel runs when its import is changed.
+"""Tutel's interface: a program written for Tutel runs after its import is changed.
 
     from tutel import moe, net, system            →           from colonnade.compat.tutel import moe, net, system
 
-``moe.moe_layer`` has Tutel's arguments, attributes, parameter names and shapes on each rank, so that state dicts go
-both ways, and draws the same initial values from the same seeds. Nothing is compiled. It differs as follows.
+``moe.moe_layer`` has Tutel's arguments, attributes, parameter names and shapes on each rank, so that state dicts load
+in both directions, and draws the same initial values from the same seeds. Nothing is compiled. The differences are:
 
 *Fixed here.*
 
@@ -12,18 +12,18 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
 - ``llama_ffn`` (SwiGLU) experts give the same result at every degree; Tutel's multiply it by r for r > 1.
 - Ranks may hold unequal numbers of tokens, with or without ``inequivalent_tokens``: they agree on the capacity in every
   call, the largest rank's, at the cost of one small message. Without the argument Tutel hangs or fails. The same
-  message finds ranks that differ in what must be equal (widths, degrees, capacity factors): an error on each of them.
+  message detects ranks that differ in settings that must be equal (widths, degrees, capacity factors), and raises an
+  error on each of them.
 - ``capacity_factor=0`` as an argument of the call means 0; Tutel takes the gate's own factor instead.
 - ``parallel_type='auto'`` takes the degree that moves the fewest elements at the current capacity (built-in experts;
   degree 1 with others). Tutel has the rule but never enables it, and uses degree 1.
-- ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1.
-- With ``is_gshard_loss=False`` one expert has a loss of 0, not NaN.
-- Every degree also works inside a ``group`` of the layer's own.
-- ``checkpoint.gather`` and ``checkpoint.scatter`` read files with ``weights_only=True``, take any sizes that the layer
-  takes but for ``llama_ffn`` experts whose D·F does not divide over their ranks, and join ``llama_ffn`` experts
-  of several a rank.
-- A state dict without an expert's parameter is an error, unless ``strict=False``; Tutel fills in zeros.
-- The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be made of one. Unknown options and
+- ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1. - With ``is_gshard_loss=False`` one
+expert has a loss of 0, not NaN. - Every degree also works inside a ``group``. -
+``checkpoint.gather`` and ``checkpoint.scatter`` read files with ``weights_only=True``, support all sizes that the layer
+supports except ``llama_ffn`` experts whose D·F does not divide over their ranks, and join ``llama_ffn`` experts with
+several per rank. - A state dict without an expert's parameter is an error, unless ``strict=False``; Tutel fills in
+zeros. - The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be made of one. Unknown
+options and
   impossible degrees are errors at once, of :mod:`colonnade.errors`. ``model_dim`` may be odd.
 
 *Added.*

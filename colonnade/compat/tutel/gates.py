@@ -60,7 +60,7 @@ class CosineTopKGate(nn.Module):
         self.top_k, self.fp32_gate = min(num_global_experts, int(k)), fp32_gate
         self.temperature = nn.Parameter(torch.full([1], 1.0 / init_t).log())
         self.cosine_projector = nn.Linear(model_dim, proj_dim)
-        # Drawn twice, so that a seed gives the values, here and in what is drawn next, that it gives in Tutel.
+        # Drawn twice, so that a seed gives the same values as in Tutel, here and for later draws.
         self.sim_matrix = nn.Parameter(torch.randn(proj_dim, num_global_experts))
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
@@ -89,8 +89,8 @@ def load_importance_loss(
     """Half the sum of the squared coefficients of variation of importance and load.
 
     Importance is Σ_t p_te with p = softmax(logits), load Σ_t Φ((s_te − the token's last noisy logit ``noisy_TA`` that
-    is kept) / σ) with σ = ``gate_noise`` / E; variances divide by E − 1. s is what ``load_loss_input`` names: the
-    probabilities p, as Tutel has it, or the logits, as in the paper.
+    is kept) / σ) with σ = ``gate_noise`` / E; variances divide by E − 1. ``load_loss_input`` selects s: the
+    probabilities p, as in Tutel, or the logits, as in the paper.
     """
     if gate_noise <= 0:
         raise ConfigError("is_gshard_loss=False counts the load under noise; give the gate a gate_noise above 0")

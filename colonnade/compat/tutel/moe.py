@@ -119,7 +119,7 @@ class MOELayer(nn.Module):
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: Group = None) -> int:
-        """E of n experts a rank: n·W; of −k, or 1/k: W/k. Raises :class:`PlanError` where that is no whole number."""
+        """E of n experts a rank: n·W; of −k, or 1/k: W/k. Raises :class:`PlanError` if that is not an integer."""
         world, n = axis_of(group).size, num_local_experts
         if 0 < n < 1:
             n = -round(1 / n)
@@ -194,9 +194,9 @@ class MOELayer(nn.Module):
         adaptive_r: int | None = None,
         megablocks_size: int = 0,
     ) -> Any:
-        """y, or what ``result_func`` makes of it; ``a2a_ffn_overlap_degree`` and ``adaptive_r`` stay for later calls.
+        """y, or the result of ``result_func``; ``a2a_ffn_overlap_degree`` and ``adaptive_r`` persist for later calls.
 
-        Raises :class:`ConfigError` and :class:`PlanError` for arguments that cannot be.
+        Raises :class:`ConfigError` and :class:`PlanError` for impossible arguments.
         """
         if input.dim() < max(2, reserve_dims + 1):
             raise ConfigError(f"an input of shape {tuple(input.shape)}; give (tokens …, {self.model_dim})")
@@ -283,7 +283,7 @@ class MOELayer(nn.Module):
         return min(self.valid_rs, key=moved)
 
     def expert_local(self, x: Tensor, reserve_shape: Sequence[int]) -> Tensor:
-        """The experts on their rows (experts, rows, D), whose last dimension they see as ``reserve_shape``."""
+        """Applies the experts to their rows (experts, rows, D), with the last dimension viewed as ``reserve_shape``."""
         y = self.experts(x.view(x.shape[0], x.shape[1], *reserve_shape), self)
         self.protected_shape = y.shape
         return y.reshape(y.shape[0], y.shape[1], y.shape[2:].numel())

@@ -1,4 +1,4 @@
-"""An optimizer whose state for what all ranks share is cut among them (ZeRO, arXiv 1910.02054, stage 1).
+"""Collectives with Tutel's names, and an optimizer that shards the state of shared parameters (ZeRO stage 1).
 
 Collectives by Tutel's names. Those called ``simple_`` and ``batch_`` have no gradient; the others have:
 
@@ -86,7 +86,9 @@ __all__ = [
 
 
 class Groups(NamedTuple):
-    """This rank's groups when ``group_count`` groups of ranks in a row are made of all: each group holds a model."""
+    """This rank's groups when all ranks are divided into ``group_count`` groups of consecutive ranks, each with a copy
+    of the model.
+    """
 
     global_size: int
     global_rank: int
@@ -104,7 +106,7 @@ class Groups(NamedTuple):
     is_distributed: bool
     local_device: torch.device | None
     dist_print: Callable[..., None]
-    """print, on rank 0 alone."""
+    """print, on rank 0 only."""
 
     @property
     def is_cuda(self) -> bool:
@@ -125,7 +127,7 @@ def get_world_rank(group: Group = None) -> int:
 def create_groups_from_world(group_count: int, include_init: str | None = None, parent_group: Group = None) -> Groups:
     """``group_count`` groups, or groups of −``group_count`` ranks, out of all ranks or of those of ``parent_group``.
 
-    ``include_init`` names the backend of a process group that is to be joined first. Raises :class:`PlanError`.
+    ``include_init`` is the backend of a process group to join first. Raises :class:`PlanError`.
     """
     device = (
         None if include_init is None else process_groups.init_process_group(include_init, process_groups.TIMEOUT).device
@@ -202,7 +204,9 @@ def simple_all_gather(input: Tensor, group: Group = None) -> Tensor:  # noqa: A0
 def batch_all_to_all_v(
     datas: Sequence[Tensor], partition_sizes: Tensor | Sequence[int], group: Group = None
 ) -> tuple[list[Tensor], Tensor]:
-    """Of each flat tensor, ``partition_sizes[r]`` elements to rank r: what came, and how many from each rank."""
+    """Sends ``partition_sizes[r]`` elements of each flat tensor to rank r; returns the received elements and their
+    number per rank.
+    """
     axis, device = axis_of(group), datas[0].device
     sizes = torch.as_tensor(partition_sizes, dtype=torch.int64, device=device)
     if sizes.numel() != axis.size or int(sizes.sum()) != datas[0].numel():
@@ -216,7 +220,7 @@ def batch_all_to_all_v(
 
 
 def batch_all_gather_v(datas: Sequence[Tensor], group: Group = None) -> tuple[list[Tensor], Tensor]:
-    """The elements of all ranks, of which each has its own number: what came, and how many from each rank."""
+    """Gathers a different number of elements from each rank; returns the elements and their number per rank."""
     counts = simple_all_gather(torch.tensor([datas[0].numel()], device=datas[0].device), group)
     return [axis_of(group).all_gather_uneven_(data.reshape(-1), counts.tolist()) for data in datas], counts
 
@@ -232,10 +236,10 @@ def all_to_all(
     background: bool = False,
     use_2dh: bool = False,
 ) -> Any:
-    """``input`` cut along ``output_dim`` among the ranks, and what comes joined along ``input_dim``.
+    """Splits ``input`` along ``output_dim`` among the ranks, and joins the received parts along ``input_dim``.
 
-    In the ``background``: a function that returns it when it is there. With ``use_2dh`` in two steps, first among the
-    ranks of a machine: the same values.
+    With ``background``: returns a function that waits for the result. With ``use_2dh``: the same values in two steps,
+    first among the ranks of a machine.
     """
     axis = axis_of(group)
     _even(input, output_dim, axis)
@@ -280,8 +284,8 @@ def zero_scatter(
     scatter_fn: Callable[..., Tensor],
     group: Group = None,
 ) -> tuple[Tensor, torch.Size]:
-    """What ``scatter_fn`` (simple_split, simple_reduce_scatter) leaves this rank of the elements, filled up with 0 to
-    as many for each; and the shape of them all.
+    """This rank's part of the elements by ``scatter_fn`` (simple_split, simple_reduce_scatter), zero-padded to the same
+    number on each rank, and the full shape.
     """
     flat = input.reshape(-1)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % get_world_size(group)))

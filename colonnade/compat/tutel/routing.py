@@ -4,7 +4,7 @@
     y_ECD = fast_encode(x_TD, crit)          →  experts  →          x_TD = fast_decode(y_ECD, crit)
 
 ``crit`` is a tuple (E, indices, locations, gates, C, load_E): for each of the A choices a tensor of T experts, one of T
-slots in them, one of T weights; the capacity; how many chose each expert. Slots from C on are dropped.
+slots in them, one of T weights; the capacity; the load of each expert. Slots from C on are dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ def extract_critical(
     group: Group = None,
     inequivalent_tokens: bool = False,
 ) -> tuple[Critical, Tensor | None]:
-    """(crit, l_aux) of scores_TE: the ``top_k`` best experts of each token, their places and weights.
+    """(crit, l_aux) of scores_TE: the ``top_k`` best experts of each token, their slots and weights.
 
     C is a multiple of ``alignment``; for a ``capacity_factor`` of 0 or less, or with ``inequivalent_tokens``, the ranks
     of ``group`` agree on it. Raises :class:`ConfigError` for a positive factor that leaves no place at all.
@@ -57,8 +57,8 @@ def route(
     inequivalent_tokens: bool,
     same: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Critical, Tensor | None]:
-    """:func:`extract_critical` where ranks also tell each other, in the same message, what must be the ``same`` on all
-    of them: raises :class:`PlanError` on each, before anything of unequal shape is sent.
+    """:func:`extract_critical`, which in the same message also compares the values that must be the ``same`` on all
+    ranks: raises :class:`PlanError` on each, before tensors of unequal shapes are sent.
     """
     T, E = scores.shape
     if top_k < 1:
@@ -104,7 +104,7 @@ def _check_same(same: Mapping[str, float], extremes: Sequence[float]) -> None:
 
 
 def get_dispatch_count(critial_data: Critical) -> Tensor:
-    """load_E: how many chose each expert, dropped ones included."""
+    """load_E: the number of choices of each expert, dropped ones included."""
     return critial_data[-1]
 
 
@@ -133,7 +133,7 @@ class fast_dispatcher:  # noqa: N801
         capacity: int | None = None,
         is_postscore: bool = True,
     ) -> None:
-        """For each choice: the tokens' experts, their places there, their weights."""
+        """For each choice: the tokens' experts, their slots, their weights."""
         self.capacity = int(capacity or self.capacity)
         self.is_postscore = is_postscore
         ids_TA, place_TA = torch.stack(list(indices_), 1).long(), torch.stack(list(locations_), 1).long()

@@ -29,10 +29,11 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Gro
 
 
 def init_affinity_at_program_beginning(numa_type: int = 1) -> None:
-    """Bind this process to the cores of one NUMA node: ``numa_type`` local ranks in a row to each; 0 binds none.
+    """Bind this process to the cores of one NUMA node, ``numa_type`` consecutive local ranks to each node; 0 binds
+    none.
 
-    Call it first: threads that run already stay where they are. ``numa_type`` is Tutel's environment variable
-    NUMA_TYPE. Where cores cannot be bound a warning says so.
+    Call it first: running threads are not moved. ``numa_type`` is Tutel's environment variable NUMA_TYPE. If cores
+    cannot be bound, a warning is printed.
     """
     if numa_type <= 0:
         return
@@ -57,7 +58,7 @@ def get_local_session() -> Groups:
 
 
 def record_time(is_cuda: bool | None = None) -> float:
-    """Seconds since the epoch, when the device has done all that was asked; ``is_cuda`` as the session, if None."""
+    """Seconds since the epoch after synchronising with the device; ``is_cuda`` None: as in the session."""
     if get_local_session().is_cuda if is_cuda is None else is_cuda:
         torch.cuda.synchronize()
     return time.time()

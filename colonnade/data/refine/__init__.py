@@ -1,4 +1,5 @@
-"""Cleans a corpus: mends, filters, removes copies and evaluation texts, and reports what was removed and why.
+"""Cleans a corpus: repairs and filters text, removes duplicates and evaluation texts, and reports what was removed and
+why.
 
     from colonnade.data.refine.run import Executor, run
     report = run(["texts"], "clean", Recipe(), Executor(workers=4))

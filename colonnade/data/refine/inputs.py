@@ -1,4 +1,4 @@
-"""The inputs of a cleaning: source files, what the result depends on, and how the work is divided."""
+"""The inputs of a cleaning run: source files, the identity of the result, and the division into tasks."""
 
 import hashlib
 import importlib.util
@@ -20,16 +20,16 @@ from colonnade.data.refine.storage import line, write_lines
 from colonnade.errors import ConfigError, DataError
 
 UNIT_BYTES = 32 << 20
-"""Text that one task of the first stage takes, about."""
+"""Approximate amount of text per task of the first stage."""
 MAX_STRIPES = 16
 """Tasks that share a file: each reads all of it and takes every sixteenth document."""
 PART_BYTES = 32 << 20
-"""Text of a part, about."""
+"""Approximate amount of text per part."""
 MIN_PARTS = 4
 
 
 def source_files(sources: Sequence[Source], recipe: Recipe, tasks: str | None) -> list[tuple[Source, File]]:
-    """Each file with what is known of it, without those of left-out sources; in an order of names and sizes."""
+    """The source files with their properties, without those of dropped sources, ordered by name and size."""
     if not sources:
         raise DataError("no source given; give files or folders")
     if tasks not in (None, "source") and not tasks.startswith("field:"):
@@ -67,11 +67,11 @@ def check_filter(name: str) -> None:
 
 
 FORMAT = 2
-"""Of the files between the stages: raise it when they, or the division into tasks, change."""
+"""Version of the intermediate files: increase it when they, or the division into tasks, change."""
 
 
 def identity_of(files: list[tuple[Source, File]], recipe: Recipe, tests: Sequence[Source], rest: list[Any]) -> str:
-    """A hash of everything that the result depends on; of a file its path, size and time of change."""
+    """A hash of everything that the result depends on; for a file its path, size and modification time."""
     parts: list[Any] = [FORMAT, recipe.model_dump_json(), rest]
     for source, file in [*files, *((test, None) for test in (find_files(tests) if tests else ()))]:
         if isinstance(source, tuple):
@@ -83,7 +83,9 @@ def identity_of(files: list[tuple[Source, File]], recipe: Recipe, tests: Sequenc
 
 
 def on_disk(pair: tuple[Source, File], work: Path, number: int, field: str) -> File | None:
-    """The file of a source; one in memory is written, for tasks in other processes. None for one without text."""
+    """The file of a source; a source in memory is written to a file for other processes. None for a source without
+    text.
+    """
     source, file = pair
     if not isinstance(source, tuple):
         return file._replace(path=file.path.absolute())
@@ -124,7 +126,7 @@ def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions
 
 
 def _text_bytes(path: Path) -> int:
-    """About how much text a file has, uncompressed."""
+    """Approximate size of a file's text, uncompressed."""
     if path.suffix == ".gz":
         return 4 * path.stat().st_size
     if path.suffix == ".parquet":
@@ -135,12 +137,12 @@ def _text_bytes(path: Path) -> int:
             metadata = pyarrow.parquet.read_metadata(path)
             return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
         except pyarrow.ArrowException:
-            pass  # the stage that reads it says so
+            pass  # the reading stage reports the error
     return path.stat().st_size
 
 
 def _texts(source: Source, options: ReadOptions) -> list[str]:
-    """The texts of an evaluation set; of a file of lines each line."""
+    """The texts of an evaluation set; each line of a text file is one."""
     plain = not isinstance(source, tuple) and Path(source).suffix.lower() in (".txt", ".text", ".md")
     chunks = read_documents([source], options._replace(task_field=None, separator="\n" if plain else options.separator))
     texts, parts = list[str](), list[str]()

@@ -1,4 +1,4 @@
-"""Repairs of a text, and judgements about one text alone: its length in tokens, and datatrove's named filters."""
+"""Repairs texts, and filters single texts by length in tokens and by datatrove's named filters."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _PREFIX = 4096
 
 
 def mend(text: str) -> str:
-    """``text`` with wrongly decoded characters repaired (ftfy), and lines joined that a sentence goes across.
+    """``text`` with wrongly decoded characters repaired (ftfy), and lines joined that break a sentence.
 
     A line is joined to the next one if it ends with a letter, a digit, a comma or a semicolon and the next one begins
     with a lower-case letter (Megatron-LM does so for CC-Stories).
@@ -41,7 +41,7 @@ def mend(text: str) -> str:
 
 @dataclass(frozen=True)
 class MinTokens:
-    """Counts tokens of short documents: of ``tokenizer``, or without one words and punctuation marks."""
+    """Counts tokens of short documents with ``tokenizer``, or words and punctuation marks without one."""
 
     least: int
     tokenizer: Path | None

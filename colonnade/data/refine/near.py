@@ -1,9 +1,8 @@
-"""Which of several similar documents stay.
+"""Decides which of several similar documents to keep.
 
-Documents are visited by (rank of their source, hash of their text). One leaves if its similarity to a document that
-stays is over the threshold, and stays otherwise. So no two documents that stay are similar, and each one that leaves
-has a twin that stays. Connected components, the usual rule, would also remove C where A is similar to B and B to C but
-C not to A.
+Documents are visited by (rank of their source, hash of their text). A document is removed if its similarity to a kept
+document exceeds the threshold, and kept otherwise. So no two kept documents are similar, and each removed one has a
+kept twin. Connected components, the usual rule, would also remove C where A is similar to B and B to C but C not to A.
 
 Only documents that share a bucket are compared, and each comparison is exact. The components of the bucket graph are
 independent, so they are decided in parallel.
@@ -21,11 +20,11 @@ BucketTable = tuple[np.ndarray, np.ndarray]
 
 
 class NearCopy(NamedTuple):
-    """A document that leaves."""
+    """A removed document."""
 
     document: int
     twin: int
-    """The document that stays."""
+    """The kept document that it resembles."""
     similarity: float
 
 
@@ -53,7 +52,7 @@ def label_components(labels: np.ndarray, chunks: Callable[[], Iterable[BucketTab
 
 
 def split_buckets(sizes: np.ndarray, documents: np.ndarray) -> Iterator[np.ndarray]:
-    """The documents of each bucket; of equal buckets one."""
+    """The documents of each bucket, without duplicate buckets."""
     ends = np.cumsum(sizes)
     whole = {documents[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)}
     return (np.frombuffer(each, documents.dtype) for each in sorted(whole))
@@ -65,7 +64,7 @@ def near_copies(
     threshold: float,
     order: Callable[[int], Any] = lambda document: document,
 ) -> list[NearCopy]:
-    """The documents of ``buckets`` that leave, visited in the order of the key ``order``."""
+    """The documents of ``buckets`` to remove, visited in the order of the key ``order``."""
     neighbours: dict[int, list[int]] = {}
     lists = [[int(document) for document in bucket] for bucket in buckets]
     for number, bucket in enumerate(lists):

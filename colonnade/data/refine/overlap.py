@@ -1,7 +1,8 @@
-"""Evaluation texts in a corpus: n-grams to cut out, and shares of test sets that a corpus contains.
+"""Finds evaluation texts in a corpus: n-grams to cut out, and the shares of test sets that a corpus contains.
 
 - Decontamination (Brown 2020, appendix C; Megatron-LM's ``tools/openwebtext``): 13-grams of evaluation texts, and whole
-  texts of 8 to 12 words, are cut out of a document together with 200 characters on each side, on to a sentence's end.
+  texts of 8 to 12 words, are cut out of a document together with 200 characters on each side, extended to the end of a
+  sentence.
 - Overlap (Radford 2019, section 4): the share of a test set's 8-grams that occur in the corpus. The test set's grams
   are held in memory and the corpus is streamed, so the share is exact, without a Bloom filter.
 """
@@ -16,7 +17,7 @@ import numpy as np
 from colonnade.data.refine.shingles import ngram_hashes, word_hashes, word_spans
 
 OVERLAP_WORDS = 8
-"""Words of the grams whose share is reported, and of the shortest text that is cut out."""
+"""Length of the grams whose share is reported, and of the shortest text that is cut out [words]."""
 _SENTENCE_END = re.compile(r"[.!?][\"')\]’”]*(?=\s|$)|\n\s*\n")
 
 
@@ -38,7 +39,7 @@ class Grams(NamedTuple):
 
 
 def evaluation_grams(texts: Iterable[str], ngram: int) -> Grams:
-    """The n-grams of ``texts``; of a text of 8 to n − 1 words the whole text; shorter ones have none."""
+    """The n-grams of ``texts``; a text of 8 to n − 1 words is one gram, a shorter one has none."""
     found: list[np.ndarray] = []
     lengths: set[int] = set()
     for text in texts:
@@ -68,7 +69,7 @@ def count_grams(grams: Grams, texts: Iterable[str]) -> np.ndarray:
 
 
 def cut(text: str, grams: Grams, margin: int) -> list[str] | None:
-    """The pieces of ``text`` that are left, those under ``margin`` characters too; None if nothing is cut."""
+    """The remaining pieces of ``text``, including those under ``margin`` characters; None if nothing is cut."""
     words = word_hashes(text)
     found = [(n, int(at)) for n in grams.lengths for at in grams.find(words, n)[0]]
     if not found:

@@ -1,4 +1,6 @@
-"""The stages that work on parts of the ids: copies, near copies, evaluation texts, and the documents that stay."""
+"""The stages that work on ranges of ids: duplicates, near duplicates, evaluation texts, and writing the kept
+documents.
+"""
 
 import json
 import shutil
@@ -29,7 +31,7 @@ from colonnade.data.refine.storage import (
 
 
 class Exact(Stage):
-    """Removes exact copies in a range of ids, and signs the documents that stay."""
+    """Removes exact duplicates in a range of ids, and computes signatures of the kept documents."""
 
     name = "exact"
 
@@ -71,7 +73,7 @@ class Exact(Stage):
 
 
 _ID = "S39"
-"""An id, with the number of a copy where copies stay."""
+"""An id; with the number of the copy if copies are kept."""
 
 
 class Buckets(Stage):
@@ -151,7 +153,7 @@ class SignedParts:
         return self._rows(document, "shingles", "u8", start, stop)
 
     def order(self, document: int) -> tuple[int, ...]:
-        """Documents that stay come first in this order."""
+        """Key of the order in which documents are visited; earlier ones are kept."""
         number = document & 0xFFFFFFFF
         return (*(int(each) for each in self._rows(document, "keys", "u8", 3 * number, 3 * number + 3)), document)
 
@@ -162,7 +164,7 @@ class SignedParts:
 
 
 class Near(Stage):
-    """Decides which documents of its components leave."""
+    """Decides which documents of its components to remove."""
 
     name = "near"
 
@@ -177,10 +179,10 @@ class Near(Stage):
 
 
 class Part(Stage):
-    """Reads a part without its near copies."""
+    """Reads a part without its near duplicates."""
 
     def leaving(self, part: int) -> dict[int, tuple[int, int]]:
-        """(twin, millionths of similarity) of the documents of ``part`` that leave."""
+        """(twin, similarity in millionths) of the removed documents of ``part``."""
         files = sorted((self.job.work / "near").glob("*.leaving")) if self.job.finds_near else []
         tables = [sorted_rows(file, "i8", 3, part << 32, (part + 1) << 32) for file in files]
         return {
@@ -190,7 +192,7 @@ class Part(Stage):
         }
 
     def records(self, part: int) -> Iterator[tuple[int, Record]]:
-        """The records of ``part`` after removing exact copies, numbered."""
+        """The numbered records of ``part`` after removing exact duplicates."""
         return enumerate(read_lines(self.job.work / "exact" / f"{part:06d}.jsonl"))
 
 
@@ -231,7 +233,7 @@ class Rare(Stage):
 
 
 class Write(Part):
-    """Writes the documents of a part that stay, and what near copies and evaluation texts took."""
+    """Writes the kept documents of a part, and those that the last two steps removed."""
 
     name = "write"
 
@@ -282,7 +284,7 @@ class Write(Part):
         )  # fmt: skip
 
     def _pieces(self, record: Record, pieces: list[str], remove: Any) -> list[str]:
-        """The pieces that stay of a document with evaluation texts."""
+        """The kept pieces of a document with evaluation texts."""
         margin, most = self.job.recipe.margin, self.job.recipe.max_pieces
         whole = [piece.strip() for piece in pieces if len(piece.strip()) >= max(margin, 1)]
         if len(pieces) > most:

@@ -1,4 +1,4 @@
-"""What a cleaning removed: numbers of each step, overlap with test sets; as JSON and as a page with plots."""
+"""The report of a cleaning run: counts of each step, overlap with test sets; as JSON and as a page with plots."""
 
 import json
 import shutil
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """The numbers of a cleaning; the same for any number of workers and any order of files."""
+    """The counts of a cleaning run; the same for any number of workers and any order of files."""
 
     read: int
-    """Documents read that had text after mending."""
+    """Documents that had text after repairs."""
     documents: int
-    """Documents that stay; a document that is cut may stay as several."""
+    """Kept documents; a document that is cut may become several."""
     size_bytes: int
     """Size of their text in UTF-8."""
     mended: int
-    """Documents that mending changed."""
+    """Documents changed by repairs."""
     removed: dict[str, tuple[int, int]]
     """(documents, bytes of text) that each step removed, in order; decontaminate: documents that it cut or removed."""
     sources: dict[str, int]
@@ -37,9 +37,9 @@ class Report:
     overlap: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(8-grams found in the corpus, all 8-grams) of each test set."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Documents that stay of 2^(k-1) to 2^k − 1 characters, by k."""
+    """Kept documents with 2^(k-1) to 2^k − 1 characters, by k."""
     similarities: dict[int, int] = field(default_factory=dict)
-    """Near copies by hundredths of similarity."""
+    """Near duplicates by similarity in hundredths."""
     recipe: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -1,6 +1,6 @@
 """Runs the stages of cleaning with datatrove's executors, and publishes the result.
 
-    out/documents/*.jsonl    the documents that stay, in the order of their ids: id, text, and the task if any
+    out/documents/*.jsonl    the kept documents, in the order of their ids: id, text, and the task if any
     out/removed/STEP.jsonl   what each step removed: id, reason, source, text
     out/report.json          numbers of each step, overlap with evaluation texts
     out/report.html          the same with plots
@@ -68,7 +68,7 @@ class Executor:
 class Local(LocalPipelineExecutor):
     """datatrove's local executor, with its logs in files only, and with our pool of processes.
 
-    datatrove starts a new pool for each stage, and waits for ever if a process of it is killed.
+    datatrove starts a new pool for each stage, and hangs if one of its processes is killed.
     """
 
     def __init__(self, pool: ProcessPoolExecutor | None, *args: Any, **kwargs: Any):
@@ -110,8 +110,8 @@ class Local(LocalPipelineExecutor):
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
     """A pool of processes for all stages, if there are several ``workers``.
 
-    Its processes do not import the main module, which they do not need: where that fails (a notebook, a script on
-    standard input, a script without ``if __name__ == "__main__"``), they would not start.
+    Its processes do not import the main module, which they do not need: where that import fails (a notebook, a script
+    on standard input, a script without ``if __name__ == "__main__"``), they would not start.
     """
     if workers == 1:
         yield None
@@ -129,7 +129,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is killed: it would wait for tasks for ever."""
+    """End this process when its parent is killed: otherwise it would wait for tasks forever."""
     if (parent := parent_process()) is not None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -144,7 +144,7 @@ class Finish(Stage):
         self.out = out
 
     def _task(self, data: Documents, rank: int) -> None:
-        """Finish; a task of its own, because on Slurm nothing waits for the others."""
+        """Finish; a separate task, because on Slurm no process waits for the others."""
         finish(self.job, self.out)
 
 
@@ -164,8 +164,8 @@ def run(
 
     ``sources``, ``field``, ``separator`` and ``tasks`` are those of :func:`colonnade.data.build`, and ``sotu`` is the
     sample of speeches. ``tokenizer`` counts the tokens of short documents. ``decontaminate``: files of evaluation
-    texts, each a test set. A folder that is finished already is not made again. Raises :class:`DataError` for files
-    that cannot be read, and if no document stays.
+    texts, each a test set. A finished folder is not built again. Raises :class:`DataError` for files that cannot be
+    read, and if no document is kept.
     """
     out, executor = Path(out), executor or Executor()
     files = source_files(sources, recipe, tasks)
@@ -199,7 +199,7 @@ def run(
 
 
 def _checked_report(out: Path) -> Report:
-    """The report of a finished folder; raises :class:`DataError` if no document stays."""
+    """The report of a finished folder; raises :class:`DataError` if no document is kept."""
     shutil.rmtree(out / "work", ignore_errors=True)
     report = Report.read_folder(out)
     if not report.documents:

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 SHINGLE_WORDS = 5
-"""Words of a shingle, for near copies."""
+"""Words of a shingle, for near duplicates."""
 _WORD = re.compile(r"\w+")
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -57,7 +57,7 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 
 def shingles(text: str) -> np.ndarray:
-    """The set of 5-grams of ``text``, sorted; of a shorter text one gram of all words; empty without words."""
+    """The sorted set of 5-grams of ``text``; a shorter text is one gram; empty without words."""
     words = word_hashes(text)
     return np.unique(ngram_hashes(words, min(SHINGLE_WORDS, len(words)))) if len(words) else words
 

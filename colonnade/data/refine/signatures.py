@@ -2,10 +2,10 @@ r"""MinHash signatures in bands (Broder 1997; Leskovec, Mining of Massive Datase
 
     h_k(x) = a_k · x + b_k mod 2^32        s_k = min over the shingles x of h_k(x)
 
-Two sets of Jaccard similarity J share a band of r hashes with probability J^r, and at least one of b bands with
-1 − (1 − J^r)^b: 99% at J = 0.7 for 25 bands of 5. Shingles are already uniform hashes, so multiplying their upper 32
-bits by an odd number suffices. It is computed in blocks of shingles, so that a text needs 1 MB beside its shingles and
-not a thousand bytes a shingle.
+Two sets of Jaccard similarity J share a band of r hashes with probability J^r, and at least one of b bands with 1 − (1
+− J^r)^b: 99% at J = 0.7 for 25 bands of 5. Shingles are already uniform hashes, so multiplying their upper 32 bits by
+an odd number suffices. It is computed in blocks of shingles, so that a text needs 1 MB beside its shingles instead of a
+thousand bytes per shingle.
 
 Band files have the format of datatrove's MinHash stages: for each document with shingles ``r`` hashes and the
 document's number, 32 bits each, sorted. datatrove's bucket stage reads them and finds the same buckets, but it keeps
@@ -25,7 +25,7 @@ from colonnade.data.refine.storage import write_bytes
 _BLOCK = 1024
 _LARGEST = np.uint32((1 << 32) - 2)  # datatrove reads hashes below 2^32 − 1
 _CHUNK_ROWS = 1 << 20
-"""Documents whose signatures are in memory at once, about."""
+"""Approximate number of documents whose signatures are in memory at once."""
 _SAMPLES = 1 << 16
 
 

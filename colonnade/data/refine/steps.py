@@ -1,4 +1,4 @@
-"""Reading, mending and filtering as datatrove's pipeline steps, and what all stages know.
+"""Reading, repairing and filtering as datatrove pipeline steps, and the job shared by all stages.
 
 Each task reads and writes its own files. The stages:
 
@@ -6,13 +6,13 @@ Each task reads and writes its own files. The stages:
     exact     a part of the ids: exact copies  -> records, shingles, bands of signatures
     buckets   a band                           -> documents with equal signatures in it
     group     one task                         -> connected components, a share for each part
-    near      a share of the components        -> which documents leave, and their twins
+    near      a share of the components        -> removed documents and their twins
     count     a part                           -> how often grams of evaluation texts occur
     rare      one task                         -> the grams to cut out
     write     a part                           -> documents, removed records, overlap
 
-``read`` is here, the others are in :mod:`~colonnade.data.refine.parts`. No task reads all of what the tasks of another
-stage wrote about documents, so that time grows with the corpus and not with its square.
+``read`` is here, the others are in :mod:`~colonnade.data.refine.parts`. No task reads the whole output of another stage
+about documents, so the time grows linearly with the corpus.
 """
 
 import json
@@ -40,9 +40,9 @@ from colonnade.data.refine.storage import (
 from colonnade.errors import DataError
 
 MAX_CHARACTERS = 1 << 25
-"""Longest document; a text file without a separator is one document."""
+"""Maximum length of a document; a text file without a separator is one document."""
 CHUNK_BYTES = 32 << 20
-"""Text that a task of the first stage keeps in memory, about."""
+"""Approximate amount of text that a task of the first stage keeps in memory."""
 STEPS = ("titles", "language", "length", "filters", "exact", "near", "decontaminate")
 """The steps that remove documents, in order."""
 
@@ -58,12 +58,12 @@ class File(NamedTuple):
     owner: str
     """The name of the source that the file is or belongs to."""
     rank: int
-    """Of two copies the one of lower rank stays."""
+    """Of two duplicates, the one of lower rank is kept."""
     task: str | None = None
 
 
 class Unit(NamedTuple):
-    """What one task reads: some files, or a share of the documents of one."""
+    """The input of one task: some files, or a share of the documents of one file."""
 
     files: tuple[File, ...]
     part: int
@@ -71,7 +71,7 @@ class Unit(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What all stages know."""
+    """The job, known to all stages."""
 
     work: Path
     recipe: Recipe
@@ -84,7 +84,7 @@ class Job(NamedTuple):
 
     @property
     def finds_near(self) -> bool:
-        """Whether near copies are removed."""
+        """Whether near duplicates are removed."""
         return self.recipe.similarity < 1
 
     def removed(self, stage: str, task: int, step: str) -> Path:
@@ -92,7 +92,7 @@ class Job(NamedTuple):
         return self.work / stage / f"{task:06d}.{step}.removed"
 
     def stats(self, stage: str, task: int) -> Path:
-        """The file of numbers of a task."""
+        """The statistics file of a task."""
         return self.work / "stats" / f"{stage}-{task:06d}.json"
 
 
@@ -109,7 +109,7 @@ def load_unit(work: Path, rank: int) -> Unit:
 
 
 class Stage(PipelineStep):
-    """A step that gets no documents from another one."""
+    """A step that does not receive documents from another one."""
 
     type = "colonnade"
 
@@ -140,7 +140,7 @@ class Removed:
         pass
 
     def write(self, document: Document, rank: int = 0, **kwargs: Any) -> None:
-        """Keep ``document`` with its reason."""
+        """Record a removed ``document`` with its reason."""
         reason = str(document.metadata.get("filter_reason", self.step))
         self._lines.append(line(removed_record(document.text, reason, document.metadata["source"])))
         self._held_bytes += len(self._lines[-1])
@@ -151,7 +151,7 @@ class Removed:
             self.flush(rank)
 
     def flush(self, rank: int) -> None:
-        """Write what is held, sorted, to a file of its own."""
+        """Write the buffered records, sorted, to a new file."""
         write_lines(self.job.removed("read", rank, f"{self._files:04d}.{self.step}"), sorted(self._lines))
         self._lines, self._held_bytes, self._files = [], 0, self._files + 1
 
@@ -253,7 +253,7 @@ class Length(BaseFilter):
 
 
 class WriteUnit(Stage):
-    """Writes the documents of a unit that are left, and those that filters removed, in chunks of bounded size."""
+    """Writes the remaining and the filtered documents of a unit, in chunks of bounded size."""
 
     name = "write unit"
 

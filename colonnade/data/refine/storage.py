@@ -1,8 +1,8 @@
-"""Files between the stages: each is written whole or not at all, sorted by document, and read in ranges.
+"""Intermediate files between the stages: written atomically, sorted by document, and read in ranges.
 
 A document's id is the hash of its normalised text, so documents in the order of their ids are spread evenly, and a
 part of the corpus is a range of ids. The first stage writes sorted files of some MB with the offsets of all parts in
-them; stage two reads its range from each. No file count grows with units × parts.
+them; stage two reads its range from each. So the number of files does not grow with units × parts.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def document_id(text: str) -> str:
 
 
 def text_key(text: str) -> str:
-    """The hash of the text itself, by which equally good copies are ordered."""
+    """The hash of the exact text, which orders duplicates of equal rank."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -39,7 +39,7 @@ def part_of(document: str, parts: int) -> int:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write the file whole: under another name first, so that a killed task leaves no part of it."""
+    """Write the file atomically: under a temporary name first, so that a killed task leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -66,7 +66,7 @@ def line(record: Record) -> bytes:
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Write ``lines`` one after the other, as they come."""
+    """Write ``lines`` as a stream."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,7 +1,7 @@
 """Examples from the sample speeches: the latest twenty, which a corpus built from the others does not contain.
 
-lm-eval calls these functions, which the YAML files beside name. A function takes the metadata of its task and returns
-the examples of each split.
+lm-eval calls these functions, which are named in the YAML files of this folder. A function takes the metadata of its
+task and returns the examples of each split.
 """
 
 import random
@@ -11,11 +11,11 @@ from typing import Any
 from colonnade.data.readers import sotu_documents
 
 HELD_OUT = 20
-"""Latest speeches that examples come from; a model to be judged must not be trained on them."""
+"""Number of latest speeches for examples; an evaluated model must not be trained on them."""
 
 
 class Examples(list[dict[str, Any]]):
-    """The examples of a split, as much of a ``datasets.Dataset`` as lm-eval uses."""
+    """The examples of a split, with the interface of ``datasets.Dataset`` that lm-eval uses."""
 
     @property
     def features(self) -> dict[str, type]:
@@ -50,7 +50,7 @@ def _passages(name: str, text: str, length: int, count: int) -> list[list[str]]:
 
 
 def cloze(**_: Any) -> dict[str, Examples]:
-    """The last word of a passage, where it was said before in it (as LAMBADA)."""
+    """The last word of a passage, which occurs earlier in the passage (as in LAMBADA)."""
     examples: list[dict[str, str]] = []
     for name, text in _speeches():
         sentences = [each for paragraph in _paragraphs(text) for each in paragraph]

@@ -35,7 +35,8 @@ class WeightsBody(BaseModel):
     model: str | None = None
     """The name of the model, if several are served."""
     path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
-    """A checkpoint of the served model, on the server's machine: a run or folder, or whatever else can be served."""
+    """A checkpoint of the served model on the server's machine: a run, a folder, or anything else that can be
+    served."""
 
 
 class WeightsSwapped(replies.Reply):
@@ -45,11 +46,11 @@ class WeightsSwapped(replies.Reply):
     path: str
     """The checkpoint whose weights are served now."""
     preempted: int
-    """Running requests, which go on with the new weights."""
+    """Running requests, which continue with the new weights."""
     read_s: float
-    """Time in which the weights were read, while requests went on [s]."""
+    """Time for reading the weights, while requests continued [s]."""
     pause_s: float
-    """Time without steps, in which they were copied [s]."""
+    """Time without steps, for copying the weights [s]."""
     total_s: float
 
 

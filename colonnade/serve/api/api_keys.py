@@ -1,7 +1,7 @@
-"""API keys: read from a file, found by their SHA-256 in constant time, replaced while the server runs.
+"""API keys: read from a file, looked up by their SHA-256 in constant time, reloaded while the server runs.
 
 The file is TOML, a table ``[[keys]]`` for each key, or JSON lines, an object for each (a suffix .jsonl, .ndjson or
-.json). It has no key itself, only hashes: ``printf %s KEY | sha256sum``.
+.json). It contains only hashes of keys: ``printf %s KEY | sha256sum``.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class ApiKey(Config):
     """One key, as the file describes it."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
-    """What logs call it; the client in the fair queue."""
+    """Its name in logs, and its client name in the fair queue."""
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
     """SHA-256 of the key, in hexadecimal digits."""
     models: tuple[str, ...] | None = None
@@ -39,7 +39,7 @@ class ApiKey(Config):
     """Tokens of prompts and answers."""
     concurrent_requests: Count | None = None
     priority: Annotated[int, Field(ge=-100, le=100, strict=True)] = 0
-    """Of its requests, unless they ask for a worse one (a higher number)."""
+    """Priority of its requests, unless they ask for a lower priority (a higher number)."""
 
     @property
     def limits(self) -> Limits:
@@ -73,7 +73,7 @@ class KeyState:
 class KeyRing:
     """The keys of a server: those of ``file``, which :meth:`reload` reads again, and ``api_key`` without limits.
 
-    With ``keys`` these are used in the place of the file's. Raises :class:`ConfigError` if the file cannot be used.
+    ``keys``, if given, are used instead of the file's. Raises :class:`ConfigError` if the file cannot be used.
     """
 
     def __init__(self, file: str | None, api_key: str | None, keys: Sequence[ApiKey] | None = None):
@@ -109,7 +109,7 @@ class KeyRing:
         return [state.key for state in self._states.values()]
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
-        """Use ``keys`` in the place of the file's; those that are unchanged keep their counts."""
+        """Use ``keys`` instead of the file's; unchanged ones keep their counts."""
         old = self._states
         self._states = {
             key.sha256: state if (state := old.get(key.sha256)) and state.key == key else self.make_state(key)
@@ -125,7 +125,7 @@ class KeyRing:
         return self._states.get(sha256)
 
     def find(self, secret: bytes) -> tuple[bool, KeyState | None]:
-        """(whether ``secret`` is a key, its state if it comes from the file); takes equally long for any."""
+        """(whether ``secret`` is a key, its state if it comes from the file); takes constant time."""
         digest, known, found = _sha256(secret), False, None
         if self._single is not None:
             known = hmac.compare_digest(digest, self._single)

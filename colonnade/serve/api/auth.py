@@ -1,9 +1,9 @@
-"""ASGI middleware that asks for API keys and applies their limits.
+"""ASGI middleware that checks API keys and applies their limits.
 
     401   no key, or an unknown one          403   /admin without the admin key
     429   over a rate limit, with Retry-After
 
-It comes before anything that reads a body. Whether the key may use the model is checked when the body has been read
+It runs before the body is read. Whether the key may use the model is checked when the body has been read
 (:func:`check_allowed`). Every answer to a limited key has OpenAI's x-ratelimit headers.
 """
 
@@ -83,7 +83,7 @@ class Authenticate:
         return state
 
     async def _refuse(self, refusal: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send ``refusal``, after its body has been read and dropped: a client that still writes would miss it."""
+        """Send ``refusal`` after reading and dropping the body: a client that is still writing would not see it."""
         seen, more = 0, True
         while more and seen <= self.max_body_bytes:
             message = await receive()

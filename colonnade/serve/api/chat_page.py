@@ -1,8 +1,8 @@
 """The chat page at ``/``: one file, without external resources, that uses this server's own API.
 
-The Content-Security-Policy allows the file's own script and style, by their hashes, and requests to this server, and
-nothing else: text of a model that became markup could load and run nothing. Trusted types forbid the script itself to
-turn text into markup.
+The Content-Security-Policy allows only the file's own script and style, by their hashes, and requests to this server:
+even if a model's text became markup, it could not load or run anything. Trusted types prevent the script from turning
+text into markup.
 """
 
 import re
@@ -25,7 +25,7 @@ def add_chat_page(app: FastAPI) -> None:
 
 
 def page_headers(page: str, scripts: str = "") -> dict[str, str]:
-    """The headers that confine ``page``; ``scripts`` are further sources of scripts."""
+    """The security headers of ``page``; ``scripts`` are further sources of scripts."""
     policy = [
         "default-src 'none'",
         f"script-src '{_hash_of('script', page)}' {scripts}".rstrip(),

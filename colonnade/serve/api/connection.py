@@ -1,13 +1,13 @@
 """Limits on connections, so that slow, stalled and idle clients cannot hold the server's memory or descriptors.
 
-uvicorn's protocols wait for ever for the rest of a header, and for a client that does not read its answer. Here
+uvicorn's protocols wait forever for the rest of a header, and for a client that does not read its answer. Here:
 
     connect ── 10 s ──> headers complete ── 30 s, more for long bodies ──> body complete ──> answer ──> keep-alive, 65 s
                  |                               |                              |
                closed                    408 (BodyLimit)       dropped once nothing of it is read for 60 s
 
 A connection over the limit gets a 503 and is closed. Pipelined requests are not answered: the connection closes after
-the request that runs, and clients send the others again (RFC 9112, section 9.3.2).
+the running request, and clients send the others again (RFC 9112, section 9.3.2).
 """
 
 import asyncio
@@ -28,22 +28,23 @@ except ImportError:  # httptools has no wheel for every platform
     HttpToolsProtocol = None
 
 MAX_HEADER_BYTES = 64 << 10
-"""Request line, headers, trailers and chunk sizes that a request may have without paying for them with a body."""
+"""Bytes of request line, headers, trailers and chunk sizes that a request may have in addition to one per byte of its
+body."""
 
 REFUSAL_LINGER_S = 1.0
 """A refused connection stays open until the client closes it, at most this long [s]: closing it while the request still
 arrives would reset it, and the client would not see the reason."""
 
 MAX_UNSENT_BYTES = 64 << 10
-"""Bytes of an answer that the kernel takes before it can send them. Its own limit is megabytes: slow readers would look
-as if they had stopped, and a reader that has stopped would not be noticed."""
+"""Bytes of an answer that the kernel buffers. Its own limit is megabytes: a slow reader would look stalled, and a
+stalled reader would not be noticed."""
 
 HEADER_TICKS = 10
 """A header timeout is this many short timers, each started by the one before. An event loop that was busy for the whole
 time fires one of them and then reads its sockets, so it does not close connections whose requests have arrived."""
 
 RESERVED_FILES = 256
-"""File descriptors kept for everything else than connections."""
+"""File descriptors reserved for everything except connections."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class ConnectionLimits:
     body_s: float = 30.0
     """From the headers to the end of the body [s]; each :attr:`body_bytes_per_s` bytes extend it by a second."""
     body_bytes_per_s: int = 32 << 10
-    """Slowest line over which a long body is accepted: 8 MiB may take 30 + 256 s."""
+    """Minimum transfer rate of a long body: 8 MiB may take 30 + 256 s."""
     stall_s: float = 60.0
-    """Time in which a client must read something of an answer that waits for it [s]."""
+    """Time in which a client must read any part of its pending answer [s]."""
     connections: int = 4096
     """Open connections; further ones are refused."""
 
@@ -79,7 +80,7 @@ def limit_unsent(listener: socket.socket) -> None:
 
 
 class StallTimeout(asyncio.Protocol):
-    """Mixed into a protocol of uvicorn: drops a client that reads nothing of what waits for it in ``stall_s``."""
+    """Mixin for uvicorn's protocols: disconnects a client that reads nothing of its pending output for ``stall_s``."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -119,7 +120,7 @@ class StallTimeout(asyncio.Protocol):
 
 
 class _Timed(StallTimeout):
-    """Mixed into a protocol of uvicorn: header and read timeouts, and the limit on connections."""
+    """Mixin for uvicorn's protocols: header and read timeouts, and the limit on connections."""
 
     connections: set[Any]
     cycle: Any
@@ -235,7 +236,7 @@ Connection: type[_Timed] = H11Connection
 if HttpToolsProtocol is not None:
 
     class HttpToolsConnection(_Timed, HttpToolsProtocol):
-        """A connection parsed by httptools, which is several times as fast as h11 and bounds nothing."""
+        """A connection parsed by httptools, which is several times as fast as h11 but has no limits."""
 
         _framing_bytes = 0
         """Bytes of this request that are not of its body, minus those that its body pays for."""

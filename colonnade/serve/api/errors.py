@@ -32,7 +32,8 @@ RETRY_AFTER_S = 1
 
 
 HINTS = logging.getLogger("colonnade.serve.hints")
-"""Settings that would have avoided a refusal: the log has them, once for each kind of refusal, and no client."""
+"""Logger of settings that would have avoided a refusal: logged once for each kind of refusal, and never sent to
+clients."""
 HINTS.addHandler(logging.NullHandler())  # without it, a server that logs nothing would print them
 
 _hinted: set[str | None] = set()

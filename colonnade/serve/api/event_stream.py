@@ -1,7 +1,7 @@
-"""Streams an answer as server-sent events, at little CPU time per token.
+"""Streams an answer as server-sent events, with little CPU time per token.
 
-A chunk differs from the last one only in its text, so the JSON around it is built once. All outputs that wait are sent
-in one message. The response is plain ASGI: two tasks per stream, and none per event.
+A chunk differs from the last one only in its text, so the JSON around it is built once. All pending outputs are sent in
+one message. The response is plain ASGI: two tasks per stream, and none per event.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ PING_S = 15.0
 PING, DONE = b": ping\n\n", b"data: [DONE]\n\n"
 
 _TEXT = "\x00text\x00"
-"""Stands for the text while the JSON around it is built."""
+"""Placeholder for the text while the JSON around it is built."""
 
 
 class EventStream(Response):

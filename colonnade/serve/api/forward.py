@@ -1,7 +1,8 @@
-"""ASGI middleware that forwards requests to upstreams; the application behind it answers probes and shows metrics.
+"""ASGI middleware that forwards requests to upstreams; the application answers probes and serves metrics.
 
-Bodies and answers pass unchanged. An upstream that fails before anything of its answer has been sent to the client is
-replaced by another one; a stream that has begun ends with an error event, since another server cannot go on with it.
+Bodies and answers are forwarded unchanged. If an upstream fails before any part of its answer has been sent to the
+client, the request goes to another one; a stream that has begun ends with an error event, since another server cannot
+continue it.
 """
 
 import json
@@ -42,7 +43,7 @@ LOST = RequestError(
 
 @dataclass(frozen=True)
 class _Route:
-    """What the request log and the metrics read of a route."""
+    """The attributes of a route that the request log and the metrics read."""
 
     path: str
 

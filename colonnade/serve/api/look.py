@@ -1,4 +1,4 @@
-"""The viewer under a running server: the page at /look/, and its questions at /v1/look/, for the admin key only."""
+"""The viewer in a running server: the page at /look/ and its API at /v1/look/, for the admin key only."""
 
 from fastapi import FastAPI, Request, Response
 

@@ -56,7 +56,7 @@ class Metrics:
     def __init__(self, models: ServedModels, prefix: str = "colonnade", folder: str | None = None):
         self._registry, self._prefix = CollectorRegistry(), prefix
         self._shown = self._registry
-        """What a scrape shows."""
+        """The registry that a scrape returns."""
         if folder is not None:
             self._shown = CollectorRegistry()
             MultiProcessCollector(self._shown, folder)
@@ -80,7 +80,7 @@ class Metrics:
         )
 
     def watch_exporter(self, exporter: SpanCounts) -> None:
-        """Show how many spans were sent to a collector, and how many could not be."""
+        """Export the numbers of spans that were sent to a collector, and that could not be."""
         exporter.sent, exporter.failed = (
             Gauge(
                 f"{self._prefix}:trace_spans_{name}", f"Spans {name}.", registry=self._registry, multiprocess_mode="sum"

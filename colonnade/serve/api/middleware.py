@@ -20,20 +20,20 @@ from colonnade.serve.api.connection import ConnectionLimits
 from colonnade.serve.api.errors import HINTS, error_reply
 
 MAX_READ_RATIO = 8
-"""A body over the limit is read, and dropped, up to this multiple of it: a client that is cut off while it still writes
-would see a broken connection, not the refusal."""
+"""A body over the limit is read and dropped up to this multiple of it: a client that is disconnected while writing
+would see a broken connection instead of the error."""
 
 
 class BodyLimit:
     """ASGI middleware: 413 for a body over ``max_bytes``, 408 for one that does not arrive within ``limits``.
 
-    And 429 for one with which the bodies of all requests, until their answers, have more than ``max_held_bytes``.
+    And 429 if the bodies of all unanswered requests would exceed ``max_held_bytes``.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, limits: ConnectionLimits, max_held_bytes: int | None = None):
         self.app, self.max_bytes, self.limits, self.max_held_bytes = app, max_bytes, limits, max_held_bytes
         self.held_bytes = 0
-        """Of all bodies that have arrived, or are arriving, of requests without an answer."""
+        """Bytes of the bodies of all unanswered requests, including those still arriving."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then call the application with it."""

@@ -1,4 +1,4 @@
-"""What /openapi.json says about answers: refusals by status, and the chunks of streams."""
+"""Descriptions of responses in /openapi.json: errors by status, and chunks of streams."""
 
 from typing import Any
 

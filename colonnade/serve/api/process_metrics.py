@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 FIRST = "process_start_time_seconds"
-"""Of this the smallest value is shown."""
+"""The metric of which the smallest value is exported instead of the sum."""
 
 
 class FrontProcesses(Collector):

@@ -1,9 +1,9 @@
 """Rate limits of an API key as token buckets; pure arithmetic, the caller passes the time.
 
-A bucket holds one minute's allowance and is refilled continuously, so of a limit of n a minute at most n·(1 + t/60) are
-taken in any t seconds. How many tokens a request will take is not known when it arrives: it is accepted while the
-bucket holds at least one, its tokens are taken as they are processed, and a bucket overdrawn that way refuses further
-requests until it has refilled. In the long run the rate is exact.
+A bucket holds one minute's allowance and is refilled continuously, so with a limit of n a minute, at most n·(1 + t/60)
+are taken in any t seconds. The number of tokens of a request is not known on arrival: it is accepted while the bucket
+holds at least one, its tokens are taken as they are processed, and a bucket overdrawn that way refuses further requests
+until it has refilled. In the long run the rate is exact.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class TokenBucket:
         return self._level
 
     def take(self, units: int, now_s: float) -> None:
-        """Take ``units``, whether they are there or not."""
+        """Take ``units``, even if this overdraws the bucket."""
         self._level = self.level(now_s) - units
 
     def wait_s(self, units: float, now_s: float) -> float:
-        """Time until it holds ``units``, if nothing is taken."""
+        """Time until it holds ``units``, if nothing else is taken."""
         missing = units - self.level(now_s)
         return missing * MINUTE_S / self.per_minute if missing > ROUNDING else 0.0
 

@@ -1,4 +1,4 @@
-"""The JSON objects of all answers, in OpenAI's format: what is sent is what /openapi.json describes.
+"""The JSON objects of all answers, in OpenAI's format; the same types define /openapi.json.
 
 They are TypedDicts: a type checker verifies their fields, pydantic derives the description and writes the JSON. That
 takes 1.5 µs for a chunk of a stream; pydantic's models take 6.3, ``json.dumps`` 4.2.
@@ -20,7 +20,7 @@ class Reply(TypedDict):
 
 
 class ErrorDetail(Reply):
-    """What is wrong, and which field to change."""
+    """The error, and the field to change."""
 
     message: str
     type: str
@@ -182,7 +182,7 @@ class ChatReply(ReplyBase):
 
 
 class Delta(Reply):
-    """What is new: the role first, then text."""
+    """New content: first the role, then text."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]

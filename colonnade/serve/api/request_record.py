@@ -1,7 +1,7 @@
-"""What the server knows of one HTTP request, besides its body: whose it is, and what it has taken so far.
+"""State of one HTTP request besides its body: its client, and its use of resources so far.
 
-A client is the name of an API key, or else an address. Of an IPv6 address the first 64 bits count: one subscriber has
-all addresses of a /64.
+A client is identified by the name of its API key, or otherwise by its address. For IPv6 only the first 64 bits count:
+one subscriber has all addresses of a /64.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""The HTTP routes. Every answer is one loop over an engine's outputs, sent whole or as a stream of chunks.
+"""The HTTP routes. Every answer comes from one loop over an engine's outputs, sent whole or as a stream of chunks.
 
 When a client disconnects its request is cancelled: closing the generator of :meth:`EngineClient.run_batches` does that,
 and it is closed however the handler ends.
@@ -61,8 +61,8 @@ def build_app(
 ) -> FastAPI:
     """The application that serves ``models``; if there are ``keys``, clients need one.
 
-    A ``shadow`` gets requests again that have been answered. With ``metrics_folder`` metrics are the sums over all
-    processes that use it.
+    Answered requests are repeated at a ``shadow``. With ``metrics_folder``, metrics are the sums over all processes
+    that use it.
     """
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute

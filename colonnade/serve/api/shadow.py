@@ -1,10 +1,10 @@
-"""ASGI middleware that sends a share of the requests again to another server, and logs how the answers compare.
+"""ASGI middleware that repeats a share of the requests at another server, and logs comparisons of the answers.
 
     answer sent -> bounded queue -> the shadow's answer -> a line of --serve.shadow_log
                    full: dropped    dead, late: counted     (colonnade.serve.shadow_comparison)
 
-Nothing that a client waits for touches the shadow. A request without a seed gets one before it runs, so that both
-servers draw the same tokens. Requests that come from a shadow are not sent again.
+No client ever waits for the shadow. A request without a seed gets one before it runs, so that both servers draw the
+same tokens. Requests that come from a shadow are not repeated.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Rate limits of API keys over several HTTP processes: the server process has the buckets, the fronts ask it.
+"""Rate limits of API keys over several HTTP processes: the server process holds the buckets, and the fronts query it.
 
     request of a limited key: front ── start_request ──> server: bucket ── Excess, or nothing ──> front
     its tokens, summed over   front ── take_tokens ────> server
@@ -81,7 +81,7 @@ class FrontUse:
         self._keys, self._running = keys, Counter[KeyState]()
 
     async def handle(self, message: Message) -> dict[str, Any] | None:
-        """Do what a message of a :class:`FrontKeyState` says; a key that was removed meanwhile has no limits."""
+        """Handle a message of a :class:`FrontKeyState`; a key that has been removed has no limits."""
         state = self._keys.state(message["key"])
         match message["do"]:
             case "start_request":

@@ -3,8 +3,8 @@
     POST /v1/completions       the child of the client's ``traceparent``, if it sends one
       queue, prefill, decode   for each completion that has ended
 
-A request's spans are made when it has ended. A thread sends them; a collector that is slow, refuses or is gone delays
-nothing: at most :data:`MAX_QUEUED` spans are kept, further ones are dropped, and failures are counted.
+A request's spans are made when it has ended. A thread sends them; a collector that is slow, refuses or is down does not
+delay requests: at most :data:`MAX_QUEUED` spans are kept, further ones are dropped, and failures are counted.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The page at ``/speech``: microphone and camera in a browser, live text. It uses this server's own API."""
+"""The page at ``/speech``: microphone and camera in a browser, live text. It uses this server's API."""
 
 from importlib import resources
 
@@ -10,7 +10,7 @@ from colonnade.serve.api.chat_page import page_headers
 
 
 def page_routes() -> list[Route]:
-    """The page and the worklet that it loads; neither needs an API key, and the page asks for one."""
+    """Routes of the page and its audio worklet; they need no API key, but the page asks for one to connect."""
     files = resources.files("colonnade.speech.page")
     html, worklet = ((files / name).read_text(encoding="utf-8") for name in ("speech.html", "worklet.js"))
     headers = page_headers(html, scripts="'self'") | {"Permissions-Policy": "camera=(self), microphone=(self)"}

@@ -1,10 +1,11 @@
-"""Tutel's tools for checkpoints of other numbers of ranks, and what both of them do.
+"""Tutel's tools for converting checkpoints to another number of ranks, and their common functions.
 
     python -m colonnade.compat.tutel.checkpoint.gather --inputs 'run/{rank}.ckpt' --input_size 2 --output whole.ckpt
     python -m colonnade.compat.tutel.checkpoint.scatter --input whole.ckpt --output_size 8 --outputs 'new/{rank}.ckpt'
 
-A file is what ``torch.save`` wrote of a state dict, or of dictionaries around it, to which ``--namespace a/b`` is the
-way. Experts are cut or joined, all else is copied. Files are read with ``weights_only=True``, so that none runs code.
+A file is a state dict written by ``torch.save``, possibly nested in dictionaries, in which ``--namespace a/b`` is its
+path. Experts are split or joined, everything else is copied. Files are read with ``weights_only=True``, so they cannot
+run code.
 
     E experts on W ranks, E ≥ W:   (E/W, …) a rank            E < W:   (1, F·E/W, …), a slice of the hidden units
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from colonnade.errors import CheckpointError, ColonnadeError
 
 COUNT = "_num_global_experts"
-"""The entry beside a layer's experts that says how many there are on all ranks."""
+"""The entry of a layer with the number of its experts on all ranks."""
 
 
 def read(path: str) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def inside(whole: dict[str, Any], namespace: str, path: str) -> dict[str, Any]:
-    """The state dict in ``whole``, of the file ``path``, to which ``namespace`` is the way."""
+    """The state dict at ``namespace`` in ``whole``, the content of the file ``path``."""
     for key in filter(None, namespace.split("/")):
         if not isinstance(whole.get(key), dict):
             raise CheckpointError(
@@ -52,13 +53,15 @@ def inside(whole: dict[str, Any], namespace: str, path: str) -> dict[str, Any]:
 
 
 def replaced(whole: dict[str, Any], namespace: str, state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``whole`` with ``state`` in the place of its state dict."""
+    """A copy of ``whole`` whose state dict is replaced by ``state``."""
     key, _, rest = namespace.strip("/").partition("/")
     return {**whole, key: replaced(whole[key], rest, state)} if key else state
 
 
 def layers_of(state: dict[str, Any], default: int = 0) -> dict[str, int]:
-    """The prefix of each layer's names, and how many experts it has on all ranks: ``default`` where no layer says."""
+    """The prefix of each layer's names, and its number of experts on all ranks; ``default`` if no layer has the
+    entry.
+    """
     said = {name: value for name, value in state.items() if f".{name}".endswith(f".{COUNT}")}
     for name, value in said.items():
         if not isinstance(value, int | Tensor) or (isinstance(value, Tensor) and value.numel() != 1) or value < 1:
@@ -91,7 +94,7 @@ def check_size(experts: int, size: int) -> None:
 
 
 def command(parser: ArgumentParser, run: Callable[..., None], argv: list[str] | None) -> None:
-    """``run`` with what ``parser`` reads; a user's mistake is one line and exit code 1."""
+    """Calls ``run`` with the parsed arguments; a user error is one line and exit code 1."""
     try:
         run(**vars(parser.parse_args(argv)))
     except ColonnadeError as error:

@@ -13,8 +13,8 @@ from colonnade.errors import CheckpointError
 def gather(inputs: str, input_size: int, output: str, namespace: str = "", default_num_global_experts: int = 0) -> None:
     """Join the files ``inputs``, with {rank} in their names, of ``input_size`` ranks into ``output``.
 
-    What is not an expert's comes from rank 0. ``default_num_global_experts`` is for files of old versions of Tutel,
-    which do not say how many there are. Raises :class:`CheckpointError` for files that do not fit together.
+    Everything except experts comes from rank 0. ``default_num_global_experts`` is for files of old versions of Tutel,
+    which lack the number of experts. Raises :class:`CheckpointError` for files that do not fit together.
     """
     if input_size > 1 and "{rank}" not in inputs:
         raise CheckpointError(f"no {{rank}} in '{inputs}', so {input_size} ranks have one file; give a pattern")
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     """The program."""
     parser = ArgumentParser(prog="python -m colonnade.compat.tutel.checkpoint.gather", description=__doc__)
     parser.add_argument("--inputs", required=True, help="the ranks' files, with {rank} (and {size}) in the name")
-    parser.add_argument("--input_size", type=int, required=True, help="how many ranks wrote them")
+    parser.add_argument("--input_size", type=int, required=True, help="number of ranks that wrote them")
     parser.add_argument("--output", required=True, help="the file to write")
     parser.add_argument("--namespace", default="", help="keys that lead to the state dict, such as model")
     parser.add_argument(

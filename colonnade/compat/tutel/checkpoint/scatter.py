@@ -23,7 +23,7 @@ from colonnade.errors import CheckpointError
 def scatter(input: str, output_size: int, outputs: str, namespace: str = "") -> None:  # noqa: A002
     """Cut the experts in the file ``input`` into ``output_size`` files ``outputs``, with {rank} in their names.
 
-    Raises :class:`CheckpointError` for experts that cannot be cut so.
+    Raises :class:`CheckpointError` for experts that cannot be split this way.
     """
     if output_size > 1 and "{rank}" not in outputs:
         raise CheckpointError(f"no {{rank}} in '{outputs}', so {output_size} ranks have one file; give a pattern")
@@ -46,7 +46,7 @@ def scatter(input: str, output_size: int, outputs: str, namespace: str = "") -> 
 
 
 def part(name: str, stack: Tensor, experts: int, size: int, rank: int) -> Tensor:
-    """What ``rank`` of ``size`` has of a parameter of all experts."""
+    """The part of a parameter of all experts that ``rank`` of ``size`` holds."""
     if stack.dim() == 0 or stack.numel() % experts:
         raise CheckpointError(f"'{name}' of shape {tuple(stack.shape)} is not one of {experts} experts")
     if len(stack) != experts:  # llama_ffn stores them flat
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     """The program."""
     parser = ArgumentParser(prog="python -m colonnade.compat.tutel.checkpoint.scatter", description=__doc__)
     parser.add_argument("--input", required=True, help="the file of all experts")
-    parser.add_argument("--output_size", type=int, required=True, help="how many ranks will read")
+    parser.add_argument("--output_size", type=int, required=True, help="number of ranks that will read them")
     parser.add_argument("--outputs", required=True, help="the ranks' files, with {rank} (and {size}) in the name")
     parser.add_argument("--namespace", default="", help="keys that lead to the state dict, such as model")
     command(parser, scatter, argv)
