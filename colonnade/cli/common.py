@@ -1,6 +1,9 @@
 """Common parts of the verbs: flags for the model and its placement, the console, checks for torchrun."""
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,6 +25,33 @@ Models = Annotated[
 GenerativeModel = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, or smollm2.")]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
+PROGRESS_INTERVAL_S = 10.0
+"""Minimum time between two lines of progress if the output is not a terminal [s]."""
+
+
+@contextmanager
+def progress_status(text: str) -> Iterator[Callable[[str], object]]:
+    """Show what runs: a spinner on a terminal, else a line at the start and then at intervals.
+
+    Yields a function that replaces the text.
+    """
+    if not is_main_process():
+        yield lambda _text: None
+        return
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+        return
+    console.print(text)
+    printed_s = time.monotonic()
+
+    def update(text: str) -> None:
+        nonlocal printed_s
+        if (now_s := time.monotonic()) - printed_s >= PROGRESS_INTERVAL_S:
+            console.print(text)
+            printed_s = now_s
+
+    yield update
 
 
 class LogConsole(Console):

@@ -1,7 +1,7 @@
 """The verb ``compress``: quantises or prunes a model and writes it to a folder."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from colonnade.cli.common import Model as ModelName
-from colonnade.cli.common import console, is_main_process
+from colonnade.cli.common import console, is_main_process, progress_status
 from colonnade.config import Device, Plan, WeightGroup, format_bytes, plural
 from colonnade.errors import ConfigError, PlanError
 
@@ -160,7 +160,9 @@ def _run(job: _Job, plan: Plan) -> tuple[int, int]:
     from colonnade.compress.texts import WINDOW, calibration_texts
 
     compression, experts = job.compression, job.keep is not None or job.merge is not None or job.dense
-    with _load(job, plan) as loaded:
+    with ExitStack() as stack:
+        with progress_status(f"loading {job.model}"):
+            loaded = stack.enter_context(_load(job, plan))
         before, window = _bytes(loaded.transformer), min(WINDOW, loaded.config.context)
 
         def calibration() -> "list[Tensor]":
@@ -168,14 +170,14 @@ def _run(job: _Job, plan: Plan) -> tuple[int, int]:
 
         texts = calibration() if experts or (compression is not None and compression.by != "nearest") else []
         if experts:
-            with console.status("scoring experts"):
+            with progress_status("scoring experts"):
                 loaded.transformer = _fewer_experts(loaded.transformer, texts, job)
-        with console.status("compressing") as status:
+        if compression is not None:
+            with progress_status(f"compressing {plural(loaded.config.layers, 'block')}") as update:
 
-            def progress(done: int, of: int) -> None:
-                status.update(f"compressing: {done} of {plural(of, 'block')}")
+                def progress(done: int, of: int) -> None:
+                    update(f"compressing: {done} of {plural(of, 'block')}")
 
-            if compression is not None:
                 run(loaded.transformer, compression, texts, progress)
         if job.recover:
             _recover(loaded.transformer, job.model, texts or calibration(), job.recover)
@@ -216,14 +218,14 @@ def _recover(student: "Transformer", model: str, texts: "list[Tensor]", steps: i
     from colonnade.compress.recover import recover
 
     device: Device = "cuda" if next(student.parameters()).is_cuda else "cpu"
-    with api.load(model, dtype="float32", device=device, weights="dense") as teacher, console.status("recovering") as s:
+    with (
+        api.load(model, dtype="float32", device=device, weights="dense") as teacher,
+        progress_status("recovering") as update,
+    ):
         before, after = recover(
-            student,
-            teacher.transformer,
-            texts,
-            steps,
-            progress=lambda done, of: s.update(f"recovering: {done} of {of}"),
-        )
+            student, teacher.transformer, texts, steps,
+            progress=lambda done, of: update(f"recovering: {done} of {plural(of, 'step')}"),
+        )  # fmt: skip
     console.print(f"recovered: {before:.4f} nats from the original before, {after:.4f} after (on the last text)")
 
 

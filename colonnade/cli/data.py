@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import DType, Model, console
+from colonnade.cli.common import DType, Model, console, progress_status
 from colonnade.config import Plan, Recipe, plural, read_recipe
 from colonnade.errors import ConfigError, DataError
 
@@ -132,8 +132,11 @@ def _clean(
         raise ConfigError(f"--clean needs the extra corpus ({error}); run: pip install 'colonnade[corpus]'") from None
 
     cleaned = out.absolute().with_name(f".{out.name}.cleaning")
-    with console.status("cleaning"):
-        report = run(sources, cleaned, recipe, Executor(kind, workers, options), **reading)
+    with progress_status("cleaning") as update:
+        report = run(
+            sources, cleaned, recipe, Executor(kind, workers, options), **reading,
+            progress=lambda stage: update(f"cleaning: {stage}"),
+        )  # fmt: skip
     if report is None:
         console.print("submitted; run the same command again when the jobs have ended", soft_wrap=True)
         return None

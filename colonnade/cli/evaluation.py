@@ -1,10 +1,8 @@
 """The verbs ``eval``, for a model, and ``verify``, for parallel layouts."""
 
 import difflib
-import math
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import EvaluationPlacementArgs, Model, console, is_main_process, refuse_torchrun
+from colonnade.cli.common import (
+    EvaluationPlacementArgs,
+    Model,
+    console,
+    is_main_process,
+    progress_status,
+    refuse_torchrun,
+)
 from colonnade.config import ModelConfig, Plan, ServeConfig, plural
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
@@ -24,8 +29,6 @@ if TYPE_CHECKING:
 
 MAX_WORLD = 64
 """Limit for --world; listing the plans of more processes takes long."""
-PROGRESS_INTERVAL_S = 10.0
-"""Minimum time between two progress lines if the output is not a terminal [s]."""
 
 
 def evaluate(
@@ -104,7 +107,7 @@ def _evaluate_tasks(spec: "ModelSpec", out: Path, *options: Any) -> None:
         raise PlanError(
             f"the experts of a mixture are distributed over all ranks, and {spec.plan} has replicas; use tp instead"
         )
-    with console.status("evaluating"):
+    with progress_status("evaluating"):
         results = evaluate_tasks(spec, chosen, out)
     if is_main_process():
         table = Table("task", "examples", "metric", "value", "±", box=None, pad_edge=False)
@@ -118,16 +121,10 @@ def _score(spec: "ModelSpec", text: str, context: int | None, stride: int | None
     with spec.load() as loaded:
         if loaded.context.rank:
             return loaded.score(text, context=context, stride=stride)
-        with console.status("scoring") as status:
-            printed_s = -math.inf
+        with progress_status("scoring") as update:
 
             def progress(done: int, total: int) -> None:
-                nonlocal printed_s
-                text_so_far = f"scoring: {done} of {plural(total, 'window')}"
-                status.update(text_so_far)
-                if not console.is_terminal and (now_s := time.monotonic()) - printed_s >= PROGRESS_INTERVAL_S:
-                    console.print(text_so_far)
-                    printed_s = now_s
+                update(f"scoring: {done} of {plural(total, 'window')}")
 
             return loaded.score(text, context=context, stride=stride, progress=progress)
 
@@ -140,7 +137,7 @@ def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | No
     if spec.plan.world > 1:
         raise ConfigError("--routing runs in one process; leave --plan out")
     with spec.load() as loaded:
-        with console.status("following the tokens"):
+        with progress_status("following the tokens"):
             traced = look.record_routing(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
         for table in look.routing_tables(traced):
             Console(highlight=False).print(table)  # on the standard output, like the perplexity

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import GenerativeModel, console
+from colonnade.cli.common import GenerativeModel, console, progress_status
 from colonnade.config import AS_TRAINED, ExpertsConfig, format_bytes
 
 
@@ -45,11 +45,11 @@ def export(
     check_export(experts.apply_to(opened.config, opened.tasks), context, prefill)
     with (
         api.load(model, dtype=dtype, device="cpu", experts=experts, weights="dense") as loaded,
-        console.status("compiling; this takes minutes") as status,
+        progress_status("compiling; this takes minutes") as update,
     ):
         info = run(
             loaded.transformer, loaded._tokenizer, out, context=context, prefill=prefill, overwrite=overwrite,
-            progress=lambda name: status.update(f"compiling {name}; this takes minutes"),
+            progress=lambda name: update(f"compiling {name}; this takes minutes"),
         )  # fmt: skip
     size = format_bytes(sum(path.stat().st_size for path in out.rglob("*") if path.is_file()))
     console.print(

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 
-from colonnade.checkpoint.hf import config_from_hf, config_to_hf
+from colonnade.checkpoint.hf import FAMILIES, config_from_hf, config_to_hf
 from colonnade.config import ModelConfig, MoeConfig, RopeScaling
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError
@@ -175,7 +175,10 @@ def test_presets_round_trip_and_transformers_agrees(name: str, tmp_path: Path) -
     assert config_from_hf(raw) == preset(name)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
-    assert config_from_hf(theirs) == preset(name), "transformers' own version of the file differs"
+    read = config_from_hf(theirs)
+    if FAMILIES[read.family].tied_by_values:  # transformers writes that any T5 is tied; reading the tensors tells
+        read = read.replace(tied=preset(name).tied)
+    assert read == preset(name), "transformers' own version of the file differs"
 
 
 def test_small_moe_model_can_be_saved_in_hf_format() -> None:

@@ -189,7 +189,7 @@ def test_unsupported_settings_are_refused() -> None:
         ServeConfig(weights="int5")
     for kind in ("int3", "INT8", 8, "stored"):
         with pytest.raises(
-            ConfigError, match=rf"unknown weight format {kind!r}; use int8, int4, float8 or int8_dynamic"
+            ConfigError, match=rf"unknown weight format {kind!r}; use int8, int4, float8, int8_dynamic or ternary"
         ):
             quantise(random_weights(3, 32), kind)
 
@@ -199,7 +199,7 @@ def test_unsupported_settings_are_refused() -> None:
     [
         (
             {"weights": "int3"},
-            "weights is 'int3'; it must be 'stored', 'dense', 'int8', 'int4', 'float8' or 'int8_dynamic'",
+            "weights is 'int3'; it must be 'stored', 'dense', 'int8', 'int4', 'float8', 'int8_dynamic', 'ternary' or 'file'",
         ),
         ({"weights": "INT8"}, "weights is 'INT8'; it must be 'stored'"),
         ({"weights": 8}, "weights is 8; it must be 'stored'"),

@@ -78,17 +78,18 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
     keys.must_agree("encoder_attention_heads", "decoder_attention_heads", heads)
     activation_from_hf(keys, "activation_function", "gelu")
     keys.must_be("activation_function", "gelu", "Whisper's front end has GELU")
+    ffn_width, encoder_ffn_width = keys.size("decoder_ffn_dim"), keys.size("encoder_ffn_dim")
     return whisper_config(
         vocab_size=keys.size("vocab_size"),
         layers=keys.size("decoder_layers"),
         width=keys.size("d_model"),
         heads=heads,
-        ffn_width=keys.size("decoder_ffn_dim"),
+        ffn_width=ffn_width,
         context=keys.size("max_target_positions", 448),
         init_std=keys.number("init_std", 0.02),
         encoder=EncoderConfig(
             layers=keys.size("encoder_layers"),
-            ffn_width=keys.size("encoder_ffn_dim"),
+            ffn_width=0 if encoder_ffn_width == ffn_width else encoder_ffn_width,
             context=keys.size("max_source_positions", 1500),
             reads="audio",
             mels=keys.size("num_mel_bins", 80),

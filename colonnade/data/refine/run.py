@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr
@@ -159,6 +159,7 @@ def run(
     tasks: str | None = None,
     tokenizer: Tokenizer | None = None,
     decontaminate: Sequence[Source] = (),
+    progress: Callable[[str], object] = lambda _stage: None,
 ) -> Report | None:
     """Clean ``sources`` into the folder ``out``; None if the stages were only submitted (Slurm).
 
@@ -191,7 +192,8 @@ def run(
     stages = _stages(job, out, tokenizer)
     if executor.kind == "local":
         with _pool(executor.workers) as pool:
-            for name, pipeline, count in stages:
+            for number, (name, pipeline, count) in enumerate(stages):
+                progress(f"stage {number + 1} of {len(stages)}, {name.partition('-')[2]}")
                 Local(pool, pipeline, tasks=count, logging_dir=str(out / "logs" / name)).run()
     elif _run_remote(stages, executor, out):
         return None
