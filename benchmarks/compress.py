@@ -50,6 +50,7 @@ from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.sampling_params import SamplingParams
 from decode_cpu_quantised import LlamaCpp, theirs
+from harness.engine_load import decode_rate
 from harness.report import ROOT, Cell, Headline, folder_of, report
 from quantised_quality import shuffled
 
@@ -127,10 +128,7 @@ def ours(model: Model) -> Side:
         engine = engines[0]
         engine.add(prompt, SamplingParams(max_tokens=new, temperature=0, ignore_eos=True))
         engine.step()
-        began, tokens = time.process_time(), 0
-        while engine.busy:
-            tokens += len(engine.step())
-        return tokens / (time.process_time() - began)
+        return decode_rate(engine)
 
     return Side(model.logits, weight_bytes(model.transformer), rate, is_ours=True)
 

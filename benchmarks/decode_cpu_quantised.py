@@ -31,6 +31,7 @@ from colonnade.config import ServeConfig
 from colonnade.kernels.cpu import library
 from colonnade.serve.sampling_params import SamplingParams
 from decode_cpu import TEXT
+from harness.engine_load import decode_rate
 from harness.paired_timing import Neighbours, turns
 from harness.report import Cell, Headline, report
 from harness.rows import line
@@ -55,10 +56,7 @@ def ours(model: Model, prompts: list[list[int]], new_tokens: int, instruction_se
         for prompt in prompts:
             engine.add(prompt, params)
         assert len(engine.step()) == len(prompts), "all prompts fit into one step"
-        began, tokens = time.process_time(), 0
-        while engine.busy:
-            tokens += len(engine.step())
-        return tokens / (time.process_time() - began)
+        return decode_rate(engine)
 
     return run
 

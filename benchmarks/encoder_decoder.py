@@ -49,6 +49,7 @@ from colonnade.train.train_step import TrainStep
 from colonnade.train.training_state import make_optimizer
 from harness.report import Headline, folder_of, report
 from harness.rows import line
+from harness.torch_training import update
 from harness.training_jobs import durations, filled, forget, peak_gib, settle
 
 SOURCE, TARGET = 512, 114
@@ -115,10 +116,7 @@ def their_step(config: ModelConfig, batches: list[Batch], device: str) -> Callab
         ids = batch.source_tokens_S.view(-1, batch.longest_source)
         inputs, labels = (x.view(-1, batch.longest) for x in (batch.tokens_T, batch.targets_T))
         loss = model(input_ids=ids, decoder_input_ids=inputs, labels=labels, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer, loss)
         return loss.detach()
 
     return step

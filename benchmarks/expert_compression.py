@@ -31,6 +31,7 @@ from colonnade.model.weight_only_quant import quantised_parameters
 from colonnade.tune import merge_experts, prune, score_experts, to_dense
 from harness.report import Cell, Headline, folder_of, report
 from harness.rows import line
+from harness.torch_training import update
 
 WINDOW, CALIBRATION = 512, 64
 SHAPE = ModelConfig(
@@ -90,10 +91,7 @@ def train(model: Transformer, text: Text, steps: int, batch: int, teacher: Trans
                 target_TV = teacher(*inputs(windows[:, :-1]), Rows()).log_softmax(1)
             kl = F.kl_div(logits_TV.log_softmax(1), target_TV, reduction="batchmean", log_target=True)
             loss = 0.5 * F.cross_entropy(logits_TV, windows[:, 1:].flatten()) + 0.5 * kl
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        update(model, optimizer, loss)
         if step % 250 == 0 or step + 1 == steps:
             print(f"step {step}: {loss.item():.3f}, {time.perf_counter() - began:.0f} s", flush=True)
     model.requires_grad_(False)

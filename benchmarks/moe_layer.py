@@ -146,6 +146,14 @@ def choices(T: int, shape: Shape, load: str, device: str, rank: int = 0) -> Tens
     return (chance_E.log() + noise_TE).topk(shape.A).indices.to(device)
 
 
+def inputs_of(T: int, shape: Shape, load: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x_TD in bfloat16, the experts of each token, and their weights (T, A)."""
+    draw = torch.Generator().manual_seed(T)
+    x_TD = torch.randn(T, shape.D, generator=draw).bfloat16().to(device).requires_grad_()
+    weights_TA = torch.rand(T, shape.A, generator=draw).softmax(1).to(device).requires_grad_()
+    return x_TD, choices(T, shape, load, device), weights_TA
+
+
 def measure(
     clock: Clock, name: str, shape: Shape, args: argparse.Namespace, dense_flops: float, copy_bytes: float, rows: Rows
 ) -> None:
@@ -166,10 +174,7 @@ def measure(
         if time.perf_counter() > args.until:
             print(f"{name}, {T} tokens, {load}: skipped, {args.minutes:g} minutes are over", flush=True)
             continue
-        draw = torch.Generator().manual_seed(T)
-        x_TD = torch.randn(T, shape.D, generator=draw).to(dtype).to(device).requires_grad_()
-        ids_TA = choices(T, shape, load, device)
-        weights_TA = torch.rand(T, shape.A, generator=draw).softmax(1).to(device).requires_grad_()
+        x_TD, ids_TA, weights_TA = inputs_of(T, shape, load, device)
         exact = None
         for who, run in runs.items():
             if run is None or (args.who and who not in args.who):
@@ -230,13 +235,10 @@ def show(name: str, shape: Shape, args: argparse.Namespace, dense_flops: float) 
     weights, _ = stacks(shape, args.device, torch.bfloat16)
     run, leaves = ours(shape, weights), [w for w in weights if w is not None]
     for T, load in ((T, load) for T in args.tokens for load in args.loads):
-        draw = torch.Generator().manual_seed(T)
-        x_TD = torch.randn(T, shape.D, generator=draw).bfloat16().to(args.device).requires_grad_()
-        ids_TA = choices(T, shape, load, args.device)
-        weights_TA = torch.rand(T, shape.A, generator=draw).softmax(1).to(args.device).requires_grad_()
+        inputs = inputs_of(T, shape, load, args.device)
         back = T >= 1024 or args.tiny
         print(f"{name}, {T} tokens, {load}, forward{'+backward' if back else ''}:", flush=True)
-        once = functools.partial(one_pass, run, (x_TD, ids_TA, weights_TA), leaves, back=back)
+        once = functools.partial(one_pass, run, inputs, leaves, back=back)
         kernels = timeline(once, gpu=args.device == "cuda")
         for line in lines(kernels, 2 * T * shape.A * shape.D * shape.F, dense_flops):
             print(line, flush=True)

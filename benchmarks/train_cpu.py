@@ -31,6 +31,7 @@ from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import TrainStep
 from harness.paired_timing import Neighbours, timed, turns
 from harness.report import Headline, report
+from harness.torch_training import update
 
 CONFIG = preset("tour")
 TRAIN = TrainConfig(lr=3e-4, warmup=0, schedule="constant", clip=1.0)
@@ -69,10 +70,7 @@ def theirs(model: LlamaForCausalLM, batches: list[Batch], losses: list[float]) -
     def run(i: int) -> None:
         ids = batches[i % len(batches)].tokens_T.view(-1, batches[0].longest)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), TRAIN.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer, loss, TRAIN.clip)
         losses.append(loss.item())
 
     return run

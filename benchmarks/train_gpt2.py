@@ -28,6 +28,7 @@ from colonnade.train.train_step import TrainStep
 from colonnade.train.training_state import make_optimizer
 from harness.report import Headline, report
 from harness.rows import line
+from harness.torch_training import update
 from harness.training_jobs import filled, forget, random_batch
 
 SHAPES = {"124m": (12, 768, 12), "355m": (24, 1024, 16), "1.2b": (40, 1536, 16)}
@@ -69,10 +70,7 @@ def theirs(config: ModelConfig, batches: list[Batch], train: TrainConfig):
         batch = batches[i % len(batches)]
         ids = batch.tokens_T.view(-1, SEQUENCE)
         loss = run(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer, loss)
         return loss.detach()
 
     return step

@@ -55,6 +55,14 @@ def words(vocab_size: int) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
 
 
+def decode_rate(engine: Engine) -> float:
+    """Tokens per CPU second [1/s] until all requests of ``engine`` are complete."""
+    began, tokens = time.process_time(), 0
+    while engine.busy:
+        tokens += len(engine.step())
+    return tokens / (time.process_time() - began)
+
+
 def announced(who: str, took: Took) -> Took:
     """Print the time at once, since the other side may take minutes."""
     print(f"{who}: {sum(map(len, took.answers))} tokens in {took.seconds:.1f} s", flush=True)
