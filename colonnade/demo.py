@@ -34,8 +34,8 @@ from colonnade.train.trackers import ROUTING, read_rows
 
 PROMPTS = ("The state of our union is", "My fellow citizens, the year that has passed", "I ask the Congress to")
 BARS = "▁▂▃▄▅▆▇█"
-START_S = 90
-"""Time limit for the server to start [s]."""
+START_S = 900
+"""Time limit for the server to start [s]; a busy machine takes minutes."""
 
 console = Console(highlight=False)
 
@@ -68,12 +68,14 @@ def demo(folder: Path, port: int) -> None:
 
     _title(3, "One checkpoint, any layout: saved by two processes, loaded by one")
     tokens = Corpus(corpus).split("validation").read(0, run.data.sequence).tolist()
+    console.print("computing the same logits on two processes and on one")
     of_two = launch(_logits, (summary.checkpoint, run.plan, tokens), run.plan)
     model = api.load(summary.checkpoint, dtype="float32", device="cpu")
     difference = np.abs(model.logits(tokens).numpy() - of_two).max()
     console.print(f"largest difference of {of_two.size:,} logits: [bold]{difference:.2e}[/bold]")
 
     _title(4, "Serving it, and querying it with OpenAI's client")
+    console.print("starting the server")
     with _server(summary.checkpoint, port) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         name = client.models.list().data[0].id
@@ -178,6 +180,7 @@ def _server(checkpoint: Path, port: int) -> Iterator[str]:
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     timer = threading.Timer(START_S, server.kill)  # a server that never starts must not block the demo
+    started_s = time.monotonic()
     timer.start()
     try:
         assert server.stderr is not None
@@ -186,6 +189,11 @@ def _server(checkpoint: Path, port: int) -> Iterator[str]:
             if "http://" in line:
                 break
         else:
+            if time.monotonic() - started_s >= START_S:
+                raise ColonnadeError(
+                    f"the server did not start within {START_S} s; when the machine is less busy, run: "
+                    f"colonnade serve {checkpoint}"
+                )
             raise ColonnadeError(f"the server did not start: {''.join(lines).strip()}")
         timer.cancel()
         yield line[line.index("http://") :].split()[0].rstrip("/")

@@ -1,6 +1,7 @@
 """Common test setup: one thread per process, no network, fixed examples, GPU tests skipped without a GPU."""
 
 import os
+import signal
 from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background, whose programs inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.getoption("--exec"):
         fork_server.install()
 

@@ -6,6 +6,7 @@ shards -> pack -> micro-batches of this data rank                               
 every N steps: log metrics (run_log.py); validate; save(weights, moments, data cursor)   (training_state.py)
 """
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -199,6 +200,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        if not self._signal and self.world.rank == 0:
+            os.write(2, b"stopping after this step, then saving\n")  # print is not safe in a signal handler
         self._signal = number
 
     def received(self) -> Interrupted | None:

@@ -199,7 +199,8 @@ def test_unsupported_settings_are_refused() -> None:
     [
         (
             {"weights": "int3"},
-            "weights is 'int3'; it must be 'stored', 'dense', 'int8', 'int4', 'float8', 'int8_dynamic', 'ternary' or 'file'",
+            "weights is 'int3'; it must be 'stored', 'dense', 'int8', 'int4', 'float8', 'int8_dynamic', 'ternary' or "
+            "'file'",
         ),
         ({"weights": "INT8"}, "weights is 'INT8'; it must be 'stored'"),
         ({"weights": 8}, "weights is 8; it must be 'stored'"),

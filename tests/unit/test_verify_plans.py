@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
+from colonnade.config import EncoderConfig, ModelConfig, MoeConfig, Plan, RouterConfig
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import PlanError
 from colonnade.parallel.pipeline import schedule_supported
@@ -92,9 +92,12 @@ def test_plan_set_is_deterministic_and_starts_with_the_useful() -> None:
 
 MODEL_CHANGES = {
     "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "task_head",
-    "classes", "moe", "latent",
+    "classes", "moe", "latent", "encoder", "relative_positions",
 }  # fmt: skip
-MOE_CHANGES = {"experts", "active", "ffn_width", "shared_width", "first_k_dense_replace", "router"}
+ENCODER_CHANGES = {"layers", "ffn_width", "context", "first_k_dense_replace"}
+MOE_CHANGES = {
+    "experts", "active", "ffn_width", "shared_width", "first_k_dense_replace", "router", "capacity_tokens",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -107,11 +110,19 @@ def test_reduced_model_keeps_what_decides_layouts(name: str) -> None:
     }
     assert (small.moe is None) == (model.moe is None)
     assert (small.latent is None) == (model.latent is None)
+    assert (small.relative_positions is None) == (model.relative_positions is None)
+    assert (small.encoder is None) == (model.encoder is None)
+    if small.encoder is not None and model.encoder is not None:
+        unchanged = set(EncoderConfig.model_fields) - ENCODER_CHANGES
+        assert {field: getattr(small.encoder, field) for field in unchanged} == {
+            field: getattr(model.encoder, field) for field in unchanged
+        }
     if small.moe is not None and model.moe is not None:
         unchanged = set(MoeConfig.model_fields) - MOE_CHANGES
         assert {field: getattr(small.moe, field) for field in unchanged} == {
             field: getattr(model.moe, field) for field in unchanged
         }
+        assert bool(small.moe.capacity_tokens) == bool(model.moe.capacity_tokens)
         assert small.moe.experts <= 16
         assert all(small.moe.experts % n == 0 for n in (2, 4, 8) if model.moe.experts % n == 0)
     assert small.layers == 5
