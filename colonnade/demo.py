@@ -55,7 +55,7 @@ def demo(folder: Path, port: int) -> None:
         manifest = build(sotu_documents(), corpus, vocab_size=4096, progress=progress)
     console.print(f"{manifest.train.documents} speeches, {manifest.train.tokens:,} tokens in {corpus}")
 
-    _title(2, "Training a mixture of experts on two processes: tensor parallel attention, expert parallel MoE")
+    _title(2, "Training a mixture of experts on two processes (tp=2, ep=2)")
     run = settings(folder, corpus)
     for axis, ranks, share in run.plan.table(run.model):
         console.print(f"[bold]{axis:>6}[/bold] {ranks}  {share}")

@@ -145,9 +145,9 @@ def _clean(
         soft_wrap=True,
     )
     for name, (found, total) in report.overlap.items():
-        console.print(
-            f"{name}: {100 * found / max(total, 1):.2f}% of {total:,} 8-grams are in the corpus", soft_wrap=True
-        )
+        share = f"{name}: {100 * found / max(total, 1):.2f}% of {total:,} 8-grams are in the corpus"
+        why = " (shorter matches and common phrases stay)" if found else ""
+        console.print(share + why, soft_wrap=True)
     return cleaned
 
 

@@ -53,7 +53,7 @@ class Plan(Config):
     replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Replicas of the data-parallel group, each with its own samples (hybrid sharding, HSDP)."""
     reshard: bool = True
-    """FSDP frees gathered weights after the forward pass and gathers them again for the backward pass; False keeps
+    """Free gathered weights (FSDP) after the forward pass and gather them again for the backward pass; False keeps
     them, which is faster and takes more memory. A pipeline always keeps them until the end of the step."""
 
     ep: int = Field(default=1, ge=1, le=MAX_RANKS)

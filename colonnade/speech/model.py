@@ -31,7 +31,7 @@ from colonnade.errors import CheckpointError, DataError
 from colonnade.kernels import ctc
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
-from colonnade.model.transducer import Joint
+from colonnade.model.transducer_loss import Joint
 from colonnade.speech.features import Features, FrameStream
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor

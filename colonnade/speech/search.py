@@ -17,7 +17,7 @@ from colonnade.errors import DataError
 from colonnade.speech.predictor import Predictor, States
 
 LogProbs = Callable[[Tensor, Tensor], Tensor]
-"""(e_RD, p_RD) to log-probabilities (R, V): :meth:`colonnade.model.transducer.Joint.logprobs`."""
+"""(e_RD, p_RD) to log-probabilities (R, V): :meth:`colonnade.model.transducer_loss.Joint.logprobs`."""
 
 
 class GreedySearch:

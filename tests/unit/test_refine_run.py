@@ -324,7 +324,7 @@ def test_evaluation_texts_are_cut_and_reported(tmp_path):
     assert not any(sentence in document["text"] for document in kept)
     reasons = sorted(record["reason"] for record in records(tmp_path / "out", "decontaminate"))
     assert reasons[0].endswith("pieces are more than 10") and len(reasons) == 3
-    assert reasons[1:] == ["evaluation texts in 1 place; 1 pieces stay", "evaluation texts in 1 place; 2 pieces stay"]
+    assert reasons[1:] == ["evaluation texts in 1 place; kept 1 piece", "evaluation texts in 1 place; kept 2 pieces"]
     assert [document["id"][-3:] for document in kept if "-" in document["id"]].count("-01") == 1
     assert sum(common in document["text"] for document in kept) >= 9
     found, total = report.overlap["test.jsonl"]
@@ -332,7 +332,10 @@ def test_evaluation_texts_are_cut_and_reported(tmp_path):
     assert total == len(test_set)
     assert found == len(test_set & set().union(*(grams(document["text"], 8) for document in kept))) >= 7
     assert report.overlap["lines.txt"] == (0, 3 + 2)
-    assert "Test sets in the corpus" in (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert report.pieces == 3 and report.summary().endswith("; 3 pieces of cut documents stay")
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert "Test sets in the corpus" in page and "<td>pieces of cut documents</td><td>3</td>" in page
+    assert "<td>decontaminate</td><td>evaluation texts in 1 place; kept 1 piece</td>" in page
 
 
 def test_titles_language_and_named_filters(tmp_path, monkeypatch):

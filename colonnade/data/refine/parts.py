@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from colonnade.config import plural
 from colonnade.data.refine.near import BucketTable, label_components, near_copies, split_buckets
 from colonnade.data.refine.overlap import Grams, count_grams, cut
 from colonnade.data.refine.shingles import shingles
@@ -290,6 +291,6 @@ class Write(Part):
         if len(pieces) > most:
             remove("decontaminate", record, record["text"], f"{len(pieces)} pieces are more than {most}")
             return []
-        places = f"{len(pieces) - 1} place" + "s" * (len(pieces) > 2)
-        remove("decontaminate", record, record["text"], f"evaluation texts in {places}; {len(whole)} pieces stay")
+        reason = f"evaluation texts in {plural(len(pieces) - 1, 'place')}; kept {plural(len(whole), 'piece')}"
+        remove("decontaminate", record, record["text"], reason)
         return whole

@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ from colonnade.data.refine.storage import merge_lines, write_bytes, write_json
 
 if TYPE_CHECKING:
     from colonnade.data.refine.steps import Job
+
+
+EXAMPLES, EXAMPLE_CHARACTERS = 3, 160
+"""Removed documents of each step on the page, and the length of what it shows of each."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,13 @@ class Report:
     def summary(self) -> str:
         """``"100 documents read; length removed 20, exact 3, near 2"``."""
         parts = [f"{step} removed {number:,}" for step, (number, _) in self.removed.items() if number]
-        return f"{plural(self.read, 'document')} read; {', '.join(parts) or 'nothing was removed'}"
+        pieces = f"; {plural(self.pieces, 'piece')} of cut documents stay" if self.pieces else ""
+        return f"{plural(self.read, 'document')} read; {', '.join(parts) or 'nothing was removed'}{pieces}"
+
+    @property
+    def pieces(self) -> int:
+        """Documents that are pieces of those that decontaminate cut."""
+        return self.documents + sum(number for number, _ in self.removed.values()) - self.read
 
 
 def finish(job: "Job", out: Path) -> None:
@@ -72,7 +83,7 @@ def finish(job: "Job", out: Path) -> None:
     if (job.work / "documents").is_dir():
         shutil.rmtree(out / "documents", ignore_errors=True)
         (job.work / "documents").rename(out / "documents")
-    write_bytes(out / "report.html", html(report).encode())
+    write_bytes(out / "report.html", html(report, out / "removed").encode())
     write_json(out / "report.json", vars(report))
 
 
@@ -111,12 +122,13 @@ def _collect(job: "Job") -> Report:
     )  # fmt: skip
 
 
-def html(report: Report) -> str:
-    """The report as a page."""
+def html(report: Report, removed: Path) -> str:
+    """The report as a page, with examples from the folder of removed documents."""
     steps = {step: pair for step, pair in report.removed.items() if pair[0]}
     rows = [
         ("read", report.read, ""),
         *((step, *pair) for step, pair in steps.items()),
+        *([("pieces of cut documents", report.pieces, "")] if report.pieces else []),
         ("stay", report.documents, report.size_bytes),
     ]
     parts = [
@@ -129,6 +141,8 @@ def html(report: Report) -> str:
                 "Documents removed by each step", lambda axes: _bars(axes, {k: v[0] for k, v in steps.items()})
             )
         )
+        columns = ("step", "reason", "source", "text")
+        parts += [html_report.heading("Removed, for example"), html_report.table(columns, _examples(removed))]
     if report.lengths:
         names = {f"{1 << k >> 1:,}": v for k, v in report.lengths.items()}
         parts.append(
@@ -149,7 +163,10 @@ def html(report: Report) -> str:
         rows = [(name, found, total, f"{shares[name]:.2f}%") for name, (found, total) in report.overlap.items()]
         parts += [
             html_report.heading("Test sets in the corpus"),
-            html_report.paragraph("The share of a test set's distinct 8-grams that occur in the documents that stay."),
+            html_report.paragraph(
+                "The share of a test set's distinct 8-grams that occur in the documents that stay. Decontamination "
+                f"cuts longer matches that occur fewer than {report.recipe['common']:,} times; common phrases stay."
+            ),
             html_report.table(("test set", "found", "8-grams", "share"), rows),
             html_report.plot("8-grams of test sets found in the corpus [%]", lambda axes: _bars(axes, shares)),
         ]
@@ -159,6 +176,17 @@ def html(report: Report) -> str:
         html_report.table(("key", "value"), [(k, str(v)) for k, v in report.recipe.items()]),
     ]
     return html_report.page("Cleaned corpus", parts)
+
+
+def _examples(removed: Path) -> list[tuple[str, str, str, str]]:
+    """(step, reason, source, start of the text) of the first documents that each step removed."""
+    rows = []
+    for file in sorted(removed.glob("*.jsonl")):
+        with file.open(encoding="utf-8") as lines:
+            for record in map(json.loads, islice(lines, EXAMPLES)):
+                text = record["text"][:EXAMPLE_CHARACTERS]
+                rows.append((file.stem, record["reason"], record["source"], text))
+    return rows
 
 
 def _most(sources: dict[str, int], count: int = 50) -> list[tuple[str, int]]:
