@@ -4,8 +4,9 @@
 
 The first size is cleaned with each number of workers, in turns (the median counts), other sizes with the last one.
 Copies of the passages of speeches in which a quarter of the words differ, so that they are no near copies. Give it an
-idle core for each worker: the times are wall times. Memory is the highest resident set of a process that datatrove's
-tasks run in, without the files that it maps.
+idle core for each worker: the times are wall times. The row ``independent`` is the machine's own limit: as many
+processes at once, each cleaning a corpus of its own with one worker. Memory is the highest resident set of a process
+that datatrove's tasks run in, without the files that it maps.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import json
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
-from multiprocessing import forkserver
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,18 @@ def measure(copies: int, workers: int, count: int | None) -> dict[str, Cell]:
     }  # fmt: skip
 
 
+def measure_independent(copies: int, processes: int, count: int | None) -> dict[str, Cell]:
+    """As many cleanings at once as there are ``processes``, each with one worker."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        rows = list(pool.map(measure, [copies] * processes, [1] * processes, [count] * processes))
+    seconds = max(float(row["seconds"] or 0) for row in rows)
+    size = sum(float(row["megabytes"] or 0) for row in rows)
+    return {
+        **rows[0], "workers": f"{processes} independent", "megabytes": round(size, 1), "seconds": seconds,
+        "mb_per_s": round(size / seconds, 2),
+    }  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
@@ -110,12 +125,15 @@ def main(argv: list[str] | None = None) -> Any:
     rows = list[dict[str, Cell]]()
     path, folder = None, folder_of(args.out, toy=args.tiny)
     count, first = 50 if args.tiny else None, args.copies[0]
-    found: dict[int, list[dict[str, Cell]]] = {workers: [] for workers in args.workers}
+    measures = [partial(measure, first, workers, count) for workers in args.workers]
+    if args.workers[-1] > 1:
+        measures.append(partial(measure_independent, first, args.workers[-1], count))
+    turns: list[list[dict[str, Cell]]] = [[] for _ in measures]
     for _ in range(args.turns):
-        for workers, own in found.items():
-            own.append(measure(first, workers, count))
+        for each, own in zip(measures, turns, strict=True):
+            own.append(each())
             print(own[-1], flush=True)
-        rows = [sorted(own, key=lambda row: float(row["seconds"] or 0))[len(own) // 2] for own in found.values()]
+        rows = [sorted(own, key=lambda row: float(row["seconds"] or 0))[len(own) // 2] for own in turns]
         path = _write(rows, args.workers, folder)  # what is measured stays if the benchmark is stopped
     for copies in args.copies[1:]:
         rows.append(measure(copies, args.workers[-1], count))

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 import corpus_clean
@@ -23,8 +24,9 @@ def test_cleaning_benchmark(tmp_path):
 
 def test_workers_benchmark(tmp_path):
     record = json.loads(corpus_workers.main(["--tiny", "--copies", "2", "--out", str(tmp_path)]).read_text())
-    one, two = record["rows"]
-    assert [row["stay"] for row in (one, two)] == [100, 100] and two["peak_worker_mb"] > 10
+    one, two, independent = record["rows"]
+    assert [row["stay"] for row in record["rows"]] == [100] * 3 and two["peak_worker_mb"] > 10
+    assert independent["megabytes"] == pytest.approx(2 * one["megabytes"], abs=0.1)
 
 
 def test_evaluation_benchmark(tmp_path, monkeypatch):
