@@ -545,7 +545,7 @@ def test_eval_reports_progress(
     main(argv)
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "scoring" and len(lines) > 1
-    assert all(re.fullmatch(rf"scoring: {done} of \d+ windows?", line) for done, line in enumerate(lines))
+    assert all(re.fullmatch(r"scoring: \d+ of \d+ windows", line) for line in lines)
 
 
 def test_corpus_and_train_on_user_text(
