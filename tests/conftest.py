@@ -39,7 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background, whose programs inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not config.getoption("--exec"):
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Not earlier: packages that test modules import set variables, and programs are forked only with the same ones.
+    if not session.config.getoption("--exec"):
         fork_server.install()
 
 
