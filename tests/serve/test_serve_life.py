@@ -243,6 +243,7 @@ def test_engine_that_cannot_start_gives_a_one_line_error():
     assert err.startswith("CapacityError: --serve.cache_bytes 7 holds no page of 16 tokens")
 
 
+@pytest.mark.exec  # a forked engine is ready in less than the delay
 @pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGINT, 0), (signal.SIGTERM, 0.5)])
 def test_signal_while_loading_stops_the_server(number: signal.Signals, delay_s: float):
     with start() as starting:
