@@ -114,7 +114,7 @@ def test_the_verb_sums_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no comparisons"), ("{}\n", "line 1 is not a comparison"), ("[]\n", "line 1 is no comparison"),
+        ("", "has no comparisons"), ("{}\n", "line 1 is not a comparison"), ("[]\n", "line 1 is not a comparison"),
         ("nonsense", "line 1 is not a comparison"), (None, "No such file"),
     ],
 )  # fmt: skip
