@@ -10,7 +10,7 @@ from colonnade.config import Plan
 from colonnade.errors import DataError
 from colonnade.kernels.ctc import align, greedy, prefix_beam
 from colonnade.kernels.transducer.reference import transducer_loss
-from colonnade.model import transducer
+from colonnade.model import transducer_loss as transducer
 from colonnade.model.transducer_loss import Joint
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
