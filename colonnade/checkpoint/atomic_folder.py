@@ -13,7 +13,6 @@ them.
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -25,6 +24,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
+from colonnade.atomic_rename import fsync, rename_folder
 from colonnade.config import Config, file_suffix
 from colonnade.errors import CapacityError, CheckpointError, ConfigError
 
@@ -193,28 +193,10 @@ def rename_into_place(folder: Path) -> None:
     partial, old = partial_path(folder), folder.with_name(f".{folder.name}.old")
     for path in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         fsync(path)
-    if replaced := folder.exists():
-        if old.exists():  # left by a process that was killed before it could delete it
-            shutil.rmtree(old)
-        folder.rename(old)
-    try:
-        partial.rename(folder)
-    except OSError:
-        if replaced:
-            old.rename(folder)
-        raise
-    fsync(folder.parent)
-    if replaced:
+    replaced = folder.exists()
+    if replaced and old.exists():  # left by a process that was killed before it could delete it
         shutil.rmtree(old)
-
-
-def fsync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    rename_folder(partial, folder, old=old if replaced else None)
 
 
 def is_complete(folder: Path) -> bool:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from colonnade.atomic_rename import fsync
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.atomic_folder import DISK_FULL_ERRNOS, Digest, Manifest, check_disk_space
 from colonnade.checkpoint.tensor_index import DTYPES, INDEX, Entry, Index, Piece, split_key
@@ -103,7 +104,7 @@ class Writer(StorageWriter):
                 atomic_folder.write_tensors(path, tensors)
             except SafetensorError as why:
                 raise _write_error(path, why) from None
-            atomic_folder.fsync(path)
+            fsync(path)
             digest = atomic_folder.digest_of(path)
             for item in items:
                 chunk = item.tensor_data.chunk

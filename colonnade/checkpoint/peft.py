@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from colonnade.atomic_rename import fsync
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.atomic_folder import read_json
 from colonnade.checkpoint.hf import FAMILIES
@@ -129,7 +130,7 @@ def write_peft(folder: Path, adapter: Adapter, *, overwrite: bool = False) -> No
         atomic_folder.write_json(partial / CONFIG, config)
         atomic_folder.write_tensors(partial / WEIGHTS, tensors, {"format": "pt"})
         for name in (CONFIG, WEIGHTS):
-            atomic_folder.fsync(partial / name)
+            fsync(partial / name)
         atomic_folder.rename_into_place(folder)
     except BaseException:
         atomic_folder.remove_partial(folder)

@@ -3,11 +3,10 @@
 A corpus that it replaces is deleted only afterwards. A killed build leaves its temporary folder.
 """
 
-import os
 import secrets
-import shutil
 from pathlib import Path
 
+from colonnade.atomic_rename import rename_folder
 from colonnade.config import file_suffix
 from colonnade.data.manifest import MANIFEST
 from colonnade.errors import DataError
@@ -34,18 +33,5 @@ def temporary_folder(out: Path) -> Path:
 
 def publish(folder: Path, out: Path) -> None:
     """Rename the finished folder to ``out``; a corpus that it replaces is deleted only afterwards."""
-    old = folder.with_name(f"{folder.name}.old")
-    if replaces := (out / MANIFEST).is_file():
-        out.rename(old)
-    try:
-        folder.rename(out)
-    except OSError:
-        if replaces:
-            old.rename(out)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # sync the rename to disk, where directories can be opened
-        handle = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(handle)
-        os.close(handle)
-    if replaces:
-        shutil.rmtree(old)
+    replaces = (out / MANIFEST).is_file()
+    rename_folder(folder, out, old=folder.with_name(f"{folder.name}.old") if replaces else None)

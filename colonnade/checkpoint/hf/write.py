@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from colonnade.atomic_rename import fsync
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.hf import FAMILIES, config_to_hf
 from colonnade.checkpoint.hf.read import CONFIG, INDEX, WEIGHTS
@@ -201,7 +202,7 @@ def _finish(path: Path, texts: Mapping[str, Any], tokenizer: TokenizerWithIds | 
     if tokenizer is not None:
         tokenizer.save(folder)
     for file in folder.iterdir():
-        atomic_folder.fsync(file)
+        fsync(file)
     atomic_folder.rename_into_place(path)
 
 
