@@ -1,7 +1,8 @@
 """Upper bounds of a machine: read bandwidth of its memory, and rates of matrix products, by number of threads.
 
     bandwidth   bytes of a buffer larger than the caches / time of the fastest torch reduction over it
-    products    2 N³ / time of an (N, N) product; int8 is oneDNN's product of uint8 and int8, on a CPU
+    products    2 N³ / time of an (N, N) product; int8 is oneDNN's product of uint8 and int8, on a CPU. N is smaller for
+                number formats that the processor lacks, whose products are up to a hundred times slower
 
 The best of several runs counts, because other processes can only slow a run down.
 """
@@ -11,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ BUFFER_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
 """Size of the buffer that is read: larger than the caches of most machines."""
 
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
-"""N of the measured products."""
+"""N of the measured products, at most."""
 
 
 class Ceilings(NamedTuple):
@@ -42,11 +44,11 @@ def measure_ceilings(
     size = size or PRODUCT_SIZE[device]
     for count in counts:
         with use_threads(count):
-            products = dict(_products(device, size))
-            each_s = budget_s / len(counts) / (len(products) + 1)
+            formats = _products(device)
+            each_s = budget_s / len(counts) / (len(formats) + 1)
             most = free_bytes(torch.device(device)) // 4
             bandwidth = read_bandwidth(device, buffer_bytes or min(most, BUFFER_BYTES[device]), each_s)
-            flops = {name: 2 * size**3 / fastest(run, device, each_s) for name, run in products.items()}
+            flops = {name: _rate(make, device, size, each_s) for name, make in formats.items()}
         yield Ceilings(count, bandwidth, flops)
 
 
@@ -81,15 +83,36 @@ def _seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def _products(device: str, size: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(number format, product) of those that the device has."""
-    a = torch.randn(size, size, device=device)
+def _rate(make: Callable[[int], Callable[[], object]], device: str, size: int, budget_s: float) -> float:
+    """Operations per second of the product that ``make`` returns for a size, at most ``size``.
+
+    The size doubles from 256 as long as the next product is expected to take less than ``budget_s``.
+    """
+    now = min(size, 256)
+    best = fastest(make(now), device, 0)
+    while now < size and 8 * best < budget_s:
+        now = min(size, 2 * now)
+        best = fastest(make(now), device, budget_s if now == size else 0)
+    return 2 * now**3 / best
+
+
+def _products(device: str) -> dict[str, Callable[[int], Callable[[], object]]]:
+    """By number format that the device has: a function that makes the (N, N) product for N."""
+
+    def product(dtype: torch.dtype, size: int) -> Callable[[], object]:
+        a = torch.randn(size, size, device=device).to(dtype)
+        return lambda: a @ a
+
+    def int8(size: int) -> Callable[[], object]:
+        x = torch.randint(0, 255, (size, size), dtype=torch.uint8)
+        return int8_product(x, torch.randn(size, size).to(torch.int8))
+
+    formats: dict[str, Callable[[int], Callable[[], object]]] = {"bfloat16": partial(product, torch.bfloat16)}
     if device == "cpu":
-        yield "float32", lambda: a @ a
-    b = a.bfloat16()
-    yield "bfloat16", lambda: b @ b
-    if device == "cpu" and hasattr(torch.ops.onednn, "qlinear_prepack"):
-        yield "int8", int8_product(torch.randint(0, 255, (size, size), dtype=torch.uint8), b.to(torch.int8))
+        formats = {"float32": partial(product, torch.float32), **formats}
+        if hasattr(torch.ops.onednn, "qlinear_prepack"):
+            formats["int8"] = int8
+    return formats
 
 
 def int8_product(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> Callable[[], torch.Tensor]:
