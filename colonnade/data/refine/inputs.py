@@ -19,7 +19,7 @@ from colonnade.data.refine.steps import File, Job, Unit, save_unit
 from colonnade.data.refine.storage import line, write_lines
 from colonnade.errors import ConfigError, DataError
 
-UNIT_BYTES = 32 << 20
+UNIT_BYTES = 8 << 20
 """Approximate amount of text per task of the first stage."""
 MAX_STRIPES = 16
 """Tasks that share a file: each reads all of it and takes every sixteenth document."""
@@ -105,7 +105,7 @@ def make_job(work: Path, recipe: Recipe, files: list[File], options: ReadOptions
             parts = min(MAX_STRIPES, math.ceil(size / UNIT_BYTES))
             units += [Unit((file,), part, parts) for part in range(parts)]
             continue
-        if group and group_bytes + size > UNIT_BYTES // 8:
+        if group and group_bytes + size > UNIT_BYTES // 2:
             units.append(Unit(tuple(group), 0, 1))
             group, group_bytes = [], 0
         group.append(file)
