@@ -80,10 +80,13 @@ With --dist loadfile each worker takes one file at a time; a long file started l
 
 
 def mark_unsampled_cases(items: list[pytest.Item]) -> None:
-    """Mark all but ``count`` evenly spaced cases of each test with ``sample(count)`` as slow."""
+    """Mark all but ``count`` evenly spaced cases of each test with ``sample(count)`` as slow.
+
+    Cases that are slow or long by their own marks are not counted.
+    """
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample"):
+        if item.get_closest_marker("sample") and not any(map(item.get_closest_marker, ("slow", "long"))):
             groups.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
     for cases in groups.values():
         mark = cases[0].get_closest_marker("sample")

@@ -65,6 +65,7 @@ def history(run: RunConfig) -> dict[int, tuple[float, ...]]:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "plan"),
     [

@@ -128,6 +128,7 @@ def _fit(run: RunConfig) -> None:
     train(run, (), example_feed(run, examples(), examples(7)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plan", "then"),
     [
@@ -194,6 +195,7 @@ def test_tuned_model_loads_and_can_be_tuned_again(tmp_path: Path) -> None:
                 assert_same(after[name], before[name], 1e-9, name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["pre_pretraining", "post_masked"])
 @pytest.mark.parametrize("plan", [Plan(pp=2, tp=2), Plan(dp=4)], ids=str)
 def test_start_checkpoint_loads_all_weights_under_any_plan(name: str, plan: Plan, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
     return base_results
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CHANGES_WEIGHTS)
 def test_setting_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
     value, train, model = CHANGES_WEIGHTS[name]
@@ -180,6 +180,7 @@ def test_setting_changes_validations(name: str, base: Callable[..., Tuned], tmp_
     assert losses != others, f"train.{name} is ignored"
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CHANGES_NOTHING)
 def test_setting_is_honoured_and_changes_no_weight(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
     train, honoured = CHANGES_NOTHING[name]

@@ -83,6 +83,7 @@ def settings(teachers, name="dense", **changes) -> DistillConfig:
     return DistillConfig(**{"teacher": str(teachers[name]), "mix": 0.3, "temperature": 1.5, **changes})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("teacher", "changes", "plan", "micro"),
     [

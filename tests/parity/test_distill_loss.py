@@ -153,6 +153,7 @@ def _on_ranks(tp: int, name: str) -> tuple[torch.Tensor, ...]:
         return (total.detach(), *torch.autograd.grad(total, (x, w)))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", ["kl", "reverse", "jsd", "dist", "hidden"])
 @pytest.mark.xdist_group("worlds")

@@ -66,6 +66,7 @@ def plans() -> list:
     return [pytest.param(plan, id=str(plan), marks=[pytest.mark.slow] if plan in slow else []) for plan in found]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("plan", plans())
 @pytest.mark.xdist_group("worlds")
 def test_every_plan_draws_the_same_masks(plan: Plan) -> None:
@@ -89,6 +90,7 @@ def long_run_plans() -> list:
     return [pytest.param(plan, id=str(plan), marks=[] if plan in quick else [pytest.mark.long]) for plan in every]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", long_run_plans())
 @pytest.mark.xdist_group("worlds")
 def test_twenty_steps_equal_one_process(plan: Plan) -> None:

@@ -93,6 +93,7 @@ rest of the product is `long`.
 """
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -107,6 +108,7 @@ def test_any_grid_equals_one_process(name: str, plan: Plan) -> None:
     run(plan.world, _check, MOES[name], plan, rates)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "plan", [Plan(tp=4, ep=2, etp=2), Plan(tp=4, ep=2, etp=2, hierarchical_a2a_size=2, sequence_parallel=True)]
 )

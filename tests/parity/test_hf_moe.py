@@ -135,6 +135,7 @@ def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path)
     assert all(torch.equal(weights[name], original[name].to(weights[name].dtype)) for name in weights)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("case", "plan"),
     [
@@ -157,6 +158,7 @@ def test_any_dense_layout_loads_and_saves_the_same_model(case: str, plan: Plan, 
     assert same_files(tmp_path / "hf", tmp_path / "out")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("case", "plan"),
     [

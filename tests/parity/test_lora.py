@@ -219,6 +219,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert meta.run.train.lr == pytest.approx(2e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_gradients_over_a_quantised_base_equal_plain_torch(kind: str, tmp_path: Path) -> None:
     """The losses and norms are those over a base that was dequantised before; bit for bit after a resume."""

@@ -57,6 +57,7 @@ def history(run: RunConfig, keys: tuple[str, ...] = (*LOSSES, "moe/balance")) ->
     return [row[key] for row in read_rows(run.folder) for key in keys if key in row]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("plan", "then", "over"),
     [
@@ -151,6 +152,7 @@ def _adapting(run: RunConfig) -> list[str]:
     return [line for line in messages if line.startswith("layer")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("freeze", "plan", "dtype"),
     [

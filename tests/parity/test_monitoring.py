@@ -161,6 +161,7 @@ def _oom_at_start(config: RunConfig) -> tuple[str, dict[str, int], memory.Memory
         return str(caught.value), estimated, found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
 def test_oom_before_the_first_step(config: RunConfig, plan: Plan, dtype: str) -> None:

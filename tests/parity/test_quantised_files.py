@@ -233,6 +233,7 @@ def _attention(weights: dict[str, torch.Tensor], i: int) -> torch.Tensor:
     return torch.cat(heads)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_files_dequantise_bit_for_bit(name, tmp_path) -> None:
     config, pack = FOREIGN[name]

@@ -94,6 +94,7 @@ def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[
         return logits, [one.token_ids for one in tokens], bits
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("weights", "name", "plan"),
     [

@@ -44,6 +44,7 @@ def test_greedy_tokens_equal_the_reference_forward(name: str, cp: int) -> None:
     assert pages == 16 / cp + 1, "a share of the pages, and one scratch page"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("cache", "plan"),
     [

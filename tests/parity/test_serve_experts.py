@@ -15,6 +15,7 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "plan", "ahead"),
     [

@@ -87,6 +87,7 @@ def test_all_ranks_have_the_pages_of_the_one_with_least_memory() -> None:
     assert first == second == pytest.approx(affordable_pages(least, int(0.95 * (30 << 20))), rel=0.01)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"etp": 2}, {}], ids=["ep", "etp", "copies"])
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_with_experts_generate_the_tokens_of_one(grid: dict) -> None:

@@ -49,17 +49,16 @@ def _check_all_plans(world: int, case: str) -> None:
         _check_training(plan, case)
 
 
-LONG = ("qwen3", 4), ("bert", 4)
-"""Three processes must also cover what these have beyond llama and megatron-bert."""
+MARKS = {
+    **{key: [pytest.mark.long] for key in (("qwen3", 4), ("bert", 4))},
+    **{key: [pytest.mark.slow] for key in (("gpt2", 3), ("megatron-bert", 3), ("llama", 4), ("megatron-bert", 4))},
+}
+"""Without these every family still trains on two processes, and on three or four; gpt2 under every plan of four."""
 
 
 @pytest.mark.parametrize(
     ("case", "world"),
-    [
-        pytest.param(case, world, marks=[pytest.mark.long] if (case, world) in LONG else [])
-        for case in CASES
-        for world in (1, 2, 3, 4)
-    ],
+    [pytest.param(case, world, marks=MARKS.get((case, world), [])) for case in CASES for world in (1, 2, 3, 4)],
 )
 @pytest.mark.xdist_group("worlds")
 def test_training_equals_one_process(case: str, world: int) -> None:

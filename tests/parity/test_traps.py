@@ -98,6 +98,7 @@ def _uneven(case: str, V: int, tp: int) -> list[int]:
         return [rows]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("V", "rows"), [(101, [34, 34, 33]), (7, [3, 3, 1])])
 def test_uneven_vocabularies_are_not_padded(V: int, rows: list[int]) -> None:
     """Trap: padding by the plan changes the softmax's sum, or the checkpoint, from layout to layout."""
@@ -164,6 +165,7 @@ def _norm(plan: Plan, case: str) -> None:
         assert plan.tp == 1 or abs(twice / right - 1) > 1e-8, "counting twice would be visible"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "plan", [Plan(tp=2), Plan(tp=2, sequence_parallel=True), Plan(pp=2), Plan(replicate=2)], ids=str
 )
@@ -201,6 +203,7 @@ def _experts_norm(plan: Plan) -> None:
         assert_same(out.norm, right, what=str(plan))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
 def test_gradient_norm_counts_each_expert_once(plan: Plan) -> None:
     """Trap: every copy of an expert is counted, or only those of the first ranks."""
@@ -222,6 +225,7 @@ def _expert_gradients(plan: Plan) -> None:
             assert whole.abs().max() > 1e-6, "a factor of 2 would be visible"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
 def test_expert_gradients_are_summed_over_their_ranks(plan: Plan) -> None:
     """Trap: expert gradients are scaled by the number of data ranks, not all of which hold or feed the expert."""
@@ -282,6 +286,7 @@ def _losses(config: RunConfig) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(cp=2), Plan(pp=2)], ids=str)
 def test_resumed_run_is_bitwise_the_uninterrupted_one(corpus: Path, tmp_path: Path, plan: Plan) -> None:
     """Trap: the checkpoint lacks state: a moment, Adam's step count, the data position, a generator."""

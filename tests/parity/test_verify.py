@@ -86,6 +86,7 @@ ONLY_CHECK = {
 """Faults that no other check may report: `step` and `loss` of the second step follow from a wrong clip."""
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("fault", "plan", "check", "where"), FAULTS, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in FAULTS]
 )
@@ -143,6 +144,7 @@ def test_bidirectional_decoder(tmp_path: Path) -> None:
         assert all(set(result.errors) == set(CHECKS) - {"tokens"} for result in results)
 
 
+@pytest.mark.slow
 def test_three_processes(tmp_path: Path) -> None:
     """16 micro-batches do not divide by 3: one data rank would wait for ever for the others' gathers."""
     plans = [Plan(dp=3), Plan(pp=3, schedule="interleaved", stages=2), Plan(cp=3)]

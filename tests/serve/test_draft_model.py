@@ -79,6 +79,7 @@ def check_texts(count: int, plain: Engine, drafted: Engine) -> Stats:
     return drafted.stats
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("noise", NOISE)

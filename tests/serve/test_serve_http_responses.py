@@ -82,6 +82,7 @@ def test_a_stream_of_text_joins_to_the_whole(client: openai.OpenAI):
     assert events[2].item.content == [] and events[2].item.status == "in_progress"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_a_stream_of_calls_joins_to_the_whole(client: openai.OpenAI, choice: Any):
     body = {"seed": 2, "logit_bias": {**BLANKS, "300": 100} if choice == "auto" else BLANKS}

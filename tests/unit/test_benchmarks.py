@@ -108,6 +108,7 @@ def test_cost_growth_benchmark(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_weak_scaling_benchmark_and_peers() -> None:
     """torch's layouts compute the same loss with and without sequence parallelism, on one rank and on two."""
     rows = rows_of(weak_scaling.jobs(True, [1, 2], weak_scaling.WHO))
@@ -339,6 +340,7 @@ def test_decode_model_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "has no record of this benchmark: measure first" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_compress_benchmark(tmp_path: Path) -> None:
     compress_benchmark.main(["--tiny", "--out", str(tmp_path)])
     rows = {row["what"]: row for row in json.loads((tmp_path / "compress_tiny.json").read_text())["rows"]}

@@ -22,6 +22,7 @@ def test_cleaning_benchmark(tmp_path):
     assert whole["texts_kept"] <= near["texts_kept"] and record["headlines"][0]["peer_value"] == peer["mb_per_cpu_s"]
 
 
+@pytest.mark.slow
 def test_workers_benchmark(tmp_path):
     record = json.loads(corpus_workers.main(["--tiny", "--copies", "2", "--out", str(tmp_path)]).read_text())
     one, two, independent = record["rows"]
@@ -38,6 +39,7 @@ def test_evaluation_benchmark(tmp_path, monkeypatch):
     assert all(row["largest_difference_nats"] < 0.02 and row["same_greedy"] == 8 for row in record["rows"])
 
 
+@pytest.mark.slow
 def test_duplicates_study(tmp_path):
     record = json.loads(duplicates_study.main(["--tiny", "--out", str(tmp_path)]).read_text())
     clean, dirty = record["rows"]

@@ -87,6 +87,7 @@ def classifier(features_NF: np.ndarray, order: np.ndarray) -> float:
     return float(((net(x_NF[half:])[:, 0] > 0) == (y_N[half:] > 0)).float().mean())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence", [32, 128, 512])
 def test_no_surface_feature_reveals_the_order(speeches: Corpus, sequence: int) -> None:
     vocabulary, objective = MaskingVocabulary.of(speeches.tokenizer), pairs(speeches, sequence)

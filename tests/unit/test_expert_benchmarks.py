@@ -29,6 +29,7 @@ def test_benchmarks_skip_without_gpus(capsys: pytest.CaptureFixture[str], monkey
         assert "skipped: needs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_expert_parallel_benchmark(tmp_path: Path) -> None:
     """Covers every option of both layouts, the peer, auto and turns; hidden time follows the formula."""
     task = expert_parallel.Task(("qwen3",), ("zipf",), (1, 4), True, 24, True, True, 1, tmp_path, "it", 600.0)
@@ -59,6 +60,7 @@ def test_expert_parallel_benchmark(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_moe_study_benchmark(tmp_path: Path) -> None:
     corpus = small(tmp_path / "corpus")
     out = tmp_path / "out"

@@ -192,6 +192,7 @@ def _shares_of(logits_RV: torch.Tensor) -> list[int]:
     return sampler.sample(mine, MIXED, tp, V).tolist()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("V", [1, 2, 5, 7, 1001, 3000])
 @pytest.mark.xdist_group("worlds")
 def test_vocabulary_parallel_ranks_choose_as_one_rank(V: int):
