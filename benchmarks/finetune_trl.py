@@ -8,14 +8,19 @@ SFT: completions of 20 to 200 tokens, 8 in a batch; TRL pads them, ours are pack
 rank 16 at all matrices of the blocks, TRL's by PEFT. GRPO: 4 prompts with 8 answers of 64 tokens each, on a GPU also of
 256, rewarded by length; TRL samples with transformers' generate. A step's time is the median over the later steps, with
 everything that a step does; ``exact_s`` is that with ``--tune.exact``. Tokens of the padding do not count. Nothing is
-compiled, but for ``compiled_s`` of SFT on a GPU, the default there, which pads batches to one shape.
+compiled, but for ``compiled_s`` of SFT on a GPU, the default there, which pads batches to one shape. Each side has a
+process of its own: ours with the OpenMP settings of the command line, TRL's with the defaults and as many threads.
 """
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +30,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from colonnade.config import LoraConfig, TrainConfig, TuneConfig
+from colonnade.cores import child_placement, read_machine
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.grpo import RewardFeed
@@ -168,9 +174,35 @@ def theirs(
     return [b - a for a, b in zip(clock.at, clock.at[1:], strict=False)]
 
 
+class Side:
+    """A process of its own for one side; it starts with the environment of this one."""
+
+    def __init__(self) -> None:
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._pool.submit(gc.collect).result()
+
+    def run(self, measured: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The result of ``measured``, whose memory is freed."""
+        result = self._pool.submit(measured, *args, **options).result()
+        self._pool.submit(_free).result()
+        return result
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], list[Headline]]:
     rows: list[dict[str, Cell]] = []
     heads: list[Headline] = []
+    os.environ.setdefault("OMP_NUM_THREADS", str(read_machine().usable))
+    peer_side = Side()
+    with child_placement(None, os.environ):
+        our_side = Side()
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, size, device)
@@ -180,8 +212,9 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
             data = conversations(batch * steps)
             file = folder / f"{method}.jsonl"
             file.write_text("\n".join(json.dumps(row) for row in data))
-            mine, tokens, refresh_s = ours(folder, file, method, steps, device, batch, compiled=False, answer=answer)
-            peer = theirs(folder, data, method, steps, device, batch, answer)
+            common = folder, file, method, steps, device, batch
+            mine, tokens, refresh_s = our_side.run(ours, *common, compiled=False, answer=answer)
+            peer = peer_side.run(theirs, folder, data, *common[2:], answer)
             late: Callable[[list[float]], float] = lambda s: statistics.median(s[len(s) // 3 :])  # noqa: E731
             row: dict[str, Cell] = {
                 "method": method, "model": f"{SIZES[size][0]} layers, width {SIZES[size][1]}", "device": device,
@@ -194,20 +227,20 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
                     "refresh_s": round(refresh_s, 4),
                     "refresh_share": round(refresh_s / late(mine), 4),
                 }
-                exact_s = late(ours(folder, file, method, steps, device, batch, exact=True, answer=answer)[0])
+                exact_s = late(our_side.run(ours, *common, exact=True, answer=answer)[0])
                 row |= {"exact_s": round(exact_s, 4), "exact_over_ours": round(exact_s / late(mine), 2)}
                 heads.append(Headline(f"GRPO step, 32 answers of {answer} tokens", late(mine), "s", "TRL", late(peer)))
             else:
                 if device == "cuda" and method == "sft":
-                    row["compiled_s"] = round(late(ours(folder, file, method, steps, device, batch)[0]), 4)
+                    row["compiled_s"] = round(late(our_side.run(ours, *common)[0]), 4)
                 rates = tokens / late(mine), tokens / late(peer)  # both see all rows once, in another order
                 row |= {"ours_tokens_per_s": round(rates[0]), "trl_tokens_per_s": round(rates[1])}
                 what = "SFT with LoRA" if method == "lora" else "SFT"
                 heads.append(Headline(f"{what}, 8 conversations a step", rates[0], "tokens/s", "TRL", rates[1]))
             rows.append(row)
             print(line(row), flush=True)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+    our_side.close()
+    peer_side.close()
     return rows, heads
 
 

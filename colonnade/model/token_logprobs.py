@@ -105,6 +105,8 @@ def score_logits(
     V = vocab_size or z_Rv.shape[1]
     shard, first = -(-V // tp.size), tp.part(V)[0]
     z_Rv = z_Rv if z_Rv.dtype == torch.float64 else z_Rv.float()
+    if tp.size == 1 and not top:
+        return _score_whole_rows(z_Rv, targets_R, rowwise=rowwise)
     if missing := shard - z_Rv.shape[1]:  # the last rank may have fewer tokens, or none
         z_Rv = F.pad(z_Rv, (0, missing), value=-math.inf)
     local_max_R, column_R = z_Rv.max(1)  # the first of equal maxima
@@ -136,6 +138,20 @@ def score_logits(
         ids_RK = _gather_ranks(ids_RK, tp).gather(1, order)
     top_RK, ids_RK = top_RK[:, :count], ids_RK[:, :count]
     return TokenScores(logp_R, greedy_R, top_RK - max_R[:, None] - log_sum_R[:, None], ids_RK)
+
+
+def _score_whole_rows(z_RV: Tensor, targets_R: Tensor, *, rowwise: bool) -> TokenScores:
+    """Scores without alternatives on one rank, without sums over ranks: 8 launches on a GPU in the place of 28."""
+    valid_R, index_R = targets_R != IGNORE, targets_R.clamp(min=0)
+    max_R, column_R = z_RV.max(1)
+    if rowwise:
+        sum_R1 = sum_pairwise(by_row_(torch.exp_, z_RV - max_R[:, None]))[:, None]
+        target_R = z_RV.gather(1, index_R[:, None])[:, 0]
+        logp_R = target_R - max_R - by_row_(torch.log_, sum_R1.clone())[:, 0]
+    else:
+        logp_R = z_RV.log_softmax(1).gather(1, index_R[:, None])[:, 0]
+    none_R0 = z_RV.new_empty(len(z_RV), 0)
+    return TokenScores(torch.where(valid_R, logp_R, 0.0), valid_R & (column_R == index_R), none_R0, none_R0.long())
 
 
 def sum_pairwise(x_Rv: Tensor) -> Tensor:

@@ -88,6 +88,11 @@ class CudaGraphRunner:
         if self.pool is not None:
             self.pool = torch.cuda.graph_pool_handle()  # that of deleted graphs is freed with them
 
+    def forget_plans(self) -> None:
+        """Make new split plans in the next step of each size: sums are then cut as in a new engine."""
+        for batch in self._batches.values():
+            batch.planned = None
+
     def _batch_rows(self, work: Work) -> list[int]:
         """The row of each slice: its request's own, or consecutive ones if none are assigned or ranks share a cache."""
         rows = [piece.batch_row for piece in work.slices]
@@ -174,7 +179,8 @@ class _PaddedBatch:
         self.sources = None if encoder is None else SourceTables(self.cache, size, encoder.context, self.scratch)
         self._graphs: dict[bool, _CapturedGraph] = {}
         """Without and with shared prefixes."""
-        self._planned: PlannedBatch | None = None
+        self.planned: PlannedBatch | None = None
+        """The batch of the current split plans; None: new ones are needed."""
         # Collectives are no torch functions, so the recorder would not see them.
         self._records = runner.kernels == "native" and self.shard.is_whole and runner.model.axes.tp.size == 1
         """Whether the next step on a CPU is to be recorded."""
@@ -193,7 +199,7 @@ class _PaddedBatch:
     @property
     def cascade_keys(self) -> tuple[int, int]:
         """:attr:`Cascade.keys` of the last step."""
-        return self._planned.cascade_keys if self._planned else (0, 0)
+        return self.planned.cascade_keys if self.planned else (0, 0)
 
     def _write_inputs(self, work: Work, rows: Sequence[int], last_R: Tensor) -> list[int]:
         """Write ``work`` into the buffers; returns the lengths of all rows."""
@@ -269,7 +275,7 @@ class _PaddedBatch:
         with capture(self.runner.pool) as graph:
             logits = self._run(attend)
         self._graphs[shares_prefix] = _CapturedGraph(own.table, source_table, graph.replay, logits)
-        self._planned = None
+        self.planned = None
 
     def _prepare(self, table: PageTable, lengths: Sequence[int], context: int, *, shares_prefix: bool) -> None:
         """Replace the plans of ``table`` by ones in arrays that suffice for any batch of this size."""
@@ -283,7 +289,7 @@ class _PaddedBatch:
 
     def _update_plans(self, lengths: list[int], work: Work) -> bool:
         """Make new split plans unless the current ones are valid; returns whether they share a prefix."""
-        if self._planned is None or not self._planned.is_valid_for(lengths, self._tables):
+        if self.planned is None or not self.planned.is_valid_for(lengths, self._tables):
             page_tokens, new = self.cache.page_tokens, [1] * self.size
             options = {
                 "max_keys": self._max_keys, "ahead": PLAN_AHEAD_STEPS, "tables": self._tables,
@@ -298,11 +304,11 @@ class _PaddedBatch:
                 self._capture(lengths, work, shares_prefix=True)
             for key, (ready,) in self._graphs[planned.shares_prefix].table.plan_cache.items():
                 ready.update(plans[key])
-            self._planned = planned
-        source_table = self._graphs[self._planned.shares_prefix].source_table
+            self.planned = planned
+        source_table = self._graphs[self.planned.shares_prefix].source_table
         if self.sources is not None and source_table is not None:
             self.sources.update_plans(source_table)
-        return self._planned.shares_prefix
+        return self.planned.shares_prefix
 
     @property
     def _max_keys(self) -> int:

@@ -110,6 +110,8 @@ class EngineCore:
         assert self._in_flight is None, "a step that is in flight would mix old and new weights"
         self.scheduler.restart_all()
         self.cache.allocate()
+        if self.runner.graphs is not None:
+            self.runner.graphs.forget_plans()
         write(self.model)
 
     def release_cache(self) -> None:

@@ -97,9 +97,9 @@ def sample_and_score(
     which = slice(None) if len(rows) == len(args) else upload(rows, torch.int64, logits_Rv.device)
     top = max(each.logprobs for each in args)
     scored_Rv = logits_Rv[which]
-    if any(args[r].tempered for r in rows):
+    divisors = [max(args[r].temperature, MIN_TEMPERATURE) if args[r].tempered else 1.0 for r in rows]
+    if any(divisor != 1.0 for divisor in divisors):
         exact = torch.promote_types(scored_Rv.dtype, torch.float32)
-        divisors = [max(args[r].temperature, MIN_TEMPERATURE) if args[r].tempered else 1.0 for r in rows]
         scored_Rv = scored_Rv.to(exact) / upload(divisors, exact, scored_Rv.device)[:, None]
     return Sampled(tokens_R, score_logits(scored_Rv, tokens_R[which], tp, vocab_size, top=top, rowwise=rowwise))
 

@@ -1,9 +1,9 @@
-"""The serving engine inside the trainer: on the same ranks, with its own copy of the weights and a KV cache only
-between steps.
+"""The serving engine inside the trainer: on the same ranks, with its own copy of the weights and of a KV cache.
 
     refresh    the trainer's weights are copied into the engine's: gathered from FSDP's shards, adapters merged
     sample     the first tensor rank of each data rank schedules; the others run its work
-    release    the KV cache's memory is freed while the trainer computes
+    release    the KV cache's memory is freed while the trainer computes, unless the free memory beside it exceeds the
+               peak of the last step: CUDA graphs contain the cache's addresses, and would be captured in each step
 
 The engine has the tensor ranks of the trainer, so a tensor rank's shards are the same in both; each data rank has its
 own engine for its own prompts.
@@ -21,9 +21,11 @@ from colonnade.model import Transformer
 from colonnade.model.exact_forward import PAGE_TOKENS
 from colonnade.model.lora import is_adapter, merged_delta
 from colonnade.parallel.axis import Axes
+from colonnade.parallel.device_memory import usable_bytes
 from colonnade.parallel.fsdp import unsharded
 from colonnade.parallel.rendezvous import broadcast_text
 from colonnade.serve.engine import Engine
+from colonnade.train.out_of_memory import peak_bytes
 
 
 class RolloutEngine:
@@ -34,6 +36,8 @@ class RolloutEngine:
         self._run, self._tokenizer = run, tokenizer
         self._requests, self._exact = min(answers, tune.requests), tune.exact
         self.engine: Engine | None = None
+        self._peak_is_known = False
+        """Whether a training step was taken, whose peak memory counts."""
 
     def run(self, trained: Transformer, sample: Callable[[Engine], Any]) -> Any:
         """Calls ``sample`` with an engine that has the weights of ``trained``, on the first tensor rank; all ranks get
@@ -53,7 +57,11 @@ class RolloutEngine:
                 engine.stop()
         else:
             engine.follow()
-        engine.release_cache()
+        device = engine.cache.k[0].device
+        fits = self._peak_is_known and peak_bytes(device) <= usable_bytes(device)
+        self._peak_is_known = True
+        if not all(ranks.all_gather_int(int(fits))):
+            engine.release_cache()
         return result if ranks.size == 1 else json.loads(broadcast_text(json.dumps(result), ranks))
 
     def _build(self, trained: Transformer) -> Engine:
@@ -63,7 +71,6 @@ class RolloutEngine:
         pages = self._requests * -(-self._run.data.sequence // page) + 1
         config = ServeConfig(
             max_requests=self._requests,
-            async_scheduling=False,
             page_tokens=page,
             pages=pages,
             batch_invariant=self._exact,

@@ -31,7 +31,7 @@ struct Linear {
     // another thread. Many rows are cut by rows.
     void run(int, int thread, int threads, std::atomic<int64_t>&) const {
         const bool by_rows = rows >= 32 * threads;
-        const Share outputs = by_rows ? Share{0, weight.outputs} : share(weight.outputs, BLOCK, thread, threads);
+        const Share outputs = by_rows ? Share{0, weight.outputs} : share(weight.outputs, step(), thread, threads);
         const Share mine = by_rows ? share(rows, 4, thread, threads) : Share{0, rows};
         if (outputs.begin == outputs.end) return;
         for (int64_t t = mine.begin; t < mine.end; t += PANEL) {
@@ -40,6 +40,9 @@ struct Linear {
             else panel(part, outputs);
         }
     }
+
+    // A thread has a multiple of so many outputs.
+    int64_t step() const { return weight.kind >= INT8_BLOCKS ? BLOCK : 4; }
 
     // Row t of x after the norm, in float32, with zeros up to `padded`.
     void prepare(int64_t t, int64_t padded, float* row) const {
@@ -82,14 +85,16 @@ struct Linear {
         const Dtype type = Dtype(dtype);
         const int64_t count = part.end - part.begin;
         const bool plain = weight.kind == PLAIN, int4 = weight.kind == INT4;
+        // Rows that need neither a norm nor another dtype nor padding are read where they are.
+        const bool as_is = plain && type == FLOAT32 && norm.weight == nullptr && weight.inputs % LANES == 0;
         Rows x_rows{};
         x_rows.count = count;
         x_rows.inputs = weight.inputs;
-        x_rows.float_stride = round_up(weight.inputs, LANES);
+        x_rows.float_stride = as_is ? x_stride : round_up(weight.inputs, LANES);
         x_rows.units = plain ? 0 : unit_count(weight);
         x_rows.groups = int4 ? ceil_div(weight.inputs, weight.group) : 0;
         x_rows.sum_stride = round_up(x_rows.groups, LANES);
-        const int64_t floats = (plain ? count : 1) * x_rows.float_stride, x_bytes = x_rows.units * UNIT * (int4 ? 2 : 1);
+        const int64_t floats = as_is ? 0 : (plain ? count : 1) * x_rows.float_stride, x_bytes = x_rows.units * UNIT * (int4 ? 2 : 1);
         const int64_t bytes = count * x_bytes, scales = count * x_rows.units * LANES;
         const int64_t sums = count * x_rows.sum_stride, band = count * BAND;
         scratch.start(
@@ -101,11 +106,11 @@ struct Linear {
         float* const group_sums = scratch.take<float>(sums);
         float* const ys = scratch.take<float>(band);
         float* const gs = scratch.take<float>(band);
-        x_rows.floats = float_rows;
+        x_rows.floats = as_is ? static_cast<const float*>(x) + part.begin * x_stride : float_rows;
         x_rows.bytes = byte_rows;
         x_rows.scales = lane_scales;
         x_rows.sums = group_sums;
-        for (int64_t t = 0; t < count; t++) {
+        for (int64_t t = 0; t < count && !as_is; t++) {
             float* const row = float_rows + (plain ? t * x_rows.float_stride : 0);
             prepare(part.begin + t, x_rows.float_stride, row);
             int8_t* const p = byte_rows + t * x_bytes;
@@ -126,7 +131,7 @@ struct Linear {
 
     // Requests the first weights that this thread will read.
     void announce(int thread, int threads) const {
-        const Share mine = rows >= 32 * threads ? Share{0, weight.outputs} : share(weight.outputs, BLOCK, thread, threads);
+        const Share mine = rows >= 32 * threads ? Share{0, weight.outputs} : share(weight.outputs, step(), thread, threads);
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
         prefetch(static_cast<const char*>(weight.values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
     }
