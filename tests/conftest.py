@@ -67,14 +67,17 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 TESTS = Path(__file__).parent
 SLOWEST = (
-    "unit/test_triton.py", "faults/test_processes.py", "serve/test_serve_life.py", "parity/test_dropout_parity.py",
-    "parity/test_verify.py", "unit/test_docs.py", "parity/test_train_loop.py", "unit/test_triton_compiles.py",
-    "parity/test_precision_runs.py", "parity/test_train_step.py", "unit/test_launch.py", "parity/test_moe_train.py",
-    "parity/test_bert_train.py", "parity/test_upcycle.py", "parity/test_experts.py", "parity/test_monitoring.py",
-    "parity/test_hosts.py", "parity/test_verify_moe.py", "parity/test_train_checkpoint.py", "unit/test_dropout.py",
-    "unit/test_benchmarks.py", "parity/test_smollm2.py", "unit/test_float8.py", "unit/test_hf_hub.py",
+    "unit/test_triton.py", "unit/test_docs.py", "parity/test_verify.py", "parity/test_train_step.py",
+    "serve/test_serve_fronts.py", "parity/test_verify_moe.py", "parity/test_train_loop.py", "parity/test_moe_train.py",
+    "parity/test_classify.py", "parity/test_traps.py", "parity/test_oracle.py", "parity/test_monitoring.py",
+    "parity/test_bert_train.py", "parity/test_lora.py", "parity/test_dropout_parity.py", "unit/test_refine_run.py",
+    "serve/test_serve_cores.py", "parity/test_routers.py", "parity/test_encdec_train.py", "parity/test_evaluate.py",
+    "serve/test_draft_model.py", "parity/test_pipeline.py", "unit/test_benchmarks.py", "parity/test_hf_moe.py",
+    "unit/test_launch.py", "parity/test_classify_settings.py", "unit/test_compile.py", "tour/test_tour.py",
+    "serve/test_serve_pooling.py", "faults/test_processes.py", "parity/test_experts.py", "parity/test_tutel.py",
+    "faults/test_disk_space.py", "parity/test_expert_checkpoints.py", "unit/test_cli.py", "unit/test_bench.py",
 )  # fmt: skip
-"""Files that take more than about ten seconds, longest first.
+"""The files that take longest, in order.
 
 With --dist loadfile each worker takes one file at a time; a long file started last would leave the others idle."""
 

@@ -57,7 +57,7 @@ def history(run: RunConfig, keys: tuple[str, ...] = (*LOSSES, "moe/balance")) ->
     return [row[key] for row in read_rows(run.folder) for key in keys if key in row]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plan", "then", "over"),
     [

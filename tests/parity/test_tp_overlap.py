@@ -109,6 +109,7 @@ def test_overlapped_products_equal_sequence_parallelism(world: int, copies: bool
     assert count > 50 and others == [count] * (world - 1)
 
 
+@pytest.mark.slow
 def test_overlap_works_with_compiled_blocks() -> None:
     assert len(set(run(2, compare, None, "aot_eager", False, [GPT2]))) == 1
 

@@ -233,6 +233,7 @@ def _checkpoint(folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.exec  # a program started by fork ends without leak checks
+@pytest.mark.slow
 def test_checkpoint_is_verified_by_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ POOLED_PLANS = [
 ]
 
 
+@pytest.mark.slow
 def test_balance_loss_over_all_layers(tmp_path: Path) -> None:
     """With every kind of rank and schedule."""
     for results in run(2, compared, POOLED, list(filter(schedule_supported, POOLED_PLANS)), tmp_path, None):
