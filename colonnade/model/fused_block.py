@@ -1,6 +1,7 @@
 """Fused inference step of a block: as few kernel launches as its arithmetic allows.
 
     qkv = W_qkv norm(x)      q ← place(qkv)      o = attend(q)      x ← x + W_out o
+    q = W_q norm(x)          o = across(q)       x ← x + W_out o                        on a CPU
     h = act(W_gate norm(x)) ⊙ W_up norm(x)       x ← x + W_down h
 
 A step of one row launches one kernel for each of these, and about two for attention; the modules alone launch about
@@ -29,6 +30,7 @@ from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
 from colonnade.model.attention import Attention
+from colonnade.model.cross_attention import CrossedView
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.moe.experts import Experts
@@ -125,6 +127,22 @@ def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, atte
     qkv_Tz = _linear(block, x_TD, attention.qkv, norm=_scale(block.norm1))
     o_Tz = attend.from_qkv(qkv_Tz, rotation, norms).flatten(1)
     return _linear_residual(block, o_Tz, attention.out, x_TD)
+
+
+def can_fuse_cross(block: "Block", x_tD: Tensor, attend: CrossedView) -> bool:
+    """Whether :func:`cross_step` supports this block and these rows, in a serving step (a cache)."""
+    cross = block.cross
+    if cross is None or block.norm_cross is None or block.kernels not in CPU_KERNELS or not attend.caches:
+        return False
+    return _can_add_bias(block, cross.out) and _can_fuse(block, block.norm_cross, x_tD, cross)
+
+
+def cross_step(block: "Block", x_TD: Tensor, attend: CrossedView) -> Tensor:
+    """x + cross(norm(x))."""
+    assert block.cross is not None
+    assert block.norm_cross is not None
+    q_Tz = _linear(block, x_TD, block.cross.q, norm=_scale(block.norm_cross))
+    return _linear_residual(block, block.cross.attend(q_Tz, attend), block.cross.out, x_TD)
 
 
 def ffn_step(block: "Block", x_TD: Tensor, *, in_place: bool) -> Tensor:

@@ -181,10 +181,11 @@ def test_sort_and_count_kernels_stay_in_registers(experts: int, turns: int, tmp_
     from colonnade.kernels import triton_sort
 
     numbers = {"N": "i32", "E": "i32", "programs": "i32", "ids_ptr": "*i64", "order_ptr": "*i64", "ends_ptr": "*i64"}
-    numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64"}
+    numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64", "position_ptr": "*i64"}
     cut = {"ITERATIONS": turns, "BLOCK": max(16, min(256, 8192 // experts)), "E_PAD": experts}
     tally = {"BLOCK": triton_sort.HISTOGRAM_BLOCK, "BINS": 2 * experts}
-    kernels = (triton_sort._count, cut), (triton_sort._scatter, cut), (triton_sort._histogram, tally)
+    sorting = [(kernel, cut) for kernel in (triton_sort._count, triton_sort._scatter, triton_sort._rank)]
+    kernels = (*sorting, (triton_sort._histogram, tally))
     for function, constants in kernels:
         types = {name: kind for name, kind in numbers.items() if name in function.arg_names}
         assert spilled(compiled(function, types, constants, warps=4), tmp_path) == 0
