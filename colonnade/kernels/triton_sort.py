@@ -89,7 +89,7 @@ def _rank(
 ):  # fmt: skip
     """Positions among the choices of the same expert; ``running`` are sums over programs, for each expert."""
     b, e = tl.program_id(0), tl.arange(0, E_PAD)
-    first_e = tl.load(running_ptr + e * programs + b - 1, (e < E) & (b > 0), 0).to(tl.int32)
+    first_e = tl.load(running_ptr + e * programs + b - 1, e < tl.where(b > 0, E, 0), 0).to(tl.int32)
     for iteration in range(ITERATIONS):
         n = (b * ITERATIONS + iteration) * BLOCK + tl.arange(0, BLOCK)
         _, ones = _one_hot(ids_ptr, n, N, E, E_PAD)

@@ -16,6 +16,7 @@ only if weights are quantised.
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +81,11 @@ def _store_in_blocks(model: "Transformer") -> None:
         store(blocks._replace(values=arena.copy(blocks.values), scales=arena.copy(blocks.scales)))
 
 
-def _linears(model: "Transformer") -> list[Linear]:
-    return [module for module in model.modules() if isinstance(module, Linear)]
-
-
 def _select(model: "Transformer", linears: str, fused: str) -> None:
     """Fuse all blocks with kernels ``fused``; rotary angles, products and the head use ``linears``."""
     for block in model.blocks:
         block.fused, block.kernels = True, fused  # type: ignore[assignment]
-    for layer in _linears(model):
+    for layer in (module for module in model.modules() if isinstance(module, Linear)):
         if layer.kernels == "auto":
             layer.kernels = linears
     if model.kernels == "auto":
@@ -208,17 +205,25 @@ def _experts_step(block: "Block", ffn: MixtureOfExperts, x_TD: Tensor) -> Tensor
 def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:
     if not len(x_tD) or block.post or block.axes.sequence_parallel:
         return False
-    most_rows = cpu_kernels.MAX_ROWS if block.kernels == "native" else None
-    if block.kernels in CPU_KERNELS and not all(
-        cpu_kernels.fits(x_tD, layer.matrix, most_rows) for layer in part.modules() if isinstance(layer, Linear)
-    ):
+    most_rows, linears = cpu_kernels.MAX_ROWS if block.kernels == "native" else None, _linears_of(part)
+    if block.kernels in CPU_KERNELS and not all(cpu_kernels.fits(x_tD, layer.matrix, most_rows) for layer in linears):
         return False
     biased = isinstance(norm, Norm) and norm.bias is not None
     if not isinstance(norm, Norm) or (biased and block.kernels not in CPU_KERNELS) or norm.kernels != "auto":
         return False
-    if any(isinstance(layer, Linear) and (layer.float8 or layer.adapts) for layer in part.modules()):
+    if any(layer.float8 or layer.adapts for layer in linears):
         return False
     return not (torch.is_grad_enabled() and (x_tD.requires_grad or any(x.requires_grad for x in part.parameters())))
+
+
+_LINEARS: WeakKeyDictionary[nn.Module, list[Linear]] = WeakKeyDictionary()
+
+
+def _linears_of(part: nn.Module) -> list[Linear]:
+    """The linear layers of a part of a block; searched once, because every step asks."""
+    if part not in _LINEARS:
+        _LINEARS[part] = [layer for layer in part.modules() if isinstance(layer, Linear)]
+    return _LINEARS[part]
 
 
 def _can_add_bias(block: "Block", layer: Linear) -> bool:

@@ -191,6 +191,22 @@ def test_sort_and_count_kernels_stay_in_registers(experts: int, turns: int, tmp_
         assert spilled(compiled(function, types, constants, warps=4), tmp_path) == 0
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_relative_bias_gradient_stays_in_registers(padded: bool, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import cudnn_relative as module
+
+    rows = module._Rows("*bf16", "i32", "i32", "i32")
+    types: dict[str, Any] = dict.fromkeys(("q", "k", "v", "o", "do"), rows)
+    types |= {"lse_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*fp32", "B": "i32", "T": "i32", "H": "i32"}
+    types |= {"scale": "fp32"} | ({"lengths_ptr": "*i32"} if padded else {})
+    constants = {"cfg": module._Config(padded, module.BLOCK_Q, module.BLOCK_K, 64)}
+    constants |= {} if padded else {"lengths_ptr": None}
+    function, whole = module._relative_attention_bias_grad, ("q", "k", "v", "o", "do", "T", "H")
+    built = compiled(function, types, constants, whole, warps=module.WARPS, stages=module.STAGES)
+    assert spilled(built, tmp_path) == 0
+    assert built.metadata.shared <= SHARED_BYTES // 2, "two blocks on a multiprocessor"
+
+
 def test_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
     """16 bytes a thread, read once and written once for each row."""
     from colonnade.kernels import triton_permute

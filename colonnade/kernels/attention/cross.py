@@ -173,11 +173,13 @@ def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:
     """
     limit = len(near_RN) // 2
     distance = torch.arange(1 - longest, longest, device=near_RN.device)
-    row_RN = near_RN.index_select(0, distance.clamp(-limit, limit) + limit)
+    # At least float32: a gradient is a sum of thousands of pairs.
+    wide_RN = near_RN.to(torch.promote_types(near_RN.dtype, torch.float32))
+    row_RN = wide_RN.index_select(0, distance.clamp(-limit, limit) + limit)
     if causal:
         row_RN = row_RN.masked_fill((distance > 0)[:, None], -torch.inf)
     # The windows are strided by heads first, and fused kernels need keys beside each other.
-    return row_RN.T.unfold(1, longest, 1).flip(1).contiguous()
+    return row_RN.T.unfold(1, longest, 1).flip(1).to(near_RN.dtype).contiguous()
 
 
 def relative_paged_reference(

@@ -65,7 +65,8 @@ def _relative_attention_bias_grad(
     inside, at = (i < T)[:, None] & (j < T)[None, :], (n * T + i[:, None]) * T + j[None, :]
     bias = tl.load(bias_ptr + at, inside, float("-inf")).to(tl.float32) * LOG2_E
     total = tl.zeros((cfg.BLOCK_Q, cfg.BLOCK_K), tl.float32)
-    for b in range(part, B, parts):
+    for step in range(tl.cdiv(B - part, parts)):
+        b = part + step * parts
         queries, keys = _load_rows(q, b, i, n, T, H, cfg.BLOCK_H), _load_rows(k, b, j, n, T, H, cfg.BLOCK_H)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E) + bias
         if cfg.PADDED:
