@@ -5,9 +5,10 @@
     python benchmarks/encoder_decoder.py experts    # the layer of experts of Switch-base-8, forward and backward
     python benchmarks/encoder_decoder.py train --tiny      # toy sizes on a CPU: a smoke test
 
-**train** Ours: float32 masters, bfloat16 compute, fused AdamW, each block compiled. Theirs: parameters, gradients and
-AdamW in bfloat16 (less memory traffic, less precise), each block compiled. Both: no dropout, clipping at 1, equal
-random pairs. A step is forward, backward, clip, AdamW; times are medians by CUDA events.
+**train** Ours: float32 masters, bfloat16 compute, fused AdamW, each block compiled, with and without a CUDA graph of
+forward and backward (``train.cuda_graph``). Theirs: parameters, gradients and AdamW in bfloat16 (less memory traffic,
+less precise), each block compiled. Both: no dropout, clipping at 1, equal random pairs. A step is forward, backward,
+clip, AdamW; times are medians by CUDA events.
 
 **serve** Sources have 16 to 512 tokens and targets 8 to 256, log-uniform. Greedy, without end tokens. Ours: the engine,
 all requests at once. Theirs: one padded batch, which runs until the longest target; tokens beyond a request's own
@@ -85,7 +86,9 @@ def pairs(config: ModelConfig, count: int, sizes: tuple[int, int], seed: int, de
     return pack_pairs(made, 0, max(sizes)).to(torch.device(device))  # type: ignore[arg-type]
 
 
-def our_step(config: ModelConfig, batches: list[Batch], device: str) -> Callable[[int], Tensor]:
+def our_step(
+    config: ModelConfig, batches: list[Batch], device: str, *, cuda_graph: bool = False
+) -> Callable[[int], Tensor]:
     dtype = "bfloat16" if device == "cuda" else "float32"
     train = TrainConfig(
         steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01, dtype=dtype, fused_adamw=device == "cuda"
@@ -93,7 +96,7 @@ def our_step(config: ModelConfig, batches: list[Batch], device: str) -> Callable
     context = DistributedContext.solo(device)
     model = filled(Transformer(config, device=device))
     weights = masters(model, context, getattr(torch, dtype), single=bool(train.fused_adamw))
-    step = TrainStep(model, weights, make_optimizer(weights, train), train, SOLO)
+    step = TrainStep(model, weights, make_optimizer(weights, train), train, SOLO, cuda_graph=cuda_graph)
     if device == "cuda":
         for block in (*model.blocks, *model.encoder_blocks):
             block.compile()
@@ -127,7 +130,9 @@ def train(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Headl
     sizes, count = ((16, 8), 2) if args.tiny else ((SOURCE, TARGET), args.batch)
     batches = [pairs(config, count, sizes, seed, device) for seed in range(2)]
     rows = []
-    for who, build in (("colonnade", our_step), ("transformers, compiled", their_step)):
+    graphed = partial(our_step, cuda_graph=device == "cuda")
+    runs = {"colonnade, CUDA graph": graphed, "colonnade": our_step, "transformers, compiled": their_step}
+    for who, build in runs.items():
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
@@ -146,7 +151,7 @@ def train(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Headl
             profile(lambda step=step: step(0), args.profile)
         del step
         forget(torch.device(device))
-    ours, theirs = rows
+    ours, theirs = rows[0], rows[-1]
     head = Headline(
         f"T5-large, training, {count} pairs of {sizes[0]} and {sizes[1]} tokens, tokens/s", ours["tokens_per_s"],
         "tokens/s", theirs["who"], theirs["tokens_per_s"],

@@ -27,6 +27,7 @@ TOPICS = {
         ("weak_scaling_2_h200", 1, "GPT-2 2.5B, tensor parallel over 2 GPUs"),
         ("weak_scaling_4_h200", 2, "GPT-2 4.2B, tensor parallel over 4 GPUs"),
         ("train_gpt2_1.2b_h200", 0, "GPT-2 1.2B, 1 GPU, batch 32"),
+        ("encoder_decoder_train_h100", 0, "T5-large, 1 GPU, 32 pairs of 512 and 114 tokens"),
         ("fsdp_llama_h200", 2, "Llama-3-8B, float8, FSDP over 4 GPUs"),
         ("context_h200", 0, "Llama-3.2-1B, 131,072-token sequences, context parallel over 4 GPUs"),
         ("bubble_h200", 1, "Pipeline step, 1F1B over 4 GPUs (lower is better)"),

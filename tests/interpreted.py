@@ -13,7 +13,7 @@ from colonnade.kernels import adamw as adamw_reference
 from colonnade.kernels import dropout as dropout_reference
 from colonnade.kernels import triton_adamw, triton_dropout
 from colonnade.kernels.adamw import ParameterState
-from colonnade.kernels.attention import reference
+from colonnade.kernels.attention import cudnn_relative, reference
 from colonnade.kernels.dropout import AttentionDropout
 from tests.adamw import drawn, moved
 
@@ -81,6 +81,31 @@ def check_attention() -> int:
     return count
 
 
+def check_relative_bias() -> int:
+    """The gradient of the biases equals autograd's in float64: padded sequences, masked keys, parts of the batch."""
+    count = 0
+    for (B, T, N, H), lengths, causal in (((3, 40, 2, 20), None, True), ((5, 33, 1, 8), [33, 1, 7, 12, 33], False)):
+        qkv, do = draw(B, T, N, 3, H, seed=1), draw(B, T, N, H, seed=2)
+        bias = draw(N, T, T, seed=3).masked_fill(torch.ones(T, T).triu(1).bool() & causal, -torch.inf)
+        q, k, v = qkv.unbind(3)
+        lengths_B = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+        exact = bias.double().requires_grad_()
+        scores = torch.einsum("bind,bjnd->bnij", q.double(), k.double()) * H**-0.5 + exact
+        if lengths_B is not None:
+            scores = scores.masked_fill((torch.arange(T) >= lengths_B[:, None])[:, None, None], -torch.inf)
+        o = torch.einsum("bnij,bjnd->bind", scores.softmax(-1), v.double())
+        (o * do.double()).sum().backward()
+        lse = scores.logsumexp(-1).detach().float().contiguous()
+        for programs in (1, 264):
+            cudnn_relative.MIN_PROGRAMS, before = programs, cudnn_relative.MIN_PROGRAMS
+            got = cudnn_relative.bias_grad(do, q, k, v, o.detach().float(), lse, bias, lengths_B)
+            cudnn_relative.MIN_PROGRAMS = before
+            assert exact.grad is not None
+            assert (got.double() - exact.grad).norm() < 1e-6 * exact.grad.norm()
+            count += 1
+    return count
+
+
 def check_attention_bits() -> int:
     """Deterministic; equals SDPA where nothing can be dropped."""
     q, k, v = (draw(50, 2, 16, seed=seed).requires_grad_() for seed in (0, 1, 2))
@@ -137,5 +162,6 @@ def check_adamw() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_elements, check_attention, check_attention_bits, check_operators, check_adamw):
+    checks = check_elements, check_attention, check_relative_bias, check_attention_bits, check_operators, check_adamw
+    for check in checks:
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -170,7 +170,7 @@ def check_bits() -> int:
 
 
 def check_sort() -> int:
-    """Order and ends equal the reference's with both counting kernels.
+    """Order, ends and positions equal the reference's with both counting kernels.
 
     Many tokens, and none or one, each with every two of: choices, experts, dropped ones, a way of counting.
     """
@@ -185,6 +185,8 @@ def check_sort() -> int:
         rows = T * A // 2 if bounded else None
         for got, exact in zip(triton_sort.sort(ids, E, rows), permute.sort(ids, E, rows), strict=True):
             assert torch.equal(got, exact), (T, A, E, none, way)
+        places = (run(ids, E)[ids < E] for run in (triton_sort.positions, permute.positions))
+        assert torch.equal(*places), (T, A, E, none, way)
         count += 1
     triton_sort.SMALL, triton_sort.PROGRAMS = few, programs
     ids = torch.randint(7, (520, 2), generator=draw)  # needs more than one comparison step
@@ -270,13 +272,14 @@ def check_operators() -> int:
     torch.library.opcheck(operators.few_experts.default, (given[0], case.ids(), *given[1:], "silu"))
     torch.library.opcheck(operators.sort_by_expert.default, (case.ids(), case.E))
     torch.library.opcheck(operators.count_by_expert.default, (case.ids(), case.E))
+    torch.library.opcheck(operators.queue_positions.default, (case.ids(), case.E))
     scores = torch.rand(5, 6, requires_grad=True)
     for normalise in (False, True):
         torch.library.opcheck(operators.top_experts.default, (scores.detach(), scores, 2, normalise, 2.5))
     torch.library.opcheck(operators.gather_rows.default, (x, order_R, 2))
     y = torch.randn(8, 16, requires_grad=True)
     torch.library.opcheck(operators.combine_rows.default, (y, order_R, routing, 4, 2))
-    return 8
+    return 9
 
 
 if __name__ == "__main__":

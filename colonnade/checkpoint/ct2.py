@@ -183,8 +183,8 @@ class CT2File:
                 vocab_size=vocab_size, layers=layers["decoder/layer_"], width=width, heads=heads, ffn_width=ffn[1],
                 context=context,
                 encoder=EncoderConfig(
-                    layers=layers["encoder/layer_"], ffn_width=ffn[0], context=frames, reads="audio", mels=mels,
-                    start_token=start,
+                    layers=layers["encoder/layer_"], ffn_width=0 if ffn[0] == ffn[1] else ffn[0], context=frames,
+                    reads="audio", mels=mels, start_token=start,
                 ),
             )  # fmt: skip
         except ConfigError as error:

@@ -25,6 +25,20 @@ def sort(ids_TA: Tensor, experts: int, rows: int | None = None) -> tuple[Tensor,
     return (order_R if rows is None else order_R[:rows]), ends_E
 
 
+def positions(ids_TA: Tensor, experts: int) -> Tensor:
+    """int64 (T, A): each choice's position among those of its expert, all first choices before all second ones.
+
+    That of an unused choice is arbitrary.
+    """
+    by_choice_R = ids_TA.T.flatten()
+    order_R = by_choice_R.argsort(stable=True)
+    sorted_R = by_choice_R[order_R]
+    begin_E = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=ids_TA.device, dtype=ids_TA.dtype))
+    position_R = torch.empty_like(order_R)
+    position_R[order_R] = torch.arange(len(order_R), device=ids_TA.device) - begin_E[sorted_R]
+    return position_R.view(ids_TA.shape[1], -1).T
+
+
 def count(ids_TA: Tensor, experts: int) -> Tensor:
     """int64 (E,): the number of choices of each expert."""
     count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TA.device)

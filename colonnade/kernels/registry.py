@@ -56,6 +56,7 @@ Operation = Literal[
     "top_experts",
     "count_by_expert",
     "sort_by_expert",
+    "queue_positions",
     "gather_rows",
     "combine_rows",
     "greedy_tokens",
@@ -97,7 +98,7 @@ def _triton() -> tuple[Kernel, ...]:
         triton_sampling,
         triton_sort,
     )
-    from colonnade.kernels.attention import triton_cache_write
+    from colonnade.kernels.attention import cudnn_relative, triton_cache_write
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
     from colonnade.kernels.linear import skinny_gemm
@@ -107,6 +108,7 @@ def _triton() -> tuple[Kernel, ...]:
         Kernel("dropout", "triton", triton_dropout.dropout, **ON_GPU),
         Kernel("quantised_linear", "triton", skinny_gemm.linear, **ON_GPU),
         Kernel("fused_linear", "triton", skinny_gemm.fused_linear, **ON_GPU),
+        Kernel("relative_attention", "cudnn", cudnn_relative.relative, **ON_GPU_16_BIT),
         Kernel("rope_and_kv_write", "triton", triton_cache_write.rope_and_kv_write, **ON_GPU),
         Kernel("routed_experts", "triton", triton_experts.routed, **ON_GPU),
         Kernel("routed_experts_deferred_wgrad", "triton", triton_experts.routed_deferred, **ON_GPU),
@@ -116,6 +118,7 @@ def _triton() -> tuple[Kernel, ...]:
         Kernel("top_experts", "triton", triton_routing.top_experts, **ON_GPU),
         Kernel("count_by_expert", "triton", triton_sort.count, devices=("cuda",), dtypes=(torch.int64,)),
         Kernel("sort_by_expert", "triton", triton_sort.sort, devices=("cuda",)),
+        Kernel("queue_positions", "triton", triton_sort.positions, devices=("cuda",), dtypes=(torch.int64,)),
         Kernel("gather_rows", "triton", triton_permute.gather, **ON_GPU),
         Kernel("combine_rows", "triton", triton_permute.combine, **ON_GPU),
         Kernel("greedy_tokens", "triton", triton_sampling.greedy, **ON_GPU),
@@ -275,6 +278,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("top_experts", "reference", routing.top_experts),
     Kernel("count_by_expert", "reference", permute.count, dtypes=(torch.int64,)),
     Kernel("sort_by_expert", "reference", permute.sort),
+    Kernel("queue_positions", "reference", permute.positions, dtypes=(torch.int64,)),
     Kernel("gather_rows", "reference", permute.gather),
     Kernel("combine_rows", "reference", permute.combine),
     Kernel("greedy_tokens", "reference", sampling.greedy),

@@ -11,6 +11,8 @@ Choices of expert E or more are unused and sorted last, in their order.
 
 A decode step has few choices, and three launches cost more than N² comparisons: there each choice's rank is the number
 of choices before it, counted in one launch of independent programs.
+
+A choice's position among those of its expert, which capacity needs, is its rank without the other experts' choices.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -81,6 +83,22 @@ def _scatter(
 
 
 @triton.jit
+def _rank(
+    ids_ptr, running_ptr, position_ptr, N, E, programs,
+    ITERATIONS: tl.constexpr, BLOCK: tl.constexpr, E_PAD: tl.constexpr,
+):  # fmt: skip
+    """Positions among the choices of the same expert; ``running`` are sums over programs, for each expert."""
+    b, e = tl.program_id(0), tl.arange(0, E_PAD)
+    first_e = tl.load(running_ptr + e * programs + b - 1, e < tl.where(b > 0, E, 0), 0).to(tl.int32)
+    for iteration in range(ITERATIONS):
+        n = (b * ITERATIONS + iteration) * BLOCK + tl.arange(0, BLOCK)
+        _, ones = _one_hot(ids_ptr, n, N, E, E_PAD)
+        ranks = tl.cumsum(ones, 0) - 1 + first_e[None, :]
+        tl.store(position_ptr + n, tl.sum(tl.where(ones > 0, ranks, 0), 1).to(tl.int64), n < N)
+        first_e += tl.sum(ones, 0)
+
+
+@triton.jit
 def _histogram(ids_ptr, count_ptr, N, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Atomic adds of integers are deterministic."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,10 +137,20 @@ def _sort_small(ids_N: Tensor, order_N: Tensor, ends_E: Tensor) -> None:
     )
 
 
-@torch.library.custom_op("colonnade::sort_by_expert", mutates_args=())
-def _sort(ids_TA: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    ids_N = ids_TA.contiguous().flatten()  # flatten() alone would keep the stride of a column slice
+def _counted(ids_N: Tensor, experts: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """(int32 (E + 1, programs): each program's choices by expert; its iterations, their block, padded experts)."""
     N, padded = len(ids_N), max(2, triton.next_power_of_2(experts))
+    block = max(16, min(256, 8192 // padded))
+    iterations = min(MAX_BLOCKS_PER_PROGRAM, triton.next_power_of_2(triton.cdiv(triton.cdiv(N, block), PROGRAMS)))
+    programs = triton.cdiv(N, block * iterations)
+    counts = torch.empty(experts + 1, programs, dtype=torch.int32, device=ids_N.device)
+    _count[(programs,)](ids_N, counts, N, experts, programs, iterations, block, padded)
+    return counts, (iterations, block, padded)
+
+
+def _sort_eagerly(ids_TA: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    ids_N = ids_TA.contiguous().flatten()  # flatten() alone would keep the stride of a column slice
+    N = len(ids_N)
     order_N = torch.empty(N, dtype=torch.int64, device=ids_TA.device)
     if not N:
         return order_N, torch.zeros(experts, dtype=torch.int64, device=ids_TA.device)
@@ -130,14 +158,14 @@ def _sort(ids_TA: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     if N <= SMALL:
         _sort_small(ids_N, order_N, ends_E)
     else:
-        block = max(16, min(256, 8192 // padded))
-        iterations = min(MAX_BLOCKS_PER_PROGRAM, triton.next_power_of_2(triton.cdiv(triton.cdiv(N, block), PROGRAMS)))
-        programs = triton.cdiv(N, block * iterations)
-        counts = torch.empty(experts + 1, programs, dtype=torch.int32, device=ids_TA.device)
-        _count[(programs,)](ids_N, counts, N, experts, programs, iterations, block, padded)
+        counts, cut = _counted(ids_N, experts)
         running = counts.flatten().cumsum(0, dtype=torch.int32)
-        _scatter[(programs,)](ids_N, running, order_N, ends_E, N, experts, programs, iterations, block, padded)
+        _scatter[(counts.shape[1],)](ids_N, running, order_N, ends_E, N, experts, counts.shape[1], *cut)
     return order_N, ends_E
+
+
+_sort = torch.library.custom_op("colonnade::sort_by_expert", _sort_eagerly, mutates_args=())
+"""For torch.compile: without it a call takes half the time on the host."""
 
 
 @_sort.register_fake
@@ -149,12 +177,12 @@ def sort(ids_TA: Tensor, experts: int, rows: int | None = None) -> tuple[Tensor,
     """(order_R, ends_E) (see :func:`permute.sort`)."""
     if experts > MAX_EXPERTS:
         return permute.sort(ids_TA, experts, rows)
-    order_R, ends_E = _sort(ids_TA, experts)
+    run = _sort if torch.compiler.is_compiling() else _sort_eagerly
+    order_R, ends_E = run(ids_TA, experts)
     return (order_R if rows is None else order_R[:rows]), ends_E
 
 
-@torch.library.custom_op("colonnade::count_by_expert", mutates_args=())
-def _count_by_expert(ids_TA: Tensor, experts: int) -> Tensor:
+def _count_eagerly(ids_TA: Tensor, experts: int) -> Tensor:
     ids_N, count_E = ids_TA.contiguous().flatten(), torch.zeros(experts, dtype=torch.int64, device=ids_TA.device)
     if len(ids_N):
         bins = triton.next_power_of_2(experts + 1)
@@ -164,6 +192,9 @@ def _count_by_expert(ids_TA: Tensor, experts: int) -> Tensor:
     return count_E
 
 
+_count_by_expert = torch.library.custom_op("colonnade::count_by_expert", _count_eagerly, mutates_args=())
+
+
 @_count_by_expert.register_fake
 def _(ids_TA, experts):
     return ids_TA.new_empty(experts, dtype=torch.int64)
@@ -171,4 +202,31 @@ def _(ids_TA, experts):
 
 def count(ids_TA: Tensor, experts: int) -> Tensor:
     """count_E (see :func:`permute.count`)."""
-    return permute.count(ids_TA, experts) if experts > MAX_EXPERTS else _count_by_expert(ids_TA, experts)
+    if experts > MAX_EXPERTS:
+        return permute.count(ids_TA, experts)
+    return (_count_by_expert if torch.compiler.is_compiling() else _count_eagerly)(ids_TA, experts)
+
+
+def _rank_eagerly(ids_TA: Tensor, experts: int) -> Tensor:
+    ids_N, (T, A) = ids_TA.T.contiguous().flatten(), ids_TA.shape
+    position_N = torch.empty(len(ids_N), dtype=torch.int64, device=ids_TA.device)
+    if len(ids_N):
+        counts, cut = _counted(ids_N, experts)
+        running = counts.cumsum(1, dtype=torch.int32)
+        _rank[(counts.shape[1],)](ids_N, running, position_N, len(ids_N), experts, counts.shape[1], *cut)
+    return position_N.view(A, T).T
+
+
+_positions = torch.library.custom_op("colonnade::queue_positions", _rank_eagerly, mutates_args=())
+
+
+@_positions.register_fake
+def _(ids_TA, experts):
+    return ids_TA.new_empty(ids_TA.shape[::-1], dtype=torch.int64).T
+
+
+def positions(ids_TA: Tensor, experts: int) -> Tensor:
+    """position_TA (see :func:`permute.positions`)."""
+    if experts > MAX_EXPERTS:
+        return permute.positions(ids_TA, experts)
+    return (_positions if torch.compiler.is_compiling() else _rank_eagerly)(ids_TA, experts)

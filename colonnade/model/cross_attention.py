@@ -51,8 +51,12 @@ class CrossAttention(nn.Module):
     def forward(self, x_tD: Tensor, T: int, attend: "CrossedView") -> Tensor:
         """y_tD for the residual stream of T target tokens."""
         (q_Tz,) = column_parallel(self.axes, x_tD, T, self.q)
+        return row_parallel(self.axes, self.attend(q_Tz, attend), self.out)
+
+    def attend(self, q_Tz: Tensor, attend: "CrossedView") -> Tensor:
+        """The output of this rank's heads, side by side."""
         q_TnH = q_Tz.unflatten(-1, (-1, self.H))
-        return row_parallel(self.axes, attend.across(q_TnH * self.q_factor).flatten(1), self.out)
+        return attend.across(q_TnH if self.q_factor == 1.0 else q_TnH * self.q_factor).flatten(1)
 
 
 class Bridge(nn.Module):

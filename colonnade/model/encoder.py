@@ -46,4 +46,5 @@ class AudioFrontEnd(nn.Module):
     def forward(self, source: Source) -> Tensor:
         """x_SD."""
         x_BDS = F.gelu(self.conv2(F.gelu(self.conv1(source.tokens_S.to(self.positions.dtype)))))
-        return x_BDS.transpose(1, 2).flatten(0, 1) + F.embedding(source.positions_S, self.positions)
+        x_SD = x_BDS.transpose(1, 2).flatten(0, 1).contiguous()  # else the residual stream stays transposed to the end
+        return x_SD + F.embedding(source.positions_S, self.positions)

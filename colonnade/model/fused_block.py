@@ -1,6 +1,7 @@
 """Fused inference step of a block: as few kernel launches as its arithmetic allows.
 
     qkv = W_qkv norm(x)      q ← place(qkv)      o = attend(q)      x ← x + W_out o
+    q = W_q norm(x)          o = across(q)       x ← x + W_out o                        on a CPU
     h = act(W_gate norm(x)) ⊙ W_up norm(x)       x ← x + W_down h
 
 A step of one row launches one kernel for each of these, and about two for attention; the modules alone launch about
@@ -15,6 +16,7 @@ only if weights are quantised.
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
 from colonnade.model.attention import Attention
+from colonnade.model.cross_attention import CrossedView
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.moe.experts import Experts
@@ -78,15 +81,11 @@ def _store_in_blocks(model: "Transformer") -> None:
         store(blocks._replace(values=arena.copy(blocks.values), scales=arena.copy(blocks.scales)))
 
 
-def _linears(model: "Transformer") -> list[Linear]:
-    return [module for module in model.modules() if isinstance(module, Linear)]
-
-
 def _select(model: "Transformer", linears: str, fused: str) -> None:
     """Fuse all blocks with kernels ``fused``; rotary angles, products and the head use ``linears``."""
     for block in model.blocks:
         block.fused, block.kernels = True, fused  # type: ignore[assignment]
-    for layer in _linears(model):
+    for layer in (module for module in model.modules() if isinstance(module, Linear)):
         if layer.kernels == "auto":
             layer.kernels = linears
     if model.kernels == "auto":
@@ -125,6 +124,22 @@ def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, atte
     qkv_Tz = _linear(block, x_TD, attention.qkv, norm=_scale(block.norm1))
     o_Tz = attend.from_qkv(qkv_Tz, rotation, norms).flatten(1)
     return _linear_residual(block, o_Tz, attention.out, x_TD)
+
+
+def can_fuse_cross(block: "Block", x_tD: Tensor, attend: CrossedView) -> bool:
+    """Whether :func:`cross_step` supports this block and these rows, in a serving step (a cache)."""
+    cross = block.cross
+    if cross is None or block.norm_cross is None or block.kernels not in CPU_KERNELS or not attend.caches:
+        return False
+    return _can_add_bias(block, cross.out) and _can_fuse(block, block.norm_cross, x_tD, cross)
+
+
+def cross_step(block: "Block", x_TD: Tensor, attend: CrossedView) -> Tensor:
+    """x + cross(norm(x))."""
+    assert block.cross is not None
+    assert block.norm_cross is not None
+    q_Tz = _linear(block, x_TD, block.cross.q, norm=_scale(block.norm_cross))
+    return _linear_residual(block, block.cross.attend(q_Tz, attend), block.cross.out, x_TD)
 
 
 def ffn_step(block: "Block", x_TD: Tensor, *, in_place: bool) -> Tensor:
@@ -190,17 +205,25 @@ def _experts_step(block: "Block", ffn: MixtureOfExperts, x_TD: Tensor) -> Tensor
 def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:
     if not len(x_tD) or block.post or block.axes.sequence_parallel:
         return False
-    most_rows = cpu_kernels.MAX_ROWS if block.kernels == "native" else None
-    if block.kernels in CPU_KERNELS and not all(
-        cpu_kernels.fits(x_tD, layer.matrix, most_rows) for layer in part.modules() if isinstance(layer, Linear)
-    ):
+    most_rows, linears = cpu_kernels.MAX_ROWS if block.kernels == "native" else None, _linears_of(part)
+    if block.kernels in CPU_KERNELS and not all(cpu_kernels.fits(x_tD, layer.matrix, most_rows) for layer in linears):
         return False
     biased = isinstance(norm, Norm) and norm.bias is not None
     if not isinstance(norm, Norm) or (biased and block.kernels not in CPU_KERNELS) or norm.kernels != "auto":
         return False
-    if any(isinstance(layer, Linear) and (layer.float8 or layer.adapts) for layer in part.modules()):
+    if any(layer.float8 or layer.adapts for layer in linears):
         return False
     return not (torch.is_grad_enabled() and (x_tD.requires_grad or any(x.requires_grad for x in part.parameters())))
+
+
+_LINEARS: WeakKeyDictionary[nn.Module, list[Linear]] = WeakKeyDictionary()
+
+
+def _linears_of(part: nn.Module) -> list[Linear]:
+    """The linear layers of a part of a block; searched once, because every step asks."""
+    if part not in _LINEARS:
+        _LINEARS[part] = [layer for layer in part.modules() if isinstance(layer, Linear)]
+    return _LINEARS[part]
 
 
 def _can_add_bias(block: "Block", layer: Linear) -> bool:

@@ -123,7 +123,10 @@ class Block(nn.Module):
             x_tD = x_tD + apply_dropout(self.attention(self.norm1(x_tD), T, rotation, attend), dropout, ATTENTION)
         if self.cross is not None and self.norm_cross is not None:
             assert isinstance(attend, CrossedView), "a decoder with an encoder needs Crossed(own, source, memory)"
-            x_tD = x_tD + apply_dropout(self.cross(self.norm_cross(x_tD), T, attend), dropout, CROSS)
+            if fuse and fused_block.can_fuse_cross(self, x_tD, attend):
+                x_tD = fused_block.cross_step(self, x_tD, attend)
+            else:
+                x_tD = x_tD + apply_dropout(self.cross(self.norm_cross(x_tD), T, attend), dropout, CROSS)
         if fuse and fused_block.can_fuse_ffn(self, x_tD, attend):
             return fused_block.ffn_step(self, x_tD, in_place=fused_attention), None
         y_tD, report = self._feed_forward(self.norm2(x_tD), T, dropout, routing)

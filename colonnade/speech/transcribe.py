@@ -45,8 +45,15 @@ class Window:
             config, self.model.axes, pages=pages, page_tokens=PAGE_TOKENS, dtype=weight.dtype, device=self.device
         )
         self.kernels = fused_block.enable(self.model)
+        self.step_memory = self._memory(range(0), 1)
+        """That of a step of one token, the same for each."""
         self.mel_MF: Tensor | None = mel_MF.to(self.device, weight.dtype)
         self.length = 0
+
+    def _memory(self, slots: range, T: int) -> InPages:
+        """What ``T`` tokens see of the source, whose new keys and values go to ``slots``."""
+        slots_S = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return replace(InPages.of(self.cache, slots_S, [self.far], [self.frames], [T]), kernels=self.kernels)
 
     @torch.inference_mode()
     def align(self, tokens: Sequence[int], heads: dict[int, list[int]], frames: int) -> tuple[Tensor, Tensor]:
@@ -71,10 +78,7 @@ class Window:
             slots = range(self.far[0] * PAGE_TOKENS, self.far[0] * PAGE_TOKENS + self.frames)
             self.mel_MF = None
         self.length += T
-        memory = InPages.of(
-            self.cache, torch.tensor(slots, dtype=torch.int64, device=device), [self.far], [self.frames], [T]
-        )
-        memory = replace(memory, kernels=self.kernels)
+        memory = self.step_memory if source is None and T == 1 else self._memory(slots, T)
         own = Paged(
             self.cache,
             torch.tensor([self.own], dtype=torch.int32, device=device),

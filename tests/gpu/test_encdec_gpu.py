@@ -7,6 +7,7 @@ import torch
 
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.kernels.attention import cross
+from colonnade.kernels.registry import choose
 from colonnade.model import Loss
 from colonnade.serve import Engine, SamplingParams
 from tests.encdec import built, inputs, nllb, switch, t5, texts
@@ -69,9 +70,13 @@ def test_cross_attention_of_unequal_lengths_is_one_launch(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [[31] * 3, [9, 0, 31], [114, 114]])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "tolerance"),
+    [("sdpa", torch.float32, 1e-5), ("sdpa", torch.bfloat16, 3e-2), ("cudnn", torch.bfloat16, 1e-2),
+     ("cudnn", torch.float16, 2e-3)],
+)  # fmt: skip
 def test_relative_attention_and_its_gradients(
-    lengths: list[int], causal: bool, dtype: torch.dtype, tolerance: float
+    lengths: list[int], causal: bool, kernels: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
@@ -80,12 +85,23 @@ def test_relative_attention_and_its_gradients(
     found: list[list[torch.Tensor]] = []
     for device, kind in (("cpu", torch.float64), ("cuda", dtype)):
         q, k, v, near = (x.to(device, dtype).to(kind).detach().requires_grad_() for x in tensors)
-        run = cross.relative_reference if device == "cpu" else cross.relative_sdpa
+        run = cross.relative_reference if device == "cpu" else choose("relative_attention", "cuda", dtype, kernels)
         o = run(q, k, v, ends.to(device), near, causal=causal, longest=max(lengths), equal=len(set(lengths)) == 1)
         gradients = torch.autograd.grad((o * weight.to(device, dtype).to(kind)).sum(), (q, k, v, near))
         found.append([o.detach(), *gradients])
     for exact, got in zip(*found, strict=True):
         assert (got.cpu().double() - exact).norm() < tolerance * exact.norm()
+
+
+def test_relative_attention_is_a_custom_operator() -> None:
+    """Of queries, keys and values that are slices of one projection, as in a model; in torch.compile too."""
+    qkv = torch.randn(2, 24, 4, 3, 16, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(3))
+    bias = torch.randn(4, 24, 24, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for lengths in (None, torch.tensor([24, 7], device="cuda", dtype=torch.int32)):
+        arguments = q, k, v, bias, lengths
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(torch.ops.colonnade.relative_attention.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

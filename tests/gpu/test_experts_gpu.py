@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels import permute
+from colonnade.kernels import permute, triton_sort
 from colonnade.kernels import registry as chosen
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
@@ -106,6 +106,9 @@ def test_sort_equals_reference(load: str) -> None:
         got = choose("sort_by_expert", "cuda", torch.bfloat16)(ids_TA, case.E, case.rows())
         for ours, exact in zip(got, permute.sort(ids_TA, case.E, case.rows()), strict=True):
             assert torch.equal(ours, exact)
+        used = ids_TA < case.E
+        ours, exact = (run(ids_TA, case.E)[used] for run in (triton_sort.positions, permute.positions))
+        assert torch.equal(ours, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

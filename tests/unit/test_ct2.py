@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from colonnade.checkpoint.ct2 import TABLE, CT2File, whisper_config
+from colonnade.checkpoint.hf import config_to_hf
 from colonnade.checkpoint.weight_mapping import map_parameters
 from colonnade.config import EncoderConfig
 from colonnade.errors import CheckpointError
@@ -66,6 +67,14 @@ def test_a_file_is_read_whole(model: Transformer, tmp_path: Path) -> None:
     file.load_weights(read)
     expected = dict(model.named_parameters())
     assert all(torch.equal(p, expected[key]) for key, p in read.named_parameters())
+
+
+def test_stacks_of_equal_widths_can_be_written_for_transformers(tmp_path: Path) -> None:
+    assert CONFIG.encoder is not None
+    config = CONFIG.replace(encoder=CONFIG.encoder.replace(ffn_width=0))
+    (tmp_path / "model.bin").write_bytes(contents(tensors(initialise(Transformer(config), 0))))
+    assert CT2File(tmp_path).config == config
+    assert config_to_hf(config)["encoder_ffn_dim"] == config.ffn_width
 
 
 def test_damaged_files_are_refused(model: Transformer, tmp_path: Path) -> None:

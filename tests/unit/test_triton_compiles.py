@@ -181,13 +181,30 @@ def test_sort_and_count_kernels_stay_in_registers(experts: int, turns: int, tmp_
     from colonnade.kernels import triton_sort
 
     numbers = {"N": "i32", "E": "i32", "programs": "i32", "ids_ptr": "*i64", "order_ptr": "*i64", "ends_ptr": "*i64"}
-    numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64"}
+    numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64", "position_ptr": "*i64"}
     cut = {"ITERATIONS": turns, "BLOCK": max(16, min(256, 8192 // experts)), "E_PAD": experts}
     tally = {"BLOCK": triton_sort.HISTOGRAM_BLOCK, "BINS": 2 * experts}
-    kernels = (triton_sort._count, cut), (triton_sort._scatter, cut), (triton_sort._histogram, tally)
+    sorting = [(kernel, cut) for kernel in (triton_sort._count, triton_sort._scatter, triton_sort._rank)]
+    kernels = (*sorting, (triton_sort._histogram, tally))
     for function, constants in kernels:
         types = {name: kind for name, kind in numbers.items() if name in function.arg_names}
         assert spilled(compiled(function, types, constants, warps=4), tmp_path) == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_relative_bias_gradient_stays_in_registers(padded: bool, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import cudnn_relative as module
+
+    rows = module._Rows("*bf16", "i32", "i32", "i32")
+    types: dict[str, Any] = dict.fromkeys(("q", "k", "v", "o", "do"), rows)
+    types |= {"lse_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*fp32", "B": "i32", "T": "i32", "H": "i32"}
+    types |= {"scale": "fp32"} | ({"lengths_ptr": "*i32"} if padded else {})
+    constants = {"cfg": module._Config(padded, module.BLOCK_Q, module.BLOCK_K, 64)}
+    constants |= {} if padded else {"lengths_ptr": None}
+    function, whole = module._relative_attention_bias_grad, ("q", "k", "v", "o", "do", "T", "H")
+    built = compiled(function, types, constants, whole, warps=module.WARPS, stages=module.STAGES)
+    assert spilled(built, tmp_path) == 0
+    assert built.metadata.shared <= SHARED_BYTES // 2, "two blocks on a multiprocessor"
 
 
 def test_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:

@@ -140,18 +140,29 @@ def relative_sdpa(
 
 def _padded(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, longest: int, bias_NTS: Tensor) -> Tensor:
     """o_TNH of sequences that are padded to ``longest``, without waiting for the device."""
-    T, B = len(q_TNH), len(cu_seqlens) - 1
-    token_T = torch.arange(T, device=q_TNH.device)
-    sequence_T = torch.searchsorted(cu_seqlens[1:], token_T, right=True)
-    row_T = sequence_T * longest + token_T - cu_seqlens[sequence_T]
-    q, k, v = (
-        x.new_zeros(B * longest, *x.shape[1:]).index_copy(0, row_T, x).unflatten(0, (B, longest))
-        for x in (q_TNH, k_TKH, v_TKH)
-    )
-    # An empty sequence sees its first padding, so that no row is NaN.
-    hidden_BS = torch.arange(longest, device=q_TNH.device) >= cu_seqlens.diff().clamp(min=1)[:, None]
+    row_T, lengths_B = padded_rows(cu_seqlens, len(q_TNH), longest)
+    q, k, v = pad(row_T, len(lengths_B), longest, q_TNH, k_TKH, v_TKH)
+    hidden_BS = torch.arange(longest, device=q_TNH.device) >= lengths_B[:, None]
     mask_BNTS = bias_NTS.masked_fill(hidden_BS[:, None, None], -torch.inf)
     return _biased(q, k, v, mask_BNTS).flatten(0, 1).index_select(0, row_T)
+
+
+def padded_rows(cu_seqlens: Tensor, T: int, longest: int) -> tuple[Tensor, Tensor]:
+    """(row_T, lengths_B): where the tokens of sequences are that are padded to ``longest``, and how many keys to see.
+
+    An empty sequence sees its first padding, so that no row is NaN.
+    """
+    token_T = torch.arange(T, device=cu_seqlens.device)
+    sequence_T = torch.searchsorted(cu_seqlens[1:], token_T, right=True)
+    return sequence_T * longest + token_T - cu_seqlens[sequence_T], cu_seqlens.diff().clamp(min=1)
+
+
+def pad(row_T: Tensor, sequences: int, longest: int, *tensors: Tensor) -> list[Tensor]:
+    """(B, longest, …): tokens in rows ``row_T``, zeros elsewhere."""
+    return [
+        x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, row_T, x).unflatten(0, (sequences, longest))
+        for x in tensors
+    ]
 
 
 def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:
@@ -162,10 +173,13 @@ def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:
     """
     limit = len(near_RN) // 2
     distance = torch.arange(1 - longest, longest, device=near_RN.device)
-    row_RN = near_RN.index_select(0, distance.clamp(-limit, limit) + limit)
+    # At least float32: a gradient is a sum of thousands of pairs.
+    wide_RN = near_RN.to(torch.promote_types(near_RN.dtype, torch.float32))
+    row_RN = wide_RN.index_select(0, distance.clamp(-limit, limit) + limit)
     if causal:
         row_RN = row_RN.masked_fill((distance > 0)[:, None], -torch.inf)
-    return row_RN.T.unfold(1, longest, 1).flip(1)
+    # The windows are strided by heads first, and fused kernels need keys beside each other.
+    return row_RN.T.unfold(1, longest, 1).flip(1).to(near_RN.dtype).contiguous()
 
 
 def relative_paged_reference(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
+from colonnade.kernels.registry import choose
 from colonnade.model.moe.router import RouterOutput
 from colonnade.model.moe.routing_context import TokenGroups
 from colonnade.parallel.axis import SOLO, Axis
@@ -46,10 +47,14 @@ def apply_capacity(
     """
     ids_TA, weights_TA = choice.ids_TA, choice.weights_TA
     if moe.capacity_tokens is not None and sequences is not None:
-        queues, E = moe.experts * sequences.count, moe.experts
-        queue_TA = torch.where(ids_TA < E, sequences.group_T[:, None] * E + ids_TA, queues)
-        (all_queues,), row_T = in_global_order(over, index_T, queue_TA)
-        kept_TA = (global_positions(all_queues, queues)[row_T] < moe.capacity_tokens) & (ids_TA < E)
+        E = moe.experts  # choices of none have queues of their own
+        queue_TA = torch.add(ids_TA, sequences.group_T[:, None], alpha=E + 1)
+        if over.size == 1:  # a sequence's tokens are in order
+            position_TA = global_positions(queue_TA, sequences.count * (E + 1))
+        else:
+            (all_queues,), row_T = in_global_order(over, index_T, queue_TA)
+            position_TA = global_positions(all_queues, sequences.count * (E + 1))[row_T]
+        kept_TA = position_TA < moe.capacity_tokens
         return KeptChoices(ids_TA.where(kept_TA, E), weights_TA.where(kept_TA, 0))
     if not moe.capacity:
         return KeptChoices(ids_TA, weights_TA)
@@ -101,10 +106,4 @@ def in_global_order(over: Axis, index_T: Tensor, *columns: Tensor) -> tuple[list
 
 def global_positions(ids_TA: Tensor, experts: int) -> Tensor:
     """position_TA: each choice's position among those of its expert, all first choices before all second ones."""
-    by_choice_R = ids_TA.T.flatten()
-    order_R = by_choice_R.argsort(stable=True)
-    sorted_R = by_choice_R[order_R]
-    begin_E = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=ids_TA.device, dtype=ids_TA.dtype))
-    position_R = torch.empty_like(order_R)
-    position_R[order_R] = torch.arange(len(order_R), device=ids_TA.device) - begin_E[sorted_R]
-    return position_R.view(ids_TA.shape[1], -1).T
+    return choose("queue_positions", ids_TA.device.type, ids_TA.dtype)(ids_TA, experts)
