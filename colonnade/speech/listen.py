@@ -54,14 +54,18 @@ class Listeners:
 
     def __init__(self, model: SpeechModel, streams: int = 1):
         self.model = model
-        self.pool = StreamPool(model.encoder, model.sizes, streams)
+        self.pool = StreamPool(model.encoder, model.all_sizes[-1], streams)
         self.search = GreedySearch(model.predictor, model.joint.logprobs, streams)
         self.streams: dict[int, _Stream] = {}
 
     @torch.inference_mode()
-    def open(self) -> int:
-        """A new stream's number; raises CapacityError if all are taken."""
-        stream = self.pool.open()
+    def open(self, segment: int | None = None, lookahead: int | None = None) -> int:
+        """A new stream's number; raises CapacityError if all are taken.
+
+        ``segment`` and ``lookahead`` are its S and R in frames of 40 ms, of those that were trained; streams of
+        different sizes share steps. Raises ConfigError for others.
+        """
+        stream = self.pool.open(self.model.choose(segment, lookahead))
         self.search.reset(stream)
         self.streams[stream] = _Stream(self.model.config, self.model.sound)
         return stream
@@ -152,10 +156,15 @@ class Listeners:
         self.pool.push(stream, self.model.front_end(Frames(sound_TA, None, pictures, seen_T)))
 
 
-def listen(model: SpeechModel, chunks: Iterable[Tensor]) -> Iterator[str]:
-    """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them."""
+def listen(
+    model: SpeechModel, chunks: Iterable[Tensor], segment: int | None = None, lookahead: int | None = None
+) -> Iterator[str]:
+    """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them.
+
+    ``segment`` and ``lookahead`` are as in :meth:`Listeners.open`.
+    """
     listeners = Listeners(model)
-    stream = listeners.open()
+    stream = listeners.open(segment, lookahead)
     for samples in chunks:
         listeners.push(stream, samples)
         while found := listeners.step():
