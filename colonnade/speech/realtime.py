@@ -14,9 +14,11 @@ Two extensions. ``segment`` and ``lookahead`` in the ``transcription`` of a ``se
 items' streams, in frames of 40 ms, among those that were trained. ``input_video_buffer.append`` has a JPEG of the mouth
 in base64, ``image``, and the time at which it was taken, ``time_us``. An ``input_audio_buffer.append`` may give the
 time of its first sample by the same clock; otherwise time 0 is the item's first sample. The two devices' clocks may
-drift: each append corrects the difference.
+drift: each append corrects the difference. With ``crop`` of the session's video input, "mouth" or "face", pictures
+are whole, and the region is found here (:mod:`colonnade.speech.face`).
 """
 
+import asyncio
 import base64
 import binascii
 import json
@@ -29,10 +31,11 @@ import torch
 
 from colonnade.errors import CapacityError, ConfigError, DataError, RequestError, WorkerError
 from colonnade.model.segments import Segments
+from colonnade.speech.face import REGIONS, FaceTracker, face_detector
 from colonnade.speech.features import FRAME
 from colonnade.speech.pcm import RATE, Resampler
 from colonnade.speech.stream_engine import StreamEngine
-from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg
+from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg, decode_rgb
 
 Event = dict[str, Any]
 RATES = (16000, 24000)
@@ -50,6 +53,8 @@ class RealtimeSession:
     def __init__(self, engine: StreamEngine, model: str, send: Callable[[Event], Awaitable[None]]):
         self.engine, self.model, self._send = engine, model, send
         self.sizes = engine.sizes
+        self.tracker: FaceTracker | None = None
+        """Crops the pictures, if the client does not."""
         self.rate, self.seconds = 24000, 0.0
         """``seconds``: of sound in all items."""
         self._stream: int | None = None
@@ -123,7 +128,8 @@ class RealtimeSession:
             raise RequestError(
                 "rate, segment and lookahead cannot change once an item has begun; commit or clear it before"
             )
-        self.rate, self.sizes = int(rate), sizes
+        tracker = self._cropper(_table(_table(session, "video", "session."), "input", "session.video."))
+        self.rate, self.sizes, self.tracker = int(rate), sizes, tracker
         await self._emit("session.updated", session=self._session())
 
     def _sizes(self, transcription: Event) -> Segments:
@@ -139,6 +145,18 @@ class RealtimeSession:
             return self.engine.listeners.model.choose(**chosen)
         except ConfigError as error:
             raise RequestError(str(error), param=path) from None
+
+    def _cropper(self, video: Event) -> FaceTracker | None:
+        """What crops the pictures of a session whose video input is updated by ``video``."""
+        if "crop" not in video:
+            return self.tracker
+        size, region = self.engine.listeners.model.config.picture, video["crop"]
+        if region is None:
+            return None
+        if not isinstance(region, str) or region not in REGIONS or not size:
+            able = f"null, {' or '.join(REGIONS)}" if size else "null: this recogniser takes no pictures"
+            raise RequestError(f"crop is {str(region)[:64]!r}; use {able}", param="session.video.input.crop")
+        return FaceTracker(face_detector(), size, region)
 
     async def _append(self, event: Event) -> None:
         samples = _samples(event.get("audio"))
@@ -163,9 +181,13 @@ class RealtimeSession:
         image = event.get("image")
         if isinstance(image, str) and len(image) > 2 * MAX_JPEG_BYTES:
             raise RequestError(f"the picture is too large; send at most {MAX_JPEG_BYTES:,} bytes", param="image")
-        picture = decode_jpeg(_base64(image, "image", "a JPEG"), size)
+        data, tracker = _base64(image, "image", "a JPEG"), self.tracker
+        if tracker is None:
+            picture = decode_jpeg(data, size)
+        else:
+            picture = await asyncio.to_thread(lambda: tracker.crop(decode_rgb(data)))
         frame = self._clock.frame(time_s)
-        if frame >= 0:
+        if frame >= 0 and picture is not None:  # without a face, text goes on by sound
             await self.engine.see(await self._open(), frame, picture)
 
     async def _open(self) -> int:
@@ -219,6 +241,7 @@ class RealtimeSession:
         config = self.engine.listeners.model.config
         if config.picture:
             session["video"] = {"input": {"format": {"type": "image/jpeg", "size": config.picture}}}
+            session["video"]["input"]["crop"] = self.tracker.region if self.tracker else None
         session["mean_latency_ms"] = FRAME * 1000 // RATE * (2 * self.sizes.right + self.sizes.segment) // 2
         return session
 

@@ -6,7 +6,9 @@ second leave no gap.
 """
 
 import re
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,17 @@ SMOOTHING = 0.1
 
 def decode_jpeg(data: bytes, size: int) -> Tensor:
     """(size, size) float32 brightness, 0 to 1; raises DataError for data that is not a JPEG or too large."""
+    grey = _decode(data).reformat(size, size, "gray", interpolation="AREA").to_ndarray()
+    return torch.from_numpy(grey).float() / 255
+
+
+def decode_rgb(data: bytes) -> np.ndarray:
+    """(height, width, 3) uint8; raises DataError for data that is not a JPEG or too large."""
+    return _decode(data).to_ndarray(format="rgb24")
+
+
+def _decode(data: bytes) -> Any:
+    """PyAV's frame of a JPEG."""
     av = require("av")
     if len(data) > MAX_JPEG_BYTES:
         raise DataError(f"the picture has {len(data):,} bytes; send at most {MAX_JPEG_BYTES:,}")
@@ -42,8 +55,7 @@ def decode_jpeg(data: bytes, size: int) -> Tensor:
         raise DataError(f"the picture cannot be read: {why}; send a JPEG of at most {MAX_PIXELS:,} pixels") from None
     if not frames:
         raise DataError(f"the picture is not complete; send a whole JPEG of at most {MAX_PIXELS:,} pixels")
-    grey = frames[0].reformat(size, size, "gray", interpolation="AREA").to_ndarray()
-    return torch.from_numpy(grey).float() / 255
+    return frames[0]
 
 
 class PictureClock:
