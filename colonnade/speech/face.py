@@ -225,6 +225,11 @@ def face_detector() -> FaceDetector:
     return FaceDetector()
 
 
+def has_weights() -> bool:
+    """Whether the package with the detector's weights is installed."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
 def weights_folder() -> Path:
     """The data folder of the package facenet-pytorch; raises RequestError if it is not installed."""
     spec = importlib.util.find_spec(PACKAGE)

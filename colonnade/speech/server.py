@@ -41,6 +41,7 @@ from colonnade.serve.api.errors import error_reply
 from colonnade.serve.api.middleware import cors_options
 from colonnade.serve.engine_process import wait_first
 from colonnade.serve.http_server import GRACE_S, BackgroundServer, listen, new_event_loop, url_of
+from colonnade.speech.face import has_weights
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.page import page_routes
 from colonnade.speech.pcm import require
@@ -207,7 +208,9 @@ class SpeechServer:
             self._authenticate(request)
         except RequestError as refusal:
             return error_reply(refusal)
-        takes = ["sound", "pictures"] if self.engine.listeners.model.config.picture else ["sound"]
+        takes = ["sound"]
+        if self.engine.listeners.model.config.picture:
+            takes += ["pictures", "faces"] if has_weights() else ["pictures"]
         model = {"id": self.name, "object": "model", "owned_by": "colonnade", "capabilities": takes}
         return JSONResponse({"object": "list", "data": [model]})
 
