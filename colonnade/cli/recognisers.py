@@ -107,6 +107,7 @@ def listen(
     chunk_ms: int = 100,
     segment: int | None = None,
     lookahead: int | None = None,
+    crop: Literal["mouth", "face", "none"] | None = None,
 ) -> None:
     """Recognise a recording as a stream, and print text as soon as it is recognised.
 
@@ -117,15 +118,22 @@ def listen(
         segment: Length of the segments that are recognised at once, among those trained [frames of 40 ms]; by default
             the preset's.
         lookahead: Length of audio after a segment that is waited for, among those trained [frames of 40 ms].
+        crop: Use the pictures of a film, too: mouth or face finds the face and cuts out this part, none uses the whole
+            picture. The face detector needs pip install --no-deps facenet-pytorch==2.6.0.
     """
     from colonnade.speech.audio import load_audio
     from colonnade.speech.listen import listen as texts
+    from colonnade.speech.listen import listen_film
     from colonnade.speech.model import SpeechModel
 
     if not 1 <= chunk_ms <= 60_000:
         raise ConfigError(f"--chunk_ms is {chunk_ms}; use 1 to 60,000")
     model, samples = SpeechModel.load(recogniser), load_audio(file)
-    for delta in texts(model, samples.split(16 * chunk_ms), segment, lookahead):
+    chunks = samples.split(16 * chunk_ms)
+    found = (
+        listen_film(model, file, chunks, crop, segment, lookahead) if crop else texts(model, chunks, segment, lookahead)
+    )
+    for delta in found:
         sys.stdout.write(delta)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -1,17 +1,20 @@
 """Recognises streams of audio and pictures as they arrive, with all streams' next segments in one pass of the model."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.features import Features, FrameStream, check_samples
+from colonnade.speech.face import FaceTracker, face_detector
+from colonnade.speech.features import RATE, Features, FrameStream, check_samples
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
+from colonnade.speech.video import HOLD, PictureClock, film_pictures, scaled
 
 MOST_AHEAD = 1500
 """Maximum number of pictures that may wait for their audio: a minute."""
@@ -167,10 +170,48 @@ def listen(
     stream = listeners.open(segment, lookahead)
     for samples in chunks:
         listeners.push(stream, samples)
-        while found := listeners.step():
-            if found[stream]:
-                yield found[stream]
+        yield from _texts(listeners, stream)
     listeners.end(stream)
+    yield from _texts(listeners, stream)
+
+
+def listen_film(
+    model: SpeechModel,
+    film: Path,
+    chunks: Iterable[Tensor],
+    crop: str,
+    segment: int | None = None,
+    lookahead: int | None = None,
+) -> Iterator[str]:
+    """As :func:`listen`, of the sound of a film in ``chunks`` and its pictures.
+
+    ``crop``: "mouth" or "face" finds the face and cuts out this part (:mod:`colonnade.speech.face`), "none" takes the
+    whole picture, scaled to the recogniser's size.
+    """
+    size = model.config.picture
+    if not size:
+        raise DataError("this recogniser has no pictures; leave out the crop, or use one that was trained with mouths")
+    tracker = None if crop == "none" else FaceTracker(face_detector(), size, crop)
+    listeners, clock, samples_s = Listeners(model), PictureClock(), 0.0
+    stream = listeners.open(segment, lookahead)
+    pictures = film_pictures(film)
+    following = next(pictures, None)
+    for samples in chunks:
+        samples_s += len(samples) / RATE
+        while following is not None and following[0] < samples_s:  # pictures come before their sound
+            time_s, picture = following
+            seen = scaled(picture, size) if tracker is None else tracker.crop(picture)
+            if seen is not None and clock.frame(time_s) >= 0:
+                listeners.see(stream, clock.frame(time_s), seen, HOLD)
+            following = next(pictures, None)
+        listeners.push(stream, samples)
+        yield from _texts(listeners, stream)
+    listeners.end(stream)
+    yield from _texts(listeners, stream)
+
+
+def _texts(listeners: Listeners, stream: int) -> Iterator[str]:
+    """The text of all segments that are complete."""
     while found := listeners.step():
         if found[stream]:
             yield found[stream]
