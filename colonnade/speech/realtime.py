@@ -240,8 +240,8 @@ class RealtimeSession:
         session = {"type": "transcription", "id": self._id, "object": "realtime.session", "audio": audio}
         config = self.engine.listeners.model.config
         if config.picture:
-            session["video"] = {"input": {"format": {"type": "image/jpeg", "size": config.picture}}}
-            session["video"]["input"]["crop"] = self.tracker.region if self.tracker else None
+            crop = self.tracker.region if self.tracker else None
+            session["video"] = {"input": {"format": {"type": "image/jpeg", "size": config.picture}, "crop": crop}}
         session["mean_latency_ms"] = FRAME * 1000 // RATE * (2 * self.sizes.right + self.sizes.segment) // 2
         return session
 
