@@ -85,12 +85,17 @@ def word_delays(heard: Heard, ends_s: Sequence[float]) -> list[float]:
 
 
 def streams(
-    model: SpeechModel, corpus: Corpus, snr: float | None, seen: bool, sizes: Segments | None = None
+    model: SpeechModel,
+    corpus: Corpus,
+    snr: float | None,
+    seen: bool,
+    sizes: Segments | None = None,
+    most: int = STREAMED,
 ) -> dict[str, Cell]:
     """The first recordings as streams, and as a whole."""
     sizes = sizes or model.sizes
     equal, delays, first_s, busy_s, total_s = 0, [], [], 0.0, 0.0
-    count = min(len(corpus.recordings), STREAMED)
+    count = min(len(corpus.recordings), most)
     for i, one in enumerate(corpus.recordings[:count]):
         random = np.random.Generator(np.random.PCG64([0, i]))
         pictures = corpus.mouths(i, random) if seen else None

@@ -2,6 +2,7 @@
 
     python benchmarks/speech_delay.py                     # speaks sentences, trains speech-tiny, measures
     python benchmarks/speech_delay.py --run runs/delay    # keeps the run there, and continues it
+    python benchmarks/speech_delay.py --run runs/delay --checkpoint runs/delay/step-500    # measures only
     python benchmarks/speech_delay.py --tiny              # a smoke test
     python benchmarks/speech_delay.py --draw              # only the plot, from the record
 
@@ -20,6 +21,7 @@ from typing import cast
 
 import torch
 
+from colonnade.checkpoint.atomic_folder import read_json
 from colonnade.config.speech import SPEECH_PRESETS
 from colonnade.errors import DataError
 from colonnade.speech.corpus import Corpus
@@ -28,7 +30,7 @@ from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.fit import FitSettings, fit, word_error_rate
 from colonnade.speech.model import SpeechModel
 from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
-from speech import streams, timed
+from speech import STREAMED, streams, timed
 
 WHOLE = 128
 """S of a whole sentence."""
@@ -39,7 +41,7 @@ PICTURE = ROOT / "docs" / "assets" / "speech_delay.png"
 CLEAN_COLUMN, NOISY_COLUMN = "word_errors", "word_errors_5_db"
 
 
-def measure(model: SpeechModel, corpus: Corpus) -> list[dict[str, Cell]]:
+def measure(model: SpeechModel, corpus: Corpus, streamed: int) -> list[dict[str, Cell]]:
     """A row for each segment and look-ahead."""
     longest = max(corpus.frames(i) for i in range(len(corpus.samples)))
     if longest > WHOLE:
@@ -50,7 +52,7 @@ def measure(model: SpeechModel, corpus: Corpus) -> list[dict[str, Cell]]:
         if whole and sizes.right:
             continue  # nothing follows a whole sentence
         clean, noisy = (word_error_rate(model, corpus, snr, False, sizes=sizes) for snr in (None, NOISY))
-        found = streams(model, corpus, None, False, sizes)
+        found = streams(model, corpus, None, False, sizes, streamed)
         row: dict[str, Cell] = {
             "what": "whole sentences" if whole else "streams",
             "segment": sizes.segment,
@@ -105,6 +107,8 @@ def draw(path: Path, rows: list[dict[str, Cell]]) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="folder of the run and its data; by default a temporary one")
+    parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
+    parser.add_argument("--streamed", type=int, default=STREAMED, help="sentences of the test that are streamed")
     parser.add_argument("--train", type=int, default=4000, help="sentences to train on")
     parser.add_argument("--test", type=int, default=200, help="sentences to test on")
     parser.add_argument("--steps", type=int, default=1600)
@@ -129,12 +133,16 @@ def main(argv: list[str] | None = None) -> None:
         if not (run / "data" / MANIFEST).exists():
             with timed(rows, "speaking") as row:
                 row["sentences"] = len(make_data(run / "data", args.train, args.test))
-        done: list[int] = []
-        with timed(rows, "training") as row:
-            checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step))
-            sentences = len(read_manifest(run / "data", "train"))
-            row |= {"sentences": sentences, "steps": settings.steps, "steps_here": len(done)}
-        rows += measure(SpeechModel.load(checkpoint), Corpus(run / "data", config, "test"))
+        checkpoint, sentences = args.checkpoint, len(read_manifest(run / "data", "train"))
+        if checkpoint is None:
+            done: list[int] = []
+            with timed(rows, "training") as row:
+                checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step))
+                row |= {"sentences": sentences, "steps": settings.steps, "steps_here": len(done)}
+        else:
+            steps = int(read_json(checkpoint / "speech.json")["step"])
+            rows.append({"what": "a recogniser of an earlier run", "sentences": sentences, "steps": steps})
+        rows += measure(SpeechModel.load(checkpoint), Corpus(run / "data", config, "test"), args.streamed)
     folder = folder_of(args.out, toy=args.tiny)
     found = {(row["segment"], row["lookahead"]): row for row in rows if "segment" in row}
     heads = [
