@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from colonnade.config.speech import SPEECH_PRESETS
+from colonnade.model.segments import Segments
 from colonnade.speech.corpus import Corpus
 from colonnade.speech.data import MANIFEST, make_data, read_manifest
 from colonnade.speech.features import FRAME, RATE
@@ -56,10 +57,10 @@ class Heard(NamedTuple):
     busy_s: float
 
 
-def hear(model: SpeechModel, samples: torch.Tensor, pictures: torch.Tensor | None) -> Heard:
+def hear(model: SpeechModel, samples: torch.Tensor, pictures: torch.Tensor | None, sizes: Segments) -> Heard:
     """Stream a recording in parts of a frame; what is computed delays what follows it."""
     listeners, texts, letter_s = Listeners(model), [], []
-    stream, busy_s, now_s = listeners.open(), 0.0, 0.0
+    stream, busy_s, now_s = listeners.open(sizes.segment, sizes.right), 0.0, 0.0
     parts = samples.split(FRAME)
     for i in range(len(parts) + 1):
         now_s = max(now_s, min(len(samples), (i + 1) * FRAME) / RATE)
@@ -83,16 +84,24 @@ def word_delays(heard: Heard, ends_s: Sequence[float]) -> list[float]:
     return [heard.letter_s[i] - end for i, end in zip(last, ends_s, strict=True)]
 
 
-def streams(model: SpeechModel, corpus: Corpus, snr: float | None, seen: bool) -> dict[str, Cell]:
+def streams(
+    model: SpeechModel,
+    corpus: Corpus,
+    snr: float | None,
+    seen: bool,
+    sizes: Segments | None = None,
+    most: int = STREAMED,
+) -> dict[str, Cell]:
     """The first recordings as streams, and as a whole."""
+    sizes = sizes or model.sizes
     equal, delays, first_s, busy_s, total_s = 0, [], [], 0.0, 0.0
-    count = min(len(corpus.recordings), STREAMED)
+    count = min(len(corpus.recordings), most)
     for i, one in enumerate(corpus.recordings[:count]):
         random = np.random.Generator(np.random.PCG64([0, i]))
         pictures = corpus.mouths(i, random) if seen else None
         samples = torch.from_numpy(corpus.noisy(i, snr, random))
-        heard = hear(model, samples, pictures)
-        equal += heard.text == model.recognise(samples, pictures)
+        heard = hear(model, samples, pictures, sizes)
+        equal += heard.text == model.recognise(samples, pictures, sizes)
         busy_s, total_s = busy_s + heard.busy_s, total_s + len(samples) / RATE
         if heard.letter_s:
             first_s.append(heard.letter_s[0] - one.words[0][0])
@@ -101,7 +110,7 @@ def streams(model: SpeechModel, corpus: Corpus, snr: float | None, seen: bool) -
     tenths = statistics.quantiles(delays, n=10) if len(delays) > 1 else [None] * 9
     return {
         "what": "streams", "input": INPUTS[seen], "snr_db": snr, "recordings": count, "equal_to_whole": equal,
-        "mean_algorithmic_latency_s": FRAME / RATE * (model.config.right + model.config.segment / 2),
+        "mean_algorithmic_latency_s": FRAME / RATE * (sizes.right + sizes.segment / 2),
         "word_delay_p50_s": _round(tenths[4]), "word_delay_p90_s": _round(tenths[8]),
         "first_letter_after_first_word_began_s": _round(statistics.median(first_s) if first_s else None),
         "rtf": round(busy_s / total_s, 4), "threads": torch.get_num_threads(),

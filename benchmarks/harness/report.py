@@ -38,6 +38,9 @@ PEERS = (
     "trl",
     "peft",
     "torchrec",
+    "faster-whisper",
+    "ctranslate2",
+    "pocketsphinx",
 )
 
 Cell = str | int | float | bool | None

@@ -174,17 +174,19 @@ class CT2File:
             raise CheckpointError(f"{self.path}: encoder and decoder have unequal heads, or no layers")
         context, _ = self._shape("decoder/position_encodings/encodings", 2)
         frames, _ = self._shape("encoder/position_encodings/encodings", 2)
-        ffn = [self._shape(f"{stack}/layer_0/ffn/linear_0/weight", 2)[0] for stack in ("encoder", "decoder")]
+        encoder_ffn, ffn = (
+            self._shape(f"{stack}/layer_0/ffn/linear_0/weight", 2)[0] for stack in ("encoder", "decoder")
+        )
         mels = self._shape("encoder/conv1/weight", 3)[1]
         # In multilingual vocabularies English's token is one further.
         start = 50258 if vocab_size >= 51865 else 50257
         try:
             return whisper_config(
-                vocab_size=vocab_size, layers=layers["decoder/layer_"], width=width, heads=heads, ffn_width=ffn[1],
+                vocab_size=vocab_size, layers=layers["decoder/layer_"], width=width, heads=heads, ffn_width=ffn,
                 context=context,
                 encoder=EncoderConfig(
-                    layers=layers["encoder/layer_"], ffn_width=0 if ffn[0] == ffn[1] else ffn[0], context=frames,
-                    reads="audio", mels=mels, start_token=start,
+                    layers=layers["encoder/layer_"], ffn_width=0 if encoder_ffn == ffn else encoder_ffn,
+                    context=frames, reads="audio", mels=mels, start_token=start,
                 ),
             )  # fmt: skip
         except ConfigError as error:

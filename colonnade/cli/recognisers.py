@@ -40,6 +40,8 @@ def train(
     clean: int = 400,
     noises: Path | None = None,
     augment: bool = False,
+    segments: tuple[int, ...] = (),
+    lookaheads: tuple[int, ...] = (),
 ) -> None:
     """Train a streaming recogniser in noise; resumes from the newest checkpoint of the run.
 
@@ -56,6 +58,9 @@ def train(
         clean: Steps before the first noise; letters are learned faster without noise.
         noises: Folder of noise recordings, used in addition to babble, white and pink noise.
         augment: After the clean steps, also rooms, telephone codecs, masks of time and frequency, crops of pictures.
+        segments: Lengths of segments to train besides the preset's, such as 4 16 32 [frames of 40 ms]. Each step draws
+            one, and a stream may then choose among them.
+        lookaheads: Lengths of look-ahead to train besides the preset's, such as 0 4 [frames of 40 ms].
     """
     from colonnade.config.speech import SPEECH_PRESETS
     from colonnade.speech.fit import Corpus, FitSettings, fit, word_error_rate
@@ -65,7 +70,7 @@ def train(
         if step % 50 == 0:
             console.print(f"step {step:,}: loss {loss:.3f} a letter", soft_wrap=True)
 
-    config = SPEECH_PRESETS[preset]
+    config = SPEECH_PRESETS[preset].replace(segments=segments, lookaheads=lookaheads)
     settings = FitSettings(
         steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean, noises=noises, augment=augment
     )
@@ -100,6 +105,9 @@ def listen(
     recogniser: Positional[Recogniser],
     file: Annotated[Positional[Path], arg(metavar="FILE")],
     chunk_ms: int = 100,
+    segment: int | None = None,
+    lookahead: int | None = None,
+    crop: Literal["mouth", "face", "none"] | None = None,
 ) -> None:
     """Recognise a recording as a stream, and print text as soon as it is recognised.
 
@@ -107,15 +115,25 @@ def listen(
         recogniser: The model.
         file: A recording.
         chunk_ms: Length of the parts in which the audio is streamed [ms].
+        segment: Length of the segments that are recognised at once, among those trained [frames of 40 ms]; by default
+            the preset's.
+        lookahead: Length of audio after a segment that is waited for, among those trained [frames of 40 ms].
+        crop: Use the pictures of a film, too: mouth or face finds the face and cuts out this part, none uses the whole
+            picture. The face detector needs pip install --no-deps facenet-pytorch==2.6.0.
     """
     from colonnade.speech.audio import load_audio
     from colonnade.speech.listen import listen as texts
+    from colonnade.speech.listen import listen_film
     from colonnade.speech.model import SpeechModel
 
     if not 1 <= chunk_ms <= 60_000:
         raise ConfigError(f"--chunk_ms is {chunk_ms}; use 1 to 60,000")
     model, samples = SpeechModel.load(recogniser), load_audio(file)
-    for delta in texts(model, samples.split(16 * chunk_ms)):
+    chunks = samples.split(16 * chunk_ms)
+    found = (
+        listen_film(model, file, chunks, crop, segment, lookahead) if crop else texts(model, chunks, segment, lookahead)
+    )
+    for delta in found:
         sys.stdout.write(delta)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -130,6 +148,8 @@ def serve(
     api_key: str | None = None,
     drain_s: float = 30.0,
     origins: tuple[str, ...] = (),
+    segment: int | None = None,
+    lookahead: int | None = None,
 ) -> None:
     """Serve OpenAI's realtime transcription over WebSockets until Ctrl-C.
 
@@ -143,6 +163,9 @@ def serve(
         drain_s: Time for running streams to end after SIGTERM or Ctrl-C [s].
         origins: Origins of other pages that may use the server from a browser, such as https://chat.example.com; * for
             all.
+        segment: Length of the segments that are recognised at once, among those trained [frames of 40 ms]; by default
+            the preset's. A client may choose another.
+        lookahead: Length of audio after a segment that is waited for, among those trained [frames of 40 ms].
     """
     import os
 
@@ -161,6 +184,8 @@ def serve(
         streams,
         config,
         partial(console.print, soft_wrap=True),
+        segment,
+        lookahead,
     )
 
 

@@ -1,6 +1,6 @@
 """Speech recognisers: sizes of the front ends, the encoder and the transducer."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -53,6 +53,10 @@ class SpeechConfig(Config):
     """R: frames after them that it waits for."""
     memory: int = Field(default=0, ge=0, le=1 << 16)
     """M: summaries of earlier segments that it sees."""
+    segments: tuple[Annotated[int, Field(gt=0, le=1 << 16)], ...] = ()
+    """Further values of S that are trained, so that a stream may choose one; each training step draws S and R."""
+    lookaheads: tuple[Annotated[int, Field(ge=0, le=1 << 16)], ...] = ()
+    """Further values of R that are trained."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -63,6 +67,16 @@ class SpeechConfig(Config):
         if 0 < self.picture < 16:
             raise ConfigError(f"pictures of {self.picture} pixels are too small; use at least 16, or 0 for sound only")
         return self
+
+    @property
+    def trained_segments(self) -> list[int]:
+        """All trained values of S."""
+        return sorted({self.segment, *self.segments})
+
+    @property
+    def trained_lookaheads(self) -> list[int]:
+        """All trained values of R."""
+        return sorted({self.right, *self.lookaheads})
 
     @property
     def vocab_size(self) -> int:

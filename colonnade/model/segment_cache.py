@@ -4,7 +4,8 @@ Each layer has, for each stream, M + 1 slots of memories, a ring of L + S slots 
 t is written to slot t mod (L + S), over a frame that no later segment sees; segment i's memory to slot i mod (M + 1),
 the one that segment i does not read. So a step moves no old key: it writes the new ones and attends to the slots of
 its stream under a mask. (Without positions the order of keys is free.) The memory is constant, whatever a stream's
-length.
+length. Streams may have different S and R: each has slots for the largest, and a step reads as many slots as the
+largest of its streams uses.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from colonnade.model.segments import SegmentRows, Segments, attend_segments
 
 
 class SegmentCache:
-    """Slots for at most ``streams`` streams."""
+    """Slots for at most ``streams`` streams; ``sizes`` has the largest S and R of a stream."""
 
     def __init__(
         self,
@@ -35,26 +36,42 @@ class SegmentCache:
         """``kv_heads``: this rank's."""
         self.sizes, self.streams = sizes, streams
         self.memory_slots = sizes.memory + 1 if sizes.memory else 0
-        self.ring = sizes.left + sizes.segment
-        self.width = self.memory_slots + self.ring + sizes.right
+        self.width = self.slots_of(sizes)
         shape = (layers, streams, self.width, kv_heads, head_width)
         self.k_LBSkH = torch.zeros(shape, device=device, dtype=dtype)
         self.v_LBSkH = torch.zeros(shape, device=device, dtype=dtype)
         self.free = list(range(streams - 1, -1, -1))
         self.frames = [0] * streams
         self.segments = [0] * streams
+        self.sizes_of = [sizes] * streams
 
     @property
     def cache_bytes(self) -> int:
         """Memory of keys and values."""
         return 2 * self.k_LBSkH.numel() * self.k_LBSkH.element_size()
 
-    def open(self) -> int:
-        """A stream's number; raises CapacityError if all are taken."""
+    def slots_of(self, sizes: Segments) -> int:
+        """Number of slots that a stream of these sizes uses."""
+        return self.memory_slots + sizes.left + sizes.segment + sizes.right
+
+    def open(self, sizes: Segments | None = None) -> int:
+        """A stream's number, with its own S and R if given; raises CapacityError if all streams are taken."""
+        sizes, most = sizes or self.sizes, self.sizes
+        if sizes.segment > most.segment or sizes.right > most.right:
+            raise DataError(
+                f"a segment of {sizes.segment} frames and {sizes.right} after it; at most {most.segment} and "
+                f"{most.right} fit into this cache"
+            )
+        if (sizes.left, sizes.memory) != (most.left, most.memory):
+            raise DataError(
+                f"left {sizes.left} and memory {sizes.memory}; all streams of this cache have {most.left} and "
+                f"{most.memory}"
+            )
         if not self.free:
             raise CapacityError(f"all {self.streams} streams are in use; close one, or make the pool larger")
         stream = self.free.pop()
         self.frames[stream] = self.segments[stream] = 0
+        self.sizes_of[stream] = sizes
         return stream
 
     def close(self, stream: int) -> None:
@@ -69,10 +86,10 @@ class SegmentCache:
         Rows are all frames, then all copies, in this order. Call :meth:`commit` after the pass: a pass that failed may
         be repeated.
         """
-        sizes = self.sizes
         for stream, n, r in parts:
             if stream in self.free:
                 raise DataError(f"stream {stream} is not open")
+            sizes = self.sizes_of[stream]
             if not 1 <= n <= sizes.segment or not 0 <= r <= sizes.right:
                 raise DataError(
                     f"stream {stream} has a segment of {n} frames and {r} after it; at most {sizes.segment} and "
@@ -113,11 +130,13 @@ class SegmentStep:
     @staticmethod
     def of(cache: SegmentCache, parts: Sequence[tuple[int, int, int]]) -> "SegmentStep":
         """Tables of one step; their sizes are bounded by the streams, not by their lengths."""
-        sizes, device = cache.sizes, cache.k_LBSkH.device
-        B, M, S, R = len(parts), sizes.memory, sizes.segment, sizes.right
+        device = cache.k_LBSkH.device
+        sizes_B = [cache.sizes_of[stream] for stream, _, _ in parts]
+        S, R = max(sizes.segment for sizes in sizes_B), max(sizes.right for sizes in sizes_B)
+        B, L, M = len(parts), cache.sizes.left, cache.sizes.memory
         T, copies = sum(n for _, n, _ in parts), sum(r for _, _, r in parts)
         queries = torch.full((B, S + R + (M > 0)), -1)
-        mask = torch.zeros(B, cache.width, dtype=torch.bool)
+        mask = torch.zeros(B, max(map(cache.slots_of, sizes_B)), dtype=torch.bool)
         frame_slots: list[Tensor] = []
         copy_slots: list[Tensor] = []
         memory_slots: list[int] = []
@@ -125,11 +144,12 @@ class SegmentStep:
         copy = T
         for b, (stream, n, r) in enumerate(parts):
             base, start, number = stream * cache.width, cache.frames[stream], cache.segments[stream]
-            own = cache.memory_slots + torch.arange(start, start + n) % cache.ring
-            after = cache.memory_slots + cache.ring + torch.arange(r)
+            ring = L + sizes_B[b].segment
+            own = cache.memory_slots + torch.arange(start, start + n) % ring
+            after = cache.memory_slots + ring + torch.arange(r)
             queries[b, :n] = torch.arange(frame, frame + n)
             queries[b, S : S + r] = torch.arange(copy, copy + r)
-            mask[b, cache.memory_slots + torch.arange(max(0, start - sizes.left), start + n) % cache.ring] = True
+            mask[b, cache.memory_slots + torch.arange(max(0, start - L), start + n) % ring] = True
             mask[b, after] = True
             if M:
                 queries[b, -1] = T + copies + b
@@ -172,7 +192,8 @@ class SegmentStepView:
         step = self.step
         for pool, new in ((self.k_BSkH, k_TkH), (self.v_BSkH, v_TkH)):
             pool.flatten(0, 1).index_copy_(0, step.slots, new[step.written].to(pool.dtype))
-        keys, values = self.k_BSkH[step.streams_B], self.v_BSkH[step.streams_B]
+        slots = step.mask_BSS.shape[2]
+        keys, values = self.k_BSkH[:, :slots][step.streams_B], self.v_BSkH[:, :slots][step.streams_B]
         o_BSnH = attend_segments(q_TnH[step.queries_BS.clamp(min=0)], keys, values, step.mask_BSS)
         asked = step.queries_BS >= 0
         return torch.zeros_like(q_TnH).index_copy(0, step.queries_BS[asked], o_BSnH[asked])

@@ -21,6 +21,7 @@ from colonnade.checkpoint.atomic_folder import is_complete, list_steps, prune, r
 from colonnade.config import TrainConfig
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.model.segments import Segments
 from colonnade.parallel.axis import SOLO
 from colonnade.speech.corpus import Batch, Corpus
 from colonnade.speech.data import word_errors
@@ -142,7 +143,8 @@ def _gradients(
     count = sum(map(len, labels))
     if not count:
         return _Part(0.0, 0, [torch.zeros_like(x) for x in parameters])
-    loss = count * model.loss(model.front_end(frames), lengths, labels, letters_P)
+    sizes = step_sizes(model, settings, step)
+    loss = count * model.loss(model.front_end(frames), lengths, labels, letters_P, sizes)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return _Part(loss.item(), count, list(gradients))
 
@@ -153,6 +155,12 @@ def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0)
     indices = batch_indices(len(corpus.samples), settings, step)[part::PARTS]
     noise = settings.noise and step >= settings.clean
     return corpus.train_batch(indices, random, noise, settings.augment and noise)
+
+
+def step_sizes(model: SpeechModel, settings: FitSettings, step: int) -> Segments:
+    """S and R of a step, drawn from all that the recogniser is trained with."""
+    random = np.random.Generator(np.random.PCG64([settings.seed, 1 << 21, step]))
+    return model.all_sizes[random.integers(len(model.all_sizes))]
 
 
 def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int]:
@@ -166,13 +174,20 @@ def batch_indices(recordings: int, settings: FitSettings, step: int) -> list[int
 
 
 @torch.inference_mode()
-def word_error_rate(model: SpeechModel, corpus: Corpus, snr: float | None, pictures: bool, seed: int = 0) -> float:
+def word_error_rate(
+    model: SpeechModel,
+    corpus: Corpus,
+    snr: float | None,
+    pictures: bool,
+    seed: int = 0,
+    sizes: Segments | None = None,
+) -> float:
     """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths."""
     errors = words = 0
     for first in range(0, len(corpus.samples), TEST_BATCH):
         chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
         frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed)
-        texts = model.texts(model.front_end(frames), lengths)
+        texts = model.texts(model.front_end(frames), lengths, sizes)
         for i, text in zip(chosen, texts, strict=True):
             errors += word_errors(corpus.recordings[i].text, text)
             words += len(corpus.recordings[i].text.split())

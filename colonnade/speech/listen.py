@@ -1,17 +1,20 @@
 """Recognises streams of audio and pictures as they arrive, with all streams' next segments in one pass of the model."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.features import Features, FrameStream, check_samples
+from colonnade.speech.face import FaceTracker, face_detector
+from colonnade.speech.features import RATE, Features, FrameStream, check_samples
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
+from colonnade.speech.video import HOLD, PictureClock, film_pictures, scaled
 
 MOST_AHEAD = 1500
 """Maximum number of pictures that may wait for their audio: a minute."""
@@ -54,14 +57,18 @@ class Listeners:
 
     def __init__(self, model: SpeechModel, streams: int = 1):
         self.model = model
-        self.pool = StreamPool(model.encoder, model.sizes, streams)
+        self.pool = StreamPool(model.encoder, model.all_sizes[-1], streams)
         self.search = GreedySearch(model.predictor, model.joint.logprobs, streams)
         self.streams: dict[int, _Stream] = {}
 
     @torch.inference_mode()
-    def open(self) -> int:
-        """A new stream's number; raises CapacityError if all are taken."""
-        stream = self.pool.open()
+    def open(self, segment: int | None = None, lookahead: int | None = None) -> int:
+        """A new stream's number; raises CapacityError if all are taken.
+
+        ``segment`` and ``lookahead`` are its S and R in frames of 40 ms, of those that were trained; streams of
+        different sizes share steps. Raises ConfigError for others.
+        """
+        stream = self.pool.open(self.model.choose(segment, lookahead))
         self.search.reset(stream)
         self.streams[stream] = _Stream(self.model.config, self.model.sound)
         return stream
@@ -152,16 +159,59 @@ class Listeners:
         self.pool.push(stream, self.model.front_end(Frames(sound_TA, None, pictures, seen_T)))
 
 
-def listen(model: SpeechModel, chunks: Iterable[Tensor]) -> Iterator[str]:
-    """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them."""
+def listen(
+    model: SpeechModel, chunks: Iterable[Tensor], segment: int | None = None, lookahead: int | None = None
+) -> Iterator[str]:
+    """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them.
+
+    ``segment`` and ``lookahead`` are as in :meth:`Listeners.open`.
+    """
     listeners = Listeners(model)
-    stream = listeners.open()
+    stream = listeners.open(segment, lookahead)
     for samples in chunks:
         listeners.push(stream, samples)
-        while found := listeners.step():
-            if found[stream]:
-                yield found[stream]
+        yield from _texts(listeners, stream)
     listeners.end(stream)
+    yield from _texts(listeners, stream)
+
+
+def listen_film(
+    model: SpeechModel,
+    film: Path,
+    chunks: Iterable[Tensor],
+    crop: str,
+    segment: int | None = None,
+    lookahead: int | None = None,
+) -> Iterator[str]:
+    """As :func:`listen`, of the sound of a film in ``chunks`` and its pictures.
+
+    ``crop``: "mouth" or "face" finds the face and cuts out this part (:mod:`colonnade.speech.face`), "none" takes the
+    whole picture, scaled to the recogniser's size.
+    """
+    size = model.config.picture
+    if not size:
+        raise DataError("this recogniser has no pictures; leave out the crop, or use one that was trained with mouths")
+    tracker = None if crop == "none" else FaceTracker(face_detector(), size, crop)
+    listeners, clock, samples_s = Listeners(model), PictureClock(), 0.0
+    stream = listeners.open(segment, lookahead)
+    pictures = film_pictures(film)
+    following = next(pictures, None)
+    for samples in chunks:
+        samples_s += len(samples) / RATE
+        while following is not None and following[0] < samples_s:  # pictures come before their sound
+            time_s, picture = following
+            seen = scaled(picture, size) if tracker is None else tracker.crop(picture)
+            if seen is not None and clock.frame(time_s) >= 0:
+                listeners.see(stream, clock.frame(time_s), seen, HOLD)
+            following = next(pictures, None)
+        listeners.push(stream, samples)
+        yield from _texts(listeners, stream)
+    listeners.end(stream)
+    yield from _texts(listeners, stream)
+
+
+def _texts(listeners: Listeners, stream: int) -> Iterator[str]:
+    """The text of all segments that are complete."""
     while found := listeners.step():
         if found[stream]:
             yield found[stream]

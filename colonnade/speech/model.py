@@ -9,6 +9,7 @@ for hundreds of steps, because the predictor learns the grammar first.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from colonnade.checkpoint.atomic_folder import (
     write_tensors,
 )
 from colonnade.config.speech import SpeechConfig
-from colonnade.errors import CheckpointError, DataError
+from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.kernels import ctc
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
@@ -48,6 +49,9 @@ class SpeechModel(nn.Module):
         super().__init__()
         self.config = config
         self.sizes = Segments(config.segment, config.left, config.right, config.memory)
+        pairs = product(config.trained_segments, config.trained_lookaheads)
+        self.all_sizes = [Segments(S, config.left, R, config.memory) for S, R in pairs]
+        """All trained sizes, the largest last."""
         D, J, V = config.width, config.joint_width, config.vocab_size
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -62,6 +66,23 @@ class SpeechModel(nn.Module):
         self.encoder.initialise(seed)
         self.to(dtype)
         self.sound = Features(config, dtype)
+
+    def choose(self, segment: int | None = None, lookahead: int | None = None) -> Segments:
+        """The sizes of a stream: its own S and R, in frames of 40 ms, if given.
+
+        Raises ConfigError for sizes that the recogniser was not trained with.
+        """
+        config = self.config
+        segment = config.segment if segment is None else segment
+        lookahead = config.right if lookahead is None else lookahead
+        segments, lookaheads = config.trained_segments, config.trained_lookaheads
+        if segment not in segments or lookahead not in lookaheads:
+            raise ConfigError(
+                f"segment {segment} and lookahead {lookahead}: this recogniser was trained with segments of "
+                f"{', '.join(map(str, segments))} and lookaheads of {', '.join(map(str, lookaheads))} frames of 40 ms; "
+                "use one of each, or train it with speech train --segments and --lookaheads"
+            )
+        return self.all_sizes[segments.index(segment) * len(lookaheads) + lookaheads.index(lookahead)]
 
     def features(self, samples: Tensor) -> Tensor:
         """The features of a whole recording at 16 kHz, (T, A); the last frame is padded."""
@@ -78,9 +99,9 @@ class SpeechModel(nn.Module):
         seen_T = torch.arange(len(sound_TA), device=sound_TA.device) < len(pictures)
         return self.front_end(Frames(sound_TA, None, stack_pictures(padded, history), seen_T))
 
-    def encode(self, x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
+    def encode(self, x_TD: Tensor, lengths: Sequence[int], sizes: Segments | None = None) -> Tensor:
         """The encoded frames of whole recordings."""
-        return self.encoder(x_TD, self.sizes.batch(lengths, x_TD.device))
+        return self.encoder(x_TD, (sizes or self.sizes).batch(lengths, x_TD.device))
 
     def letter_logprobs(self, y_TD: Tensor) -> Tensor:
         """Log-probabilities of the labels of each 10 ms, (4T, V)."""
@@ -92,12 +113,13 @@ class SpeechModel(nn.Module):
         lengths: Sequence[int],
         labels: Sequence[Sequence[int]],
         letters_P: Tensor | None = None,
+        sizes: Segments | None = None,
     ) -> Tensor:
         """The loss per label, averaged over the batch.
 
         ``letters_P`` are the letter targets of all recordings, 4 a frame, UNKNOWN for a recording without times.
         """
-        y_TD = self.encode(x_TD, lengths)
+        y_TD = self.encode(x_TD, lengths, sizes)
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
         logprobs_PV = self.letter_logprobs(y_TD)
         if letters_P is None:
@@ -116,18 +138,18 @@ class SpeechModel(nn.Module):
         return (transducer + LETTER_WEIGHT * side) / max(1, sum(map(len, labels)))
 
     @torch.inference_mode()
-    def recognise(self, samples: Tensor, pictures: Tensor | None = None) -> str:
-        """The text of a whole recording, by greedy search; equal to what streams give."""
+    def recognise(self, samples: Tensor, pictures: Tensor | None = None, sizes: Segments | None = None) -> str:
+        """The text of a whole recording, by greedy search; equal to what streams of the same sizes give."""
         sound_TA = self.features(samples)
         if not len(sound_TA):
             return ""
-        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)])[0]
+        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)], sizes)[0]
 
     @torch.inference_mode()
-    def texts(self, x_TD: Tensor, lengths: Sequence[int]) -> list[str]:
+    def texts(self, x_TD: Tensor, lengths: Sequence[int], sizes: Segments | None = None) -> list[str]:
         """The texts of whole recordings, by greedy search over all at once."""
         search = GreedySearch(self.predictor, self.joint.logprobs, len(lengths))
-        found = search.push(self.out(self.encode(x_TD, lengths)).split(list(lengths)))
+        found = search.push(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
         return [self.config.text([label for _, label in pairs]) for pairs in found]
 
     @torch.inference_mode()

@@ -10,11 +10,15 @@ Deltas are sent while audio arrives, with the item id that its commit will name.
 of the item's audio that had arrived. A malformed message is answered with ``error``, and the connection continues.
 Audio and pictures are discarded after use and never logged.
 
-``input_video_buffer.append`` is an extension: ``image`` is a JPEG of the mouth in base64, and ``time_us`` the time at
-which it was taken. An ``input_audio_buffer.append`` may give the time of its first sample by the same clock; otherwise
-time 0 is the item's first sample. The two devices' clocks may drift: each append corrects the difference.
+Two extensions. ``segment`` and ``lookahead`` in the ``transcription`` of a ``session.update`` are the sizes of the next
+items' streams, in frames of 40 ms, among those that were trained. ``input_video_buffer.append`` has a JPEG of the mouth
+in base64, ``image``, and the time at which it was taken, ``time_us``. An ``input_audio_buffer.append`` may give the
+time of its first sample by the same clock; otherwise time 0 is the item's first sample. The two devices' clocks may
+drift: each append corrects the difference. With ``crop`` of the session's video input, "mouth" or "face", pictures
+are whole, and the region is found here (:mod:`colonnade.speech.face`).
 """
 
+import asyncio
 import base64
 import binascii
 import json
@@ -25,11 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from colonnade.errors import CapacityError, DataError, RequestError, WorkerError
+from colonnade.errors import CapacityError, ConfigError, DataError, RequestError, WorkerError
+from colonnade.model.segments import Segments
+from colonnade.speech.face import REGIONS, FaceTracker, face_detector
 from colonnade.speech.features import FRAME
 from colonnade.speech.pcm import RATE, Resampler
 from colonnade.speech.stream_engine import StreamEngine
-from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg
+from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg, decode_rgb
 
 Event = dict[str, Any]
 RATES = (16000, 24000)
@@ -46,6 +52,9 @@ class RealtimeSession:
 
     def __init__(self, engine: StreamEngine, model: str, send: Callable[[Event], Awaitable[None]]):
         self.engine, self.model, self._send = engine, model, send
+        self.sizes = engine.sizes
+        self.tracker: FaceTracker | None = None
+        """Crops the pictures, if the client does not."""
         self.rate, self.seconds = 24000, 0.0
         """``seconds``: of sound in all items."""
         self._stream: int | None = None
@@ -102,7 +111,8 @@ class RealtimeSession:
         rate = form.get("rate", self.rate)
         if rate not in RATES:
             raise RequestError(f"rate is {rate!r}; use 16000 or 24000", param="session.audio.input.format.rate")
-        model = _table(audio, "transcription", "session.audio.input.").get("model", self.model)
+        transcription = _table(audio, "transcription", "session.audio.input.")
+        model = transcription.get("model", self.model)
         if model != self.model:
             raise RequestError(
                 f"model {str(model)[:64]!r} is not served here; use {self.model}",
@@ -113,10 +123,40 @@ class RealtimeSession:
                 "turns are not detected here; set turn_detection to null, and commit",
                 param="session.audio.input.turn_detection",
             )
-        if rate != self.rate and self._samples:
-            raise RequestError("the rate cannot change while the buffer has sound; commit or clear it before")
-        self.rate = int(rate)
+        sizes = self._sizes(transcription)
+        if (rate, sizes) != (self.rate, self.sizes) and self._stream is not None:
+            raise RequestError(
+                "rate, segment and lookahead cannot change once an item has begun; commit or clear it before"
+            )
+        tracker = self._cropper(_table(_table(session, "video", "session."), "input", "session.video."))
+        self.rate, self.sizes, self.tracker = int(rate), sizes, tracker
         await self._emit("session.updated", session=self._session())
+
+    def _sizes(self, transcription: Event) -> Segments:
+        """S and R of the next items."""
+        path = "session.audio.input.transcription"
+        chosen = {"segment": self.sizes.segment, "lookahead": self.sizes.right}
+        for name, current in chosen.items():
+            value = transcription.get(name, current)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise RequestError(f"{name} is {str(value)[:64]}; send a number of frames", param=f"{path}.{name}")
+            chosen[name] = value
+        try:
+            return self.engine.listeners.model.choose(**chosen)
+        except ConfigError as error:
+            raise RequestError(str(error), param=path) from None
+
+    def _cropper(self, video: Event) -> FaceTracker | None:
+        """What crops the pictures of a session whose video input is updated by ``video``."""
+        if "crop" not in video:
+            return self.tracker
+        size, region = self.engine.listeners.model.config.picture, video["crop"]
+        if region is None:
+            return None
+        if not isinstance(region, str) or region not in REGIONS or not size:
+            able = f"null, {' or '.join(REGIONS)}" if size else "null: this recogniser takes no pictures"
+            raise RequestError(f"crop is {str(region)[:64]!r}; use {able}", param="session.video.input.crop")
+        return FaceTracker(face_detector(), size, region)
 
     async def _append(self, event: Event) -> None:
         samples = _samples(event.get("audio"))
@@ -141,15 +181,19 @@ class RealtimeSession:
         image = event.get("image")
         if isinstance(image, str) and len(image) > 2 * MAX_JPEG_BYTES:
             raise RequestError(f"the picture is too large; send at most {MAX_JPEG_BYTES:,} bytes", param="image")
-        picture = decode_jpeg(_base64(image, "image", "a JPEG"), size)
+        data, tracker = _base64(image, "image", "a JPEG"), self.tracker
+        if tracker is None:
+            picture = decode_jpeg(data, size)
+        else:
+            picture = await asyncio.to_thread(lambda: tracker.crop(decode_rgb(data)))
         frame = self._clock.frame(time_s)
-        if frame >= 0:
+        if frame >= 0 and picture is not None:  # without a face, text goes on by sound
             await self.engine.see(await self._open(), frame, picture)
 
     async def _open(self) -> int:
         """The stream of the item."""
         if self._stream is None:
-            self._stream = await self.engine.open()
+            self._stream = await self.engine.open(self.sizes)
             self._resampler = Resampler(self.rate)
         return self._stream
 
@@ -190,13 +234,15 @@ class RealtimeSession:
 
     def _session(self) -> Event:
         form = {"type": "audio/pcm", "rate": self.rate}
-        given = {"format": form, "transcription": {"model": self.model}, "turn_detection": None}
+        transcription = {"model": self.model, "segment": self.sizes.segment, "lookahead": self.sizes.right}
+        given = {"format": form, "transcription": transcription, "turn_detection": None}
         audio: Event = {"input": given}
         session = {"type": "transcription", "id": self._id, "object": "realtime.session", "audio": audio}
         config = self.engine.listeners.model.config
         if config.picture:
-            session["video"] = {"input": {"format": {"type": "image/jpeg", "size": config.picture}}}
-        session["mean_latency_ms"] = FRAME * 1000 // RATE * (2 * config.right + config.segment) // 2
+            crop = self.tracker.region if self.tracker else None
+            session["video"] = {"input": {"format": {"type": "image/jpeg", "size": config.picture}, "crop": crop}}
+        session["mean_latency_ms"] = FRAME * 1000 // RATE * (2 * self.sizes.right + self.sizes.segment) // 2
         return session
 
     async def _error(

@@ -41,6 +41,7 @@ from colonnade.serve.api.errors import error_reply
 from colonnade.serve.api.middleware import cors_options
 from colonnade.serve.engine_process import wait_first
 from colonnade.serve.http_server import GRACE_S, BackgroundServer, listen, new_event_loop, url_of
+from colonnade.speech.face import has_weights
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.page import page_routes
 from colonnade.speech.pcm import require
@@ -70,8 +71,11 @@ class SpeechServer:
         metrics_prefix: str = "colonnade",
         idle_s: float = IDLE_S,
         stall_s: float = STALL_S,
+        segment: int | None = None,
+        lookahead: int | None = None,
     ):
-        self.engine, self.name, self.keys = StreamEngine(model, streams), name, keys
+        self.engine = StreamEngine(model, streams, model.choose(segment, lookahead))
+        self.name, self.keys = name, keys
         self.origins, self.idle_s, self.stall_s = origins, idle_s, stall_s
         self.draining = False
         self.sessions: dict[WebSocket, RealtimeSession] = {}
@@ -204,7 +208,9 @@ class SpeechServer:
             self._authenticate(request)
         except RequestError as refusal:
             return error_reply(refusal)
-        takes = ["sound", "pictures"] if self.engine.listeners.model.config.picture else ["sound"]
+        takes = ["sound"]
+        if self.engine.listeners.model.config.picture:
+            takes += ["pictures", "faces"] if has_weights() else ["pictures"]
         model = {"id": self.name, "object": "model", "owned_by": "colonnade", "capabilities": takes}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -257,16 +263,27 @@ def _port(url: SplitResult) -> int | None:
     return url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
-def serve(model: SpeechModel, name: str, streams: int, config: ServeConfig, announce: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM, then drain. Raises ConfigError if the port cannot be bound, Interrupted for a
-    second signal.
+def serve(
+    model: SpeechModel,
+    name: str,
+    streams: int,
+    config: ServeConfig,
+    announce: Callable[[str], object],
+    segment: int | None = None,
+    lookahead: int | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then drain. Raises ConfigError if the port cannot be bound or the sizes were not
+    trained, Interrupted for a second signal.
     """
     if importlib.util.find_spec("wsproto") is None:
         raise RequestError("WebSockets need wsproto, which is not installed: pip install wsproto")
     require("soxr")
     keys = KeyRing(config.keys, config.api_key)
     with listen(config) as listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
-        server = SpeechServer(model, name, streams, keys, origins=config.origins, metrics_prefix=config.metrics_prefix)
+        server = SpeechServer(
+            model, name, streams, keys, origins=config.origins, metrics_prefix=config.metrics_prefix,
+            segment=segment, lookahead=lookahead,
+        )  # fmt: skip
         runner.run(_serve(server, config, listener, announce))
 
 

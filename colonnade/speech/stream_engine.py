@@ -9,12 +9,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from colonnade.errors import ColonnadeError, WorkerError
+from colonnade.model.segments import Segments
 from colonnade.speech.listen import Listeners
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.video import HOLD
@@ -44,9 +46,10 @@ class _Call(NamedTuple):
 
 
 class StreamEngine:
-    """At most ``streams`` streams through one recogniser."""
+    """At most ``streams`` streams through one recogniser; ``sizes`` are those of a stream that chooses none."""
 
-    def __init__(self, model: SpeechModel, streams: int):
+    def __init__(self, model: SpeechModel, streams: int, sizes: Segments | None = None):
+        self.sizes = sizes or model.sizes
         self.listeners, self.streams = Listeners(model, streams), streams
         self.busy_s = 0.0
         """Time spent computing."""
@@ -64,9 +67,11 @@ class StreamEngine:
         self._calls.put(None)
         self._thread.join()
 
-    async def open(self) -> int:
+    async def open(self, sizes: Segments | None = None) -> int:
         """A new stream's number; raises CapacityError if all are taken."""
-        asked = asyncio.ensure_future(self._ask(self.listeners.open, waits=False))
+        sizes = sizes or self.sizes
+        run = partial(self.listeners.open, sizes.segment, sizes.right)
+        asked = asyncio.ensure_future(self._ask(run, waits=False))
         try:
             return int(await asyncio.shield(asked))
         except asyncio.CancelledError:  # the caller will not close it

@@ -15,20 +15,20 @@ from colonnade.model.segments import Segments
 
 
 class StreamPool:
-    """At most ``streams`` streams through one encoder, in constant memory."""
+    """At most ``streams`` streams through one encoder, in constant memory; ``sizes`` has the largest S and R."""
 
     def __init__(self, encoder: SegmentEncoder, sizes: Segments, streams: int):
         config, weight = encoder.config, next(encoder.parameters())
-        self.encoder, self.sizes = encoder, sizes
+        self.encoder = encoder
         kv_heads = config.kv_heads // encoder.axes.tp.size
         on = {"device": weight.device, "dtype": weight.dtype}
         self.cache = SegmentCache(sizes, streams, config.layers, kv_heads, config.head_width, **on)
         self.waiting: dict[int, Tensor] = {}
         self.ended: set[int] = set()
 
-    def open(self) -> int:
-        """A new stream's number; raises CapacityError if the pool is full."""
-        stream = self.cache.open()
+    def open(self, sizes: Segments | None = None) -> int:
+        """A new stream's number, with its own S and R if given; raises CapacityError if the pool is full."""
+        stream = self.cache.open(sizes)
         weight = next(self.encoder.parameters())
         self.waiting[stream] = weight.new_zeros(0, self.encoder.config.width)
         return stream
@@ -59,10 +59,10 @@ class StreamPool:
     @torch.inference_mode()
     def step(self) -> dict[int, Tensor]:
         """Run one segment of every stream that has a complete one; returns the encoded frames of each."""
-        S, R = self.sizes.segment, self.sizes.right
         parts: list[tuple[int, int, int]] = []
         for stream, x_TD in self.waiting.items():
-            T = len(x_TD)
+            T, sizes = len(x_TD), self.cache.sizes_of[stream]
+            S, R = sizes.segment, sizes.right
             if T >= S + R or (T and stream in self.ended):
                 parts.append((stream, min(S, T), min(R, max(0, T - S))))
         if not parts:

@@ -1,4 +1,4 @@
-"""Pictures of a live camera: decodes JPEGs to the recogniser's size and assigns pictures to frames.
+"""Pictures of a live camera or a film: decodes them and assigns them to frames.
 
 A camera has its own rate and clock. A picture belongs to the frame of 40 ms in which it was taken; if a frame has
 several (30 per second), the last one is used. It is reused for the next frame until that has its own, so that 15 per
@@ -6,16 +6,23 @@ second leave no gap.
 """
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from colonnade.errors import DataError
+from colonnade.speech.audio import FORMATS
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.pcm import require
 
 MAX_JPEG_BYTES = 1 << 17
 MAX_PIXELS = 640 * 480
+MAX_FILM_PIXELS = 3840 * 2160
 MAX_SEGMENTS = 64
 """Frame headers, Huffman tables and scans of a JPEG; thousands of empty ones would take a second to decode."""
 HOLD = 1
@@ -26,6 +33,17 @@ SMOOTHING = 0.1
 
 def decode_jpeg(data: bytes, size: int) -> Tensor:
     """(size, size) float32 brightness, 0 to 1; raises DataError for data that is not a JPEG or too large."""
+    grey = _decode(data).reformat(size, size, "gray", interpolation="AREA").to_ndarray()
+    return torch.from_numpy(grey).float() / 255
+
+
+def decode_rgb(data: bytes) -> np.ndarray:
+    """(height, width, 3) uint8; raises DataError for data that is not a JPEG or too large."""
+    return _decode(data).to_ndarray(format="rgb24")
+
+
+def _decode(data: bytes) -> Any:
+    """PyAV's frame of a JPEG."""
     av = require("av")
     if len(data) > MAX_JPEG_BYTES:
         raise DataError(f"the picture has {len(data):,} bytes; send at most {MAX_JPEG_BYTES:,}")
@@ -42,8 +60,41 @@ def decode_jpeg(data: bytes, size: int) -> Tensor:
         raise DataError(f"the picture cannot be read: {why}; send a JPEG of at most {MAX_PIXELS:,} pixels") from None
     if not frames:
         raise DataError(f"the picture is not complete; send a whole JPEG of at most {MAX_PIXELS:,} pixels")
-    grey = frames[0].reformat(size, size, "gray", interpolation="AREA").to_ndarray()
-    return torch.from_numpy(grey).float() / 255
+    return frames[0]
+
+
+def film_pictures(path: Path) -> Iterator[tuple[float, np.ndarray]]:
+    """Time [s] after the first sample of the sound, and (height, width, 3) uint8 of at most MAX_PIXELS, of a film.
+
+    Raises DataError for a file without pictures, or with larger ones than MAX_FILM_PIXELS.
+    """
+    av = require("av")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; give a film")
+    try:
+        with av.open(str(path), options={"format_whitelist": FORMATS}) as container:
+            if not container.streams.video or not container.streams.audio:
+                raise DataError(f"{path} lacks pictures or sound; give a film with both, or leave out --crop")
+            video, sound = container.streams.video[0], container.streams.audio[0]
+            if video.width * video.height > MAX_FILM_PIXELS:
+                raise DataError(
+                    f"{path} has pictures of {video.width} × {video.height}, at most {MAX_FILM_PIXELS:,} pixels are "
+                    "read; make them smaller"
+                )
+            start_s = float((sound.start_time or 0) * sound.time_base)
+            shrink = min(1.0, (MAX_PIXELS / max(1, video.width * video.height)) ** 0.5)
+            width, height = (max(1, int(shrink * n)) for n in (video.width, video.height))
+            for frame in container.decode(video):
+                if frame.time is not None:
+                    yield frame.time - start_s, frame.reformat(width, height).to_ndarray(format="rgb24")
+    except (av.FFmpegError, ValueError) as why:
+        raise DataError(f"{path} is no film that can be read: {why}; convert it to MP4") from None
+
+
+def scaled(picture: np.ndarray, size: int) -> Tensor:
+    """(size, size) float32 brightness, 0 to 1, of a whole RGB picture."""
+    grey_1CHW = torch.tensor(picture).float().mean(2)[None, None] / 255
+    return F.interpolate(grey_1CHW, (size, size), mode="area")[0, 0]
 
 
 class PictureClock:

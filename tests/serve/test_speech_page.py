@@ -17,6 +17,9 @@ from colonnade.config import ServeConfig
 from colonnade.config.speech import SpeechConfig
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.http_server import listen, url_of
+from colonnade.speech import realtime
+from colonnade.speech import server as speech_server
+from colonnade.speech.face import MEAN_FACE, Face
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.server import SpeechServer, background_server
 from tests.serve.browser import LIMIT_S, MISSING, PATH, Browser, browser
@@ -128,7 +131,8 @@ def correlation(part: np.ndarray, played: np.ndarray) -> float:
     return float((found / np.sqrt(energy * (part**2).sum() + 1e-9)).max())
 
 
-def test_the_page_hears_sees_and_writes(chromium: Browser, media):
+def test_the_page_hears_sees_and_writes(chromium: Browser, media, monkeypatch):
+    monkeypatch.setattr(speech_server, "has_weights", lambda: False)
     with serving(KeyRing(None, None)) as (server, url):
         chromium.open(f"{url}/speech")
         chromium.wait("model !== null")
@@ -159,6 +163,47 @@ def test_the_page_hears_sees_and_writes(chromium: Browser, media):
         lights = [light for _, light in server.pictures]
         assert min(lights) < 0.3
         assert max(lights) > 0.6
+        assert not chromium.problems
+
+
+class Scripted:
+    """A detector that finds a mean face in the middle of each picture."""
+
+    sizes: set[tuple[int, ...]]
+
+    def __init__(self):
+        self.sizes = set()
+
+    def find(self, picture: np.ndarray, near: Face | None = None) -> Face:
+        self.sizes.add(picture.shape)
+        middle = (picture.shape[1] + 1j * picture.shape[0]) / 2
+        return Face(1.0, (0, 0, 1, 1), 40 * MEAN_FACE + middle)
+
+
+def test_the_server_finds_the_mouth(chromium: Browser, monkeypatch):
+    detector = Scripted()
+    monkeypatch.setattr(speech_server, "has_weights", lambda: True)
+    monkeypatch.setattr(realtime, "face_detector", lambda: detector)
+    with serving(KeyRing(None, None)) as (server, url):
+        chromium.open(f"{url}/speech")
+        chromium.wait("model !== null")
+        chromium.click("Start")
+        chromium.wait("stats.sent > 16000 && stats.pictures > 10")
+        assert detector.sizes == {(320, 320, 3)}, "the camera's whole picture"
+        assert chromium.evaluate("byId('size-label').hidden && byId('hint').hidden")
+        light = chromium.evaluate("Math.max(...byId('crop').getContext('2d').getImageData(0, 0, 96, 96).data)")
+        assert light > 150, "the picture is not shown"
+        (session,) = server.sessions.values()
+        assert session.tracker is not None
+        chromium.evaluate("byId('find').click()")  # back to the crop of the hand
+        before = chromium.evaluate("stats.pictures")
+        chromium.wait(f"stats.pictures > {before} + 5")
+        assert not chromium.evaluate("byId('size-label').hidden")
+        chromium.click("Stop")
+        chromium.wait("live === null")
+        assert session.tracker is None, "the last update has not reached the session"
+        assert len(server.pictures) > 10
+        assert not chromium.evaluate("byId('error').innerText")
         assert not chromium.problems
 
 

@@ -29,6 +29,7 @@ import quantised_linear
 import quantised_quality
 import skinny_gemm
 import speech
+import speech_delay
 import speech_streams
 import weak_scaling
 from colonnade import api
@@ -425,7 +426,12 @@ def test_the_benchmark_of_streams_measures(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     rows = json.loads((tmp_path / "speech_streams_cpu.json").read_text())["rows"]
-    kinds = ["one live stream"] * 2 + ["front ends"] * 2 + ["encoder step"] * 2 + ["streams"]
+    kinds = (
+        ["one live stream"] * (2 + speech_streams.has_camera())
+        + ["front ends"] * 2
+        + ["encoder step"] * 2
+        + ["streams"]
+    )
     assert [row["what"] for row in rows] == kinds
     assert 1 < rows[0]["letters_per_s"] < 60
 
@@ -445,3 +451,21 @@ def test_the_benchmark_of_speech_trains_and_measures(tmp_path: Path) -> None:
     assert all(row["equal_to_whole"] == row["recordings"] for row in rows if row["what"] == "streams")
     speech.main(["--draw", "--out", str(tmp_path), "--picture", str(tmp_path / "speech.png")])
     assert (tmp_path / "speech.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_delays_trains_and_measures(tmp_path: Path) -> None:
+    pytest.importorskip("espeakng_loader")
+    threads = torch.get_num_threads()
+    try:
+        speech_delay.main(["--tiny", "--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "speech_delay_cpu.json").read_text())["rows"]
+    pairs = [(S, R) for S in (4, 8, 16, 32) for R in (0, 2, 4)] + [(128, 0)]
+    assert [row["what"] for row in rows] == ["speaking", "training", *["streams"] * 12, "whole sentences"]
+    assert [(row["segment"], row["lookahead"]) for row in rows[2:]] == pairs
+    assert all(row["equal_to_whole"] == row["recordings"] == 2 for row in rows[2:])
+    assert rows[3]["worst_algorithmic_latency_s"] == pytest.approx(0.24)
+    speech_delay.main(["--draw", "--out", str(tmp_path), "--picture", str(tmp_path / "delay.png")])
+    assert (tmp_path / "delay.png").stat().st_size > 10_000

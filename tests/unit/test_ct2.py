@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from colonnade.checkpoint.ct2 import TABLE, CT2File, whisper_config
-from colonnade.checkpoint.hf import config_to_hf
+from colonnade.checkpoint.hf import config_from_hf, config_to_hf
 from colonnade.checkpoint.weight_mapping import map_parameters
 from colonnade.config import EncoderConfig
 from colonnade.errors import CheckpointError
@@ -69,12 +69,19 @@ def test_a_file_is_read_whole(model: Transformer, tmp_path: Path) -> None:
     assert all(torch.equal(p, expected[key]) for key, p in read.named_parameters())
 
 
-def test_stacks_of_equal_widths_can_be_written_for_transformers(tmp_path: Path) -> None:
-    assert CONFIG.encoder is not None
-    config = CONFIG.replace(encoder=CONFIG.encoder.replace(ffn_width=0))
-    (tmp_path / "model.bin").write_bytes(contents(tensors(initialise(Transformer(config), 0))))
-    assert CT2File(tmp_path).config == config
-    assert config_to_hf(config)["encoder_ffn_dim"] == config.ffn_width
+def test_the_config_of_equal_widths_can_be_written_for_hugging_face(model: Transformer, tmp_path: Path) -> None:
+    """As in Whisper's own sizes: one number stands for both widths."""
+    arrays = tensors(model)
+    for layer in range(3):
+        ffn = f"encoder/layer_{layer}/ffn"
+        arrays[f"{ffn}/linear_0/weight"] = np.zeros((35, 24))
+        arrays[f"{ffn}/linear_0/bias"] = np.zeros(35)
+        arrays[f"{ffn}/linear_1/weight"] = np.zeros((24, 35))
+    (tmp_path / "model.bin").write_bytes(contents(arrays))
+    config = CT2File(tmp_path).config
+    raw = config_to_hf(config)
+    assert (raw["encoder_ffn_dim"], raw["decoder_ffn_dim"]) == (35, 35)
+    assert config_from_hf(raw) == config
 
 
 def test_damaged_files_are_refused(model: Transformer, tmp_path: Path) -> None:

@@ -6,22 +6,26 @@ import io
 import json
 import resource
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from colonnade.cli import main
 from colonnade.config import ServeConfig
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.http_server import listen, url_of
+from colonnade.speech.audio import load_audio
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.front_end import Frames, stack_pictures
-from colonnade.speech.listen import LAG, LOST, MOST_AHEAD, Listeners
+from colonnade.speech.listen import LAG, LOST, MOST_AHEAD, Listeners, listen_film
 from colonnade.speech.model import SpeechModel
+from colonnade.speech.pcm import write_audio
 from colonnade.speech.server import SpeechServer, background_server
-from colonnade.speech.video import HOLD, MAX_JPEG_BYTES, PictureClock, decode_jpeg
+from colonnade.speech.video import HOLD, MAX_JPEG_BYTES, PictureClock, decode_jpeg, film_pictures, scaled
 from tests.worlds import assert_same
 
 SEEING = SpeechConfig(layers=1, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, segment=4, left=6, picture=16)
@@ -143,6 +147,82 @@ def test_clocks_that_drift_keep_pictures_on_their_frames():
         time_s = start_s + (middle + 0.5) * FRAME_S * drift
         assert clock.frame(time_s) == middle
     assert clock.frame(start_s - 1) < 0
+
+
+def write_film(path: Path, lights: list[int], samples: np.ndarray, fps: int = 25) -> None:
+    """A film of plain pictures, 64 × 48, with sound."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("mpeg4", rate=fps)
+        video.width, video.height, video.pix_fmt = 64, 48, "yuv420p"
+        sound = container.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        for light in lights:
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), light, np.uint8), format="rgb24")
+            container.mux(video.encode(frame))
+        container.mux(video.encode(None))
+        for start in range(0, len(samples), FRAME):
+            part = av.AudioFrame.from_ndarray(samples[None, start : start + FRAME], format="s16", layout="mono")
+            part.sample_rate, part.pts = RATE, start
+            container.mux(sound.encode(part))
+        container.mux(sound.encode(None))
+
+
+@pytest.mark.parametrize("fps", [25, 50])
+def test_a_film_is_heard_and_seen(tmp_path, fps, monkeypatch):
+    """The text is that of the whole recording with the last picture of each frame."""
+    frames = 40
+    lights = [int(x) for x in np.random.default_rng(7).integers(20, 230, frames * fps // 25)]
+    data = np.random.default_rng(8).normal(0, 3000, frames * FRAME).astype("<i2")
+    write_film(tmp_path / "film.mkv", lights, data, fps)
+    found = list(film_pictures(tmp_path / "film.mkv"))
+    assert [round(time_s * fps) for time_s, _ in found] == list(range(len(lights)))
+    assert max(abs(float(picture.mean()) - light) for (_, picture), light in zip(found, lights, strict=True)) < 6
+    model, samples = talkative(), torch.from_numpy(data.astype(np.float32) / 32768)
+    pictures = torch.stack([scaled(picture, 16) for _, picture in found[fps // 25 - 1 :: fps // 25]])
+    seen: dict[int, torch.Tensor] = {}
+    see = Listeners.see
+
+    def record(self, stream: int, frame: int, picture: torch.Tensor, hold: int) -> None:
+        assert frame >= self.streams[stream].made, "the picture comes after its frame was recognised"
+        seen[frame] = picture
+        see(self, stream, frame, picture, hold)
+
+    monkeypatch.setattr(Listeners, "see", record)
+    chunks = load_audio(tmp_path / "film.mkv").split(1600)
+    text = "".join(listen_film(model, tmp_path / "film.mkv", chunks, "none"))
+    assert list(seen) == list(range(frames))
+    assert torch.equal(torch.stack(list(seen.values())), pictures)
+    assert text == model.recognise(samples, pictures) != ""
+
+
+def test_films_that_cannot_be_seen(tmp_path, capsys):
+    av = pytest.importorskip("av")
+    sound = np.random.default_rng(8).normal(0, 3000, 4 * FRAME).astype("<i2")
+    write_audio(tmp_path / "sound.wav", sound / 32768)
+    (tmp_path / "noise.mp4").write_bytes(b"\x00\x01" * 500)
+    with av.open(str(tmp_path / "large.mkv"), "w") as container:
+        video = container.add_stream("mpeg4", rate=25)
+        video.width, video.height, video.pix_fmt = 4096, 4096, "yuv420p"
+        container.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        container.mux(video.encode(av.VideoFrame(4096, 4096, "yuv420p")))
+        container.mux(video.encode(None))
+    for name, problem in (
+        ("sound.wav", "lacks pictures"), ("noise.mp4", "no film that can be read"), ("none.mp4", "does not exist"),
+        ("large.mkv", "4096 × 4096"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=problem):
+            list(film_pictures(tmp_path / name))
+    talkative().save(tmp_path / "step-1")
+    SpeechModel(SEEING.replace(picture=0)).save(tmp_path / "step-2")
+    write_film(tmp_path / "film.mkv", [9, 99, 199, 99], sound)
+    for step, crop in (("step-1", "none"), ("step-2", "mouth")):
+        words = ["speech", "listen", str(tmp_path / step), str(tmp_path / "film.mkv"), "--crop", crop]
+        if step == "step-1":
+            main(words)
+            continue
+        with pytest.raises(SystemExit):
+            main(words)
+        assert "this recogniser has no pictures" in " ".join(capsys.readouterr().err.split())
 
 
 def jpeg(picture: np.ndarray) -> bytes:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from colonnade.config import ServeConfig
 from colonnade.config.speech import SpeechConfig
-from colonnade.errors import CapacityError
+from colonnade.errors import CapacityError, ConfigError
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.http_server import listen, url_of
 from colonnade.speech import server as speech_server
@@ -148,6 +148,65 @@ def test_sound_at_24_khz_is_resampled():
         whole = soxr.resample(np.frombuffer(data, "<i2").astype(np.float32) / 32768, 24000, 16000)
         async with running() as (client, _), client.ws_connect(PATH) as socket:
             assert await transcribe(socket, data) == model().recognise(torch.from_numpy(whole))
+
+    go(test)
+
+
+def test_a_client_chooses_segment_and_lookahead():
+    """The server's flags choose for clients that do not; a choice holds until the next one, between items."""
+    many = SpeechModel(TINY.replace(segments=(8,), lookaheads=(0,))).requires_grad_(False).eval()
+    many.load_state_dict(model().state_dict())
+    data = pcm(1.6, 5)
+    samples = torch.from_numpy(np.frombuffer(data, "<i2").astype(np.float32) / 32768)
+
+    def chosen(**sizes) -> dict:
+        form = {"type": "audio/pcm", "rate": 16000}
+        audio = {"input": {"format": form, "transcription": {"model": "tiny"} | sizes}}
+        return {"type": "session.update", "session": {"audio": audio}}
+
+    async def test() -> None:
+        server = SpeechServer(many, "tiny", 2, KeyRing(None, None), segment=8)
+        server.engine.start()
+        try:
+            with listen(ServeConfig(port=0)) as listener:
+                async with (
+                    background_server(server).running(listener),
+                    aiohttp.ClientSession(url_of(listener)) as client,
+                    client.ws_connect(PATH) as socket,
+                ):
+                    session = (await socket.receive_json())["session"]
+                    given = session["audio"]["input"]["transcription"]
+                    assert given == {"model": "tiny", "segment": 8, "lookahead": 2}
+                    assert session["mean_latency_ms"] == 240
+                    for sizes, pair, latency_ms in (
+                        ({}, (8, 2), 240),
+                        ({"segment": 4, "lookahead": 0}, (4, 0), 80),
+                        ({"lookahead": 2}, (4, 2), 160),
+                    ):  # fmt: skip
+                        await socket.send_json(chosen(**sizes))
+                        session = (await until(socket, "session.updated"))[-1]["session"]
+                        given = session["audio"]["input"]["transcription"]
+                        assert (given["segment"], given["lookahead"]) == pair
+                        assert session["mean_latency_ms"] == latency_ms
+                        assert await transcribe(socket, data) == many.recognise(samples, sizes=many.choose(*pair)) != ""
+                    for sizes, problem in (
+                        ({"segment": 5}, "segments of 4, 8 and lookaheads of 0, 2 frames"),
+                        ({"lookahead": True}, "a number of frames"), ({"segment": "4"}, "a number of frames"),
+                        ({"segment": None}, "a number of frames"), ({"segment": 1 << 70}, "segments of 4, 8"),
+                    ):  # fmt: skip
+                        await socket.send_json(chosen(**sizes))
+                        assert problem in (await until(socket, "error"))[-1]["error"]["message"]
+                    await socket.send_json({"type": "input_audio_buffer.append", "audio": ""})
+                    await socket.send_json(chosen(segment=8))
+                    assert "once an item has begun" in (await until(socket, "error"))[-1]["error"]["message"]
+                    await socket.send_json({"type": "input_audio_buffer.clear"})
+                    await until(socket, "input_audio_buffer.cleared")
+                    await socket.send_json(chosen(segment=8))
+                    await until(socket, "session.updated")
+        finally:
+            server.engine.stop()
+        with pytest.raises(ConfigError, match="segments of 4, 8 and lookaheads of 0, 2"):
+            SpeechServer(many, "tiny", 2, KeyRing(None, None), lookahead=1)
 
     go(test)
 

@@ -103,9 +103,11 @@ def test_whole_sequences_equal_a_plain_reference(sizes):
         assert_same(ours, theirs)
 
 
-def stream_all(pool: StreamPool, inputs: list[torch.Tensor], cuts: list[int]) -> list[torch.Tensor]:
+def stream_all(
+    pool: StreamPool, inputs: list[torch.Tensor], cuts: list[int], sizes: list[Segments] | None = None
+) -> list[torch.Tensor]:
     """All inputs through the pool at once, each cut into its own chunks; streams end at different steps."""
-    streams = [pool.open() for _ in inputs]
+    streams = [pool.open(own) for own in sizes or [None] * len(inputs)]
     outputs = {stream: [] for stream in streams}
     places = [0] * len(inputs)
     while any(place < len(x) for place, x in zip(places, inputs, strict=True)):
@@ -134,6 +136,27 @@ def test_streams_equal_whole_sequences(sizes, cuts):
         whole = model(x, sizes.batch(LENGTHS)).split(LENGTHS)
         for y, reference in zip(stream_all(pool, list(x.split(LENGTHS)), cuts), whole, strict=True):
             assert_same(y, reference)
+
+
+@pytest.mark.parametrize("memory", [0, 2])
+def test_streams_of_different_sizes_share_steps(memory):
+    """Each equals the whole sequence of its own sizes, also in slots that held a stream of other sizes."""
+    model, chosen = encoder().requires_grad_(False), [(4, 2), (1, 0), (7, 3), (4, 0), (2, 3)]
+    most = Segments(7, 6, 3, memory)
+    pool = StreamPool(model, most, len(chosen))
+    for shift in range(3):
+        sizes = [Segments(S, 6, R, memory) for S, R in chosen[shift:] + chosen[:shift]]
+        inputs = [frames(9 + 5 * i, D, seed=i + 10 * shift) for i in range(len(sizes))]
+        found = stream_all(pool, inputs, [3, 8], sizes)
+        for own, x, y in zip(sizes, inputs, found, strict=True):
+            assert_same(y, model(x, own.batch([len(x)])))
+    for other, problem in (
+        (Segments(8, 6, 3, memory), "segment of 8 frames"), (Segments(7, 6, 4, memory), "4 after it"),
+        (Segments(7, 5, 3, memory), "left 5"), (Segments(7, 6, 3, memory + 1), f"memory {memory + 1}"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=problem):
+            pool.open(other)
+    assert len(pool.cache.free) == len(chosen)
 
 
 def test_a_stream_alone_equals_one_among_64():

@@ -104,6 +104,54 @@ def test_deltas_come_before_the_end():
     assert list(listen(model, [])) == []
 
 
+MANY = TINY.replace(segments=(2, 7), lookaheads=(0, 3))
+
+
+def test_streams_choose_among_trained_sizes():
+    """Streams of all sizes at once give the text of the whole recording with their own sizes."""
+    model, samples = talkative(MANY), sound(2.0, 7)
+    pairs = [(S, R) for S in (2, 4, 7) for R in (0, 2, 3)]
+    assert [(own.segment, own.right) for own in model.all_sizes] == pairs
+    listeners = Listeners(model, len(pairs))
+    streams = {listeners.open(segment, lookahead): (segment, lookahead) for segment, lookahead in pairs}
+    texts = dict.fromkeys(streams, "")
+    for part in [*samples.split(1500), None]:
+        for stream in streams:
+            if part is None:
+                listeners.end(stream)
+            else:
+                listeners.push(stream, part)
+        while found := listeners.step():
+            for stream, text in found.items():
+                texts[stream] += text
+    expected = {pair: model.recognise(samples, sizes=model.choose(*pair)) for pair in pairs}
+    assert {streams[stream]: text for stream, text in texts.items()} == expected
+    assert len(set(expected.values())) > 1, "sizes make no difference, so nothing is compared"
+    assert "".join(listen(model, samples.split(900), segment=7, lookahead=0)) == expected[7, 0]
+    assert "".join(listen(model, samples.split(900), lookahead=3)) == expected[4, 3]
+    assert model.recognise(samples) == expected[4, 2]
+
+
+@pytest.mark.parametrize(("segment", "lookahead"), [(3, None), (None, 1), (0, 0), (7, -1)])
+def test_sizes_that_were_not_trained_are_refused(segment, lookahead):
+    listeners = Listeners(talkative(MANY))
+    with pytest.raises(ConfigError, match=r"segments of 2, 4, 7 and lookaheads of 0, 2, 3 frames of 40 ms; use one"):
+        listeners.open(segment, lookahead)
+    assert listeners.streams == {}
+    assert len(listeners.pool.cache.free) == 1
+
+
+def test_a_training_step_draws_its_sizes():
+    model, settings = SpeechModel(MANY), fit.FitSettings()
+    drawn = [fit.step_sizes(model, settings, step) for step in range(300)]
+    assert drawn == [fit.step_sizes(model, settings, step) for step in range(300)]
+    counts = [drawn.count(own) for own in model.all_sizes]
+    assert min(counts) > 15
+    assert sum(counts) == 300
+    only = SpeechModel(TINY)
+    assert fit.step_sizes(only, settings, 5) == only.sizes
+
+
 def test_late_and_lost_pictures():
     """A picture that arrives after its frame is dropped; later ones keep their frames."""
     model, samples = talkative(SEEING), sound(1.6, 6)
@@ -300,6 +348,8 @@ def test_command_line(spoken, tmp_path, capsys):
     from colonnade.speech.audio import load_audio
 
     assert heard == SpeechModel.load(tmp_path / "step-1").recognise(load_audio(spoken / one.audio))
+    main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "4", "--lookahead", "2"])
+    assert capsys.readouterr().out.rstrip("\n") == heard
     main(["speech", "align", str(tmp_path / "step-1"), str(spoken / one.audio), one.text])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[3] for row in rows] == one.text.split()
@@ -311,6 +361,12 @@ def test_command_line(spoken, tmp_path, capsys):
         (["listen", str(tmp_path / "nothing"), str(spoken / one.audio)], "does not exist"),
         (["listen", str(tmp_path / "step-1"), str(tmp_path / "none.wav")], "none.wav"),
         (["listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--chunk_ms", "0"], "1 to 60,000"),
+        (
+            ["listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "8"],
+            "segments of 4 and lookaheads",
+        ),
+        (["serve", str(tmp_path / "step-1"), "--lookahead", "1"], "segments of 4 and lookaheads of 2"),
+        (["train", "--data", str(spoken), "--run", str(tmp_path / "r"), "--segments", "0"], "segments"),
         (["train", "--data", str(tmp_path), "--run", str(tmp_path / "r")], "no manifest"),
     ):
         with pytest.raises(SystemExit):
@@ -328,8 +384,13 @@ def test_train_on_the_command_line(spoken, tmp_path, capsys, monkeypatch):
     assert "step 0: loss" in printed
     assert "word errors, sound and drawn mouths: clean" in printed
     assert printed.endswith("step-2")
+    assert SpeechModel.load(tmp_path / "run" / "step-2").config == SEEING
     main([*words, "--preset", "speech-tiny-av", "--steps", "2"])  # complete: nothing is trained again
     assert "step 0" not in capsys.readouterr().err
+    words[5] = str(tmp_path / "many")
+    main([*words, "--preset", "speech-tiny-av", "--steps", "1", "--segments", "2", "8", "--lookaheads", "0"])
+    config = SpeechModel.load(tmp_path / "many" / "step-1").config
+    assert (config.trained_segments, config.trained_lookaheads) == ([2, 4, 8], [0, 2])
 
 
 def test_the_demo_trains_measures_and_streams(tmp_path, capsys, monkeypatch):
