@@ -39,7 +39,7 @@ ALLOWED_FILES = {
 PRIVATE = (
     "parallel/collectives.py", "parallel/symmetric_memory.py", "kernels/attention/chunk.py",
     "kernels/linear/scaled_mm.py", "kernels/experts/grouped_mm.py", "checkpoint/package_format.py",
-    "kernels/attention/shared_prefix.py",
+    "kernels/attention/shared_prefix.py", "kernels/attention/cudnn_relative.py",
 )  # fmt: skip
 
 
