@@ -24,7 +24,6 @@ PART = re.compile(r"(<!-- record: (\S+) ([\w ]+) -->\n).*?(<!-- record: end -->)
 EMPTY = "No results are recorded yet: `make bench` measures this machine and fills this table."
 TOPICS = {
     "Training on GPUs": [
-        ("weak_scaling_2_h200", 1, "GPT-2 2.5B, tensor parallel over 2 GPUs"),
         ("weak_scaling_4_h200", 2, "GPT-2 4.2B, tensor parallel over 4 GPUs"),
         ("train_gpt2_1.2b_h200", 0, "GPT-2 1.2B, 1 GPU, batch 32"),
         ("encoder_decoder_train_h100", 0, "T5-large, 1 GPU, 32 pairs of 512 and 114 tokens"),
@@ -63,7 +62,6 @@ TOPICS = {
 """The README's rows: (record, index of the headline, description)."""
 LOWER = " (lower is better)"
 COMPARED = [
-    ("weak_scaling_2_h200", 1, "Tensor-parallel training, GPT-2 2.5B on 2 GPUs", "torch"),
     ("weak_scaling_4_h200", 2, "Tensor-parallel training, GPT-2 4.2B on 4 GPUs", "torch"),
     ("train_gpt2_1.2b_h200", 0, "Training, GPT-2 1.2B on 1 GPU", "transformers, compiled"),
     ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward", "torch's grouped GEMM"),

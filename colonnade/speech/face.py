@@ -67,8 +67,8 @@ class FaceDetector:
             path = folder / f"{name}.pt"
             try:
                 tensors = torch.load(path, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, ValueError, EOFError) as why:
-                raise DataError(f"{path} cannot be read: {why}; install facenet-pytorch again") from None
+            except Exception as why:  # OSError, RuntimeError, EOFError, UnpicklingError: it depends on the bytes
+                raise DataError(f"{path} cannot be read: {why}; install facenet-pytorch again") from why
             self.weights.append({key: x.float() for key, x in tensors.items()})
 
     @torch.inference_mode()
