@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -171,6 +171,23 @@ def timed(rows: list[dict[str, Cell]], what: str) -> Iterator[dict[str, Cell]]:
     rows.append(row)
 
 
+def label_axes(axes: Any, title: str, xlabel: str) -> None:
+    """For a plot of wrong words."""
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel("wrong words [%]")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.grid(color="#e4e7eb", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def speak(rows: list[dict[str, Cell]], folder: Path, train: int, test: int) -> None:
+    """Make the sentences of ``folder``, unless they are there."""
+    if not (folder / MANIFEST).exists():
+        with timed(rows, "speaking") as row:
+            row["sentences"] = len(make_data(folder, train, test))
+
+
 def draw(path: Path, rows: Sequence[dict[str, Cell]], title: str) -> None:
     """Word errors by noise."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -185,12 +202,7 @@ def draw(path: Path, rows: Sequence[dict[str, Cell]], title: str) -> None:
             range(len(own)), [100 * float(row["word_errors"] or 0) for row in own], "o-", color=colour, label=input_
         )
     axes.set_xticks(range(len(SNRS)), ["clean" if snr is None else f"{snr:g} dB" for snr in SNRS])
-    axes.set_xlabel("babble")
-    axes.set_ylabel("wrong words [%]")
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.grid(color="#e4e7eb", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    label_axes(axes, title, "babble")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     print(path)
@@ -220,9 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         run = args.run or Path(temporary)
         config, rows = SPEECH_PRESETS["speech-tiny-av"], list[dict[str, Cell]]()
-        if not (run / "data" / MANIFEST).exists():
-            with timed(rows, "speaking") as row:
-                row["sentences"] = len(make_data(run / "data", args.train, args.test))
+        speak(rows, run / "data", args.train, args.test)
         checkpoint = args.checkpoint
         if checkpoint is None:
             done: list[int] = []

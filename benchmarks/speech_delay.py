@@ -25,12 +25,12 @@ from colonnade.checkpoint.atomic_folder import read_json
 from colonnade.config.speech import SPEECH_PRESETS
 from colonnade.errors import DataError
 from colonnade.speech.corpus import Corpus
-from colonnade.speech.data import MANIFEST, make_data, read_manifest
+from colonnade.speech.data import read_manifest
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.fit import FitSettings, fit, word_error_rate
 from colonnade.speech.model import SpeechModel
 from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
-from speech import STREAMED, streams, timed
+from speech import STREAMED, label_axes, speak, streams, timed
 
 WHOLE = 128
 """S of a whole sentence."""
@@ -93,12 +93,7 @@ def draw(path: Path, rows: list[dict[str, Cell]]) -> None:
             if row["what"] == "whole sentences":
                 level = 100 * float(cast("float", row[column]))
                 axes.axhline(level, color="#555b63", linestyle="--", linewidth=1, label="whole sentences")
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        axes.set_xlabel("delay of words, 90th percentile [s]")
-        axes.set_ylabel("wrong words [%]")
-        axes.set_ylim(bottom=0)
-        axes.grid(color="#e4e7eb", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        label_axes(axes, title, "delay of words, 90th percentile [s]")
     figure.axes[0].legend(frameon=False)
     figure.savefig(path, dpi=150)
     print(path)
@@ -130,9 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Cell]] = []
     with tempfile.TemporaryDirectory() as temporary:
         run = args.run or Path(temporary)
-        if not (run / "data" / MANIFEST).exists():
-            with timed(rows, "speaking") as row:
-                row["sentences"] = len(make_data(run / "data", args.train, args.test))
+        speak(rows, run / "data", args.train, args.test)
         checkpoint, sentences = args.checkpoint, len(read_manifest(run / "data", "train"))
         if checkpoint is None:
             done: list[int] = []

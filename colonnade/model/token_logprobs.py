@@ -141,7 +141,7 @@ def score_logits(
 
 
 def _score_whole_rows(z_RV: Tensor, targets_R: Tensor, *, rowwise: bool) -> TokenScores:
-    """Scores without alternatives on one rank, without sums over ranks: 8 launches on a GPU in the place of 28."""
+    """Scores without alternatives on one rank, without sums over ranks: 8 launches on a GPU instead of 28."""
     valid_R, index_R = targets_R != IGNORE, targets_R.clamp(min=0)
     max_R, column_R = z_RV.max(1)
     if rowwise:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.errors import DataError, RequestError
+from colonnade.speech.video import brightness
 
 PACKAGE = "facenet_pytorch"
 NETWORKS = ("pnet", "rnet", "onet")
@@ -189,10 +190,10 @@ def crop_region(picture: np.ndarray, points: np.ndarray, size: int, region: str)
     )
     if left >= right or top >= bottom:
         return torch.zeros(size, size)
-    grey_1CHW = torch.tensor(picture[top:bottom, left:right]).float().mean(2)[None, None] / 255
+    seen = brightness(picture[top:bottom, left:right])
     x, y = (places.real - left) / (right - left), (places.imag - top) / (bottom - top)
     grid = torch.from_numpy(np.stack((2 * x - 1, 2 * y - 1), -1))[None].float()
-    return F.avg_pool2d(F.grid_sample(grey_1CHW, grid, align_corners=False)[0], oversample)[0]
+    return F.avg_pool2d(F.grid_sample(seen, grid, align_corners=False)[0], oversample)[0]
 
 
 def suppress(boxes: Tensor, scores: Tensor, overlap: float, contained: bool = False) -> Tensor:

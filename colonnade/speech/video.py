@@ -93,8 +93,12 @@ def film_pictures(path: Path) -> Iterator[tuple[float, np.ndarray]]:
 
 def scaled(picture: np.ndarray, size: int) -> Tensor:
     """(size, size) float32 brightness, 0 to 1, of a whole RGB picture."""
-    grey_1CHW = torch.tensor(picture).float().mean(2)[None, None] / 255
-    return F.interpolate(grey_1CHW, (size, size), mode="area")[0, 0]
+    return F.interpolate(brightness(picture), (size, size), mode="area")[0, 0]
+
+
+def brightness(picture: np.ndarray) -> Tensor:
+    """(1, 1, height, width) float32, 0 to 1, of an RGB picture."""
+    return torch.tensor(picture).float().mean(2)[None, None] / 255
 
 
 class PictureClock:

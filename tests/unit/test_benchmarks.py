@@ -4,6 +4,7 @@ import importlib.machinery
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -417,14 +418,18 @@ def test_prefill_benchmark() -> None:
     assert results[0].value == rows[0]["tokens_per_s"] and results[0].peer_value == rows[1]["tokens_per_s"]
 
 
-def test_the_benchmark_of_streams_measures(tmp_path: Path) -> None:
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """The benchmark sets torch's number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_benchmark_of_streams_measures(tmp_path: Path, own_threads: None) -> None:
     pytest.importorskip("av")
     pytest.importorskip("PIL")
-    threads = torch.get_num_threads()
-    try:
-        speech_streams.main(["--tiny", "--out", str(tmp_path)])
-    finally:
-        torch.set_num_threads(threads)
+    speech_streams.main(["--tiny", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "speech_streams_cpu.json").read_text())["rows"]
     kinds = (
         ["one live stream"] * (2 + speech_streams.has_camera())
@@ -454,13 +459,9 @@ def test_the_benchmark_of_speech_trains_and_measures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_delays_trains_and_measures(tmp_path: Path) -> None:
+def test_the_benchmark_of_delays_trains_and_measures(tmp_path: Path, own_threads: None) -> None:
     pytest.importorskip("espeakng_loader")
-    threads = torch.get_num_threads()
-    try:
-        speech_delay.main(["--tiny", "--out", str(tmp_path)])
-    finally:
-        torch.set_num_threads(threads)
+    speech_delay.main(["--tiny", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "speech_delay_cpu.json").read_text())["rows"]
     pairs = [(S, R) for S in (4, 8, 16, 32) for R in (0, 2, 4)] + [(128, 0)]
     assert [row["what"] for row in rows] == ["speaking", "training", *["streams"] * 12, "whole sentences"]

@@ -60,11 +60,14 @@ async def running(
     idle_s: float = LIMIT_S,
     stall_s: float = LIMIT_S,
     origins: tuple[str, ...] = (),
+    recogniser: SpeechModel | None = None,
+    segment: int | None = None,
 ) -> AsyncIterator[tuple[Any, SpeechServer]]:
     """A server in this process, and a client of it."""
     server = SpeechServer(
-        model(), "tiny", streams, keys or KeyRing(None, None), idle_s=idle_s, stall_s=stall_s, origins=origins
-    )
+        recogniser or model(), "tiny", streams, keys or KeyRing(None, None), idle_s=idle_s, stall_s=stall_s,
+        origins=origins, segment=segment,
+    )  # fmt: skip
     server.engine.start()
     try:
         with listen(ServeConfig(port=0)) as listener:
@@ -165,46 +168,36 @@ def test_a_client_chooses_segment_and_lookahead():
         return {"type": "session.update", "session": {"audio": audio}}
 
     async def test() -> None:
-        server = SpeechServer(many, "tiny", 2, KeyRing(None, None), segment=8)
-        server.engine.start()
-        try:
-            with listen(ServeConfig(port=0)) as listener:
-                async with (
-                    background_server(server).running(listener),
-                    aiohttp.ClientSession(url_of(listener)) as client,
-                    client.ws_connect(PATH) as socket,
-                ):
-                    session = (await socket.receive_json())["session"]
-                    given = session["audio"]["input"]["transcription"]
-                    assert given == {"model": "tiny", "segment": 8, "lookahead": 2}
-                    assert session["mean_latency_ms"] == 240
-                    for sizes, pair, latency_ms in (
-                        ({}, (8, 2), 240),
-                        ({"segment": 4, "lookahead": 0}, (4, 0), 80),
-                        ({"lookahead": 2}, (4, 2), 160),
-                    ):  # fmt: skip
-                        await socket.send_json(chosen(**sizes))
-                        session = (await until(socket, "session.updated"))[-1]["session"]
-                        given = session["audio"]["input"]["transcription"]
-                        assert (given["segment"], given["lookahead"]) == pair
-                        assert session["mean_latency_ms"] == latency_ms
-                        assert await transcribe(socket, data) == many.recognise(samples, sizes=many.choose(*pair)) != ""
-                    for sizes, problem in (
-                        ({"segment": 5}, "segments of 4, 8 and lookaheads of 0, 2 frames"),
-                        ({"lookahead": True}, "a number of frames"), ({"segment": "4"}, "a number of frames"),
-                        ({"segment": None}, "a number of frames"), ({"segment": 1 << 70}, "segments of 4, 8"),
-                    ):  # fmt: skip
-                        await socket.send_json(chosen(**sizes))
-                        assert problem in (await until(socket, "error"))[-1]["error"]["message"]
-                    await socket.send_json({"type": "input_audio_buffer.append", "audio": ""})
-                    await socket.send_json(chosen(segment=8))
-                    assert "once an item has begun" in (await until(socket, "error"))[-1]["error"]["message"]
-                    await socket.send_json({"type": "input_audio_buffer.clear"})
-                    await until(socket, "input_audio_buffer.cleared")
-                    await socket.send_json(chosen(segment=8))
-                    await until(socket, "session.updated")
-        finally:
-            server.engine.stop()
+        async with running(recogniser=many, segment=8) as (client, _), client.ws_connect(PATH) as socket:
+            session = (await socket.receive_json())["session"]
+            given = session["audio"]["input"]["transcription"]
+            assert given == {"model": "tiny", "segment": 8, "lookahead": 2}
+            assert session["mean_latency_ms"] == 240
+            for sizes, pair, latency_ms in (
+                ({}, (8, 2), 240),
+                ({"segment": 4, "lookahead": 0}, (4, 0), 80),
+                ({"lookahead": 2}, (4, 2), 160),
+            ):  # fmt: skip
+                await socket.send_json(chosen(**sizes))
+                session = (await until(socket, "session.updated"))[-1]["session"]
+                given = session["audio"]["input"]["transcription"]
+                assert (given["segment"], given["lookahead"]) == pair
+                assert session["mean_latency_ms"] == latency_ms
+                assert await transcribe(socket, data) == many.recognise(samples, sizes=many.choose(*pair)) != ""
+            for sizes, problem in (
+                ({"segment": 5}, "segments of 4, 8 and lookaheads of 0, 2 frames"),
+                ({"lookahead": True}, "a number of frames"), ({"segment": "4"}, "a number of frames"),
+                ({"segment": None}, "a number of frames"), ({"segment": 1 << 70}, "segments of 4, 8"),
+            ):  # fmt: skip
+                await socket.send_json(chosen(**sizes))
+                assert problem in (await until(socket, "error"))[-1]["error"]["message"]
+            await socket.send_json({"type": "input_audio_buffer.append", "audio": ""})
+            await socket.send_json(chosen(segment=8))
+            assert "once an item has begun" in (await until(socket, "error"))[-1]["error"]["message"]
+            await socket.send_json({"type": "input_audio_buffer.clear"})
+            await until(socket, "input_audio_buffer.cleared")
+            await socket.send_json(chosen(segment=8))
+            await until(socket, "session.updated")
         with pytest.raises(ConfigError, match="segments of 4, 8 and lookaheads of 0, 2"):
             SpeechServer(many, "tiny", 2, KeyRing(None, None), lookahead=1)
 

@@ -9,6 +9,7 @@ keys its output is 0.
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -125,11 +126,8 @@ def relative_sdpa(
     if bias_NTS is None:
         bias_NTS = relative_mask(near_RN, longest, causal=causal)
     bias_NTS = bias_NTS.to(q_TNH.dtype)
-    if equal:
-        q, k, v = (x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH))
-        return _biased(q, k, v, bias_NTS).flatten(0, 1)
-    if q_TNH.is_cuda:
-        return _padded(q_TNH, k_TKH, v_TKH, cu_seqlens, longest, bias_NTS)
+    if equal or q_TNH.is_cuda:
+        return in_batches(_biased_of_lengths, q_TNH, k_TKH, v_TKH, cu_seqlens, longest, bias_NTS, equal=equal)
     parts: list[Tensor] = []
     for a, b in itertools.pairwise(cu_seqlens.tolist()):
         if a < b:
@@ -138,31 +136,47 @@ def relative_sdpa(
     return torch.cat(parts)
 
 
-def _padded(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, longest: int, bias_NTS: Tensor) -> Tensor:
-    """o_TNH of sequences that are padded to ``longest``, without waiting for the device."""
-    row_T, lengths_B = padded_rows(cu_seqlens, len(q_TNH), longest)
-    q, k, v = pad(row_T, len(lengths_B), longest, q_TNH, k_TKH, v_TKH)
-    hidden_BS = torch.arange(longest, device=q_TNH.device) >= lengths_B[:, None]
-    mask_BNTS = bias_NTS.masked_fill(hidden_BS[:, None, None], -torch.inf)
-    return _biased(q, k, v, mask_BNTS).flatten(0, 1).index_select(0, row_T)
+def in_batches(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    bias_NTS: Tensor,
+    *,
+    equal: bool,
+) -> Tensor:
+    """o_TNH of one call ``attend(q_BTNH, k_BTKH, v_BTKH, bias_NTS, lengths_B)``, without waiting for the device.
 
-
-def padded_rows(cu_seqlens: Tensor, T: int, longest: int) -> tuple[Tensor, Tensor]:
-    """(row_T, lengths_B): where the tokens of sequences are that are padded to ``longest``, and how many keys to see.
-
-    An empty sequence sees its first padding, so that no row is NaN.
+    Sequences of unequal length are padded to ``longest``; ``lengths_B`` (None if all are equal) says how many keys each
+    sees. An empty sequence sees its first padding, so that no row is NaN.
     """
-    token_T = torch.arange(T, device=cu_seqlens.device)
+    if equal:
+        q, k, v = (x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH))
+        return attend(q, k, v, bias_NTS, None).flatten(0, 1)
+    token_T, lengths_B = torch.arange(len(q_TNH), device=q_TNH.device), cu_seqlens.diff().clamp(min=1)
     sequence_T = torch.searchsorted(cu_seqlens[1:], token_T, right=True)
-    return sequence_T * longest + token_T - cu_seqlens[sequence_T], cu_seqlens.diff().clamp(min=1)
+    row_T, B = sequence_T * longest + token_T - cu_seqlens[sequence_T], len(lengths_B)
+    q, k, v = (
+        x.new_zeros(B * longest, *x.shape[1:]).index_copy(0, row_T, x).unflatten(0, (B, longest))
+        for x in (q_TNH, k_TKH, v_TKH)
+    )
+    return attend(q, k, v, bias_NTS, lengths_B).flatten(0, 1).index_select(0, row_T)
 
 
-def pad(row_T: Tensor, sequences: int, longest: int, *tensors: Tensor) -> list[Tensor]:
-    """(B, longest, …): tokens in rows ``row_T``, zeros elsewhere."""
-    return [
-        x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, row_T, x).unflatten(0, (sequences, longest))
-        for x in tensors
-    ]
+def bias_mask(bias_NTS: Tensor, lengths_B: Tensor | None) -> Tensor:
+    """(1 or B, N, T, S): the biases, −∞ for the keys behind a sequence."""
+    if lengths_B is None:
+        return bias_NTS[None]
+    hidden_BS = torch.arange(bias_NTS.shape[2], device=bias_NTS.device) >= lengths_B[:, None]
+    return bias_NTS.masked_fill(hidden_BS[:, None, None], -torch.inf)
+
+
+def _biased_of_lengths(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, bias_NTS: Tensor, lengths_B: Tensor | None
+) -> Tensor:
+    return _biased(q_BTNH, k_BTKH, v_BTKH, bias_mask(bias_NTS, lengths_B))
 
 
 def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:

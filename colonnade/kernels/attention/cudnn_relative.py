@@ -96,20 +96,12 @@ def bias_grad(
     return out[0] if parts == 1 else out.sum(0)
 
 
-def _mask(bias_NTS: Tensor, lengths_B: Tensor | None) -> Tensor:
-    """(1 or B, N, T, S): the biases, −∞ for the keys behind a sequence."""
-    if lengths_B is None:
-        return bias_NTS[None]
-    hidden_BS = torch.arange(bias_NTS.shape[2], device=bias_NTS.device) >= lengths_B[:, None]
-    return bias_NTS.masked_fill(hidden_BS[:, None, None], -torch.inf)
-
-
 @torch.library.custom_op("colonnade::relative_attention", mutates_args=())
 def _attend(
     q_BTNH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, bias_NTS: Tensor, lengths_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(o_BTNH, lse_BNT)."""
-    heads, mask = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH)), _mask(bias_NTS, lengths_B)
+    heads, mask = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH)), cross.bias_mask(bias_NTS, lengths_B)
     o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, mask, True)
     return o.transpose(1, 2).contiguous(), lse.reshape(lse.shape[:3])
 
@@ -129,7 +121,21 @@ def _attend_backward(
     do, q, k, v, o = (x.transpose(1, 2) for x in (do_BTNH, q_BTNH, k_BTNH, v_BTNH, o_BTNH))
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the generator of dropout
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse_BNT[..., None], unused, unused, _mask(bias_NTS, lengths_B), None, None, T, T, 0.0, False
+        do,
+        q,
+        k,
+        v,
+        o,
+        lse_BNT[..., None],
+        unused,
+        unused,
+        cross.bias_mask(bias_NTS, lengths_B),
+        None,
+        None,
+        T,
+        T,
+        0.0,
+        False,
     )
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in grads)
     if not need_bias:
@@ -178,10 +184,8 @@ def relative(
         )
     if bias_NTS is None:
         bias_NTS = cross.relative_mask(near_RN, longest, causal=causal)
-    bias_NTS = bias_NTS.to(q_TNH.dtype)
-    if equal:
-        q, k, v = (x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH))
-        return _attend(q, k, v, bias_NTS, None)[0].flatten(0, 1)
-    row_T, lengths_B = cross.padded_rows(cu_seqlens, T, longest)
-    q, k, v = cross.pad(row_T, len(lengths_B), longest, q_TNH, k_TKH, v_TKH)
-    return _attend(q, k, v, bias_NTS, lengths_B)[0].flatten(0, 1).index_select(0, row_T)
+    return cross.in_batches(_output, q_TNH, k_TKH, v_TKH, cu_seqlens, longest, bias_NTS.to(q_TNH.dtype), equal=equal)
+
+
+def _output(q_BTNH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, bias_NTS: Tensor, lengths_B: Tensor | None) -> Tensor:
+    return _attend(q_BTNH, k_BTNH, v_BTNH, bias_NTS, lengths_B)[0]

@@ -41,7 +41,7 @@ struct Linear {
         }
     }
 
-    // A thread has a multiple of so many outputs.
+    // Each thread's share of the outputs is a multiple of this.
     int64_t step() const { return weight.kind >= INT8_BLOCKS ? BLOCK : 4; }
 
     // Row t of x after the norm, in float32, with zeros up to `padded`.
