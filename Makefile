@@ -41,14 +41,14 @@ install: $(VENV)/.test-$(KEY)  ## all packages for tests, documentation and benc
 demo: $(VENV)/.demo-$(KEY)  ## text in, a model trained on two processes, saved, loaded, served and queried
 	@$(BIN)/colonnade demo $(ARGS)
 
-# Pyright uses one core for a minute: the tests use the other meanwhile. Both run to their end, even if one fails.
+# Both run to their end, even if one fails.
 test: $(VENV)/.test-$(KEY)  ## what continuous integration runs: lint, types, import order, tests
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint pytest
 
-lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyright), import order (import-linter)
+lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyrefly), import order (import-linter)
 	$(call step,ruff format,$(BIN)/ruff format --check --quiet .)
 	$(call step,ruff check,$(BIN)/ruff check --quiet .)
-	$(call step,pyright,$(BIN)/pyright --warnings)
+	$(call step,pyrefly,$(BIN)/pyrefly check --summary=none)
 	$(call step,import order,$(BIN)/lint-imports --no-logo)
 
 test-all: $(VENV)/.test-$(KEY)  ## test, with the slow tests, which take as long again

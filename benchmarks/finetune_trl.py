@@ -134,7 +134,7 @@ def theirs(
 ) -> list[float]:
     """Seconds of each step of TRL's trainer."""
     from datasets import Dataset
-    from trl import (  # pyright: ignore[reportMissingImports] - a peer, installed only for this comparison
+    from trl import (  # pyrefly: ignore[missing-import] - a peer, installed only for this comparison
         GRPOConfig,
         GRPOTrainer,
         SFTConfig,

@@ -50,11 +50,11 @@ def hits() -> dict[str, Cell]:
 def torchrec_hits() -> dict[str, Cell] | None:
     """As :func:`hits`, with TorchRec's managed collisions, where that is installed."""
     try:
-        from torchrec.modules.mc_modules import (  # pyright: ignore[reportMissingImports] - a peer
+        from torchrec.modules.mc_modules import (  # pyrefly: ignore[missing-import] - a peer
             LFU_EvictionPolicy,
             MCHManagedCollisionModule,
         )
-        from torchrec.sparse.jagged_tensor import JaggedTensor  # pyright: ignore[reportMissingImports]
+        from torchrec.sparse.jagged_tensor import JaggedTensor  # pyrefly: ignore[missing-import]
     except (ImportError, OSError) as why:  # OSError: its library is for another torch
         print(f"without TorchRec: {why}")
         return None

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from colonnade.data.loader import Cursor

@@ -132,7 +132,7 @@ class Batch:
 def concatenate(batches: Sequence[Batch]) -> Batch:
     """Several batches as one; their tokens must be consecutive in the step's global batch."""
     first, starts = batches[0], [0, *accumulate(len(batch.tokens_T) for batch in batches)]
-    joined: dict[str, Tensor] = {}
+    joined: dict[str, Any] = {}
     for name in (name for name, value in vars(first).items() if isinstance(value, Tensor)):
         parts = [getattr(batch, name) for batch in batches]
         if name in _ROW_INDICES:  # indices of rows

@@ -76,7 +76,7 @@ def write_tokens(
         manifest = Manifest(
             dtype=token_dtype(size),
             vocab_size=size,
-            tokenizer_sha256=tokenizer and tokenizer.fingerprint,
+            tokenizer_sha256=tokenizer.fingerprint if tokenizer else None,
             validation_share=0,
             source_bytes=0,
             train=train,

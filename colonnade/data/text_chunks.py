@@ -88,5 +88,5 @@ def pair_chunks(source: object, target: object, place: str, size_bytes: int) -> 
 
 def json_type(value: object) -> str:
     """The JSON type of a parsed value, for errors."""
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+    names: dict[type, str] = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
     return names.get(type(value), "an object")

@@ -6,7 +6,6 @@ never changes and stays on the device. A flat buffer would not save anything: au
 into it.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 import functools

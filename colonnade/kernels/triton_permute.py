@@ -9,8 +9,6 @@ on average, a gather loops over tokens and finds their rows by r(t, j); else it 
 elements but needs no inverse permutation.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
 # Triton adds launch options to a kernel's signature; constexpr arguments are plain Python values and decide what is
 # bound.
 

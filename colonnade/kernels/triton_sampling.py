@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 
@@ -51,7 +50,6 @@ def greedy(logits_RV: Tensor, none: int) -> Tensor:
     return tokens_R
 
 
-# pyright: reportCallIssue=false, reportArgumentType=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 

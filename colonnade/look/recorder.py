@@ -186,7 +186,7 @@ def _whole_weights(model: Transformer, layer: int) -> Mapping[str, Tensor]:
         return {**dict(block.named_parameters()), **dict(block.named_buffers())}
     shapes, found = model.global_shapes(), {name: x.cpu() for name, x in block.named_buffers()}
     for prefix, module in block.named_modules():
-        layout = getattr(module, "layout", {})
+        layout: Any = getattr(module, "layout", {})
         for name, place in layout.items():
             full = f"{prefix}.{name}" if prefix else name
             x = block.get_parameter(full).detach()

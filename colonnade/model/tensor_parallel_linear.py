@@ -101,7 +101,7 @@ class Linear(Float8Module, QuantisableMatrix):
     @property
     def adapts(self) -> bool:
         """Whether an adapter adds to the product now; one for serving does only in steps that use it."""
-        return self.adapter is not None and getattr(self.adapter, "active", True)
+        return self.adapter is not None and bool(getattr(self.adapter, "active", True))
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""

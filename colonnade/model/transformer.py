@@ -225,7 +225,7 @@ class Transformer(nn.Module):
         else:
             assert self.embed is not None
             x_sD = self.embed.of_source(source.tokens_S, source.positions_S)
-        x_sD = apply_dropout(x_sD, dropout and dropout.at_embedding, EMBEDDING)
+        x_sD = apply_dropout(x_sD, dropout.at_embedding if dropout else None, EMBEDDING)
         rotation = self.rotation_of(source.positions_S, x_sD.dtype)
         if self.encoder_relative is not None:
             attend = with_relative_bias(attend, self.encoder_relative.expand())
@@ -280,7 +280,7 @@ class Transformer(nn.Module):
         dropout = stream.dropout and stream.dropout.rows(self.axes.rows(T))
         if x_tD is None:
             assert self.embed is not None, "the first span begins with the embedding"
-            x_tD = apply_dropout(self.embed(stream), dropout and dropout.at_embedding, EMBEDDING)
+            x_tD = apply_dropout(self.embed(stream), dropout.at_embedding if dropout else None, EMBEDDING)
         assert x_tD is not None
         rotation = self.rotation_of(stream.positions_T, x_tD.dtype)
         attend = self._with_memory(stream, attend)

@@ -17,6 +17,7 @@ Initialisation, loading, saving, the gradient norm and the storage view all deri
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -67,7 +68,7 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     """Merge the ``layout`` tables of all modules of ``model``, by full parameter name."""
     table: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
-        entries: dict[str, Placement] = getattr(module, "layout", {})
+        entries: Any = getattr(module, "layout", {})  # a dict[str, Placement]
         for name, placement in entries.items():
             table[f"{prefix}.{name}" if prefix else name] = placement
     return table

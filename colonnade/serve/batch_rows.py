@@ -60,4 +60,4 @@ class BatchRows:
         for row, request in zip(free, [r for r in requests if r.batch_row >= len(requests)], strict=True):
             request.batch_row = row
         requests.sort(key=lambda request: request.batch_row)
-        self._rows, self._free = list(requests), []
+        self._rows[:], self._free = requests, []

@@ -98,7 +98,7 @@ class Package:
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         for index in range(limit):
-            args = SampleArgs.of(params, seed, index, processor and processor.changes(ids, index))
+            args = SampleArgs.of(params, seed, index, processor.changes(ids, index) if processor else None)
             sampled = sample_and_score(self.logits(ids)[None], [args], SOLO, self.info.model.vocab_size)
             token = int(sampled.tokens_R)
             if token == NOT_FINITE:

@@ -261,11 +261,13 @@ class Scheduler:
             self._drop_beam(beam)
         beams: list[tuple[Request, float]] = []
         for each in following:
-            beam: Request | None = each.parent
+            beam = each.parent
             if id(beam) in parents:
                 parents.remove(id(beam))
-                each.parent.ids[-1], each.parent.held = each.token, False
-            elif (beam := self._fork(search, root, each.parent, each.token)) is None:
+                beam.ids[-1], beam.held = each.token, False
+            elif forked := self._fork(search, root, beam, each.token):
+                beam = forked
+            else:
                 return
             beams.append((beam, each.total))
         search.replace(beams)

@@ -59,7 +59,8 @@ class RealtimeSession:
         """``seconds``: of sound in all items."""
         self._stream: int | None = None
         self._resampler: Resampler | None = None
-        self._item, self._previous = _id("item"), None
+        self._item = _id("item")
+        self._previous: str | None = None
         self._samples, self._text, self._clock = 0, list[str](), PictureClock()
         self._id = _id("sess")
 
@@ -237,7 +238,7 @@ class RealtimeSession:
         transcription = {"model": self.model, "segment": self.sizes.segment, "lookahead": self.sizes.right}
         given = {"format": form, "transcription": transcription, "turn_detection": None}
         audio: Event = {"input": given}
-        session = {"type": "transcription", "id": self._id, "object": "realtime.session", "audio": audio}
+        session: Event = {"type": "transcription", "id": self._id, "object": "realtime.session", "audio": audio}
         config = self.engine.listeners.model.config
         if config.picture:
             crop = self.tracker.region if self.tracker else None

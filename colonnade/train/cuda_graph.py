@@ -17,6 +17,7 @@ outputs, so the loss is copied out, and gradients are gone after the optimizer s
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def graph_inputs(batch: Batch, divisor: Tensor, step: StepContext) -> dict[str, 
 
 def with_graph_inputs(batch: Batch, step: StepContext, inputs: dict[str, Tensor]) -> tuple[Batch, Tensor, StepContext]:
     """(batch, divisor, step) with the tensors of :func:`graph_inputs` replaced by ``inputs``."""
-    batch_tensors = {name: x for name, x in inputs.items() if name in vars(batch)}
+    batch_tensors: dict[str, Any] = {name: x for name, x in inputs.items() if name in vars(batch)}
     step = replace(step, order_loss_weight=inputs.get("order_loss_weight", step.order_loss_weight))
     if step.dropout is not None:
         step = replace(step, dropout=replace(step.dropout, keys=inputs["keys"]))

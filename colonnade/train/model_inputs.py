@@ -136,7 +136,7 @@ def model_inputs(
     if config.task_head == "classes":
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
-        pooler_dropout = dropout and dropout.rows(batch.predicted_R[: len(rows_R)]).at_embedding
+        pooler_dropout = dropout.rows(batch.predicted_R[: len(rows_R)]).at_embedding if dropout else None
         if config.classes == 1:
             assert first_R is not None, "the choices of a question are one sample"
             choices = len(batch.predicted_R) // len(first_R)

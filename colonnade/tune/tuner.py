@@ -53,7 +53,8 @@ def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: in
             f"fine-tune; leave it out"
         )
     train = train.replace(pretrained_checkpoint=str(model))
-    return RunConfig(model=config.replace(lora=lora), data=data, train=train, **{"name": "tuned", **settings})
+    settings = {"name": "tuned", **settings}
+    return RunConfig(model=config.replace(lora=lora), data=data, train=train, **settings)
 
 
 class Data(NamedTuple):

@@ -89,7 +89,7 @@ class Trial:
         device = "meta" if context.sharded else context.device
         model = Transformer(config, context.axes, spans=spans, device=device, dtype=torch.float64)
         piped = PipelineStep(model, context, torch.float64) if context.plan.pp > 1 else None
-        weights = masters(model, context, torch.float64, piped and piped.stages)
+        weights = masters(model, context, torch.float64, piped.stages if piped else None)
         initialise(model, seed, weights.assign)
         weights.update_model()
         world = world_axis() if context.world > 1 else SOLO

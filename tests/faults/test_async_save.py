@@ -48,6 +48,7 @@ def _save_at_two(config: RunConfig) -> int:
         return training.steps_taken
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2, dp=2)], ids=["one", "tp2dp2"])
 def test_async_checkpoint_has_the_state_of_its_step(config: RunConfig, plan: Plan) -> None:
     for name, behind in (("behind", True), ("before", False)):
@@ -59,6 +60,7 @@ def test_async_checkpoint_has_the_state_of_its_step(config: RunConfig, plan: Pla
         assert one.replace("behind", "before").replace('"async_save": true', '"async_save": false') == other
 
 
+@pytest.mark.slow
 def test_async_and_blocking_saves_are_equal(config: RunConfig) -> None:
     for behind in (True, False):
         Trainer(config.replace(name=str(behind), train=config.train.replace(async_save=behind, save_every=1))).fit()

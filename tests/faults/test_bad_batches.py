@@ -58,11 +58,13 @@ def _updates_nothing(config: RunConfig, value: float) -> None:
             assert not all(torch.equal(x, before[name]) for name, x in state.items())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_bad_batch_updates_nothing_on_any_rank(config: RunConfig, value: float) -> None:
     in_world(4, _updates_nothing, config.replace(plan=Plan(tp=2, dp=2)), value)
 
 
+@pytest.mark.slow
 def test_skipped_batches_are_named_and_survive_a_resume(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 2 and 7 of 12 are bad (4 micro-batches a step); the run stops at 8, resumes, and ends the same."""
     t = config.train.replace(skip_bad_batches=2)
@@ -113,6 +115,7 @@ def _diverges(config: RunConfig) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("allowed", [0, 2])
 def test_too_many_bad_batches_end_the_run_on_every_rank(config: RunConfig, allowed: int) -> None:
     t = config.train.replace(skip_bad_batches=allowed, save_every=1, log_every=2)

@@ -38,6 +38,7 @@ def _diagnoses(config: RunConfig, bad_rank: int, layer: int) -> list[str]:
     return diagnoses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("plan", "bad_rank", "layer"),
     [(Plan(dp=2, ep=2), 1, 0), (Plan(tp=2), 0, 1), (Plan(pp=2, dp=2, etp=2), 3, 1)],

@@ -47,6 +47,7 @@ def _run_until_full(config: RunConfig) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_async", [True, False])
 def test_too_little_space_is_refused_before_writing(config: RunConfig, small_disk: Path, is_async: bool) -> None:
     t = config.train.replace(save_every=1, async_save=is_async)
@@ -116,6 +117,7 @@ def test_space_estimate_equals_the_bytes_written(config: RunConfig) -> None:
     assert whole_bytes <= asked[0] <= whole_bytes + native.MAX_MANIFEST_BYTES + 30_000
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("keep", "keep_every", "remaining"),
     [

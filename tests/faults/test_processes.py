@@ -101,6 +101,7 @@ def test_second_start_of_a_running_run_is_refused(config: RunConfig) -> None:
     assert [step for step, _ in folders.list_steps(config.folder)] == [12, 8, 4]
 
 
+@pytest.mark.slow
 def test_rank_killed_in_a_save_and_in_a_step_is_restarted(config: RunConfig) -> None:
     config = config.replace(train=config.train.replace(restarts=2))
     process = start("kill in save,kill in step", config)

@@ -66,6 +66,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_result_faces_equal_torch(model_viewer: Show, name: str) -> None:
     made = Recorded(name)
@@ -97,6 +98,7 @@ def test_result_faces_equal_torch(model_viewer: Show, name: str) -> None:
     close(found["wQ"], (u[:, :3] * s[:3]) @ v[:3])
 
 
+@pytest.mark.slow
 def test_numbers_name_their_tokens(model_viewer: Show) -> None:
     """The page starts near the attention; its numbers name both tokens, and those of weights none."""
     made = Recorded("capacity")

@@ -31,6 +31,7 @@ def check_labels(viewer: Viewer) -> None:
             assert apart, (viewer.state["title"], a, b)
 
 
+@pytest.mark.slow
 def test_the_tour_leads_from_a_product_to_a_sharded_head(viewer: Viewer, references: Path) -> None:
     """By a click a step; each looks as its reference, and has words of its own."""
     viewer.go("")

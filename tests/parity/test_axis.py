@@ -100,6 +100,7 @@ def _compiled(world: int) -> None:
         assert_same(results[1][1], results[0][1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.xdist_group("worlds")
 def test_conjugate_pairs_match_plain_torch(world: int) -> None:
@@ -115,6 +116,7 @@ def _every_pair(world: int) -> None:
         _split_and_join(world, dim)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("worlds")
 def test_conjugate_pairs_compile_into_one_graph() -> None:
     run(2, _compiled, 2)

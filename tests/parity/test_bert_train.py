@@ -65,7 +65,7 @@ def history(run: RunConfig) -> dict[int, tuple[float, ...]]:
     return found
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
@@ -91,6 +91,7 @@ def test_any_plan_gives_the_same_run(family: str, plan: Plan, corpus: Path, tmp_
         assert found[step] == pytest.approx(values, rel=1e-9), step
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_the_uninterrupted_one(corpus: Path, tmp_path: Path) -> None:
     whole = config(corpus, tmp_path / "whole")
     Trainer(whole).fit()

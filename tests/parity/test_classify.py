@@ -74,6 +74,7 @@ def history(run: RunConfig) -> list[float]:
     return [row[key] for row in read_rows(run.folder) for key in ("loss", "grad_norm", "validation_loss") if key in row]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize(("name", "smoothing"), [("post_encoder", 0.0), ("pre_pretraining", 0.0), ("post_masked", 0.1)])
 def test_losses_norms_and_weights_equal_transformers(name: str, smoothing: float, paired: bool, tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def _fit(run: RunConfig) -> None:
     train(run, (), example_feed(run, examples(), examples(7)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "then"),
     [
@@ -157,6 +158,7 @@ def test_any_plan_gives_the_same_fine_tuning(plan: Plan, then: Plan, tmp_path: P
         assert_same(mine[name], x, 1e-9, name)
 
 
+@pytest.mark.slow
 def test_moe_fine_tuning_is_the_same_on_any_grid(tmp_path: Path) -> None:
     moe = MoeConfig(
         experts=4, active=2, ffn_width=12, balance_weight=0.1, bias_rate=0.01, router=RouterConfig(noise=1.0)
@@ -174,6 +176,7 @@ def test_moe_fine_tuning_is_the_same_on_any_grid(tmp_path: Path) -> None:
         assert history(several) == pytest.approx(history(alone), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_tuned_model_loads_and_can_be_tuned_again(tmp_path: Path) -> None:
     """From our own format and from Hugging Face's; the classifier is kept only if the class count is the same."""
     run = config(tmp_path, start(tmp_path))
@@ -195,7 +198,7 @@ def test_tuned_model_loads_and_can_be_tuned_again(tmp_path: Path) -> None:
                 assert_same(after[name], before[name], 1e-9, name)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["pre_pretraining", "post_masked"])
 @pytest.mark.parametrize("plan", [Plan(pp=2, tp=2), Plan(dp=4)], ids=str)
 def test_start_checkpoint_loads_all_weights_under_any_plan(name: str, plan: Plan, tmp_path: Path) -> None:
@@ -244,6 +247,7 @@ def test_replace_head_under_tensor_parallelism() -> None:
     in_world(2, _shares)
 
 
+@pytest.mark.slow
 def test_learns_a_toy_task(tmp_path: Path) -> None:
     """In float16 as well, with a loss scale."""
     settings = {"steps": 60, "batch": 10, "micro_batch": 10, "lr": 1e-2, "warmup": 4, "clip": 1.0, "seed": 1}

@@ -158,7 +158,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
     return base_results
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHANGES_WEIGHTS)
 def test_setting_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
     value, train, model = CHANGES_WEIGHTS[name]
@@ -172,6 +172,7 @@ def test_setting_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_
         assert unchanged == {key for key in drawn if key.startswith(("embed.", "blocks.0."))}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHANGES_VALIDATION)
 def test_setting_changes_validations(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
     value, model = CHANGES_VALIDATION[name]
@@ -180,7 +181,7 @@ def test_setting_changes_validations(name: str, base: Callable[..., Tuned], tmp_
     assert losses != others, f"train.{name} is ignored"
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHANGES_NOTHING)
 def test_setting_is_honoured_and_changes_no_weight(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
     train, honoured = CHANGES_NOTHING[name]
@@ -216,6 +217,7 @@ def test_trackers_and_restarts_are_honoured(tmp_path: Path, monkeypatch: pytest.
     assert (passed, plan, restarts) == (run, run.plan, 2)
 
 
+@pytest.mark.slow
 def test_data_sequence_and_seed_are_honoured(base: Callable[..., Tuned], tmp_path: Path) -> None:
     """The sequence bounds examples and numbers their tokens for dropout; the seed orders them."""
     expected, _ = base({}, {})
@@ -226,6 +228,7 @@ def test_data_sequence_and_seed_are_honoured(base: Callable[..., Tuned], tmp_pat
         tuned(config(tmp_path / str({"sequence": 48}), {"steps": 5}, {}, {}))
 
 
+@pytest.mark.slow
 def test_resume_with_other_examples_needs_data_restart(tmp_path: Path) -> None:
     run = config(tmp_path, {"steps": 2, "eval_every": 0}, {}, {})
     fit(run, examples())

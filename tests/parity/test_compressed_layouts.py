@@ -35,7 +35,7 @@ def write(folder: Path, config, **settings) -> Transformer:
     return model
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
@@ -64,7 +64,7 @@ def test_two_ranks_load_what_one_process_compressed(config, settings, tmp_path) 
     assert torch.equal(torch.cat(whole, 1) if settings["weights"] == "int4" else whole[0], bits["scales"])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "plan"),
     [
@@ -207,7 +207,7 @@ def _compressed(config, plan: Plan, settings: dict, folder: Path | None) -> dict
         return bits | {name: p.detach() for name, p in model.named_parameters() if "norm" in name}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("config", "settings", "plans"),
     [

@@ -52,6 +52,7 @@ def _one_step(case: str, context: DistributedContext) -> None:
     Run.start(CASES[case], context).go(0, 1)
 
 
+@pytest.mark.slow
 def test_contexts_leak_no_groups_or_threads() -> None:
     for before, first, second in run(2, _many_contexts):
         assert second <= first <= before + 2, "a gloo group has three threads"

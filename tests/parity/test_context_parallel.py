@@ -54,6 +54,7 @@ def _ring(world: int) -> None:
                 assert_same(part.grad, x.grad[mine], what=f"{what}, gradient")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.xdist_group("worlds")
 def test_ring_attention_equals_one_process(world: int) -> None:
@@ -97,6 +98,7 @@ def _fewer_tokens_than_ranks(plan: Plan, lengths: list[int]) -> None:
                 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plan", "lengths"),
     [(Plan(cp=3), [2]), (Plan(cp=3), [1, 1]), (Plan(cp=2), [1]), (Plan(cp=2, tp=2, sequence_parallel=True), [1])],

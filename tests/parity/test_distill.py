@@ -83,7 +83,7 @@ def settings(teachers, name="dense", **changes) -> DistillConfig:
     return DistillConfig(**{"teacher": str(teachers[name]), "mix": 0.3, "temperature": 1.5, **changes})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("teacher", "changes", "plan", "micro"),
     [
@@ -197,6 +197,7 @@ def test_a_step_is_what_both_models_logits_give(teacher, corpus, teachers, tmp_p
     assert loss == pytest.approx(reference, rel=1e-9 if teacher == "dense" else 1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_resumes(corpus, teachers, tmp_path) -> None:
     run = config(corpus, tmp_path, settings(teachers, mix=0.0), steps=12, save_every=6, lr=3e-2)
     summary = Trainer(run).fit()
@@ -210,6 +211,7 @@ def test_a_run_learns_and_resumes(corpus, teachers, tmp_path) -> None:
     assert (again.checkpoint / files).read_bytes() == (summary.checkpoint / files).read_bytes()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2)], ids=str)
 def test_a_student_starts_from_the_teachers_layers(plan, corpus, teachers, tmp_path) -> None:
     run = config(corpus, tmp_path, settings(teachers, "equal", init="layers"), steps=1, lr=1e-30, min_lr=0)
@@ -238,6 +240,7 @@ def _losses(run: RunConfig, steps: int) -> tuple[list[float], bool, int]:
         return losses, distiller.teacher is not None, len(distiller.cache or ())
 
 
+@pytest.mark.slow
 def test_a_cache_answers_in_place_of_the_teacher(corpus, teachers, tmp_path) -> None:
     run = config(corpus, tmp_path, settings(teachers, cache=str(tmp_path / "cache")), dtype="float32")
     ((first, loaded, kept),) = in_world(1, _losses, run, 2)

@@ -130,13 +130,14 @@ PLANS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_any_plan_and_micro_batch_give_the_same_losses(plan: Plan, tmp_path: Path) -> None:
     run = tuning.settings(tmp_path / "alone", tuning.start(tmp_path), eval_every=2, steps=3, dropout=0.1)
     _check_plan(plan, run, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(dp=2, ep=2)], ids=str)
 def test_experts_under_any_plan(plan: Plan, tmp_path: Path) -> None:
     model = tuning.MODEL.replace(moe=MoeConfig(experts=4, active=2, ffn_width=12, balance_weight=0.0))
@@ -156,7 +157,7 @@ def _check_plan(plan: Plan, alone: RunConfig, tmp_path: Path) -> None:
     assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "adapters"])
 def test_resumed_bit_for_bit_without_the_file_of_scores(lora: LoraConfig | None, tmp_path: Path) -> None:
     """Deleted and damaged: the scores are those of the initial model again, not of the trained one."""

@@ -66,7 +66,7 @@ def plans() -> list:
     return [pytest.param(plan, id=str(plan), marks=[pytest.mark.slow] if plan in slow else []) for plan in found]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", plans())
 @pytest.mark.xdist_group("worlds")
 def test_every_plan_draws_the_same_masks(plan: Plan) -> None:
@@ -90,7 +90,7 @@ def long_run_plans() -> list:
     return [pytest.param(plan, id=str(plan), marks=[] if plan in quick else [pytest.mark.long]) for plan in every]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", long_run_plans())
 @pytest.mark.xdist_group("worlds")
 def test_twenty_steps_equal_one_process(plan: Plan) -> None:
@@ -108,6 +108,7 @@ def join(batches: list[Batch]) -> Batch:
     return Batch(tokens, positions, targets, packed.cu_seqlens, packed.longest, packed.equal, batches[0].first)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", [name for name, config in CASES.items() if config.causal])
 def test_micro_batch_size_changes_no_mask(case: str) -> None:
     runs = [Run.start(CASES[case], DistributedContext.solo(), WITH) for _ in range(3)]
@@ -210,6 +211,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corpora.small(tmp_path_factory.mktemp("data") / "corpus", TEXT)
 
 
+@pytest.mark.slow
 def test_repeated_and_resumed_runs_are_bitwise_equal(corpus: Path, tmp_path: Path) -> None:
     data = DataConfig(path=corpus, sequence=16)
     base = RunConfig(runs=tmp_path, device="cpu", model=MODEL, data=data, train=SHORT)

@@ -102,6 +102,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("plan", "micro_batch"), PLANS, ids=str)
 def test_any_plan_and_micro_batch_give_the_same_losses(plan: Plan, micro_batch: int, tmp_path: Path) -> None:
     it = SETTINGS["mean"]
@@ -127,6 +128,7 @@ def test_a_duplicate_is_no_negative_and_a_sample_left_out_no_candidate() -> None
     assert_same(loss_Q[0], torch.tensor(3.0, dtype=torch.float64).log())
 
 
+@pytest.mark.slow
 def test_resumed_bit_for_bit(tmp_path: Path) -> None:
     feed = embed_feed(texts(30), NONE, SETTINGS["mean"])
     config = tuning.MODEL.replace(lora=LoraConfig(rank=2))

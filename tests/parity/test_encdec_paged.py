@@ -65,6 +65,7 @@ def paged(model: Transformer, sources: list[Tensor], targets: list[Tensor], chun
 MODELS = {"1.0": t5("1.0"), "1.1": t5("1.1"), "switch": switch(), "nllb": nllb()}
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("version", MODELS)
 @pytest.mark.parametrize(("chunk", "page_tokens"), [(1, 4), (5, 1), (3, 16), (100, 7)])
 def test_packed_alone_and_paged_are_equal(version: str, chunk: int, page_tokens: int) -> None:

@@ -24,6 +24,7 @@ EXPERTS = [Plan(tp=2, sequence_parallel=True, ep=2), Plan(dp=2, etp=2, adaptive_
 MORE_EXPERTS = [Plan(dp=2), Plan(dp=2, ep=2, overlap=2), Plan(tp=2, ep=2), Plan(replicate=2, ep=2, adaptive_r=0)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "plans"),
     [
@@ -51,6 +52,7 @@ def test_plans_of_four_equal_one_process(tmp_path: Path) -> None:
             assert result.ok, (str(result.plan), result.errors, result.where)
 
 
+@pytest.mark.slow
 def test_a_missing_sum_is_found(tmp_path: Path) -> None:
     """The check can fail: norms of the encoder without their sum over tp."""
     plan = Plan(tp=2, sequence_parallel=True)
@@ -103,6 +105,7 @@ def train_under(run: RunConfig) -> None:
     train(run)
 
 
+@pytest.mark.slow
 def test_training_learns_and_plans_agree(corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "one")
     train(alone)

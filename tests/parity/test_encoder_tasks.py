@@ -372,6 +372,7 @@ def write_data(folder: Path, method: str) -> Path:
     return folder / ("data.json" if method == "span" else "data.jsonl")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["classify", "choice", "span"])
 def test_command(method: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write_data(tmp_path, method))

@@ -355,6 +355,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TQDM_DISABLE", "1")
 
 
+@pytest.mark.slow
 def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out = tmp_path / "out"
     (tmp_path / "wiki.test.tokens").write_text(" = A = \n \n " + WORDS)

@@ -82,6 +82,7 @@ def _read(plans: list[Plan], folder: Path, others: int) -> int:
     return compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [1, pytest.param(len(PLANS), marks=pytest.mark.long)])
 def test_any_grid_loads_the_checkpoint_of_any_other(others: int, tmp_path: Path) -> None:
     """Each grid loads the checkpoint of the next one; in `long` tests, those of all."""

@@ -161,6 +161,7 @@ def test_overrides_do_not_loosen_the_model_check_of_checkpoints(tmp_path: Path) 
 # -- validations of a run ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, ep=2), Plan(pp=2)], ids=str)
 def test_validation_uses_the_eval_overrides(plan: Plan, tmp_path: Path) -> None:
     corpus = small(tmp_path / "corpus", TEXT)

@@ -93,7 +93,7 @@ rest of the product is `long`.
 """
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -108,7 +108,7 @@ def test_any_grid_equals_one_process(name: str, plan: Plan) -> None:
     run(plan.world, _check, MOES[name], plan, rates)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [Plan(tp=4, ep=2, etp=2), Plan(tp=4, ep=2, etp=2, hierarchical_a2a_size=2, sequence_parallel=True)]
 )
@@ -125,6 +125,7 @@ def _refusal(plan: Plan, step: DispatchOptions) -> str:
         return str(refused.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("plan", "step", "message_pattern"),
     [
@@ -170,6 +171,7 @@ def _dispatch_and_return(plan: Plan) -> int:
         return len(found[0][1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "plan", [Plan(dp=6, ep=6, hierarchical_a2a_size=3), Plan(dp=6, ep=6, hierarchical_a2a_size=2)], ids=str
 )

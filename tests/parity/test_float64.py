@@ -61,7 +61,7 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_step_and_validation_stay_in_float64(name: str) -> None:
     it = Run.start(MODELS[name], DistributedContext.solo(), TRAIN.replace(fused_adamw=name == "gpt2"))

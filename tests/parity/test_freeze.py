@@ -56,7 +56,7 @@ def _history(run: RunConfig) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in read_rows(run.folder) if "loss" in row]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("freeze", "plan", "options"),
     [

@@ -146,6 +146,7 @@ def test_repeated_output_projection_is_tied(tmp_path: Path) -> None:
     assert not model.config.tied
 
 
+@pytest.mark.slow
 def test_header_agrees_with_the_gguf_package() -> None:
     path = find_packaged("smollm2")
     header, reader = read_header(path, block_sizes()), GGUFReader(path)

@@ -248,6 +248,7 @@ def test_groups_of_equal_rewards_move_nothing(tmp_path: Path) -> None:
         assert torch.equal(ours[name], x), name
 
 
+@pytest.mark.slow
 def test_an_endless_reward_ends_its_sample_only(tmp_path: Path) -> None:
     tune = TuneConfig(reward=reward(tmp_path, "first"), group=2, max_tokens=4, reward_s=3.0)
     run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=6, micro_batch=6, steps=1, save_every=0)
@@ -297,6 +298,7 @@ def _bandit(folder: Path) -> Path:
     return folder / "start"
 
 
+@pytest.mark.slow
 def test_a_bandit_is_solved_in_40_steps(tmp_path: Path) -> None:
     """Answers in 8 of 64 words: the mean reward rises from an eighth to at least 0.95."""
     file = tuning.write_rows(tmp_path / "rows.jsonl", [{"prompt": "z1 z2"}, {"prompt": "z3"}])

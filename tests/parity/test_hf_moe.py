@@ -115,6 +115,7 @@ def gradients_by_file_name(model: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
@@ -122,6 +123,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: 
     same_as_transformers(load(tmp_path / "hf"), theirs, gradients_by_file_name)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
@@ -135,7 +137,7 @@ def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path)
     assert all(torch.equal(weights[name], original[name].to(weights[name].dtype)) for name in weights)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("case", "plan"),
     [
@@ -158,7 +160,7 @@ def test_any_dense_layout_loads_and_saves_the_same_model(case: str, plan: Plan, 
     assert same_files(tmp_path / "hf", tmp_path / "out")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("case", "plan"),
     [
@@ -206,6 +208,7 @@ def test_column_major_weights_load_and_save_unchanged(tmp_path: Path) -> None:
             assert torch.equal(parameter, back.transformer.get_parameter(name)), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v2-lite"])
 def test_files_with_stacked_experts_load(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
@@ -245,6 +248,7 @@ def test_missing_or_extra_expert_is_named(case: str, tmp_path: Path) -> None:
         HFFolder(tmp_path)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("layers", [1, 2, 4])
 @pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_moe-biases-window"])
 def test_balance_loss_and_gradients_equal_transformers(case: str, layers: int, tmp_path: Path) -> None:

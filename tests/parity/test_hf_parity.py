@@ -82,6 +82,7 @@ def reference(case: str) -> Any:
     return random_model(kind, (GPT2 if kind == "gpt2" else LLAMA) | settings, seed=len(case))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
@@ -89,7 +90,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: 
     same_as_transformers(load(tmp_path / "hf"), theirs)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("case", "tp", "dp"),
     [
@@ -123,6 +124,7 @@ def test_any_layout_loads_and_saves_the_same_model(case: str, tp: int, dp: int, 
     assert all(torch.equal(weights[name], original[name]) for name in weights)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs(), seed=st.integers(0, 99))
 def test_saved_models_are_the_same_in_transformers(config: ModelConfig, seed: int) -> None:
@@ -143,6 +145,7 @@ def test_saved_models_are_the_same_in_transformers(config: ModelConfig, seed: in
         assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), 5 * TOLERANCE, "logits")
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("case", CASES)
 def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path) -> None:
     theirs = reference(case)

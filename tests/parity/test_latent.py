@@ -41,6 +41,7 @@ def _serve(name: str, tp: int) -> None:
                 assert_same(logits, wanted, what=f"{spans}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.xdist_group("worlds")
@@ -88,6 +89,7 @@ def _ring(name: str, lengths: list[int]) -> None:
             assert_same(cp.sum_(q.grad), p.grad, what=what)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lengths", [[12, 12], [5, 0, 1, 17]], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.xdist_group("worlds")

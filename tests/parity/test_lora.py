@@ -123,11 +123,13 @@ PLANS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_any_plan_gives_the_same_losses(plan: Plan, tmp_path: Path) -> None:
     _check_plan(plan, DENSE, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -168,6 +170,7 @@ def test_resumed_bit_for_bit_from_adapters_alone(tmp_path: Path) -> None:
         assert torch.equal(x, ours[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_is_used_like_a_model(tmp_path: Path) -> None:
     """Loaded merged, at tp=2 too, and written in another format."""
     start = tuning.start(tmp_path)
@@ -219,7 +222,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert meta.run.train.lr == pytest.approx(2e-4)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_gradients_over_a_quantised_base_equal_plain_torch(kind: str, tmp_path: Path) -> None:
     """The losses and norms are those over a base that was dequantised before; bit for bit after a resume."""

@@ -53,6 +53,7 @@ def _peak(run: RunConfig, checked: bool) -> float:
     return torch.tensor(deltas).cumsum(0).max().item() / WHOLE_BYTES
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(dp=4), Plan(dp=2, cp=2)], ids=str)
 def test_no_rank_ever_holds_the_whole_model(config: RunConfig, plan: Plan) -> None:
     """A quarter of the weights and of each moment plus the largest parameter, not 1 and 2/4 of the model."""
@@ -60,6 +61,7 @@ def test_no_rank_ever_holds_the_whole_model(config: RunConfig, plan: Plan) -> No
         assert 0.7 < share < MOST
 
 
+@pytest.mark.slow
 def test_loading_weights_or_resuming_never_holds_the_whole_model(config: RunConfig, tmp_path: Path) -> None:
     one = config.replace(name="one", runs=tmp_path)
     train(one)

@@ -40,6 +40,7 @@ def test_tokenizer_equals_transformers(ours: colonnade.Model, texts: list[str]) 
         assert (ids[0], ids[-1]) == (101, 102), "starts with [CLS] and ends with [SEP]"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_hidden_states_equal_transformers(ours: colonnade.Model, theirs, texts: list[str]) -> None:
     for text in texts:

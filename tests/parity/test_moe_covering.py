@@ -206,7 +206,7 @@ def check(plan: Plan, cases: Sequence[Case]) -> None:
             same(_norm(layer, context, gradients).double(), norm, what=f"{description}: norm")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_each_pair_of_choices_equals_one_process(plan: Plan) -> None:
     run(plan.world, check, plan, [case for case in covering() if case.plan == plan])

@@ -57,7 +57,7 @@ def history(run: RunConfig, keys: tuple[str, ...] = (*LOSSES, "moe/balance")) ->
     return [row[key] for row in read_rows(run.folder) for key in keys if key in row]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("plan", "then", "over"),
     [
@@ -121,6 +121,7 @@ def test_expert_loads_are_logged(corpus: Path, tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("moe/2/adaptive_r")] == [1.0] * 4
 
 
+@pytest.mark.slow
 def test_adaptive_run_gives_the_same_values(corpus: Path, tmp_path: Path) -> None:
     """It chooses new options after every step; the values do not change."""
     alone = config(corpus, tmp_path / "alone")
@@ -152,7 +153,7 @@ def _adapting(run: RunConfig) -> list[str]:
     return [line for line in messages if line.startswith("layer")]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("freeze", "plan", "dtype"),
     [
@@ -232,6 +233,7 @@ def test_inconsistent_settings_are_refused(make_settings, message: str) -> None:
         make_settings()
 
 
+@pytest.mark.slow
 def test_inference_is_deterministic(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, steps=2)
     Trainer(run).fit()

@@ -53,6 +53,7 @@ def config(corpus: Path, tmp_path: Path) -> RunConfig:
 # -- profile ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_profile_of_two_ranks(config: RunConfig) -> None:
     config = config.replace(plan=Plan(tp=2), train=config.train.replace(profile=2))
     in_world(2, train, config)
@@ -71,6 +72,7 @@ def test_profile_of_two_ranks(config: RunConfig) -> None:
     assert list(rows) == list(range(1, 9)), "the run continued"
 
 
+@pytest.mark.slow
 def test_profile_table_is_printed_or_its_absence_explained(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +124,7 @@ def amount(output: str, row: str) -> str:
     return " ".join(line.removeprefix(f"  {row}").split()[:2])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2)], ids=str)
 def test_oom_report_lists_what_fills_the_memory(config: RunConfig, plan: Plan) -> None:
     for output, n in in_world(plan.world, oom_reports, config.replace(plan=plan)):
@@ -161,7 +164,7 @@ def _oom_at_start(config: RunConfig) -> tuple[str, dict[str, int], memory.Memory
         return str(caught.value), estimated, found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
 def test_oom_before_the_first_step(config: RunConfig, plan: Plan, dtype: str) -> None:

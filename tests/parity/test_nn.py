@@ -101,6 +101,7 @@ def _check_training(plan: Plan, moe: MoeConfig) -> None:
             assert_same(p, local_part(whole[name], table.get(name, WHOLE), axes), what=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plan", "moe"),
     [

@@ -142,6 +142,7 @@ def _check(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expected
             assert_same(moment / unit, it.shard_of(key.partition("/")[2], tensors[key]) / unit, what=key)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "seed"),
     [

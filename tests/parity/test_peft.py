@@ -35,6 +35,7 @@ def adapter(lora: LoraConfig, base: str = "") -> Adapter:
     return Adapter(config, {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}, base)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT reads a deprecated name
 @pytest.mark.parametrize(
     "lora",

@@ -64,6 +64,7 @@ def _check_all_plans(world: int) -> None:
             _check_training(plan, case)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.long) if n > 4 else n for n in PLANS])
 def test_pipeline_equals_one_process(world: int) -> None:
     run(world, _check_all_plans, world)

@@ -64,6 +64,7 @@ def _recomputed(plan: Plan) -> None:
                     assert torch.equal(again[name], grad), f"{name} with {kind} recomputation"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(tp=2, sequence_parallel=True)], ids=str)
 def test_recomputation_repeats_only_needed_collectives(plan: Plan) -> None:
     run(2, _recomputed, plan)
@@ -87,7 +88,7 @@ def _trained(plan: Plan) -> None:
             assert other.optimizer.steps == 3
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(tp=2, dp=2)], ids=str)
 def test_recomputed_and_offloaded_training_is_bitwise_equal(plan: Plan) -> None:
     run(plan.world, _trained, plan)
@@ -163,7 +164,7 @@ def _skips(plan: Plan) -> tuple[list[float], list[float]]:
         return scales, losses
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_float16_ranks_skip_the_same_steps(world: int) -> None:
     (one, expected), *_ = run(1, _skips, Plan())

@@ -48,6 +48,7 @@ def rows(run: RunConfig) -> list[dict[str, float]]:
     return [{key: row[key] for key in columns if key in row} for row in lines]
 
 
+@pytest.mark.slow
 def test_float16_recovers_from_overflows_and_resumes_exactly(config: RunConfig, capsys) -> None:
     whole = config.replace(name="whole", train=TRAIN.replace(**HALF))
     summary = Trainer(whole).fit()
@@ -139,6 +140,7 @@ def test_recomputation_and_offload_are_bitwise_neutral(config: RunConfig, plan: 
     assert tensors(crossed.folder / "step-6") == tensors(plain.folder / "step-6")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not schedule_supported(SPLIT), reason="torch before 2.13 computes separate weight gradients wrongly"
 )
@@ -164,6 +166,7 @@ def test_startup_output_shows_recompute_and_offload(config: RunConfig, capsys) -
         Trainer(config.replace(name="little", train=TRAIN.replace(recompute="budget", activation_bytes=100))).fit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_float8_runs_learn(config: RunConfig, scaling: str) -> None:
     t = TRAIN.replace(dtype="bfloat16", float8=scaling, recompute="full", micro_batch=3, batch=3)

@@ -255,6 +255,7 @@ def test_foreign_files_dequantise_bit_for_bit(name, tmp_path) -> None:
         assert difference < 0.02  # kernels may round the inputs of int8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gptq", "awq", "w8a8"])
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_read_foreign_files(name, tmp_path) -> None:

@@ -38,6 +38,7 @@ def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], di
         return logits, list(tokens), values
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "weights", "config"),
     [("hf", "int8", UNEVEN), ("hf", "int4", CONFIG), ("colonnade", "float8", UNEVEN), ("colonnade", "int4", CONFIG)],
@@ -94,7 +95,7 @@ def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[
         return logits, [one.token_ids for one in tokens], bits
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("weights", "name", "plan"),
     [

@@ -97,7 +97,7 @@ def check_all_options(name: str) -> None:
             assert (whole["kept"] == EXPERTS).sum() > (whole["ids"] == EXPERTS).sum(), "nothing to drop"
 
 
-@pytest.mark.sample(23)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", KINDS)
 def test_routing_over_ranks_equals_one_process(name, world):
@@ -164,7 +164,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small(tmp_path_factory.mktemp("data") / "corpus", TEXT)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "plan"),
     [

@@ -22,6 +22,7 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "cp"),
     [
@@ -91,6 +92,7 @@ def _logits(cp: int, name: str, kind: CacheFormat) -> list[torch.Tensor]:
         return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "kind"), [("latent", "int8"), ("latent", "float8"), ("llama", "float8")])
 def test_chunk_attends_to_its_own_keys_as_cached(name: str, kind: CacheFormat) -> None:
     """No rank reads these keys from the cache."""
@@ -100,6 +102,7 @@ def test_chunk_attends_to_its_own_keys_as_cached(name: str, kind: CacheFormat) -
             assert_same(got, exact)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -145,6 +148,7 @@ def test_unsupported_serving_axes_are_refused(axes: Axes, message: str) -> None:
         Engine(tiny.model(axes), tiny.tokenizer(), LIMITS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_sharded_attention_equals_attention_to_all_keys(cp: int) -> None:
     """To float64 precision; in bfloat16 nothing is rounded before the merge. Unassigned pages are never read."""

@@ -15,7 +15,7 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "plan", "ahead"),
     [
@@ -94,6 +94,7 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
     return len(calls)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plan", "name", "fetched"),
     [

@@ -42,6 +42,7 @@ def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[in
 LATENT = {"kv_heads": 6, "head_width": 6, "latent": LatentConfig(kv_rank=5, q_rank=7, rope_width=4, v_width=3)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes", [{}, {"tied": True, "window": 7, "qk_norm": True}, LATENT], ids=["llama", "tied_window", "latent"]
 )
@@ -53,6 +54,7 @@ def test_two_ranks_generate_the_tokens_of_one(changes: dict) -> None:
 FOUR_HEADS = {"heads": 4, "kv_heads": 4}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
@@ -87,7 +89,7 @@ def test_all_ranks_have_the_pages_of_the_one_with_least_memory() -> None:
     assert first == second == pytest.approx(affordable_pages(least, int(0.95 * (30 << 20))), rel=0.01)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"etp": 2}, {}], ids=["ep", "etp", "copies"])
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_with_experts_generate_the_tokens_of_one(grid: dict) -> None:

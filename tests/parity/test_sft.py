@@ -66,7 +66,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_any_plan_and_micro_batch_give_the_same_losses(plan: Plan, tmp_path: Path) -> None:
     start, data = tuning.start(tmp_path), conversations()

@@ -80,6 +80,7 @@ def test_logits_equal_transformers_and_the_export_loads(file: GGUFFile, ours: Tr
     assert torch.equal(got.argmax(-1), logits.argmax(-1))
 
 
+@pytest.mark.slow
 def test_each_of_three_ranks_loads_its_shard(file: GGUFFile, ours: Transformer) -> None:
     layout, axis = layout_of(ours), Axis("tp", 3, 1)
     model = Transformer(file.config, Axes(tp=axis))

@@ -70,6 +70,7 @@ def history(run: RunConfig) -> list[float]:
     return [row[key] for row in read_rows(run.folder) for key in ("loss", "grad_norm", "validation_loss") if key in row]
 
 
+@pytest.mark.slow
 def test_any_plan_gives_the_same_run(corpus: Path, tmp_path: Path) -> None:
     """Two layouts: with a context ring and with a pipeline."""
     alone = config(corpus, tmp_path / "alone", log_every=1)

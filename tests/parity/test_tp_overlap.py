@@ -102,6 +102,7 @@ def compare(
     return compared
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("copies", [False, True])
 def test_overlapped_products_equal_sequence_parallelism(world: int, copies: bool, tmp_path: Path) -> None:

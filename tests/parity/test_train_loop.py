@@ -65,6 +65,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_run_writes_metrics_checkpoints_and_config(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     recorded: list[tuple[int, set[str]]] = []
 
@@ -161,6 +162,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_after_sigkill_and_sigterm(config: RunConfig, tmp_path: Path) -> None:
     """SIGKILL for the whole group, then SIGTERM for the launcher, then resumed: bitwise the uninterrupted run."""
     script = tmp_path / "script.py"
@@ -212,6 +214,7 @@ def test_divergence_error_names_step_and_last_good_checkpoint(config: RunConfig)
     assert native.newest(config.folder) == good, "no checkpoint was saved after it"
 
 
+@pytest.mark.slow
 def test_newest_checkpoint_with_a_missing_file_is_an_error(config: RunConfig) -> None:
     Trainer(config).fit()
     (config.folder / ".step-13.partial").mkdir()
@@ -252,6 +255,7 @@ def test_inconsistent_runs_are_refused(config: RunConfig, tmp_path: Path) -> Non
         Trainer(short.replace(data=short.data.replace(sequence=8))).fit()
 
 
+@pytest.mark.slow
 def test_resume_checks_the_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
     """The same documents in another order have equal counts of tokens and documents, but are other samples."""
     split, tokenizer = Corpus(corpus).split("train"), Corpus(corpus).tokenizer
@@ -293,6 +297,7 @@ def test_ranks_with_different_corpora_are_refused(config: RunConfig, corpus: Pat
     assert re.search(r"rank 1 has corpus [0-9a-f]{12} instead of [0-9a-f]{12};", output), output
 
 
+@pytest.mark.slow
 def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:
     for name, changes in (("bf16", {"dtype": "bfloat16"}), ("deterministic", {"deterministic": True})):
         summary = Trainer(config.replace(name=name, train=TRAIN.replace(**changes))).fit()

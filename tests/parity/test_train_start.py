@@ -54,7 +54,7 @@ def first_step(run: RunConfig) -> tuple[float, float]:
         return float(context.axes.global_sum(outcome.loss_sum) / outcome.count), float(outcome.norm)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(tp=2, etp=2), Plan(pp=2), Plan(dp=2, ep=2)], ids=str)
 @pytest.mark.parametrize("kind", ["colonnade", "hf"])
 def test_any_plan_starts_the_same(corpus: Path, finished_run: Path, tmp_path: Path, plan: Plan, kind: str) -> None:

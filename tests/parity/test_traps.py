@@ -56,6 +56,7 @@ def _cross_entropy(V: int, smoothing: float) -> tuple[float, float]:
         return ours.item(), theirs.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_label_smoothing_is_equal_on_all_ranks(world: int) -> None:
     """Trap: each rank spreads ε over its own part of the vocabulary, and so has its own loss."""
@@ -203,7 +204,7 @@ def _experts_norm(plan: Plan) -> None:
         assert_same(out.norm, right, what=str(plan))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
 def test_gradient_norm_counts_each_expert_once(plan: Plan) -> None:
     """Trap: every copy of an expert is counted, or only those of the first ranks."""
@@ -225,7 +226,7 @@ def _expert_gradients(plan: Plan) -> None:
             assert whole.abs().max() > 1e-6, "a factor of 2 would be visible"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
 def test_expert_gradients_are_summed_over_their_ranks(plan: Plan) -> None:
     """Trap: expert gradients are scaled by the number of data ranks, not all of which hold or feed the expert."""
@@ -301,6 +302,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(corpus: Path, tmp_path: Pa
     assert len(_losses(whole)) == 6
 
 
+@pytest.mark.slow
 def test_run_resumed_on_other_data_ranks_is_the_same(corpus: Path, tmp_path: Path) -> None:
     """2 data ranks, then 1 process, then 2 context ranks, compared with one process throughout."""
     whole, stopped = _runs(corpus, tmp_path, Plan())

@@ -68,7 +68,7 @@ def _tokens() -> torch.Tensor:
     return torch.randn(9, D, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
 @pytest.mark.parametrize(
     ("experts", "saved_on", "loaded_on"), [(4, 2, (1, 4)), (2, 4, (1, 2)), (1, 2, (1,)), (2, 1, (4,)), (1, 1, (4,))]

@@ -155,6 +155,7 @@ def _groups() -> None:
             net.create_groups_from_world(count)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("check", [_gradients, _conjugates, _values])
 def test_collectives(world: int, check: Callable[[], None]) -> None:

@@ -96,6 +96,7 @@ def _helloworld(folder: str, local: int) -> tuple[list[float], list[float]]:
         sys.argv = before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "local"), [(1, 2), (2, 2), (2, -2)])
 def test_helloworld_learns_and_resumes(world: int, local: int, tmp_path: Path) -> None:
     for first, second in run(world, _helloworld, str(tmp_path), local):

@@ -86,7 +86,7 @@ ONLY_CHECK = {
 """Faults that no other check may report: `step` and `loss` of the second step follow from a wrong clip."""
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "plan", "check", "where"), FAULTS, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in FAULTS]
 )
@@ -101,6 +101,7 @@ def test_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: 
     assert every_rank[0][0].where == every_rank[1][0].where, "all ranks name the same tensor"
 
 
+@pytest.mark.slow
 def test_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
     """Control: otherwise the tests above would prove nothing."""
     plans = list(dict.fromkeys(plan for _, plan, *_ in FAULTS))
@@ -136,6 +137,7 @@ def test_first_covering_plans_of_four_processes(tmp_path: Path) -> None:
     in_parts(4, MODEL, plans, tmp_path, 4)
 
 
+@pytest.mark.slow
 def test_bidirectional_decoder(tmp_path: Path) -> None:
     model = MODEL.replace(causal=False, window=None)
     plans = [Plan(tp=2, sequence_parallel=True), Plan(cp=2), Plan(pp=2), Plan(dp=2)]
@@ -200,6 +202,7 @@ def _read(out: Path, plans: int) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "verify.json"
     assert _verify("tour", "--world", "2", "--all", "--out", out) == 0

@@ -37,7 +37,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "plan", "check", "where"), FAULTS, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in FAULTS]
 )
@@ -48,12 +48,14 @@ def test_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: 
         assert re.search(where, result.where[check]), result.where
 
 
+@pytest.mark.slow
 def test_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
     plans = list(dict.fromkeys(plan for _, plan, *_ in FAULTS))
     for results in run(2, compared, MODEL, plans, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
+@pytest.mark.slow
 def test_first_covering_plans_of_four_processes(tmp_path: Path) -> None:
     """The plans that combine the most choices."""
     plans = covering(all_plans(4, MODEL.replace(layers=4)))[:1]
@@ -85,6 +87,7 @@ def test_balance_loss_over_all_layers(tmp_path: Path) -> None:
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "plan"),
     [

@@ -35,6 +35,7 @@ def test_seeking_equals_reading_on(samples, seed, seen, counts):
     assert at_once.tolist() == in_parts
 
 
+@pytest.mark.slow
 @given(st.integers(1, 50), st.integers(1, 130), st.integers(0, 5))
 def test_batches_longer_than_an_epoch_see_each_sample_equally_often(samples, batch, step):
     counts = np.bincount(Cursor(samples).indices(step, batch), minlength=samples)
@@ -54,6 +55,7 @@ def test_seeds_give_different_orders():
     assert len(orders) == 200
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("samples", [2, 3, 4])
 def test_small_sets_have_all_orders_equally_often(samples):
     draws = 60 * math.factorial(samples)

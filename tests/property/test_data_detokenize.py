@@ -27,6 +27,7 @@ def windows(tokenizer: Tokenizer) -> Detokenizer:
     return Detokenizer(tokenizer.decode, silent=tokenizer.special_ids)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", tokens.ALL)
 @pytest.mark.parametrize("skip_special", [True, False])
 @given(data=st.data())

@@ -310,7 +310,7 @@ class Drafting(Serving):
         )  # fmt: skip
 
 
-TestDrafting = Drafting.TestCase
+TestDrafting = pytest.mark.slow(Drafting.TestCase)
 TestDrafting.settings = settings(max_examples=200, stateful_step_count=30)
 TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=150, stateful_step_count=30)

@@ -79,7 +79,7 @@ def check_texts(count: int, plain: Engine, drafted: Engine) -> Stats:
     return drafted.stats
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("noise", NOISE)
@@ -105,6 +105,7 @@ def test_speculation_changes_no_text_of_a_thousand_requests():
     assert stats.accepted_draft_tokens > 0.4 * stats.draft_tokens > 1000
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("count", [1, 7])
@@ -120,6 +121,7 @@ def test_a_good_draft_saves_passes(count: int, temperature: float):
     assert (plain.stats.steps, stats.steps) == (61, 13), "a prefill, then five tokens a pass"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cheap")
 def test_useless_drafts_end_and_useful_ones_begin_again():
     model, params = tiny.model(), SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
@@ -243,6 +245,7 @@ def _serve(plan: dict[str, int], count: int, limits: ServeConfig) -> tuple[list[
         return completions, engine.stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.xdist_group("worlds")
@@ -322,7 +325,7 @@ def completion(url: str, seed: int) -> str:
     return reply.raise_for_status().json()["choices"][0]["text"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("plan", [{}, {"tp": 2}], ids=["one", "tp"])
 def test_a_server_drafts(plan: dict[str, int]):
@@ -336,6 +339,7 @@ def test_a_server_drafts(plan: dict[str, int]):
         assert found and float(found[1]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("server")
 def test_the_command_line_serves_with_a_draft_model(tmp_path: Path):
     save(tmp_path / "big")

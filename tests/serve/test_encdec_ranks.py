@@ -43,6 +43,7 @@ def texts(config: ModelConfig, plan: Plan) -> tuple[list[Any], int]:
         return [each.token_ids for each in found], engine.stats.preemptions
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_give_the_tokens_of_one(name: str) -> None:
     config, plan = MODELS[name]

@@ -73,6 +73,7 @@ def mixed(engine: Engine) -> dict[str | None, list[tuple[int, ...]]]:
     return {name: [tuple(tokens[keys[name, i]]) for i in range(len(PROMPTS))] for name in (None, *LORAS)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("settings", [{}, {"token_budget": 7, "max_requests": 4}, {"async_scheduling": True}], ids=str)
 def test_mixed_in_one_step_equals_merged(settings: dict[str, int], tmp_path: Path) -> None:
     """In small chunks too, and again from the prefix cache, which keeps each adapter's pages apart."""
@@ -118,6 +119,7 @@ def _on_two_ranks(adapters: tuple[str, ...], plan: Plan) -> object:
             engine.stop()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(cp=2)], ids=str)
 def test_ranks_share_adapters(plan: Plan, tmp_path: Path) -> None:
     found, _ = in_world(2, _on_two_ranks, write(tmp_path), plan)

@@ -162,6 +162,7 @@ def test_trickled_headers_do_not_extend_their_time(protocol: type[Any]):
         trickle(it.connect(b"GET / HTTP/1.1\r\n"))
 
 
+@pytest.mark.sample(1)
 @each_protocol
 def test_a_busy_event_loop_answers_requests_that_arrived_meanwhile(protocol: type[Any]):
     with web(protocol, header_s=1.0) as it:
@@ -174,6 +175,7 @@ def test_a_busy_event_loop_answers_requests_that_arrived_meanwhile(protocol: typ
             one_answer(line, b"ok\r\n0\r\n\r\n")
 
 
+@pytest.mark.sample(1)
 @each_protocol
 def test_an_idle_connection_outlives_the_header_time(protocol: type[Any]):
     with web(protocol, header_s=0.2, stall_s=0.2) as it, it.connect(REQUEST % 2 + b"ok") as line:
@@ -196,6 +198,7 @@ def test_a_half_sent_body_gets_408(protocol: type[Any]):
         assert error["code"] == "request_timeout" and error["message"].startswith("only 1 bytes of the body arrived")
 
 
+@pytest.mark.sample(1)
 @each_protocol
 def test_a_trickled_body_gets_408_and_a_steady_one_is_accepted(protocol: type[Any]):
     limits = {"body_s": 0.5, "body_bytes_per_s": 1000}

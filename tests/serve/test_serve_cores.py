@@ -50,6 +50,7 @@ def measured(folder: Path, placement: Placement, plan: Plan, monkeypatch: pytest
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(plan.world)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("owned", [True, False])
 def test_engine_is_pinned(tmp_path: Path, owned: bool, monkeypatch: pytest.MonkeyPatch):
     cpus = CpuPlacement((tuple(MINE[1:2]),), 1, owned)
@@ -58,6 +59,7 @@ def test_engine_is_pinned(tmp_path: Path, owned: bool, monkeypatch: pytest.Monke
     assert found["environ"] == {"OMP_WAIT_POLICY": "PASSIVE"} | ({"GOMP_SPINCOUNT": str(SPINS)} if owned else {})
 
 
+@pytest.mark.slow
 def test_threads_are_fewer_than_cpus_under_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing calls ``torch.set_num_threads`` in an engine of one rank: the number is set before torch is imported."""
     cpus = CpuPlacement((tuple(MINE),), 1, owned=False)
@@ -65,6 +67,7 @@ def test_threads_are_fewer_than_cpus_under_a_quota(tmp_path: Path, monkeypatch: 
     assert all(each == MINE for each in found["affinity"]) and found["threads"] == 1
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_own_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (cpus,) = place(read_machine(allowed=MINE[:2]), 1, 2)
     found = measured(tmp_path, Placement(cpus), Plan(tp=2), monkeypatch)
@@ -72,6 +75,7 @@ def test_each_rank_has_its_own_cores(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [each["threads"] for each in found] == [cpus.threads] * 2
 
 
+@pytest.mark.slow
 def test_an_engine_without_a_placement_uses_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (found,) = measured(tmp_path, ANYWHERE, Plan(), monkeypatch)
     assert all(each == MINE for each in found["affinity"]) and found["threads"] == read_machine().usable

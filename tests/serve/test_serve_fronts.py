@@ -133,6 +133,7 @@ def test_a_scrape_shows_the_sum_of_all_fronts(running: Running):
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 def test_a_killed_front_is_started_again(running: Running):
     """Its requests end in the engine, whose pages are free again; those of the other front go on."""
     first = until_fronts(running, 2)
@@ -185,6 +186,7 @@ def test_the_port_belongs_to_one_server(running: Running):
             serve({"tiny": None}, config=config, device="cpu", announce=lambda _: None)
 
 
+@pytest.mark.slow
 def test_limits_hold_over_all_fronts(guarded: Running):
     """The buckets are in one process: each connection may reach another front."""
     assert len(fronts(guarded)) == 3
@@ -201,6 +203,7 @@ def test_limits_hold_over_all_fronts(guarded: Running):
     assert ask(guarded, "free").status_code == 200 and ask(guarded, "unknown").status_code == 401
 
 
+@pytest.mark.slow
 def test_requests_of_a_killed_front_no_longer_count(guarded: Running):
     pids = until_fronts(guarded, 3)
     headers = {"authorization": "Bearer one-more"}
@@ -252,6 +255,7 @@ def test_the_queue_is_one_for_all_fronts():
         assert httpx.get(f"{running.url}/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_weight_swap_through_a_front_outlives_its_engine(tmp_path: Path):
     models = {"a": {}, "b": {"path": str(encoders.write(tmp_path / "old", encoders.config()))}}
     new = encoders.write(tmp_path / "new", encoders.config(), seed=5)
@@ -279,6 +283,7 @@ def test_a_weight_swap_through_a_front_outlives_its_engine(tmp_path: Path):
         assert ask(running, model="a").status_code == 200
 
 
+@pytest.mark.slow
 def test_an_operator_drains_all_fronts_under_streams(running: Running):
     """Last: it stops the module's server."""
     pids = [*until_fronts(running, 2), *running.engine_pids()]
@@ -298,6 +303,7 @@ def test_an_operator_drains_all_fronts_under_streams(running: Running):
     assert gone(pids) and not list(running.folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_engines_death_ends_the_server():
     with server({"slow_s": 0.02}, fronts=2) as running, ThreadPoolExecutor(4) as pool:
         replies = [pool.submit(ask, running, max_tokens=110) for _ in range(4)]
@@ -308,6 +314,7 @@ def test_the_engines_death_ends_the_server():
     assert codes == [503] * 4 and code == 1 and err.startswith("WorkerError: the engine process was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_signal_while_loading_ends_all(tmp_path: Path):
     with start({"wait_for": str(tmp_path / "never")}, fronts=2) as starting:
         assert starting.process.stdout is not None
@@ -317,6 +324,7 @@ def test_a_signal_while_loading_ends_all(tmp_path: Path):
     assert (code, err) == (143, "") and out == "stopped before tiny was loaded\n"
 
 
+@pytest.mark.slow
 def test_fronts_need_engines():
     config = ServeConfig(port=0, fronts=2, upstreams=("http://127.0.0.1:1",))
     with pytest.raises(ConfigError, match="set one of the two"):

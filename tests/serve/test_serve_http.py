@@ -423,6 +423,7 @@ def test_a_model_that_generates_embeds_no_text(running: Running, path: str, body
 # -- concurrency and disconnects----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sixty_four_clients_at_once(running: Running):
     """More than the pool can hold: some wait, some are preempted, each gets its own text."""
     prompts = [tiny.TEXT[i % 3][: 5 + i] for i in range(64)]
@@ -451,6 +452,7 @@ def test_sixty_four_clients_at_once(running: Running):
     assert metric(running, "num_preemptions_total") > 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnected_client_frees_its_pages(running: Running, stream: bool):
     before = metric(running, "request_success_total")

@@ -153,6 +153,7 @@ def test_the_prefix_cache_is_reset(guarded: Running):
     assert request(guarded, "GET", "/v1/models", "root").status_code == 401
 
 
+@pytest.mark.slow
 def test_keys_are_read_again_and_the_server_drains(guarded: Running, key_file: Path):
     """A broken file keeps the old keys; a drain by the operator ends the server like SIGTERM. The last test of it."""
 

@@ -41,6 +41,7 @@ def _bytes_of(token: str) -> bytes:
     return bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
 
 
+@pytest.mark.slow
 def test_completion_logprobs_with_echo(client: openai.OpenAI):
     answer = client.completions.create(
         model="tiny", prompt=PROMPT, logprobs=3, echo=True, extra_body=IGNORE_EOS, **GREEDY

@@ -36,6 +36,7 @@ def body(**more: object) -> dict[str, Any]:
     return {"prompt": "a secret", "max_tokens": 4, "temperature": 0, "ignore_eos": True, **more}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("given", ["a", "Trace_1.2-3", "x" * 128])
 def test_a_good_request_id_is_returned(running: Running, given: str):
     assert post(running, "/v1/completions", body(), **{"x-request-id": given}).headers["x-request-id"] == given
@@ -127,6 +128,7 @@ def test_bad_bodies_are_refused(running: Running, path: str, sent: dict[str, Any
     assert post(running, path, {**sent, "model": "other"}).status_code in (400, 404)
 
 
+@pytest.mark.slow
 def test_other_requests_go_on_beside_a_large_text(running: Running):
     with ThreadPoolExecutor(2) as pool:
         large = [pool.submit(post, running, "/tokenize", {"prompt": "the fox " * 120_000}) for _ in range(2)]

@@ -82,7 +82,7 @@ def test_a_stream_of_text_joins_to_the_whole(client: openai.OpenAI):
     assert events[2].item.content == [] and events[2].item.status == "in_progress"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_a_stream_of_calls_joins_to_the_whole(client: openai.OpenAI, choice: Any):
     body = {"seed": 2, "logit_bias": {**BLANKS, "300": 100} if choice == "auto" else BLANKS}
@@ -117,6 +117,7 @@ def test_a_named_function_and_one_call_at_most(client: openai.OpenAI):
         assert call.type == "function_call" and call.name == name
 
 
+@pytest.mark.slow
 def test_a_whole_exchange_with_the_earlier_output_as_input(client: openai.OpenAI):
     question: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]
     first = client.responses.create(**OPTIONS, input=question, tools=TOOLS, tool_choice="required")
@@ -173,6 +174,7 @@ def test_objects_of_the_format(client: openai.OpenAI):
         assert isinstance(json.loads(answer.output_text), dict)
 
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [

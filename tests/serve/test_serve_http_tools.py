@@ -64,6 +64,7 @@ def check_calls(choice: Any) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.slow
 def test_required_tools_are_called(client: openai.OpenAI):
     names = set()
     for seed in range(6):
@@ -85,6 +86,7 @@ def test_a_named_tool_is_called(client: openai.OpenAI):
             assert [call.function.name for call in each.message.tool_calls or ()] == [name]
 
 
+@pytest.mark.slow
 def test_a_stream_of_calls_joins_to_the_whole(client: openai.OpenAI):
     options = {**OPTIONS, "logit_bias": {**BLANKS, "300": 100}}  # the model begins with the token of tool calls
     for seed in range(4):
@@ -219,6 +221,7 @@ def test_bad_bodies_are_refused(running: Running, body: dict, param: str, words:
     assert (answer.status_code, error["param"]) == (400, param) and words in error["message"], error
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_mutated_bodies_are_answered_or_refused(running: Running, path: str, count: int):
@@ -230,6 +233,7 @@ def test_mutated_bodies_are_answered_or_refused(running: Running, path: str, cou
     settle(running)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [1, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_schemathesis(running: Running, tmp_path: Path, examples: int):
     """Every route but the one that stops the server; those of encoders answer 400 here."""

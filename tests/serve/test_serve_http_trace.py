@@ -50,6 +50,7 @@ def collector() -> Iterator[Collector]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_spans_are_sent_and_a_dead_collector_delays_nothing(collector: Collector):
     url = f"http://127.0.0.1:{collector.server_port}/v1/traces"
     with server(trace=url) as running:

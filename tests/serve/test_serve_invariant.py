@@ -95,6 +95,7 @@ def other_requests(number: int, seed: int = 0) -> list[tuple[list[int], Sampling
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_request_is_independent_of_the_batch(name: str) -> None:
     """Arrival order, chunked prompts, prefix cache on and off, preemption, async_scheduling."""

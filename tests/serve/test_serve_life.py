@@ -56,6 +56,7 @@ def until_requests(at: Running, **counts: int) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_slow_model_full_queue_and_graceful_stop():
     """A server slowed down to 0.15 s per step, with one running and one waiting request at most."""
     with server({"chat": False, "poison": 300, "slow_s": 0.15}, max_requests=1, max_waiting=1, drain_s=20) as running:
@@ -243,6 +244,7 @@ def test_engine_that_cannot_start_gives_a_one_line_error():
     assert err.startswith("CapacityError: --serve.cache_bytes 7 holds no page of 16 tokens")
 
 
+@pytest.mark.slow
 @pytest.mark.exec  # a forked engine is ready in less than the delay
 @pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGINT, 0), (signal.SIGTERM, 0.1)])
 def test_signal_while_loading_stops_the_server(number: signal.Signals, delay_s: float):

@@ -25,6 +25,7 @@ def running() -> Iterator[Running]:
         yield it
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [64, 256, 1000])
 def test_no_stream_fails(running: Running, count: int):
     """Every stream has its tokens: equal prompts, alone and in company, have equal text."""

@@ -60,6 +60,7 @@ def test_fair_queue(slow: Running):
     asyncio.run(flooded(slow, check))
 
 
+@pytest.mark.slow
 def test_a_full_queue_has_room_for_other_clients():
     """Of 8 places one client takes all, until others come: each gets its share, also with several prompts at once."""
     with server({"slow_s": 0.05}, max_requests=1, max_waiting=8, pages=64) as running:
@@ -121,6 +122,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(slow: Running):
     asyncio.run(flooded(slow, check))
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_ends_with_504(slow: Running):
     asked = body(tokens=110, timeout_s=1.5)
     whole = httpx.post(f"{slow.url}/v1/completions", json=asked, timeout=120)

@@ -158,6 +158,7 @@ def test_long_texts_are_refused_or_truncated(running: Running) -> None:
     assert cut["usage"]["prompt_tokens"] == 5
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -193,6 +194,7 @@ def test_an_unknown_model_is_not_found(running: Running) -> None:
     assert refused(running, "/v1/embeddings", {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"
 
 
+@pytest.mark.slow
 def test_large_bodies(running: Running) -> None:
     """2,048 texts of 8 MB in all are truncated; one text of 8 MB is refused without tokenising it."""
     many = post(running, "/v1/embeddings", input=["the dog " * 500] * 2048, truncate_prompt_tokens=10)
@@ -228,6 +230,7 @@ def test_rankings_are_sorted_by_score(running: Running, vectors: torch.Tensor, p
     assert [set(each) for each in best["results"]] == [{"index", "relevance_score"}] * 2
 
 
+@pytest.mark.slow
 def test_a_head_of_one_class_scores_pairs(judge: Running, folders: dict[str, Path]) -> None:
     model = colonnade.load(folders["judge"], dtype="float32", device="cpu")
     pairs = [Example(*_pair(TEXTS[0], text)) for text in TEXTS]
@@ -345,6 +348,7 @@ def test_a_client_that_leaves_cancels_its_texts(running: Running) -> None:
     assert metric(running, "request_success_total") == before + 2048
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize(
     ("of", "path"),
@@ -360,6 +364,7 @@ def test_mutated_bodies_are_answered_or_refused(request: pytest.FixtureRequest, 
     settle(at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [3, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_schemathesis(judge: Running, tmp_path: Path, examples: int) -> None:
     report = run_schemathesis(judge, tmp_path, "--include-path-regex", "classify|score|rerank", examples=examples)

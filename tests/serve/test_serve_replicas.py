@@ -215,6 +215,7 @@ def test_replicas_that_die_too_often_are_left_out(tmp_path: Path):
     assert "died 4 times and is left out, 1 of 2 are left: the engine process was killed by SIGKILL" in out
 
 
+@pytest.mark.slow
 def test_streams_wait_if_all_replicas_die(running: Running, gate: Path):
     until_up(running, 2)
     gate.unlink()
@@ -238,6 +239,7 @@ def test_streams_wait_if_all_replicas_die(running: Running, gate: Path):
     assert codes == [(503, "loading")]
 
 
+@pytest.mark.slow
 def test_prefixes_find_their_replica(running: Running):
     """Prompts of 96 ids (3 blocks) that are sent again start from the cache, whichever replica has them."""
     until_up(running, 2)
@@ -274,6 +276,7 @@ def test_other_requests_go_to_a_replica(running: Running):
     assert over["code"] == "context_length_exceeded"
 
 
+@pytest.mark.slow
 def test_a_server_in_front_of_another_answers_the_same(running: Running):
     until_up(running, 2)
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "seed": 3}

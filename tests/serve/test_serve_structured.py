@@ -94,6 +94,7 @@ def _serve(plan: dict[str, int]) -> list[Completion]:
         return completions
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
 @pytest.mark.xdist_group("worlds")
 def test_changes_reach_every_rank(plan: dict[str, int]):

@@ -47,7 +47,7 @@ class Upstream(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Upstream  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: Upstream  # pyrefly: ignore
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -62,6 +62,7 @@ def check_same(count: int, drafted: tuple[list[Completion], Stats], plain: list[
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens and stats.drafts >= count // 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("limits", [ServeConfig(pages=400), TIGHT], ids=["roomy", "tight"])
@@ -101,6 +102,7 @@ def _serve(plan: dict[str, int], limits: ServeConfig) -> tuple[list[Completion],
         return completions, engine.stats
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
 @pytest.mark.xdist_group("worlds")
 def test_speculation_changes_no_text_on_two_ranks(plan: dict[str, int]):

@@ -131,6 +131,7 @@ def correlation(part: np.ndarray, played: np.ndarray) -> float:
     return float((found / np.sqrt(energy * (part**2).sum() + 1e-9)).max())
 
 
+@pytest.mark.slow
 def test_the_page_hears_sees_and_writes(chromium: Browser, media, monkeypatch):
     monkeypatch.setattr(speech_server, "has_weights", lambda: False)
     with serving(KeyRing(None, None)) as (server, url):

@@ -244,6 +244,7 @@ def test_a_file_that_names_other_files_is_refused(model: colonnade.Model) -> Non
     assert "Too many open files" not in answer.text
 
 
+@pytest.mark.slow
 def test_a_text_that_repeats_itself_is_sampled_again(
     model: colonnade.Model, sound: bytes, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

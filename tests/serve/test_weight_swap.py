@@ -62,6 +62,7 @@ def swap_weights(engine: Engine | PoolingEngine, swap: WeightSwap, path: Path | 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "weights"),
     [
@@ -191,6 +192,7 @@ def swap_over_ranks(plan: dict[str, int], weights: Any, folders: list[str], limi
         return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("plan", "model", "weights"),
     [({"tp": 2}, "llama", "stored"), ({"tp": 2, "ep": 2}, "experts", "int8"), ({"tp": 2}, "llama", "int8")],

@@ -195,6 +195,7 @@ def test_9_one_checkpoint_loads_under_any_layout_and_leaves_as_hugging_face(tmp_
     assert torch.equal(theirs.logits(TOKENS_T), expected_TV)
 
 
+@pytest.mark.slow
 @pytest.mark.exec
 def test_10_real_weights_answer_over_http() -> None:
     """``colonnade serve`` implements OpenAI's API: the openai client streams text from SmolLM2.

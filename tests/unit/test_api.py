@@ -147,6 +147,7 @@ def losses(run: RunConfig) -> list[float]:
     return [row["loss"] for row in read_rows(run.folder, "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.slow
 def test_every_kind_of_data_gives_the_same_tokens(tmp_path: Path) -> None:
     lists = [Squares()[i]["input_ids"].tolist() for i in range(40)]
     kinds = {
@@ -167,6 +168,7 @@ def test_every_kind_of_data_gives_the_same_tokens(tmp_path: Path) -> None:
     assert all(each == losses_by_kind["lists"] for each in losses_by_kind.values())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_next_sample(tmp_path: Path) -> None:
     whole = make_run(tmp_path, "whole", schedule="constant", warmup=0)
     colonnade.Trainer(whole, data=Squares()).fit()
@@ -184,6 +186,7 @@ def test_a_resumed_run_continues_with_the_next_sample(tmp_path: Path) -> None:
     assert colonnade.Trainer(again).fit().steps == 5, "resumes from the stored tokens, without the data"
 
 
+@pytest.mark.slow
 def test_endless_data_is_read_only_as_far_as_needed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "endless")
     colonnade.Trainer(run, data=Endless()).fit()
@@ -192,6 +195,7 @@ def test_endless_data_is_read_only_as_far_as_needed(tmp_path: Path) -> None:
     assert losses(make_run(tmp_path, "two")) == pytest.approx(losses(run), rel=1e-5), "any plan reads the same samples"
 
 
+@pytest.mark.slow
 def test_tokenizer_is_saved_in_the_checkpoint(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     run = make_run(tmp_path, "spoken")

@@ -102,6 +102,7 @@ def test_share_of_the_bound():
     assert (speed.share, speed.intensity) == (0.25, 2.0)
 
 
+@pytest.mark.slow
 def test_verb_prints_json_and_draws(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plot = tmp_path / "roofline.svg"
     main(["bench", str(model), "--seconds", "0.1", "--device", "cpu", "--json", "--plot", str(plot)])
@@ -134,6 +135,7 @@ def test_mistakes_are_refused_before_measuring(argv: list[str], message: str, ca
     assert re.search(message, said)
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_is_measured(model: Path):
     rounds = ["int8"] * 200
     command = [sys.executable, "-u", "-m", "colonnade", "bench", str(model), "--seconds", "1", "--weights", *rounds]

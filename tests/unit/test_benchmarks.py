@@ -76,6 +76,7 @@ def test_attention_benchmark() -> None:
     assert row["way"] == "chosen" and row["forward_ms"] > 0 and row["backward_ms"] > 0
 
 
+@pytest.mark.slow
 def test_pipeline_bubble_benchmark() -> None:
     size = bubble.sizes(tiny=True)
     rows, heads = bubble.judged([row for n in (1, 2) for row in run(n, bubble.work, n, size, "cpu")[0]])
@@ -100,6 +101,7 @@ def test_ideal_step_times_give_the_theoretical_bubble() -> None:
     assert at_8 == {"gpipe": 0.375, "1f1b": 0.375, "interleaved": 0.1875, "zero_bubble": 0.0625}
 
 
+@pytest.mark.slow
 def test_cost_growth_benchmark(tmp_path: Path) -> None:
     jobs = cost_growth.jobs(True, [1, 2])
     rows = cost_growth.foretold(jobs, rows_of(jobs))
@@ -132,6 +134,7 @@ def test_benchmarks_skip_without_gpus(capsys: pytest.CaptureFixture[str], monkey
         assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_record_is_written_and_kept_rows_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--tiny", "--worlds", "1", "--out", str(tmp_path), "--keep", str(tmp_path / "kept")]
     context.main(argv)
@@ -153,6 +156,7 @@ def test_engine_output_agrees_with_transformers() -> None:
     assert heads[0].peer == "transformers"
 
 
+@pytest.mark.slow
 def test_flash_decoding_benchmark(tmp_path: Path) -> None:
     """Runs every mode with the plain executor on a CPU; the table of tiles is written back unchanged."""
     flash_decoding.main(["--tiny", "--fixed-cuts", "64", "--out", str(tmp_path)])
@@ -203,6 +207,7 @@ TINY_RUNS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("script", "argv"), TINY_RUNS, ids=lambda value: getattr(value, "__name__", None))
 def test_tiny_runs_do_not_change_published_results(
     script: ModuleType,
@@ -315,6 +320,7 @@ def test_flashinfer_failures_are_reported_in_one_line(monkeypatch: pytest.Monkey
     assert not [name for name, _ in decode_cells.peers(tensors) if name.startswith("flashinfer")]
 
 
+@pytest.mark.slow
 def test_small_values_are_not_rounded_to_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for mode in ([], ["--eight-bits"], ["--latents"], ["--shared"]):
         flash_decoding.main(["--tiny", *mode, "--out", str(tmp_path)])

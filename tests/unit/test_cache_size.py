@@ -128,6 +128,7 @@ print(json.dumps({"free": free, "cache": engine.cache.bytes, "grown": resident()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs Linux's /proc")
 def test_an_untouched_cache_takes_no_memory_and_respects_ulimit():
     """Under ``ulimit -v`` the free address space counts; pages without tokens are not resident."""

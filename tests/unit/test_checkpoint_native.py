@@ -105,6 +105,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("file", "damage", "message"), DAMAGES, ids=lambda value: getattr(value, "__name__", str(value))
 )
@@ -124,6 +125,7 @@ def _edit(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -248,6 +248,7 @@ def test_verbs_that_start_processes_are_refused_under_torchrun(
     assert f"PlanError: {argv[0]} starts the processes of its plan itself" in error_of(capsys, *argv)
 
 
+@pytest.mark.slow
 def test_world_size_mismatch_is_reported_under_torchrun(tmp_path: Path, corpus: Path) -> None:
     """Two processes under torchrun with a plan for four."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -602,6 +603,7 @@ def test_a_run_that_cannot_start_prints_no_plan(
     assert "there is no router 'swich'" in output and "switch" in output
 
 
+@pytest.mark.slow
 def test_resuming_reports_what_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
@@ -620,6 +622,7 @@ def test_resuming_reports_what_is_wrong(
     assert "is a checkpoint of another model (model.layers: 1 -> 3); resume with the model settings" in output
 
 
+@pytest.mark.slow
 def test_experts_flags_turn_a_dense_preset_into_a_mixture(
     capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
 ) -> None:
@@ -662,6 +665,7 @@ def test_parsing_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_how_to_continue(corpus: Path, tmp_path: Path) -> None:
     """Ctrl-C saves a checkpoint, and the exit code stops ``train && serve``."""
     command = [sys.executable, "-m", "colonnade", "train", "--data.path", str(corpus), "--runs", str(tmp_path)]
@@ -723,6 +727,7 @@ def test_a_single_similar_model_is_suggested_in_the_singular(
     assert error_of(capsys, "eval", "runs/bok").endswith("does not exist; here is runs/book")
 
 
+@pytest.mark.slow
 def test_invalid_flags_are_refused_before_torch_is_imported() -> None:
     """Otherwise a typo would cost the three seconds of importing torch."""
     code = """
@@ -749,6 +754,7 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
         assert done.stderr.count(message) == 2, done.stderr
 
 
+@pytest.mark.slow
 def test_an_encoder_is_refused_for_generation_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_tokenizer_is_found_by_every_model_name(corpus: Path, run: Path, tmp_pat
     assert Corpus(tmp_path / "again").manifest.tokenizer_sha256 == Corpus(corpus).manifest.tokenizer_sha256
 
 
+@pytest.mark.slow
 def test_packaged_models_and_gguf_files_are_found(tmp_path: Path) -> None:
     """The names that messages offer: smollm2, and its GGUF file."""
     words = colonnade.load_tokenizer("smollm2")
@@ -76,6 +77,7 @@ def test_packaged_models_and_gguf_files_are_found(tmp_path: Path) -> None:
     assert Corpus(tmp_path / "tokens").manifest.vocab_size == 49152
 
 
+@pytest.mark.slow
 def test_remedy_for_a_corpus_of_another_tokenizer_works(
     capsys: pytest.CaptureFixture[str], corpus: Path, run: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
     return total / count
 
 
+@pytest.mark.slow
 def test_blocks_share_one_graph() -> None:
     """A layer index inside the block would compile one graph a layer, up to the recompile limit of eight."""
     plain, model = build(model_config(12)), build(model_config(12))
@@ -55,6 +56,7 @@ def test_blocks_share_one_graph() -> None:
     assert counter.frame_count <= 3  # one, then at most one each for a new T and a new number of sequences
 
 
+@pytest.mark.slow
 def test_blocks_with_dropout_share_one_graph() -> None:
     """Keys and indices are tensors, so no layer or step needs a graph of its own."""
     plain, model = build(model_config(12)), build(model_config(12))
@@ -93,6 +95,7 @@ def test_latent_attention_compiles_to_few_graphs(name: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 def test_decoding_graphs_equal_eager_decoding() -> None:
     """The graph writes the paged cache in place."""
     model, plain = build(model_config(10)), build(model_config(10))

@@ -37,6 +37,7 @@ def run(*words: object) -> None:
     main([str(word) for word in words])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("weights", ["int4", "int8_dynamic"])
 def test_folder_in_folder_out(weights, model, corpus, tmp_path, capsys) -> None:
     out = tmp_path / "out"

@@ -37,6 +37,7 @@ def sizes(model: Config) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if type(value) is int}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_changed_size_updates_derived_sizes(name: str) -> None:
     before = preset(name)

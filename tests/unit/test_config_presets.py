@@ -92,6 +92,7 @@ def test_every_preset_has_the_published_number_of_parameters(name: str) -> None:
         assert count / 1e9 == pytest.approx(ROUNDED[name], rel=0.02)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameter_count_equals_that_of_the_built_model(name: str) -> None:
     config = preset(name)

@@ -12,6 +12,7 @@ from colonnade.config.toml import dumps, parse, read, write
 from colonnade.errors import ConfigError
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> None:
     model = preset(name)
@@ -22,6 +23,7 @@ def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> No
     assert read(RunConfig, tmp_path / "run.toml") == run
 
 
+@pytest.mark.slow
 @given(
     name=st.text(min_size=1).filter(lambda name: not Path(name).is_absolute() and ".." not in Path(name).parts),
     lr=st.floats(1e-300, 1e15),

@@ -265,6 +265,7 @@ def test_set_openmp_alone_keeps_the_number_of_threads(monkeypatch: pytest.Monkey
     assert environ["OMP_NUM_THREADS"] == "2"
 
 
+@pytest.mark.slow
 def test_every_verb_sets_openmp_before_it_imports_torch(tmp_path: Path):
     """A module given by --import runs before any verb does."""
     (tmp_path / "spy.py").write_text(

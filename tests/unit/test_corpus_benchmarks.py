@@ -14,6 +14,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from tests.serve import tiny
 
 
+@pytest.mark.slow
 def test_cleaning_benchmark(tmp_path):
     record = json.loads(corpus_clean.main(["--tiny", "--out", str(tmp_path)]).read_text())
     whole, near, peer = record["rows"]

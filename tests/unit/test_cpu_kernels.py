@@ -81,6 +81,7 @@ def assert_close(got: Tensor, exact: Tensor) -> None:
     assert float((got.double() - exact).abs().max()) < limit
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 def test_products_match_the_oracle(native: str, format: str, group: int, dtype: torch.dtype) -> None:
@@ -206,6 +207,7 @@ def random_batch(seed: int, dtype: torch.dtype) -> dict[str, Any]:
             "window": pick.choice([None, None, 1, 10, 300])}  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_paged_attention_matches_the_reference(native: str, dtype: torch.dtype, threads: None) -> None:
     for seed in range(20):

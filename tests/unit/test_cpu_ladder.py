@@ -100,6 +100,7 @@ def test_percentiles_by_nearest_rank(percent: float, expected: int):
     assert served.percentile_ms(percent) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_image_worker_answers_as_the_network(overlap: bool):
     """Alone and with eight clients at once, stages overlapped or not."""

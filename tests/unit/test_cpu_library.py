@@ -86,6 +86,7 @@ def compile_one(folder: Path, source: Path) -> str:
     return str(library._compiled("portable", folder))
 
 
+@pytest.mark.slow
 def test_processes_may_compile_at_the_same_time() -> None:
     folder, source = library.CACHE_FOLDER, library.SOURCE
     with multiprocessing.get_context("spawn").Pool(3) as pool:

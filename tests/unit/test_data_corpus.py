@@ -236,6 +236,7 @@ def test_a_failed_build_leaves_no_files(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt"]
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_corpus_and_the_next_build_works(tmp_path):
     script = (
         "import os, signal, sys\n"

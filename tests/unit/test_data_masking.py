@@ -175,6 +175,7 @@ def test_hashed_floats_are_uniform_and_prefixes_agree() -> None:
 # -- pairs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sample_is_two_adjacent_segments_of_one_document(corpus: Corpus, vocabulary: MaskingVocabulary) -> None:
     objective, split = pairs(corpus), corpus.split("train")
     documents = [split.document(i)[:-1] for i in range(split.documents)]
@@ -237,6 +238,7 @@ def test_a_batch_marks_what_was_masked(corpus: Corpus, vocabulary: MaskingVocabu
             )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 500), st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 5, 12]))
 def test_masks_do_not_depend_on_ranks_or_resumes(corpus: Corpus, seen: int, ranks: int, micro: int) -> None:
     whole = loader(corpus, 12, 12).at(seen)

@@ -87,7 +87,7 @@ def classifier(features_NF: np.ndarray, order: np.ndarray) -> float:
     return float(((net(x_NF[half:])[:, 0] > 0) == (y_N[half:] > 0)).float().mean())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [32, 128, 512])
 def test_no_surface_feature_reveals_the_order(speeches: Corpus, sequence: int) -> None:
     vocabulary, objective = MaskingVocabulary.of(speeches.tokenizer), pairs(speeches, sequence)
@@ -139,6 +139,7 @@ def test_segments_that_just_fit_are_not_truncated(speeches: Corpus) -> None:
     assert [half.tolist() for half in kept] == [first.tolist(), second.tolist()]
 
 
+@pytest.mark.slow
 def test_short_sequences_have_their_probability(speeches: Corpus) -> None:
     lengths = {
         share: np.array([len(one.tokens) for one in draw(pairs(speeches, 256, short_seq_prob=share), 1000)])

@@ -195,6 +195,7 @@ def test_a_vocabulary_that_is_too_small_is_refused():
         Tokenizer.train([tokens.TEXT], 256)
 
 
+@pytest.mark.slow
 def test_dialogpt_has_turns_that_end_with_eos(tmp_path):
     """Its folder has GPT-2's two files and no template; transformers' example concatenates turn + EOS."""
     gpt2 = json.loads(tokens.gpt2().json)

@@ -100,6 +100,7 @@ def cases() -> list[Any]:
     return params
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("width", "rows", "cache", "more"), cases())
 def test_decode_kernel_fits_the_gpu(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_split_kv
@@ -127,6 +128,7 @@ def test_decode_kernel_fits_the_gpu(width: int, rows: int, cache: str, more: dic
     assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_MERGE"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "rows", "kind", "queries", "page", "most"),
     [
@@ -169,6 +171,7 @@ def test_eight_bit_values_are_converted_in_registers(
     assert len(body) <= most, len(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "rows", "listed", "more"),
     [
@@ -203,6 +206,7 @@ def test_prefill_kernel_fits_the_gpu(width: int, rows: int, listed: bool, more: 
     assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == constants["TMA"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_mla_kernel_fits_the_gpu(rows: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_mla_decode
@@ -224,6 +228,7 @@ def test_mla_kernel_fits_the_gpu(rows: int, tmp_path: Path) -> None:
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "rows"),
     [("*fp8e4nv", 16), *(pytest.param(*case, marks=pytest.mark.long) for case in (("*i8", 16), ("*i8", 64)))],
@@ -258,6 +263,7 @@ def test_latent_cache_write_compiles_without_spills(kind: str, tmp_path: Path) -
     assert (kind == "float8") == ("cvt.rn.satfinite.e4m3x2" in built.asm["ptx"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("width", "part", "wait", "shared", "pieces"),
     [
@@ -281,6 +287,7 @@ def test_merge_kernel_fits_the_gpu(width: int, part: int, wait: bool, shared: in
     assert ("griddepcontrol.wait" in built.asm["ptx"]) == wait
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("width", "part", "pieces"), [(128, 32, 64), (64, 64, 128), (80, 64, 64), (512, 64, 64)])
 def test_chunk_merge_kernel_fits_the_gpu(width: int, part: int, pieces: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_merge

@@ -65,6 +65,7 @@ def pages_with(*languages: str) -> list:
     return chosen
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -120,6 +121,7 @@ def command_error(argv: list[str]) -> str | None:
     return None
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
 def test_documented_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -239,6 +241,7 @@ def test_pictures_equal_the_output_of_their_script(variant):
     assert (ROOT / f"docs/assets/dataflow-{variant}.svg").read_text(encoding="utf-8") == drawn
 
 
+@pytest.mark.slow
 def test_site_builds_strictly(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     quicker = os.environ | {"DOCS_SOURCE": "false", "DOCS_SEARCH": "false"}

@@ -234,6 +234,7 @@ def test_profile_reports_the_time_of_each_kernel(
     assert "qwen3, 1 tokens, zipf, forward+backward:" in printed and printed.count(" us in all") == 2
 
 
+@pytest.mark.slow
 def test_the_time_of_a_layer_is_divided_into_groups(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).abs().max() / exact.abs().max().clamp(min=1)) if exact.numel() else 0.0
 
 
+@pytest.mark.sample(84)
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)
@@ -69,6 +70,7 @@ def test_every_activation_equals_the_reference(row: Kernel, dtype: torch.dtype, 
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
 
 
+@pytest.mark.sample(103)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 2, 5, 24, 32), (2, 2, 9, 16, 24), (7, 1, 20, 8, 16)], ids=str)
 @pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, False), (True, True)])
@@ -111,6 +113,7 @@ DROPOUT = [
 ]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("row", "dtype"), DROPOUT)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("load", LOADS)

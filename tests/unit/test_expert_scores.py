@@ -76,6 +76,7 @@ def test_reap_keeps_what_load_would_prune() -> None:
     assert torch.equal(smaller.get_parameter("blocks.1.ffn.experts.down"), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gated", "biased_shared", "sigmoid"])
 @torch.no_grad()
 def test_the_subset_that_changes_the_layers_outputs_least_is_kept(name) -> None:
@@ -157,6 +158,7 @@ def test_refusals() -> None:
         to_dense(shared, score_experts(shared, TEXTS))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "words",
     [["--keep", "3", "--score", "output"], ["--keep", "3", "--score", "load", "--weights", "int8"], ["--dense"]],

@@ -152,6 +152,7 @@ def package_without_code(model: Transformer, tokenizer: Tokenizer | None) -> Pac
     return package
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "settings",
     [

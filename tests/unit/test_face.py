@@ -52,6 +52,7 @@ def drawn(points: np.ndarray, size: int = 200) -> np.ndarray:
     return np.repeat(picture[:, :, None], 3, 2)
 
 
+@pytest.mark.slow
 @needs_weights
 def test_a_talking_head_is_found_and_followed():
     """In each of 120 pictures; where the face was, network O finds what the whole cascade finds."""

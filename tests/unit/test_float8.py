@@ -117,7 +117,7 @@ def test_blocks_use_float8_and_the_output_head_does_not() -> None:
     assert not torch.equal(outputs[1], outputs[2])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaling", "kind"),
     [

@@ -43,6 +43,7 @@ def run_engine(*, on: bool, **changes: Any) -> list[Any]:
     return [outputs, *engine.cache.k, *engine.cache.v]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SHAPES)
 def test_fused_blocks_give_the_same_output_and_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"attention_step": 0, "ffn_step": 0}

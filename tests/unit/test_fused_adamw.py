@@ -130,7 +130,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corpora.small(tmp_path_factory.mktemp("data") / "corpus", text)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "micro_batch"), [("bfloat16", 4), ("bfloat16", 2), ("float16", 4)])
 def test_a_run_resumes_bitwise_and_from_the_other_optimizer(
     corpus: Path, tmp_path: Path, dtype: str, micro_batch: int

@@ -132,6 +132,7 @@ def _cached() -> tuple[Tokenizer, Oracle]:
     return _CACHE[0]
 
 
+@pytest.mark.slow
 def test_smollm2_agrees_with_transformers(smollm2: GGUFFile) -> None:
     reference = transformers.AutoTokenizer.from_pretrained(smollm2.path.parent, gguf_file=smollm2.path.name)
     parts = smollm2.tokenizer()

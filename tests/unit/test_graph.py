@@ -95,6 +95,7 @@ class FakeGraphedForwardBackward(GraphedForwardBackward):
         return replace(captured, graph=replays)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_replayed_steps_equal_eager_steps(fused: bool, dtype: str) -> None:

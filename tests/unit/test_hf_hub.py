@@ -103,6 +103,7 @@ def fetch_output(address: str, model_ids: str, home: Path, script: str = SCRIPT,
     return run.stdout.strip()
 
 
+@pytest.mark.slow
 def test_fetches_weights_and_config_but_no_code(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     address, requested = hub
     home = tmp_path / "home"
@@ -114,6 +115,7 @@ def test_fetches_weights_and_config_but_no_code(hub: tuple[str, list[str]], tmp_
     assert offline == "config.json generation_config.json model.safetensors tokenizer.json 2" and requested == []
 
 
+@pytest.mark.slow
 def test_tokenizer_is_fetched_without_weights(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     address, requested = hub
     words = "import sys, colonnade; print(colonnade.load_tokenizer(sys.argv[1]).vocab_size)"
@@ -121,6 +123,7 @@ def test_tokenizer_is_fetched_without_weights(hub: tuple[str, list[str]], tmp_pa
     assert requested and not any(path.endswith(".safetensors") for path in requested)
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     address, _ = hub
     unknown, misspelt = fetch_output(address, "us/nothing a/b/c", tmp_path).splitlines()

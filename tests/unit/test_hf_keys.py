@@ -226,6 +226,7 @@ def test_published_files_load(name: str) -> None:
     assert config.causal == (config.family != "bert" and "is_causal" not in raw)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_changed_key_is_used_refused_or_harmless(family: str) -> None:
     silent = []
@@ -265,6 +266,7 @@ def other_value(key: str, value: Any) -> Any:
     return {"a": 1} if isinstance(value, dict) else "another"
 
 
+@pytest.mark.slow
 def test_harmless_keys_change_no_transformers_logits() -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 20, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 32, "n_embd": 16, "n_head": 2, "n_layer": 1}
@@ -301,6 +303,7 @@ def logits(family: str, raw: dict[str, Any]) -> torch.Tensor:
     return out.logits if hasattr(out, "logits") else out[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_or_null_keys_mean_the_same_as_in_transformers(family: str) -> None:
     wider = {"num_attention_heads": 64, "n_head": 16}

@@ -86,6 +86,7 @@ def violations(source: str, path: str, name: str) -> set[int]:
     return {line for used, line in names_used(source) if used == name or used.startswith(name + ".")}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ALLOWED_FILES)
 def test_restricted_names_are_used_only_where_allowed(name):
     found = {}
@@ -118,12 +119,14 @@ def modules_after(code: str) -> set[str]:
     return set(subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.split())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("code", [TRAIN_STEP, "import colonnade.serve.server", "import colonnade.verify.run"])
 def test_heavy_modules_are_imported_only_when_needed(code):
     """Each rank of a run imports what it uses before its first step."""
     assert set(HEAVY) & modules_after(code) == set()
 
 
+@pytest.mark.slow
 def test_the_http_process_does_not_import_torch():
     """It would cost 230 MB and 3 s of CPU time."""
     code = "import colonnade.cli.serving, colonnade.serve.server"

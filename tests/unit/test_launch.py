@@ -46,6 +46,7 @@ def pid_and_threads() -> tuple[int, int]:
     return os.getpid(), torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_returns_rank_0_result_and_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with one GPU all ranks use the CPU."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -60,6 +61,7 @@ def waiting() -> str | None:
     return os.environ.get("OMP_WAIT_POLICY")
 
 
+@pytest.mark.slow
 def test_waiting_threads_of_workers_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a program that did not start on the command line."""
     for name in OPENMP_VARIABLES:
@@ -71,7 +73,7 @@ def test_world_of_one_runs_in_this_process() -> None:
     assert launch(pid_and_threads, (), Plan())[0] == os.getpid()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "kind", "message"),
     [
@@ -113,6 +115,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_start(tmp_path: Path) -> None:
     """A terminal sends it to all processes; it is neither lost nor answered with tracebacks."""
     script = tmp_path / "slow.py"

@@ -68,6 +68,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- the estimate -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_saved_activations_of_a_block_match_the_estimate(name: str, ragged: bool) -> None:
@@ -100,6 +101,7 @@ STACKS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lengths", [([32] * 4, [16] * 4), ([32, 20, 30, 14], [32, 9, 30, 5])], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", STACKS)
 def test_saved_activations_of_two_stacks_match_the_estimate(name: str, lengths: tuple[list[int], list[int]]) -> None:
@@ -215,6 +217,7 @@ def test_each_setting_saves_the_expected_memory() -> None:
 LLAMA = RunConfig(model=preset("llama-3-8b"))
 
 
+@pytest.mark.slow
 def test_run_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(CapacityError) as caught:
         check(LLAMA, Machine("cpu", 20 * GIB))
@@ -258,6 +261,7 @@ MACHINES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MACHINES)
 def test_each_remedy_is_sufficient(name: str, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run with the offered flags fits by the same estimate, with the flags parsed by the command line."""
@@ -290,6 +294,7 @@ def test_the_smallest_change_is_offered() -> None:
     assert "--train.no_async_save" in flags
 
 
+@pytest.mark.slow
 def test_run_that_does_not_fit_starts_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

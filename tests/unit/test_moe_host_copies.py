@@ -20,6 +20,7 @@ def model_of(moe: MoeConfig) -> ModelConfig:
     return ModelConfig(vocab_size=53, layers=2, width=16, heads=4, ffn_width=16, context=64, moe=moe)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", KINDS)
 def test_training_step_copies_no_host_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = moe_of(name, capacity=1.0)

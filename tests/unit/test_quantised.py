@@ -119,6 +119,7 @@ def test_non_finite_weights_are_refused(bad: float, kind: str, group: int) -> No
     assert layer.quantised is None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased", "qwen3_window_tied", "latent_yarn_biased"])
 @pytest.mark.parametrize("format", ["hf", "colonnade"])
 def test_model_is_quantised_while_loading(name: str, format: str, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_linear_kernels_fit_the_gpu(kind: str, rows: int, tmp_path: Path) -> Non
     assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", ptx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "rows"), EXPERTS)
 def test_expert_kernels_fit_the_gpu(name: str, kind: str, rows: int, tmp_path: Path) -> None:
     """A gated layer without biases."""

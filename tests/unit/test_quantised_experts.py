@@ -37,6 +37,7 @@ KINDS = [("int8", 64), ("int4", 32), ("float8", 64)]
 SHAPES = [(37, 2, 5, 24, 20), (1, 2, 4, 70, 9), (0, 2, 3, 8, 8), (9, 3, 8, 16, 33)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("row", [r for r in KERNELS if r.operation == "quantised_experts"], ids=lambda row: row.name)
 @pytest.mark.parametrize(("kind", "group"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -141,6 +142,7 @@ def test_moe_model_is_quantised_while_loading(name: str, format: str, weights: s
     assert weight_bytes(model.transformer) == weight_bytes_as(stored, weights, 32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("changes", "weights"), [({}, "int8"), (GPT2, "int4")], ids=["gated", "biased"])
 def test_engine_output_matches_the_reference_forward(changes: dict, weights: str, tmp_path: Path) -> None:
     """Prompts in chunks beside single tokens; bitwise the same with experts offloaded to host memory."""

@@ -84,7 +84,7 @@ def test_a_budget_over_two_stacks_is_refused() -> None:
         configure_recompute(model, train, pytest.fail, pytest.fail, SOLO)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_blocks_of_two_stacks_compile_once(kind: RecomputeKind) -> None:
@@ -109,6 +109,7 @@ def test_blocks_of_two_stacks_compile_once(kind: RecomputeKind) -> None:
         assert_same(got, right, 1e-12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("kind", ["attention", "full"])
 def test_compiled_blocks_recompute(kind: RecomputeKind) -> None:

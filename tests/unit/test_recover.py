@@ -26,6 +26,7 @@ def models(config=CONFIG, **settings) -> tuple[Transformer, Transformer]:
     return model, teacher
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "settings",
     [

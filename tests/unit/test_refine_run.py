@@ -135,6 +135,7 @@ def test_same_bytes_for_any_order_of_files(cleaned, tmp_path):
     assert without_sources(read(tmp_path / "out")) == without_sources(read(folder / "out"))
 
 
+@pytest.mark.slow
 def test_same_bytes_in_small_units(cleaned, tmp_path, monkeypatch):
     """Striped files and more parts than files may be open; copies and pairs fall into different tasks."""
     folder, _, _ = cleaned
@@ -169,6 +170,7 @@ def test_work_is_divided_by_uncompressed_size(tmp_path):
     assert job.units == 16 and job.parts == 1 << 15  # reading a file takes 16 passes at most
 
 
+@pytest.mark.slow
 def test_which_copy_stays_does_not_depend_on_the_names_of_files(tmp_path):
     text = passages(3)[0]
     copies = [text, text.upper(), text.replace(" ", "  "), edited(text, 1, 1), edited(text, 2, 2)]
@@ -182,6 +184,7 @@ def test_which_copy_stays_does_not_depend_on_the_names_of_files(tmp_path):
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_preferred_sources_keep_their_copies(tmp_path):
     text, other = passages(3)[:2]
     web = write_jsonl(tmp_path / "web", [text, other], 1)

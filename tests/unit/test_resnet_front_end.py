@@ -52,6 +52,7 @@ def test_the_first_convolution_is_that_over_the_whole_recording():
     assert_same(torch.cat(list(frames), 1), whole)
 
 
+@pytest.mark.slow
 def test_streams_equal_whole_recordings():
     """Any cut of the sound; pictures that come with it; some frames without."""
     model = SpeechModel(SEEING, 0, torch.float64).requires_grad_(False).eval()

@@ -50,6 +50,7 @@ def functions(tmp_path: Path) -> str:
     return f"{tmp_path / 'functions.py'}:reward"
 
 
+@pytest.mark.slow
 def test_failures_end_their_sample_only(functions: str) -> None:
     answers = ["ab", "raise", "exit", "forever", "text", "nan", "huge", "abc", "é\ud800"]
     with RewardPool(functions, workers=2, limit_s=LIMIT_S) as pool:
@@ -100,7 +101,7 @@ def test_verifiers_of_reasoning_gym() -> None:
         with pytest.raises(ConfigError, match="pip install reasoning-gym"):
             load_reward("reasoning_gym:leg_counting")
         return
-    import reasoning_gym  # pyright: ignore[reportMissingImports]
+    import reasoning_gym  # pyrefly: ignore[missing-import]
 
     reward = load_reward("reasoning_gym:leg_counting")
     for entry in reasoning_gym.create_dataset("leg_counting", size=3, seed=1):

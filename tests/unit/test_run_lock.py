@@ -135,6 +135,7 @@ def test_reused_pid_is_not_the_owner(start: Starter) -> None:
     assert "is no longer locked by this run: its lock was deleted" in first.communicate("\n")[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("text", ["elsewhere", "", "half of {", '{"pid": 1}', "[]"])
 def test_unreachable_owner_without_heartbeat_is_replaced(tmp_path: Path, capsys, text: str) -> None:
     lock_text = text if text != "elsewhere" else foreign_lock(tmp_path)

@@ -162,6 +162,7 @@ print("chosen")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
 def test_gpu_chooses_the_fastest_paged_attention() -> None:
     done = subprocess.run([sys.executable, "-c", CHOOSE_ATTENTION], capture_output=True, text=True, check=False)

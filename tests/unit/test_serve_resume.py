@@ -37,6 +37,7 @@ def outputs(engine: Engine, params: SamplingParams, resume: list[int] | None = N
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_resumed_request_equals_the_undisturbed_one(params: SamplingParams, async_scheduling: bool):

@@ -88,6 +88,7 @@ def quantised_on_meta(kind: str, inputs: int, group: int = 64) -> Any:
     return Quantised(kind, stored, scales, inputs, group if four else inputs)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rows", "gated", "inputs", "tiles", "most"),
     [
@@ -172,6 +173,7 @@ def test_rows_of_any_length_fit() -> None:
             assert found["STEPS"] * found["BATCH"] * found["K"] * (4 if row["kind"] == "int4" else 2) >= inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rows", "gated", "inputs"),
     [

@@ -339,6 +339,7 @@ def test_training_learns_sentences(spoken, tmp_path):
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
+@pytest.mark.slow
 def test_command_line(spoken, tmp_path, capsys):
     model = SpeechModel(TINY, 3)
     model.save(tmp_path / "step-1")
@@ -374,6 +375,7 @@ def test_command_line(spoken, tmp_path, capsys):
         assert problem in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_train_on_the_command_line(spoken, tmp_path, capsys, monkeypatch):
     from colonnade.config import speech
 

@@ -54,6 +54,7 @@ def notation(name: str, special: bool = False) -> ToolNotation:
     return ToolNotation(FORMATS[name], True, {"[TOOL_CALLS]": 300} if special else {})
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("required", [False, True])

@@ -132,6 +132,7 @@ def _sharded(world: int) -> None:
         assert_same(joint.logprobs(e[:4], p[:4]), whole.logprobs(theirs[0][:4], theirs[1][:4]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_vocabulary_parallel_loss(world):

@@ -33,11 +33,11 @@ def interpreter() -> Iterator[subprocess.Popen[str]]:
         ("interpreted", 6),
         ("interpreted_experts", 10),
         ("interpreted_decode", 13),
-        ("interpreted_cascade", 7),
+        pytest.param("interpreted_cascade", 7, marks=pytest.mark.slow),
         ("interpreted_latent", 5),
-        ("interpreted_fused", 8),
+        pytest.param("interpreted_fused", 8, marks=pytest.mark.slow),
         ("interpreted_units", 4),
-        ("interpreted_quantised", 8),
+        pytest.param("interpreted_quantised", 8, marks=pytest.mark.slow),
         ("interpreted_ranks", 3),
     ],
 )
@@ -52,6 +52,7 @@ def test_interpreted_kernels_match_their_references(
     assert output.count(" cases") == checks, output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="guards memory by Linux's mprotect")
 @pytest.mark.parametrize("side", ["end", "begin"])
 def test_out_of_bounds_read_ends_the_process(side: str) -> None:

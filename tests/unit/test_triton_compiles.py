@@ -112,6 +112,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kernel", "how", "tma", "gather"), cases())
 def test_expert_kernels_fit_the_gpu(kernel: str, how: Any, tma: bool, gather: bool, tmp_path: Path) -> None:
     from colonnade.kernels.experts import triton_grouped_gemm, triton_wgrad
@@ -163,6 +164,7 @@ def test_top_k_kernel_stays_in_registers(experts: int, active: int, tmp_path: Pa
     assert spilled(built, tmp_path) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
 def test_sampling_kernel_stays_in_registers(logits: str, tmp_path: Path) -> None:
     from colonnade.kernels import triton_sampled_tokens as module

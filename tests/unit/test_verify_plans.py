@@ -100,6 +100,7 @@ MOE_CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(41)
 @pytest.mark.parametrize("name", PRESETS)
 def test_reduced_model_keeps_what_decides_layouts(name: str) -> None:
     model = preset(name)

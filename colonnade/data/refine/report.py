@@ -50,8 +50,12 @@ class Report:
     @classmethod
     def read_json(cls, values: dict[str, Any]) -> "Report":
         """The report of a parsed report.json."""
-        pairs = {name: {key: tuple(pair) for key, pair in values[name].items()} for name in ("removed", "overlap")}
-        keyed = {name: {int(k): v for k, v in values[name].items()} for name in ("lengths", "similarities")}
+        pairs: dict[str, Any] = {
+            name: {key: tuple(pair) for key, pair in values[name].items()} for name in ("removed", "overlap")
+        }
+        keyed: dict[str, Any] = {
+            name: {int(k): v for k, v in values[name].items()} for name in ("lengths", "similarities")
+        }
         return cls(**{**values, **pairs, **keyed})
 
     @classmethod

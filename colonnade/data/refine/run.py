@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datatrove.executor import LocalPipelineExecutor
-from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
@@ -216,7 +215,7 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
             raise ConfigError("the executor ray needs the package ray; run: pip install ray")
         from datatrove.executor import RayPipelineExecutor
 
-        make: type[PipelineExecutor] = RayPipelineExecutor
+        make: Any = RayPipelineExecutor
     else:
         if shutil.which("sbatch") is None:
             raise ConfigError("the executor slurm needs the program sbatch, which is not on the PATH of this machine")
@@ -227,12 +226,13 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
         make = SlurmPipelineExecutor
     last: Any = None
     for name, pipeline, count in stages:
-        more = {"job_name": f"corpus-{name}", "slurm_logs_folder": str(out / "logs" / name / "slurm")}
-        last = make(
+        options: dict[str, Any] = {**executor.options}
+        if executor.kind == "slurm":
+            options |= {"job_name": f"corpus-{name}", "slurm_logs_folder": str(out / "logs" / name / "slurm")}
+        last = make(  # pyrefly: ignore
             pipeline, tasks=count, workers=min(executor.workers, count), depends=last,
-            logging_dir=str((out / "logs" / name).absolute()), **(more if executor.kind == "slurm" else {}),
-            **executor.options,
-        )  # type: ignore[call-arg] - of the two classes  # fmt: skip
+            logging_dir=str((out / "logs" / name).absolute()), **options,
+        )  # fmt: skip
         last.run()
         if executor.kind == "ray" and (failed := last.get_incomplete_ranks()):
             raise DataError(

@@ -12,7 +12,7 @@ are therefore padded to multiples of :data:`PAD_TO` tokens; the padding comes la
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def paged(
     long = [r for r, (new, length) in enumerate(zip(*table.host_lengths, strict=True)) if new == length >= LONG_PROMPT]
     latents = values is not None and v_PpKH is k_PpKH
     if latents or not long or (window is not None and window < table.longest_context):
-        options = {"window": window, "values": values, "scales_Pp2": scales_Pp2, "kernels": "auto"}
+        options: dict[str, Any] = {"window": window, "values": values, "scales_Pp2": scales_Pp2, "kernels": "auto"}
         return triton_decode.paged(q_TNH, k_PpKH, v_PpKH, table, **options)
     if "parts" not in table.plan_cache:
         rest = [r for r, new in enumerate(table.host_lengths[0]) if new and r not in long]

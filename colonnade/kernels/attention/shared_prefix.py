@@ -108,7 +108,7 @@ def shared_prefix_flash(
     if q_TNH.shape[2] % 8 or not len(q_TNH) or (window is not None and window < tree.longest):
         return shared_prefix_sdpa(q_TNH, k_TKH, v_TKH, tree, window=window)
     P = sum(tree.prefixes)
-    longest = max(map(max, filter(None, [tree.prefixes, *tree.continuations])))
+    longest = max(max(lengths) for lengths in (tree.prefixes, *tree.continuations) if lengths)
     run = torch.ops.aten._flash_attention_forward
     cu = tree.cu_sequences
     o_TNH, lse_NT, *_ = run(q_TNH, k_TKH, v_TKH, cu, cu, longest, longest, 0.0, True, False)

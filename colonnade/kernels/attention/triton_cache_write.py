@@ -24,7 +24,6 @@ from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.rotary import Rotation
 from colonnade.kernels.triton_constants import constexprs
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 
@@ -124,7 +123,6 @@ def rope_and_kv_write(
     return q_TnH
 
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 

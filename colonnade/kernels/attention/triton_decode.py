@@ -11,7 +11,6 @@ instead of one number of splits for all, unsplit lines write the output directly
 and width.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 from collections.abc import Sequence

@@ -14,9 +14,6 @@ everything above 2^−32 of it as bfloat16 does, and loses what is below 2^−40
 most 2^15 instead of 1, lest many small ones underflow that together count; they are rounded to 11 bits, not to 8.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportAssignmentType=false
-
 import torch
 import triton
 from torch import Tensor

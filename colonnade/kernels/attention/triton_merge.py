@@ -33,8 +33,6 @@ from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.softmax_state import State
 from colonnade.kernels.triton_constants import constexprs
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 

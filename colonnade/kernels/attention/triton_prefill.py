@@ -15,8 +15,6 @@ With OVERLAP, a group's keys are read concurrently with the requests' own, by a 
 only at its end (programmatic dependent launch): neither reads what the other writes.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
 import triton

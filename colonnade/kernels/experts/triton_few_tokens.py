@@ -13,9 +13,6 @@ already resident when the first ends.
 A choice without an expert adds nothing. Results are reproducible bit for bit.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false, reportIndexIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportPossiblyUnboundVariable=false
 # Triton kernels take launch options beside their arguments; constexpr arguments are plain numbers and decide branches.
 
 from typing import NamedTuple

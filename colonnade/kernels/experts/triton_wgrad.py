@@ -15,8 +15,6 @@ instructions of each of 8 warps: computing each row's token (choice // active, i
 them, so it is computed once, before.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
-
 from typing import NamedTuple
 
 import triton

@@ -8,8 +8,6 @@ in float32, which ``sum_splits_kernel`` adds in order, so results are reproducib
 ``dequantise_kernel`` writes W to memory, for GEMMs of many rows.
 """
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-
 import triton
 import triton.language as tl
 

@@ -16,10 +16,6 @@ beside the products. Where STEPS is 1 all of x stays in registers.
 (the lift) is subtracted once for four words, with the scale.
 """
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from typing import Any, NamedTuple
 
 import triton

@@ -24,10 +24,6 @@ SM, and where STEPS is 1 a warp's inputs stay in its registers from one block of
 between programs, and sums are in a fixed order; a row's result does not depend on the other rows.
 """
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportCallIssue=false, reportAssignmentType=false
-
 from typing import NamedTuple
 
 import triton

@@ -74,7 +74,8 @@ class Metrics:
             model: {name: histogram.labels(model) for name, histogram in self._histograms.items()}
             for model in models.names
         }
-        self._prefix, self._shadow = prefix, None
+        self._prefix = prefix
+        self._shadow: Counter | None = None
         self._requests = Counter(
             f"{prefix}:http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry
         )

@@ -250,11 +250,12 @@ class Body(SamplingFields, SchedulingFields):
     def params(self) -> SamplingParams:
         """The sampling parameters; raises RequestError for a bad one."""
         names = ("max_tokens", "prompt_logprobs", "skip_special_tokens", *SamplingFields.model_fields)
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         given["structured_outputs"] = self._structured_outputs()
         given["return_prompt_ids"] = bool(self.return_token_ids)
-        return SamplingParams(**{"max_tokens": self.default_max_tokens, **given, **self._more_params()})
+        given = {"max_tokens": self.default_max_tokens, **given, **self._more_params()}
+        return SamplingParams(**given)
 
     def _more_params(self) -> dict[str, Any]:
         """Sampling parameters that the endpoints spell differently."""

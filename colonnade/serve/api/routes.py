@@ -118,7 +118,7 @@ def build_app(
         """Answer a conversation, with the model's chat template."""
         model = find_model(body.model, request)
         options = body.tool_options(tool_notation(model))
-        tool_format, token_ids = options and options.format, bool(body.return_token_ids)
+        tool_format, token_ids = options.format if options else None, bool(body.return_token_ids)
         builder = ChatReplies(model.name, body.logprobs_options, tool_format, token_ids=token_ids)
         return await answer(model, body, builder, request, partial(body.to_generation_request, options))
 
@@ -127,7 +127,7 @@ def build_app(
         """Answer an input of messages and function calls; nothing is stored."""
         model = find_model(body.model, request)
         options = body.chat.tool_options(tool_notation(model))
-        builder = ResponseReplies(model.name, body, options and options.format)
+        builder = ResponseReplies(model.name, body, options.format if options else None)
         try:
             prepare = partial(body.chat.to_generation_request, options)
             return await answer(model, body, builder, request, prepare, response_events)
