@@ -113,6 +113,10 @@ def step_module(model: Transformer) -> "_Step":
     for module in model.modules():
         if hasattr(module, "kernels"):
             module.kernels = "reference"  # type: ignore[assignment]
+    theta = model.__dict__.pop("_theta", None)
+    if theta is not None:
+        # Inductor renames the constants that are no buffers, and compiles in only those of up to 8 values.
+        model.register_buffer("_theta", theta.contiguous(), persistent=False)
     return _Step(model)
 
 
