@@ -123,8 +123,8 @@ def loads(tensors: Tensors) -> Run | None:
         return None
     tables = [tensors.table(copy, tensors.scattered) for copy in range(tensors.copies)]
     ready = layout.prepare(layout.plan(cell.lengths, [1] * len(cell.lengths)), tensors.device)
-    state, bends = State(torch.empty_like(q_BNH), q_BNH.new_empty(q_BNH.shape[:2], dtype=torch.float32)), (None,) * 5
-    return lambda copy: cuda_decode.attend(q_BNH, k, v, state, None, tables[copy], ready, bends, compute=False)
+    state, mods = State(torch.empty_like(q_BNH), q_BNH.new_empty(q_BNH.shape[:2], dtype=torch.float32)), (None,) * 6
+    return lambda copy: cuda_decode.attend(q_BNH, k, v, state, None, tables[copy], ready, mods, compute=False)
 
 
 def peers(tensors: Tensors, *, flex: bool = False) -> Iterator[tuple[str, Run]]:

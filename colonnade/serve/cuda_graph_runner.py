@@ -55,7 +55,7 @@ class CudaGraphRunner:
     ):
         """For at most ``most`` requests of up to ``context`` tokens; the cache's last page is the scratch page."""
         self.model, self.cache, self.most, self.context, self.share = model, cache, most, context, share
-        self.kernels = kernels or ("triton" if cache.k[0].is_cuda else fused_block.enable(model))
+        self.kernels = kernels or ("cuda" if cache.k[0].is_cuda else fused_block.enable(model))
         self.shared_keys = self.spared_keys = 0
         """Sums of :attr:`Cascade.keys` over all steps."""
         self._batches: dict[int, _PaddedBatch] = {}
@@ -232,6 +232,8 @@ class _PaddedBatch:
             return Crossed(attend, None, self.sources.memory(kernels))
         if self.shard.is_whole:
             return attend
+        # Each rank's share has one implementation, which chooses between Triton and CUDA C++ itself.
+        kernels = "auto" if kernels == "cuda" else kernels
         return self.shard.sharded_attend(work.slices, attend.table, slots, positions, kernels)
 
     def _run(self, attend: Paged | ShardedPaged | Crossed) -> Tensor:

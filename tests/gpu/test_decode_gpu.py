@@ -6,6 +6,7 @@ pytest -q tests/gpu/test_decode_gpu.py        # about four minutes, most of it c
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -323,22 +324,33 @@ def test_every_team_count(width: int, lines: int) -> None:
     same(Case(lengths, [1] * lines, K=1, group=5, H=width, page=16, dtype=torch.float16).made("cuda"), 6e-4)
 
 
-def test_a_thousand_launches_leak_no_memory() -> None:
-    """Random lengths, split and unsplit, launched back to back."""
+def test_a_thousand_launches_of_random_cells_leak_no_memory() -> None:
+    """Random heads, pages, caches and lengths, split and unsplit, launched back to back; the largest first."""
     draw = torch.Generator().manual_seed(1)
+
+    def pick(*values: Any) -> Any:
+        return values[int(torch.randint(len(values), (), generator=draw))]
+
+    def cell(i: int) -> Case:
+        most, cache = (10_000, 1000, 30)[i % 3], pick(None, None, torch.float8_e4m3fn)
+        batch = min(pick(1, 2, 3, 8, 40), 20_000 // most)
+        lengths = torch.randint(0, most, (batch,), generator=draw).tolist()
+        return Case(
+            lengths, [1] * batch, K=pick(1, 2, 4), group=pick(1, 5, 8), H=pick(64, 128), page=pick(16, 64),
+            dtype=torch.bfloat16, cache=cache, chunk=pick(None, None, 512), sinks=pick(False, True),
+        )  # fmt: skip
+
     before = 0
     for i in range(200):
-        most = [30, 3000, 30_000][i % 3]
-        lengths = torch.randint(0, most, (int(torch.randint(1, 9, (), generator=draw)),), generator=draw).tolist()
-        case = Case(lengths, [1] * len(lengths), K=2, group=8, H=64, page=16, dtype=torch.bfloat16)
-        made = case.made("cuda")
-        states = [attend(made.q, made.k, made.v, made.table, made.ready) for _ in range(5)]
-        assert all(torch.equal(state.o, states[0].o) for state in states[1:])
+        made = cell(i).made("cuda")
+        states = [made.run() for _ in range(5)]
+        assert all(torch.equal(state.o, states[0].o) for state in states[1:]), i
         if i % 20 == 0:
             same(made, 4e-3)
         del made, states
         if i == 20:
             before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 

@@ -165,6 +165,49 @@ def test_cuda_graphs_read_a_shared_prefix_once(ahead: bool, monkeypatch: pytest.
         assert graphed.stats.spared_keys >= graphed.stats.shared_keys
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"kv_heads": 4, "positions": "learned", "family": "gpt2"}, {"window": 48, "family": "mistral"},
+        {"qk_norm": True, "family": "qwen3", "head_width": 128}, {"head_width": 80}, {"kv_heads": 1, "head_width": 256},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_graphs_of_both_decode_kernels_compute_the_same_logits(changes: dict, monkeypatch: pytest.MonkeyPatch):
+    """In 16 bits graphs use the CUDA C++ kernel where it runs; here beside the Triton kernel."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    from colonnade.kernels.attention import cuda_decode
+    from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+
+    launches, seen = list[str](), list[torch.Tensor]()
+    attend, replay = cuda_decode.attend, CudaGraphRunner.__call__
+
+    def counted(*args, **options):
+        launches.append("cuda")
+        attend(*args, **options)
+
+    def recorded(*args):
+        seen.append(replay(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(cuda_decode, "attend", counted)
+    monkeypatch.setattr(CudaGraphRunner, "__call__", recorded)
+    sizes = {"width": 256, "heads": 4, "kv_heads": 2, "head_width": 64, "ffn_width": 96, "init_std": 0.06}
+    model = tiny.model(dtype=torch.bfloat16, **{**sizes, **changes}).to("cuda")
+    prompts = [list(range(3 + 40 * i, 43 + 50 * i)) for i in range(4)]
+    limits = ServeConfig(pages=40, page_tokens=16, max_requests=4, graph_capture=True, async_scheduling=False)
+    logits = []
+    for kernels in ("cuda", "triton"):
+        engine = Engine(model, tiny.tokenizer(), limits)
+        if kernels == "triton":
+            engine.core.runner.graphs.kernels = kernels
+        launches.clear(), seen.clear()
+        engine.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        assert bool(launches) == (kernels == "cuda" and cuda_decode._device_supported(torch.device("cuda", 0)))
+        logits.append(seen[0].float().clone())
+    assert (logits[0] - logits[1]).norm() < 2e-2 * logits[0].norm()
+
+
 def test_cuda_graphs_of_latent_attention():
     """The latent cache has one vector per token and a kernel of its own."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
