@@ -264,6 +264,49 @@ def fit_data(folder) -> None:
     make_data(folder, 1, 1)
 
 
+def test_other_users_of_espeak_do_not_disturb():
+    """A library that another module loads, terminates and initialises again has its own state."""
+    import ctypes
+
+    loader = pytest.importorskip("espeakng_loader")
+    pytest.importorskip("soxr")
+    from colonnade.speech.synth import speak
+
+    text = "set red in g three again"
+    before = speak(text, "en-029+croak")
+    other = ctypes.CDLL(loader.get_library_path())
+    start = (2, 0, str(loader.get_data_path()).encode(), 0x8000)  # synchronous, without phoneme events
+    data = text.encode()
+    synth = (data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, 1, None, None)
+    assert other["espeak_Initialize"](*start) > 0
+    other["espeak_SetSynthCallback"](None)
+    other["espeak_Terminate"]()
+    assert other["espeak_Synth"](*synth) != 0, "espeak-ng speaks although it was terminated, so nothing is tested"
+    assert other["espeak_Initialize"](*start) > 0
+    after = speak(text, "en-029+croak")
+    assert [one.name for one in after.phonemes] == [one.name for one in before.phonemes]
+    assert abs(len(after.samples) - len(before.samples)) < 0.01 * len(before.samples)
+    assert other["espeak_Synth"](*synth) == 0, "speak() has terminated another user's library"
+    other["espeak_Terminate"]()
+
+
+def test_threads_speak_at_the_same_time():
+    """The library has one voice and one callback, so calls wait for each other."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pytest.importorskip("espeakng_loader")
+    pytest.importorskip("soxr")
+    from colonnade.speech.synth import speak
+
+    texts = ["bin blue at f two now", "no", "set red in g three again please soon"] * 8
+    with ThreadPoolExecutor(6) as pool:
+        spoken = list(pool.map(speak, texts))
+    for text, one in zip(texts, spoken, strict=True):
+        expected = speak(text)
+        assert [each.name for each in one.phonemes] == [each.name for each in expected.phonemes]
+        assert abs(len(one.samples) - len(expected.samples)) < 800  # 50 ms; the pause at the end varies
+
+
 def test_hostile_manifests(tmp_path):
     with pytest.raises(DataError, match=r"no manifest\.jsonl"):
         read_manifest(tmp_path)
