@@ -36,7 +36,7 @@ from colonnade.model.transducer_loss import Joint
 from colonnade.speech.features import Features, FrameStream
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
-from colonnade.speech.search import GreedySearch
+from colonnade.speech.search import BeamSearch, GreedySearch, Search
 from colonnade.speech.word_times import PARTS, UNKNOWN, WordTime, word_times
 
 LETTER_WEIGHT = 0.5
@@ -137,20 +137,34 @@ class SpeechModel(nn.Module):
             side = side + F.ctc_loss(padded, targets, T_B, U_B, reduction="sum", zero_infinity=True)
         return (transducer + LETTER_WEIGHT * side) / max(1, sum(map(len, labels)))
 
+    def search(self, streams: int, beam: int | None = None) -> Search:
+        """A search over ``streams`` streams: greedy, or with ``beam`` hypotheses of each."""
+        if beam is None:
+            return GreedySearch(self.predictor, self.joint.logprobs, streams)
+        return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam)
+
     @torch.inference_mode()
-    def recognise(self, samples: Tensor, pictures: Tensor | None = None, sizes: Segments | None = None) -> str:
-        """The text of a whole recording, by greedy search; equal to what streams of the same sizes give."""
+    def recognise(
+        self,
+        samples: Tensor,
+        pictures: Tensor | None = None,
+        sizes: Segments | None = None,
+        beam: int | None = None,
+    ) -> str:
+        """The text of a whole recording, by greedy or beam search; equal to what streams of the same sizes give."""
         sound_TA = self.features(samples)
         if not len(sound_TA):
             return ""
-        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)], sizes)[0]
+        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)], sizes, beam)[0]
 
     @torch.inference_mode()
-    def texts(self, x_TD: Tensor, lengths: Sequence[int], sizes: Segments | None = None) -> list[str]:
-        """The texts of whole recordings, by greedy search over all at once."""
-        search = GreedySearch(self.predictor, self.joint.logprobs, len(lengths))
-        found = search.push(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
-        return [self.config.text([label for _, label in pairs]) for pairs in found]
+    def texts(
+        self, x_TD: Tensor, lengths: Sequence[int], sizes: Segments | None = None, beam: int | None = None
+    ) -> list[str]:
+        """The texts of whole recordings, by greedy or beam search over all at once."""
+        search = self.search(len(lengths), beam)
+        found = search.deltas(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
+        return [self.config.text([*labels, *search.finish(i)]) for i, labels in enumerate(found)]
 
     @torch.inference_mode()
     def align(self, samples: Tensor, text: str, pictures: Tensor | None = None) -> list[WordTime]:

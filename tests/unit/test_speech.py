@@ -104,6 +104,40 @@ def test_deltas_come_before_the_end():
     assert list(listen(model, [])) == []
 
 
+@pytest.mark.parametrize("right", [0, 2])
+def test_a_beam_in_streams_gives_the_text_of_whole_recordings(right):
+    """Streams that share steps, join a slot that was used, and end in the middle of a segment or at its end."""
+    model = talkative(TINY.replace(right=right))
+    inputs = [sound(1.7, 1), sound(0.02, 2), sound(0.32, 3), sound(2.3, 4)]
+    expected = [model.recognise(x, beam=4) for x in inputs]
+    assert sum(map(len, expected)) > 10, "nothing was said, so nothing is compared"
+    assert expected != [model.recognise(x) for x in inputs], "greedy search gives the same, so nothing is tested"
+    listeners = Listeners(model, 2, beam=4)
+    for pair in ((0, 1), (2, 3)):
+        texts = {listeners.open(): i for i in pair}
+        found = dict.fromkeys(texts, "")
+        for part in range(0, 40_000, 900):
+            for stream, i in texts.items():
+                listeners.push(stream, inputs[i][part : part + 900])
+            while new := listeners.step():
+                for stream, text in new.items():
+                    found[stream] += text
+        early = dict(found)
+        for stream in texts:
+            listeners.end(stream)
+            listeners.end(stream)  # a second end adds nothing
+        while new := listeners.step():
+            for stream, text in new.items():
+                found[stream] += text
+        assert {i: found[stream] for stream, i in texts.items()} == {i: expected[i] for i in pair}
+        assert any(early.values()), "no delta came before the end"
+        for stream in texts:
+            listeners.close(stream)
+    assert "".join(listen(model, inputs[0].split(900), beam=4)) == expected[0]
+    with pytest.raises(DataError, match="beam is 0"):
+        Listeners(model, beam=0)
+
+
 MANY = TINY.replace(segments=(2, 7), lookaheads=(0, 3))
 
 
@@ -393,6 +427,10 @@ def test_command_line(spoken, tmp_path, capsys):
     assert heard == SpeechModel.load(tmp_path / "step-1").recognise(load_audio(spoken / one.audio))
     main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "4", "--lookahead", "2"])
     assert capsys.readouterr().out.rstrip("\n") == heard
+    main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--beam", "3"])
+    samples = load_audio(spoken / one.audio)
+    beamed = SpeechModel.load(tmp_path / "step-1").recognise(samples, beam=3)
+    assert capsys.readouterr().out.rstrip("\n") == beamed.rstrip("\n")
     main(["speech", "align", str(tmp_path / "step-1"), str(spoken / one.audio), one.text])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[3] for row in rows] == one.text.split()
@@ -408,6 +446,8 @@ def test_command_line(spoken, tmp_path, capsys):
             ["listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "8"],
             "segments of 4 and lookaheads",
         ),
+        (["listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--beam", "0"], "beam is 0; use at least 1"),
+        (["serve", str(tmp_path / "step-1"), "--beam", "-1"], "beam is -1; use at least 1"),
         (["serve", str(tmp_path / "step-1"), "--lookahead", "1"], "segments of 4 and lookaheads of 2"),
         (["train", "--data", str(spoken), "--run", str(tmp_path / "r"), "--segments", "0"], "segments"),
         (["train", "--data", str(tmp_path), "--run", str(tmp_path / "r")], "no manifest"),
