@@ -358,6 +358,87 @@ def test_hostile_manifests(tmp_path):
         read_manifest(tmp_path, "test")
 
 
+def lrs3(folder, split: str, name: str, text: str, seconds: float = 0.5) -> None:
+    """A film of LRS3's layout: sound and black pictures in MP4."""
+    import av
+
+    path = folder / split / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".txt").write_text(text)
+    with av.open(str(path.with_suffix(".mp4")), "w") as container:
+        video = container.add_stream("mpeg4", rate=25)
+        video.width, video.height, video.pix_fmt = 32, 32, "yuv420p"
+        audio = container.add_stream("aac", rate=16000)
+        for _ in range(round(seconds * 25)):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), "rgb24")))
+        wave = 0.1 * np.sin(np.arange(round(seconds * 16000), dtype=np.float32) / 20)[None]
+        frame = av.AudioFrame.from_ndarray(wave, "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(audio.encode(frame))
+        for stream in (video, audio):
+            container.mux(stream.encode())
+
+
+TIMED = "Text:  IT'S SO\nConf:  4\n\nWORD START END ASDSCORE\nIT'S 0.08 0.20 6.1\nSO 0.20 0.40 5.8\n"
+
+
+def test_the_layout_of_lrs3(tmp_path):
+    pytest.importorskip("av")
+    lrs3(tmp_path, "pretrain", "ann/00001", TIMED)
+    lrs3(tmp_path, "trainval", "bob/00007", "Text:  HELLO THERE\nConf:  2\nRef:  x\n\nFRAME X Y W H\n000 0 0 0 0\n")
+    lrs3(tmp_path, "test", "eve/00002", "Text:  SO\nConf:  5\n\nWORD START END ASDSCORE\nIT 0.0 0.1 1\nIS 0.1 0.2 1\n")
+    recordings = read_manifest(tmp_path)
+    assert [(one.audio, one.text, one.split, one.speaker, one.words) for one in recordings] == [
+        ("pretrain/ann/00001.mp4", "it's so", "train", "ann", ((0.08, 0.2), (0.2, 0.4))),
+        ("trainval/bob/00007.mp4", "hello there", "train", "bob", ()),
+        ("test/eve/00002.mp4", "so", "test", "eve", ()),
+    ]
+    assert [one.text for one in read_manifest(tmp_path, "test")] == ["so"]
+    checkpoint = fit.fit(TINY, tmp_path, tmp_path / "run", SETTINGS._replace(steps=1, batch=2, noise=False))
+    assert SpeechModel.load(checkpoint).config == TINY
+    corpus = fit.Corpus(tmp_path, TINY, "train")
+    assert len(corpus.samples[0]) == pytest.approx(8000, abs=2048)  # AAC adds up to two frames
+    assert int((corpus.letters[1] >= 0).sum()) == 0  # no word times
+    assert int((corpus.letters[0] > 0).sum()) > 20
+    with pytest.raises(DataError, match="mouths are drawn from phonemes"):
+        fit.Corpus(tmp_path, SEEING, "train")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "00001.txt does not exist, but its film does"),
+        ("Conf: 4\n", "0 lines that begin with Text:"),
+        ("Text:\n", "an empty one"),
+        ("Text: A\nText: B\n", "2 lines that begin with Text:"),
+        ("Text: A\n\nWORD START END\nA zero one\n", "line 4: 'A zero one' has no word"),
+        ("Text: A\n\nWORD START END\nA 0.1\n", "line 4: 'A 0.1' has no word"),
+        ("Text: A\n\nWORD START END\nA 0.3 0.1\n", r"line 4: a word from 0\.3 s to 0\.1 s"),
+        ("Text: A\n\nWORD START END\nA nan 1\n", "line 4: a word from nan s"),
+    ],
+)
+def test_hostile_texts_of_lrs3(tmp_path, text, problem):
+    film = tmp_path / "pretrain" / "ann" / "00001.mp4"
+    film.parent.mkdir(parents=True)
+    film.write_bytes(b"")
+    if text is not None:
+        film.with_suffix(".txt").write_text(text)
+    with pytest.raises(DataError, match=problem):
+        read_manifest(tmp_path)
+
+
+def test_folders_without_films_and_letters_that_are_unknown(tmp_path):
+    (tmp_path / "trainval").mkdir()
+    with pytest.raises(DataError, match="no recordings; add some"):
+        read_manifest(tmp_path)
+    film = tmp_path / "trainval" / "ann" / "00001.mp4"
+    film.parent.mkdir()
+    film.write_bytes(b"no film")
+    film.with_suffix(".txt").write_text("Text: IN 1990\n")
+    with pytest.raises(DataError, match="'in 1990' has '0', and the recogniser's letters are"):
+        fit.Corpus(tmp_path, TINY, "train")
+
+
 SETTINGS = fit.FitSettings(steps=6, batch=3, warmup=2, save_every=3, clean=2)
 
 
