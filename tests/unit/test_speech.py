@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,16 +10,19 @@ import torch
 
 from colonnade.checkpoint.atomic_folder import list_steps
 from colonnade.cli import main
+from colonnade.config import Plan
 from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
-from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError, Interrupted
-from colonnade.parallel.axis import SOLO
+from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError, Interrupted, PlanError
+from colonnade.parallel.axis import SOLO, Axes, Axis
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech import features, fit, mix, mouth
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
 from colonnade.speech.listen import MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
 from colonnade.train.training_state import RunLock
-from tests.worlds import assert_same
+from tests.worlds import assert_same, run
 
 TINY = SpeechConfig(layers=2, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, memory=1, segment=4, left=6)
 SEEING = TINY.replace(picture=16)
@@ -590,6 +594,63 @@ def test_damaged_checkpoints(tmp_path):
     (folder / "speech.json").write_text(text)
     with pytest.raises(CheckpointError, match="do not match"):
         SpeechModel.load(folder)
+
+
+def _recogniser_on_ranks(world: int, folder: str) -> None:
+    """A saved recogniser over tp gives the loss, gradients, streams and texts of one process."""
+    path = Path(folder)
+    with DistributedContext.build(Plan(tp=world)) as context:
+        model = SpeechModel.load(path, context.axes, torch.float64)
+        whole = SpeechModel.load(path, dtype=torch.float64)
+        again = SpeechModel(model.config, 5, torch.float64, context.axes)
+        seeded = SpeechModel(model.config, 5, torch.float64)
+        x, labels = model.frames(model.features(sound(1.2, 3))).detach(), [[1, 2, 2, 28], [7]]
+        lengths = [len(x) - 11, 11]
+        for own, reference in ((model, whole), (again, seeded)):
+            found, expected = own.loss(x, lengths, labels), reference.loss(x, lengths, labels)
+            found.backward()
+            expected.backward()
+            assert_same(found, expected)
+            layout, theirs = placements(own), dict(reference.named_parameters())
+            for name, p in own.named_parameters():
+                theirs_grad = theirs[name].grad
+                assert (p.grad is None) == (theirs_grad is None), name
+                if theirs_grad is not None:
+                    assert_same(p.grad, local_part(theirs_grad, layout.get(name, WHOLE), context.axes))
+        for own in (model, whole):
+            own.requires_grad_(False)
+        samples = sound(2.0, 5)
+        for beam in (None, 3):
+            text = whole.recognise(samples, beam=beam)
+            assert len(text) > 5, "nothing was said, so nothing is compared"
+            assert model.recognise(samples, beam=beam) == text
+            assert "".join(listen(model, samples.split(900), beam=beam)) == text
+        if world > 1:
+            with pytest.raises(PlanError, match=f"over tp={world} cannot be saved"):
+                model.save(path / "other")
+
+
+@pytest.mark.xdist_group("worlds")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_saved_recogniser_over_tp(world, tmp_path):
+    config = TINY.replace(width=24, heads=6, right=2)
+    model = talkative(config)
+    model.to(torch.float32).save(tmp_path / "step-1")
+    run(world, _recogniser_on_ranks, world, str(tmp_path / "step-1"))
+
+
+def test_verbs_of_language_models_name_those_of_recognisers(tmp_path, capsys):
+    SpeechModel(TINY).save(tmp_path / "run" / "step-1")
+    for place in ("run", "run/step-1"):
+        for words in (["convert", str(tmp_path / place), str(tmp_path / "out")], ["verify", str(tmp_path / place)]):
+            with pytest.raises(SystemExit):
+                main(words)
+            printed = " ".join(capsys.readouterr().err.split())
+            assert "is a speech recogniser" in printed
+            assert "colonnade speech listen, serve or align" in printed
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(PlanError, match="2 heads do not divide over tp=3"):
+        SpeechModel(TINY, axes=Axes(tp=Axis("tp", 3, 0)))
 
 
 def test_presets_and_what_configs_refuse():
