@@ -35,6 +35,8 @@ from speech import STREAMED, label_axes, speak, streams, timed
 WHOLE = 128
 """S of a whole sentence."""
 SEGMENTS, LOOKAHEADS = (4, 8, 16, 32, WHOLE), (0, 2, 4)
+MARKERS = {4: "o", 8: "s", 16: "^", 32: "D"}
+"""Of the lengths of segments, in the plot."""
 NOISY = 5.0
 """Babble [dB]."""
 PICTURE = ROOT / "docs" / "assets" / "speech_delay.png"
@@ -86,15 +88,17 @@ def draw(path: Path, rows: list[dict[str, Cell]]) -> None:
             ]
             x = [float(cast("float", row["word_delay_p90_s"])) for row in own]
             y = [100 * float(cast("float", row[column])) for row in own]
-            axes.plot(x, y, "o-", color=colour, label=f"look-ahead {lookahead * 40} ms")
-            for row, *place in zip(own, x, y, strict=True):
-                axes.annotate(f"S {row['segment']}", place, (4, 4), textcoords="offset points", fontsize=8)
+            axes.plot(x, y, "-", color=colour, label=f"look-ahead {lookahead * 40} ms")
+            for row, *place in zip(own, x, y, strict=True):  # labels at the points would overlap: markers instead
+                axes.plot(*place, MARKERS[cast("int", row["segment"])], color=colour, markersize=7)
         for row in rows:
             if row["what"] == "whole sentences":
                 level = 100 * float(cast("float", row[column]))
                 axes.axhline(level, color="#555b63", linestyle="--", linewidth=1, label="whole sentences")
         label_axes(axes, title, "delay of words, 90th percentile [s]")
-    figure.axes[0].legend(frameon=False)
+    for segment, marker in MARKERS.items():
+        figure.axes[0].plot([], [], marker, color="#555b63", label=f"segments of {segment * 40} ms")
+    figure.axes[0].legend(frameon=False, ncols=2, fontsize=9, loc="lower left")
     figure.savefig(path, dpi=150)
     print(path)
 

@@ -31,6 +31,7 @@ from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.front_end import Frames
 from colonnade.speech.listen import Listeners
 from colonnade.speech.model import SpeechModel
+from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
 from colonnade.speech.video import decode_jpeg, decode_rgb
 from harness.paired_timing import turns
@@ -57,6 +58,7 @@ def listeners_of(model: SpeechModel, streams: int = 1) -> Listeners:
         found_RV[:, 0] = torch.where(emits_R, -torch.inf, torch.inf)
         return found_RV
 
+    assert isinstance(listeners.search, GreedySearch)
     listeners.search.logprobs = logprobs
     return listeners
 

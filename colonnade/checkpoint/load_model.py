@@ -166,6 +166,12 @@ def with_adapter(opened: OpenedModel, location: str | Path) -> OpenedModel:
     )
 
 
+def _recogniser(location: Path) -> Path | None:
+    """The checkpoint of ``colonnade speech train`` at ``location``, or the newest one of a run."""
+    steps = [location, *(folder for _, folder in atomic_folder.list_steps(location))]
+    return next((folder for folder in steps if (folder / "speech.json").is_file()), None)
+
+
 def locate(path: str | Path, *, weights: bool = True) -> Path:
     """Resolves ``path`` to a folder or file: itself, a run's newest checkpoint, a package's file, or a download.
 
@@ -184,6 +190,11 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
             )
         if _is_model(location):
             return location
+        if recogniser := _recogniser(location):
+            raise CheckpointError(
+                f"{recogniser} is a speech recogniser, not a language model, and has one format only; use it with "
+                "colonnade speech listen, serve or align, or in Python colonnade.speech.model.SpeechModel.load"
+            )
         newest = native.newest(location)
         if newest is None:
             for _, damaged in atomic_folder.list_steps(location)[:1]:

@@ -108,6 +108,7 @@ def listen(
     segment: int | None = None,
     lookahead: int | None = None,
     crop: Literal["mouth", "face", "none"] | None = None,
+    beam: int | None = None,
 ) -> None:
     """Recognise a recording as a stream, and print text as soon as it is recognised.
 
@@ -120,6 +121,7 @@ def listen(
         lookahead: Length of audio after a segment that is waited for, among those trained [frames of 40 ms].
         crop: Use the pictures of a film, too: mouth or face finds the face and cuts out this part, none uses the whole
             picture. The face detector needs pip install --no-deps facenet-pytorch==2.6.0.
+        beam: Number of hypotheses of a beam search, such as 10; text appears when all agree. By default greedy search.
     """
     from colonnade.speech.audio import load_audio
     from colonnade.speech.listen import listen as texts
@@ -131,7 +133,9 @@ def listen(
     model, samples = SpeechModel.load(recogniser), load_audio(file)
     chunks = samples.split(16 * chunk_ms)
     found = (
-        listen_film(model, file, chunks, crop, segment, lookahead) if crop else texts(model, chunks, segment, lookahead)
+        listen_film(model, file, chunks, crop, segment, lookahead, beam)
+        if crop
+        else texts(model, chunks, segment, lookahead, beam)
     )
     for delta in found:
         sys.stdout.write(delta)
@@ -150,6 +154,7 @@ def serve(
     origins: tuple[str, ...] = (),
     segment: int | None = None,
     lookahead: int | None = None,
+    beam: int | None = None,
 ) -> None:
     """Serve OpenAI's realtime transcription over WebSockets until Ctrl-C.
 
@@ -166,6 +171,7 @@ def serve(
         segment: Length of the segments that are recognised at once, among those trained [frames of 40 ms]; by default
             the preset's. A client may choose another.
         lookahead: Length of audio after a segment that is waited for, among those trained [frames of 40 ms].
+        beam: Number of hypotheses of a beam search, such as 10; text appears when all agree. By default greedy search.
     """
     import os
 
@@ -186,6 +192,7 @@ def serve(
         partial(console.print, soft_wrap=True),
         segment,
         lookahead,
+        beam,
     )
 
 

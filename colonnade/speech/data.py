@@ -5,9 +5,21 @@
 
 ``audio`` is relative to the folder. ``phonemes`` (optional) are used to draw mouths; ``words`` (optional), the start
 and end of each word [s], are the reference for alignments.
+
+A folder without a manifest may have LRS3's layout (Afouras et al., arXiv 1809.00496): films and texts, a folder a
+speaker, ``pretrain`` and ``trainval`` to train on, ``test``:
+
+    trainval/SPEAKER/00001.mp4
+    trainval/SPEAKER/00001.txt      Text:  HELLO THERE
+                                    Conf:  4
+
+                                    WORD START END ASDSCORE
+                                    HELLO 0.12 0.40 6.1
+                                    THERE 0.40 0.71 5.8
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -22,6 +34,7 @@ from colonnade.speech.pcm import write_audio
 from colonnade.speech.synth import Phoneme
 
 MANIFEST = "manifest.jsonl"
+LRS3_SPLITS: dict[str, Literal["train", "test"]] = {"pretrain": "train", "trainval": "train", "test": "test"}
 
 
 class Recording(BaseModel):
@@ -43,10 +56,18 @@ class Recording(BaseModel):
 
 
 def read_manifest(folder: Path, split: str | None = None) -> list[Recording]:
-    """The recordings of ``folder``; raises DataError with the line of the first that is invalid."""
+    """The recordings of ``folder``; raises DataError with the line of the first that is invalid.
+
+    Without a manifest, the folder may have LRS3's layout.
+    """
     path = folder / MANIFEST
     if not path.is_file():
-        raise DataError(f"{folder} has no {MANIFEST}; make one with: colonnade speech data --out {folder}")
+        if any((folder / name).is_dir() for name in LRS3_SPLITS):
+            return _chosen(folder, read_lrs3(folder), split)
+        raise DataError(
+            f"{folder} has no {MANIFEST}, and no {', '.join(LRS3_SPLITS)} of LRS3; make one with: colonnade speech "
+            f"data --out {folder}"
+        )
     recordings: list[Recording] = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():
@@ -59,10 +80,53 @@ def read_manifest(folder: Path, split: str | None = None) -> list[Recording]:
         if name.is_absolute() or ".." in name.parts:
             raise DataError(f"{path}, line {number}: {recording.audio!r} is outside of the folder; move it there")
         recordings.append(recording)
+    return _chosen(path, recordings, split)
+
+
+def _chosen(path: Path, recordings: list[Recording], split: str | None) -> list[Recording]:
     chosen = [one for one in recordings if split in (None, one.split)]
     if not chosen:
         raise DataError(f"{path} has no recordings{f' of the split {split}' if split else ''}; add some")
     return chosen
+
+
+def read_lrs3(folder: Path) -> list[Recording]:
+    """The films of a folder in LRS3's layout, with their texts in lower case, ordered by name.
+
+    Word times are those of the text's table, if it has one row for each word. Raises DataError for a film without a
+    text, or a text that cannot be read, with its name.
+    """
+    recordings: list[Recording] = []
+    for name, split in LRS3_SPLITS.items():
+        for film in sorted((folder / name).glob("*/*.mp4")):
+            text, words = _read_lrs3_text(film.with_suffix(".txt"))
+            audio = film.relative_to(folder).as_posix()
+            recordings.append(Recording(audio=audio, text=text, split=split, speaker=film.parent.name, words=words))
+    return recordings
+
+
+def _read_lrs3_text(path: Path) -> tuple[str, tuple[tuple[float, float], ...]]:
+    """The text and the word times of one file."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist, but its film does; restore it or remove the film")
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    texts = [line.removeprefix("Text:").split() for line in lines if line.startswith("Text:")]
+    if len(texts) != 1 or not texts[0]:
+        raise DataError(f"{path} has {len(texts)} lines that begin with Text:, or an empty one; give one with words")
+    words: list[tuple[float, float]] = []
+    header = next((i for i, line in enumerate(lines) if line.split()[:3] == ["WORD", "START", "END"]), len(lines))
+    for number, line in enumerate(lines[header + 1 :], header + 2):
+        if not line:
+            break
+        try:
+            _, start, end = line.split()[:3]
+            bounds = float(start), float(end)
+        except ValueError:
+            raise DataError(f"{path}, line {number}: {line[:60]!r} has no word, start and end; mend it") from None
+        if not 0 <= bounds[0] <= bounds[1] < math.inf:
+            raise DataError(f"{path}, line {number}: a word from {bounds[0]} s to {bounds[1]} s; mend the times")
+        words.append(bounds)
+    return " ".join(texts[0]).lower(), tuple(words) if len(words) == len(texts[0]) else ()
 
 
 def load_samples(folder: Path, recording: Recording) -> np.ndarray:

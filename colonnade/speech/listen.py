@@ -12,7 +12,6 @@ from colonnade.speech.face import FaceTracker, face_detector
 from colonnade.speech.features import RATE, Features, FrameStream, check_samples
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.model import SpeechModel
-from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
 from colonnade.speech.video import HOLD, PictureClock, film_pictures, scaled
 
@@ -49,17 +48,20 @@ class _Stream:
 
 
 class Listeners:
-    """At most ``streams`` streams at once, in constant memory.
+    """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses a stream.
 
-    Greedy labels are final, so each delta is. A picture belongs to the frame of its number. Once a stream has pictures,
-    audio waits up to LAG frames for them; a frame whose picture arrives later or never is recognised from audio alone.
+    Deltas are final: greedy labels at once, those of a beam when all hypotheses agree, and the rest at the end. A
+    picture belongs to the frame of its number. Once a stream has pictures, audio waits up to LAG frames for them; a
+    frame whose picture arrives later or never is recognised from audio alone.
     """
 
-    def __init__(self, model: SpeechModel, streams: int = 1):
+    def __init__(self, model: SpeechModel, streams: int = 1, beam: int | None = None):
         self.model = model
         self.pool = StreamPool(model.encoder, model.all_sizes[-1], streams)
-        self.search = GreedySearch(model.predictor, model.joint.logprobs, streams)
+        self.search = model.search(streams, beam)
         self.streams: dict[int, _Stream] = {}
+        self.unfinished: set[int] = set()
+        """Streams that have ended and have not been given the last labels of their search."""
 
     @torch.inference_mode()
     def open(self, segment: int | None = None, lookahead: int | None = None) -> int:
@@ -99,23 +101,30 @@ class Listeners:
     def end(self, stream: int) -> None:
         """Marks the end of the stream; :meth:`step` returns the rest."""
         self._frames(stream, self._stream(stream).sound.end(), ended=True)
+        if stream not in self.pool.ended:
+            self.unfinished.add(stream)
         self.pool.end(stream)
 
     def close(self, stream: int) -> None:
         """Close a stream and drop its waiting input."""
         self.pool.close(stream)
+        self.unfinished.discard(stream)
         del self.streams[stream]
 
     @torch.inference_mode()
     def step(self) -> dict[int, str]:
         """Run one segment of every stream that has a complete one; returns the new text of each, which may be empty."""
-        encoded = self.pool.step()
-        if not encoded:
-            return {}
-        none = self.model.out.weight.new_empty(0, self.model.config.joint_width)
-        frames = [self.model.out(encoded[r]) if r in encoded else none for r in range(self.pool.cache.streams)]
-        found = self.search.push(frames)
-        return {stream: self.model.config.text([label for _, label in found[stream]]) for stream in encoded}
+        encoded, found = self.pool.step(), dict[int, list[int]]()
+        if encoded:
+            none = self.model.out.weight.new_empty(0, self.model.config.joint_width)
+            frames = [self.model.out(encoded[r]) if r in encoded else none for r in range(self.pool.cache.streams)]
+            deltas = self.search.deltas(frames)
+            found = {stream: deltas[stream] for stream in encoded}
+        for stream in [stream for stream in self.unfinished if not len(self.pool.waiting[stream])]:
+            self.unfinished.remove(stream)
+            if rest := self.search.finish(stream):
+                found[stream] = [*found.get(stream, ()), *rest]
+        return {stream: self.model.config.text(labels) for stream, labels in found.items()}
 
     def _stream(self, stream: int) -> _Stream:
         if stream not in self.streams:
@@ -160,13 +169,17 @@ class Listeners:
 
 
 def listen(
-    model: SpeechModel, chunks: Iterable[Tensor], segment: int | None = None, lookahead: int | None = None
+    model: SpeechModel,
+    chunks: Iterable[Tensor],
+    segment: int | None = None,
+    lookahead: int | None = None,
+    beam: int | None = None,
 ) -> Iterator[str]:
     """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them.
 
-    ``segment`` and ``lookahead`` are as in :meth:`Listeners.open`.
+    ``segment`` and ``lookahead`` are as in :meth:`Listeners.open`, ``beam`` as in :class:`Listeners`.
     """
-    listeners = Listeners(model)
+    listeners = Listeners(model, beam=beam)
     stream = listeners.open(segment, lookahead)
     for samples in chunks:
         listeners.push(stream, samples)
@@ -182,6 +195,7 @@ def listen_film(
     crop: str,
     segment: int | None = None,
     lookahead: int | None = None,
+    beam: int | None = None,
 ) -> Iterator[str]:
     """As :func:`listen`, of the sound of a film in ``chunks`` and its pictures.
 
@@ -192,7 +206,7 @@ def listen_film(
     if not size:
         raise DataError("this recogniser has no pictures; leave out the crop, or use one that was trained with mouths")
     tracker = None if crop == "none" else FaceTracker(face_detector(), size, crop)
-    listeners, clock, samples_s = Listeners(model), PictureClock(), 0.0
+    listeners, clock, samples_s = Listeners(model, beam=beam), PictureClock(), 0.0
     stream = listeners.open(segment, lookahead)
     pictures = film_pictures(film)
     following = next(pictures, None)

@@ -28,26 +28,33 @@ from colonnade.checkpoint.atomic_folder import (
     write_tensors,
 )
 from colonnade.config.speech import SpeechConfig
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 from colonnade.kernels import ctc
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
 from colonnade.model.transducer_loss import Joint
+from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech.features import Features, FrameStream
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
-from colonnade.speech.search import GreedySearch
+from colonnade.speech.search import BeamSearch, GreedySearch, Search
 from colonnade.speech.word_times import PARTS, UNKNOWN, WordTime, word_times
 
 LETTER_WEIGHT = 0.5
 
 
 class SpeechModel(nn.Module):
-    """Parameters are drawn from ``seed``."""
+    """Parameters are drawn from ``seed``, the same for every number of tp ranks.
 
-    def __init__(self, config: SpeechConfig, seed: int = 0, dtype: torch.dtype = torch.float32):
+    The encoder's heads and hidden units and the joint network's labels are sharded over tp; all else is replicated.
+    """
+
+    def __init__(self, config: SpeechConfig, seed: int = 0, dtype: torch.dtype = torch.float32, axes: Axes = SOLO_AXES):
         super().__init__()
-        self.config = config
+        if config.heads % axes.tp.size:
+            raise PlanError(f"{config.heads} heads do not divide over tp={axes.tp.size}; use a divisor of the heads")
+        self.config, self.axes = config, axes
         self.sizes = Segments(config.segment, config.left, config.right, config.memory)
         pairs = product(config.trained_segments, config.trained_lookaheads)
         self.all_sizes = [Segments(S, config.left, R, config.memory) for S, R in pairs]
@@ -56,13 +63,15 @@ class SpeechModel(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.front_end = FrontEnd(config)
-            self.encoder = SegmentEncoder(config.encoder)
+            self.encoder = SegmentEncoder(config.encoder, axes)
             self.out, self.letters = nn.Linear(D, J), nn.Linear(D, PARTS * V)
             lstm = config.predictor == "lstm"
             P = config.predictor_width or J
             self.predictor = LstmPredictor(P, V, J, config.predictor_layers) if lstm else StatelessPredictor(P, V, J)
-            self.joint = Joint(J, V)
-            nn.init.normal_(self.joint.weight, std=J**-0.5)
+            self.joint = Joint(J, V, tp=axes.tp)
+            whole_VJ = torch.empty(V, J).normal_(std=J**-0.5)
+            with torch.no_grad():
+                self.joint.weight.copy_(local_part(whole_VJ, self.joint.layout["weight"], axes))
         self.encoder.initialise(seed)
         self.to(dtype)
         self.sound = Features(config, dtype)
@@ -137,20 +146,34 @@ class SpeechModel(nn.Module):
             side = side + F.ctc_loss(padded, targets, T_B, U_B, reduction="sum", zero_infinity=True)
         return (transducer + LETTER_WEIGHT * side) / max(1, sum(map(len, labels)))
 
+    def search(self, streams: int, beam: int | None = None) -> Search:
+        """A search over ``streams`` streams: greedy, or with ``beam`` hypotheses of each."""
+        if beam is None:
+            return GreedySearch(self.predictor, self.joint.logprobs, streams)
+        return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam)
+
     @torch.inference_mode()
-    def recognise(self, samples: Tensor, pictures: Tensor | None = None, sizes: Segments | None = None) -> str:
-        """The text of a whole recording, by greedy search; equal to what streams of the same sizes give."""
+    def recognise(
+        self,
+        samples: Tensor,
+        pictures: Tensor | None = None,
+        sizes: Segments | None = None,
+        beam: int | None = None,
+    ) -> str:
+        """The text of a whole recording, by greedy or beam search; equal to what streams of the same sizes give."""
         sound_TA = self.features(samples)
         if not len(sound_TA):
             return ""
-        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)], sizes)[0]
+        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)], sizes, beam)[0]
 
     @torch.inference_mode()
-    def texts(self, x_TD: Tensor, lengths: Sequence[int], sizes: Segments | None = None) -> list[str]:
-        """The texts of whole recordings, by greedy search over all at once."""
-        search = GreedySearch(self.predictor, self.joint.logprobs, len(lengths))
-        found = search.push(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
-        return [self.config.text([label for _, label in pairs]) for pairs in found]
+    def texts(
+        self, x_TD: Tensor, lengths: Sequence[int], sizes: Segments | None = None, beam: int | None = None
+    ) -> list[str]:
+        """The texts of whole recordings, by greedy or beam search over all at once."""
+        search = self.search(len(lengths), beam)
+        found = search.deltas(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
+        return [self.config.text([*labels, *search.finish(i)]) for i, labels in enumerate(found)]
 
     @torch.inference_mode()
     def align(self, samples: Tensor, text: str, pictures: Tensor | None = None) -> list[WordTime]:
@@ -165,7 +188,9 @@ class SpeechModel(nn.Module):
     def save(
         self, folder: Path, overwrite: bool = False, state: dict[str, Tensor] | None = None, step: int = 0
     ) -> None:
-        """Write a checkpoint atomically; ``state`` is the optimizer's."""
+        """Write a checkpoint atomically; ``state`` is the optimizer's. Raises PlanError for a shard of a model."""
+        if self.axes.tp.size > 1:
+            raise PlanError(f"a recogniser over tp={self.axes.tp.size} cannot be saved; save it from one process")
         create_partial(folder, overwrite)
         partial = partial_path(folder)
         write_json(partial / "speech.json", {"config": self.config.model_dump(), "step": step})
@@ -175,20 +200,23 @@ class SpeechModel(nn.Module):
         commit(folder, {})
 
     @staticmethod
-    def load(folder: Path) -> "SpeechModel":
-        """Read a checkpoint; raises CheckpointError for an incomplete or foreign one."""
+    def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float32) -> "SpeechModel":
+        """Read a checkpoint, this rank's share of it; raises CheckpointError for an incomplete or foreign one."""
         Manifest.read(folder).check_sizes(folder)
         if not (folder / "speech.json").is_file():
             raise CheckpointError(f"{folder} is not a speech recogniser; give a folder that speech train wrote")
-        model = SpeechModel(SpeechConfig(**read_json(folder / "speech.json").get("config", {})))
+        model = SpeechModel(SpeechConfig(**read_json(folder / "speech.json").get("config", {})), 0, dtype, axes)
         try:
             tensors = load_file(folder / "model.safetensors")
         except SafetensorError as why:
             raise CheckpointError(f"{folder}: the weights cannot be read: {why}; use another checkpoint") from None
-        expected = {name: x.shape for name, x in model.state_dict().items()}
-        if expected != {name: x.shape for name, x in tensors.items()}:
+        shapes = {name: x.shape for name, x in tensors.items()}
+        whole = model if axes.tp.size == 1 else SpeechModel(model.config)
+        if shapes != {name: x.shape for name, x in whole.state_dict().items()}:
             raise CheckpointError(
                 f"{folder}: the weights do not match speech.json; restore it or use another checkpoint"
             )
+        layout = placements(model)
+        tensors = {name: local_part(x, layout.get(name, WHOLE), axes) for name, x in tensors.items()}
         model.load_state_dict(tensors)
         return model.eval()

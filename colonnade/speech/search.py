@@ -1,14 +1,16 @@
 """Greedy and time-synchronous beam search over a transducer's labels, batched over streams.
 
 Both keep state between calls, so a stream may arrive in segments of any length: the final result does not depend on
-where the segments were cut. At each frame a hypothesis emits labels until it emits the blank, which moves it to the
-next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels are merged: their probabilities are
-summed.
+where the segments were cut. ``deltas`` returns labels that are final: greedy ones at once, a beam's when all
+hypotheses agree; ``finish`` returns the rest of a stream that has ended. At each frame a hypothesis emits labels until
+it emits the blank, which moves it to the next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels
+are merged: their probabilities are summed.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +20,25 @@ from colonnade.speech.predictor import Predictor, States
 
 LogProbs = Callable[[Tensor, Tensor], Tensor]
 """(e_RD, p_RD) to log-probabilities (R, V): :meth:`colonnade.model.transducer_loss.Joint.logprobs`."""
+
+MOST_OPEN = 100
+"""Maximum number of labels on which the hypotheses of a stream may disagree; then the best one decides the first."""
+
+
+class Search(Protocol):
+    """A search over streams that begin and end at any time."""
+
+    def reset(self, stream: int) -> None:
+        """Begin a new stream in this slot."""
+        ...
+
+    def deltas(self, frames: Sequence[Tensor]) -> list[list[int]]:
+        """The labels of each stream that its new frames (t, D) make final; t may be 0."""
+        ...
+
+    def finish(self, stream: int) -> list[int]:
+        """The labels after all deltas of a stream that has ended."""
+        ...
 
 
 class GreedySearch:
@@ -59,24 +80,33 @@ class GreedySearch:
         self.frames = [n + len(own) for n, own in zip(self.frames, frames, strict=True)]
         return found
 
+    def deltas(self, frames: Sequence[Tensor]) -> list[list[int]]:
+        """All new labels of each stream: they are final."""
+        return [[label for _, label in pairs] for pairs in self.push(frames)]
+
+    def finish(self, stream: int) -> list[int]:
+        """Nothing: all labels have been returned."""
+        return []
+
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Labels, their log-probability over all alignments so far, and the predictor's state after them."""
+    """Labels that are not final, the log-probability of all its labels over all alignments so far, and the
+    predictor's state after them.
+    """
 
     labels: tuple[int, ...]
     score: float
     output_D: Tensor
     states: tuple[Tensor, ...]
 
-    @property
-    def normalised(self) -> float:
-        """score / (labels + 1): a mean log-probability, so that short texts are not preferred."""
-        return self.score / (len(self.labels) + 1)
-
 
 class BeamSearch:
-    """The ``beam`` most probable hypotheses of each stream."""
+    """The ``beam`` most probable hypotheses of each stream.
+
+    After each frame, the labels that all hypotheses begin with are taken off them. If more than MOST_OPEN labels
+    remain, hypotheses whose first label is not that of the best one are dropped. So a stream's memory is constant.
+    """
 
     def __init__(
         self,
@@ -91,9 +121,21 @@ class BeamSearch:
             raise DataError(f"beam is {beam}; use at least 1")
         self.predictor, self.logprobs, self.blank = predictor, logprobs, blank
         self.beam, self.max_labels = beam, max_labels
-        first_R = torch.full((streams,), blank, device=_device(predictor, streams))
-        output_RD, states = predictor.step(first_R, predictor.start(streams))
-        self.hypotheses = [[Hypothesis((), 0.0, output_RD[r], tuple(x[r] for x in states))] for r in range(streams)]
+        self.hypotheses: list[list[Hypothesis]] = [[] for _ in range(streams)]
+        self.committed = [0] * streams
+        """Number of labels of each stream that are final."""
+        self.final: list[list[int]] = [[] for _ in range(streams)]
+        """Final labels that :meth:`deltas` has not returned."""
+        for stream in range(streams):
+            self.reset(stream)
+
+    @torch.inference_mode()
+    def reset(self, stream: int) -> None:
+        """Begin a new stream in this slot."""
+        label_R = torch.full((1,), self.blank, device=_device(self.predictor, 1))
+        output_RD, states = self.predictor.step(label_R, self.predictor.start(1))
+        self.hypotheses[stream] = [Hypothesis((), 0.0, output_RD[0], tuple(x[0] for x in states))]
+        self.committed[stream], self.final[stream] = 0, []
 
     @torch.inference_mode()
     def push(self, frames: Sequence[Tensor]) -> None:
@@ -104,8 +146,31 @@ class BeamSearch:
             self._frame({r: own[t] for r, own in enumerate(frames) if t < len(own)})
 
     def best(self, stream: int) -> list[Hypothesis]:
-        """The stream's hypotheses by normalised score, best first."""
-        return sorted(self.hypotheses[stream], key=lambda h: -h.normalised)
+        """The stream's hypotheses by score / (labels + 1), best first: short texts are not preferred."""
+        before = self.committed[stream] + 1
+        return sorted(self.hypotheses[stream], key=lambda h: -h.score / (before + len(h.labels)))
+
+    def deltas(self, frames: Sequence[Tensor]) -> list[list[int]]:
+        """The labels of each stream on which all its hypotheses agree since the last delta."""
+        self.push(frames)
+        found, self.final = self.final, [[] for _ in frames]
+        return found
+
+    def finish(self, stream: int) -> list[int]:
+        """The rest of the best hypothesis."""
+        return list(self.best(stream)[0].labels)
+
+    def _commit(self, stream: int) -> None:
+        """Take final labels off the hypotheses."""
+        while True:
+            labels, own = self.stable(stream), self.hypotheses[stream]
+            own = self.hypotheses[stream] = [replace(h, labels=h.labels[len(labels) :]) for h in own]
+            self.committed[stream] += len(labels)
+            self.final[stream] += labels
+            if max(len(h.labels) for h in own) <= MOST_OPEN:
+                return
+            first = self.best(stream)[0].labels[:1]
+            self.hypotheses[stream] = [h for h in own if h.labels[:1] == first]
 
     def stable(self, stream: int) -> tuple[int, ...]:
         """The labels that all hypotheses of a stream begin with: later frames cannot change them."""
@@ -132,6 +197,7 @@ class BeamSearch:
             live = self._extend(rows, logprobs_RV)
         for r, own in ended.items():
             self.hypotheses[r] = sorted(own.values(), key=lambda h: -h.score)[: self.beam]
+            self._commit(r)
 
     def _extend(self, rows: list[tuple[int, Hypothesis]], logprobs_RV: Tensor) -> dict[int, list[Hypothesis]]:
         """The best hypotheses of each stream with one more label, from a single predictor step."""

@@ -73,8 +73,9 @@ class SpeechServer:
         stall_s: float = STALL_S,
         segment: int | None = None,
         lookahead: int | None = None,
+        beam: int | None = None,
     ):
-        self.engine = StreamEngine(model, streams, model.choose(segment, lookahead))
+        self.engine = StreamEngine(model, streams, model.choose(segment, lookahead), beam)
         self.name, self.keys = name, keys
         self.origins, self.idle_s, self.stall_s = origins, idle_s, stall_s
         self.draining = False
@@ -271,6 +272,7 @@ def serve(
     announce: Callable[[str], object],
     segment: int | None = None,
     lookahead: int | None = None,
+    beam: int | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain. Raises ConfigError if the port cannot be bound or the sizes were not
     trained, Interrupted for a second signal.
@@ -282,7 +284,7 @@ def serve(
     with listen(config) as listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
         server = SpeechServer(
             model, name, streams, keys, origins=config.origins, metrics_prefix=config.metrics_prefix,
-            segment=segment, lookahead=lookahead,
+            segment=segment, lookahead=lookahead, beam=beam,
         )  # fmt: skip
         runner.run(_serve(server, config, listener, announce))
 

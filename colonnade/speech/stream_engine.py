@@ -46,11 +46,14 @@ class _Call(NamedTuple):
 
 
 class StreamEngine:
-    """At most ``streams`` streams through one recogniser; ``sizes`` are those of a stream that chooses none."""
+    """At most ``streams`` streams through one recogniser; ``sizes`` are those of a stream that chooses none.
 
-    def __init__(self, model: SpeechModel, streams: int, sizes: Segments | None = None):
+    ``beam`` is the number of hypotheses of each stream; None: greedy search.
+    """
+
+    def __init__(self, model: SpeechModel, streams: int, sizes: Segments | None = None, beam: int | None = None):
         self.sizes = sizes or model.sizes
-        self.listeners, self.streams = Listeners(model, streams), streams
+        self.listeners, self.streams = Listeners(model, streams, beam), streams
         self.busy_s = 0.0
         """Time spent computing."""
         self.failure: BaseException | None = None

@@ -1,11 +1,16 @@
 """Synthesises sentences with espeak-ng, with phoneme times: training data with known alignment.
 
 Sentences have GRID's form (command, colour, preposition, letter, digit, adverb; Cooke et al., 2006): 51 words. Voices
-are accents × variants of espeak-ng. The library is called through ctypes; it has one global state per process.
+are accents × variants of espeak-ng, which is called through ctypes. The library has one global state per loaded file,
+so this module loads a private copy of it and runs one call at a time: other users of espeakng-loader in the process
+can neither terminate nor change it.
 """
 
 import ctypes
 import functools
+import shutil
+import tempfile
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,14 +60,21 @@ class _Event(ctypes.Structure):
     )  # fmt: skip
 
 
+_lock = threading.Lock()
+"""Held during a call: the library's voice, parameters and callback are global."""
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event))
 
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL, int]:
-    """espeak-ng, initialised, and its rate [Hz]."""
+    """A private copy of espeak-ng, initialised, and its rate [Hz].
+
+    Loading the same file twice gives one library with one state: if anybody else calls espeak_Terminate, every later
+    espeak_Synth fails. A copy is another library; its file is needed only while it is loaded.
+    """
     loader = require("espeakng_loader", "speech-data")
-    library = ctypes.CDLL(loader.get_library_path())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        library = ctypes.CDLL(shutil.copy(loader.get_library_path(), folder))
     synchronous, phoneme_events, no_exit = 2, 1, 0x8000
     rate = library["espeak_Initialize"](synchronous, 0, str(loader.get_data_path()).encode(), phoneme_events | no_exit)
     if rate <= 0:
@@ -74,7 +86,6 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
     """``text`` in a voice of :data:`VOICES`; ``speed`` in words a minute, ``pitch`` 0 to 99."""
     if "\0" in text:
         raise DataError("text with a null character; remove it")
-    library, rate = _library()
     parts: list[np.ndarray] = []
     phonemes: list[Phoneme] = []
     starts: list[float] = []
@@ -93,15 +104,20 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
         return 0
 
     callback = _Callback(receive)
-    library["espeak_SetSynthCallback"](callback)
-    if library["espeak_SetVoiceByName"](voice.encode()):
-        raise DataError(f"espeak-ng has no voice {voice!r}; use one of {', '.join(VOICES[:3])} …")
-    library["espeak_SetParameter"](1, speed, 0)
-    library["espeak_SetParameter"](3, pitch, 0)
-    data, utf8 = text.encode(), 1
-    if library["espeak_Synth"](data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, utf8, None, None):
-        raise ColonnadeError(f"espeak-ng cannot speak {text[:40]!r}")
-    library["espeak_Synchronize"]()
+    with _lock:
+        library, rate = _library()
+        library["espeak_SetSynthCallback"](callback)
+        if library["espeak_SetVoiceByName"](voice.encode()):
+            raise DataError(f"espeak-ng has no voice {voice!r}; use one of {', '.join(VOICES[:3])} …")
+        library["espeak_SetParameter"](1, speed, 0)
+        library["espeak_SetParameter"](3, pitch, 0)
+        data, utf8 = text.encode(), 1
+        status = library["espeak_Synth"](data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, utf8, None, None)
+        if status:
+            raise ColonnadeError(
+                f"espeak-ng cannot speak {text[:40]!r} (status {status}, {len(data)} bytes); start the process again"
+            )
+        library["espeak_Synchronize"]()
     samples = np.concatenate(parts).astype(np.float32) / 32768 if parts else np.zeros(0, np.float32)
     # A word lasts until the next one begins, or a silence before that.
     ends = [*starts[1:], len(samples) / rate]

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,16 +10,19 @@ import torch
 
 from colonnade.checkpoint.atomic_folder import list_steps
 from colonnade.cli import main
+from colonnade.config import Plan
 from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
-from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError, Interrupted
-from colonnade.parallel.axis import SOLO
+from colonnade.errors import CapacityError, CheckpointError, ConfigError, DataError, Interrupted, PlanError
+from colonnade.parallel.axis import SOLO, Axes, Axis
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech import features, fit, mix, mouth
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
 from colonnade.speech.listen import MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
 from colonnade.train.training_state import RunLock
-from tests.worlds import assert_same
+from tests.worlds import assert_same, run
 
 TINY = SpeechConfig(layers=2, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, memory=1, segment=4, left=6)
 SEEING = TINY.replace(picture=16)
@@ -102,6 +106,40 @@ def test_deltas_come_before_the_end():
     assert "".join(parts) == model.recognise(samples)
     assert len(parts) > 2
     assert list(listen(model, [])) == []
+
+
+@pytest.mark.parametrize("right", [0, 2])
+def test_a_beam_in_streams_gives_the_text_of_whole_recordings(right):
+    """Streams that share steps, join a slot that was used, and end in the middle of a segment or at its end."""
+    model = talkative(TINY.replace(right=right))
+    inputs = [sound(1.7, 1), sound(0.02, 2), sound(0.32, 3), sound(2.3, 4)]
+    expected = [model.recognise(x, beam=4) for x in inputs]
+    assert sum(map(len, expected)) > 10, "nothing was said, so nothing is compared"
+    assert expected != [model.recognise(x) for x in inputs], "greedy search gives the same, so nothing is tested"
+    listeners = Listeners(model, 2, beam=4)
+    for pair in ((0, 1), (2, 3)):
+        texts = {listeners.open(): i for i in pair}
+        found = dict.fromkeys(texts, "")
+        for part in range(0, 40_000, 900):
+            for stream, i in texts.items():
+                listeners.push(stream, inputs[i][part : part + 900])
+            while new := listeners.step():
+                for stream, text in new.items():
+                    found[stream] += text
+        early = dict(found)
+        for stream in texts:
+            listeners.end(stream)
+            listeners.end(stream)  # a second end adds nothing
+        while new := listeners.step():
+            for stream, text in new.items():
+                found[stream] += text
+        assert {i: found[stream] for stream, i in texts.items()} == {i: expected[i] for i in pair}
+        assert any(early.values()), "no delta came before the end"
+        for stream in texts:
+            listeners.close(stream)
+    assert "".join(listen(model, inputs[0].split(900), beam=4)) == expected[0]
+    with pytest.raises(DataError, match="beam is 0"):
+        Listeners(model, beam=0)
 
 
 MANY = TINY.replace(segments=(2, 7), lookaheads=(0, 3))
@@ -264,6 +302,49 @@ def fit_data(folder) -> None:
     make_data(folder, 1, 1)
 
 
+def test_other_users_of_espeak_do_not_disturb():
+    """A library that another module loads, terminates and initialises again has its own state."""
+    import ctypes
+
+    loader = pytest.importorskip("espeakng_loader")
+    pytest.importorskip("soxr")
+    from colonnade.speech.synth import speak
+
+    text = "set red in g three again"
+    before = speak(text, "en-029+croak")
+    other = ctypes.CDLL(loader.get_library_path())
+    start = (2, 0, str(loader.get_data_path()).encode(), 0x8000)  # synchronous, without phoneme events
+    data = text.encode()
+    synth = (data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, 1, None, None)
+    assert other["espeak_Initialize"](*start) > 0
+    other["espeak_SetSynthCallback"](None)
+    other["espeak_Terminate"]()
+    assert other["espeak_Synth"](*synth) != 0, "espeak-ng speaks although it was terminated, so nothing is tested"
+    assert other["espeak_Initialize"](*start) > 0
+    after = speak(text, "en-029+croak")
+    assert [one.name for one in after.phonemes] == [one.name for one in before.phonemes]
+    assert abs(len(after.samples) - len(before.samples)) < 0.01 * len(before.samples)
+    assert other["espeak_Synth"](*synth) == 0, "speak() has terminated another user's library"
+    other["espeak_Terminate"]()
+
+
+def test_threads_speak_at_the_same_time():
+    """The library has one voice and one callback, so calls wait for each other."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pytest.importorskip("espeakng_loader")
+    pytest.importorskip("soxr")
+    from colonnade.speech.synth import speak
+
+    texts = ["bin blue at f two now", "no", "set red in g three again please soon"] * 8
+    with ThreadPoolExecutor(6) as pool:
+        spoken = list(pool.map(speak, texts))
+    for text, one in zip(texts, spoken, strict=True):
+        expected = speak(text)
+        assert [each.name for each in one.phonemes] == [each.name for each in expected.phonemes]
+        assert abs(len(one.samples) - len(expected.samples)) < 800  # 50 ms; the pause at the end varies
+
+
 def test_hostile_manifests(tmp_path):
     with pytest.raises(DataError, match=r"no manifest\.jsonl"):
         read_manifest(tmp_path)
@@ -279,6 +360,87 @@ def test_hostile_manifests(tmp_path):
     path.write_text(good)
     with pytest.raises(DataError, match="split test"):
         read_manifest(tmp_path, "test")
+
+
+def lrs3(folder, split: str, name: str, text: str, seconds: float = 0.5) -> None:
+    """A film of LRS3's layout: sound and black pictures in MP4."""
+    import av
+
+    path = folder / split / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".txt").write_text(text)
+    with av.open(str(path.with_suffix(".mp4")), "w") as container:
+        video = container.add_stream("mpeg4", rate=25)
+        video.width, video.height, video.pix_fmt = 32, 32, "yuv420p"
+        audio = container.add_stream("aac", rate=16000)
+        for _ in range(round(seconds * 25)):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), "rgb24")))
+        wave = 0.1 * np.sin(np.arange(round(seconds * 16000), dtype=np.float32) / 20)[None]
+        frame = av.AudioFrame.from_ndarray(wave, "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(audio.encode(frame))
+        for stream in (video, audio):
+            container.mux(stream.encode())
+
+
+TIMED = "Text:  IT'S SO\nConf:  4\n\nWORD START END ASDSCORE\nIT'S 0.08 0.20 6.1\nSO 0.20 0.40 5.8\n"
+
+
+def test_the_layout_of_lrs3(tmp_path):
+    pytest.importorskip("av")
+    lrs3(tmp_path, "pretrain", "ann/00001", TIMED)
+    lrs3(tmp_path, "trainval", "bob/00007", "Text:  HELLO THERE\nConf:  2\nRef:  x\n\nFRAME X Y W H\n000 0 0 0 0\n")
+    lrs3(tmp_path, "test", "eve/00002", "Text:  SO\nConf:  5\n\nWORD START END ASDSCORE\nIT 0.0 0.1 1\nIS 0.1 0.2 1\n")
+    recordings = read_manifest(tmp_path)
+    assert [(one.audio, one.text, one.split, one.speaker, one.words) for one in recordings] == [
+        ("pretrain/ann/00001.mp4", "it's so", "train", "ann", ((0.08, 0.2), (0.2, 0.4))),
+        ("trainval/bob/00007.mp4", "hello there", "train", "bob", ()),
+        ("test/eve/00002.mp4", "so", "test", "eve", ()),
+    ]
+    assert [one.text for one in read_manifest(tmp_path, "test")] == ["so"]
+    checkpoint = fit.fit(TINY, tmp_path, tmp_path / "run", SETTINGS._replace(steps=1, batch=2, noise=False))
+    assert SpeechModel.load(checkpoint).config == TINY
+    corpus = fit.Corpus(tmp_path, TINY, "train")
+    assert len(corpus.samples[0]) == pytest.approx(8000, abs=2048)  # AAC adds up to two frames
+    assert int((corpus.letters[1] >= 0).sum()) == 0  # no word times
+    assert int((corpus.letters[0] > 0).sum()) > 20
+    with pytest.raises(DataError, match="mouths are drawn from phonemes"):
+        fit.Corpus(tmp_path, SEEING, "train")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "00001.txt does not exist, but its film does"),
+        ("Conf: 4\n", "0 lines that begin with Text:"),
+        ("Text:\n", "an empty one"),
+        ("Text: A\nText: B\n", "2 lines that begin with Text:"),
+        ("Text: A\n\nWORD START END\nA zero one\n", "line 4: 'A zero one' has no word"),
+        ("Text: A\n\nWORD START END\nA 0.1\n", "line 4: 'A 0.1' has no word"),
+        ("Text: A\n\nWORD START END\nA 0.3 0.1\n", r"line 4: a word from 0\.3 s to 0\.1 s"),
+        ("Text: A\n\nWORD START END\nA nan 1\n", "line 4: a word from nan s"),
+    ],
+)
+def test_hostile_texts_of_lrs3(tmp_path, text, problem):
+    film = tmp_path / "pretrain" / "ann" / "00001.mp4"
+    film.parent.mkdir(parents=True)
+    film.write_bytes(b"")
+    if text is not None:
+        film.with_suffix(".txt").write_text(text)
+    with pytest.raises(DataError, match=problem):
+        read_manifest(tmp_path)
+
+
+def test_folders_without_films_and_letters_that_are_unknown(tmp_path):
+    (tmp_path / "trainval").mkdir()
+    with pytest.raises(DataError, match="no recordings; add some"):
+        read_manifest(tmp_path)
+    film = tmp_path / "trainval" / "ann" / "00001.mp4"
+    film.parent.mkdir()
+    film.write_bytes(b"no film")
+    film.with_suffix(".txt").write_text("Text: IN 1990\n")
+    with pytest.raises(DataError, match="'in 1990' has '0', and the recogniser's letters are"):
+        fit.Corpus(tmp_path, TINY, "train")
 
 
 SETTINGS = fit.FitSettings(steps=6, batch=3, warmup=2, save_every=3, clean=2)
@@ -351,6 +513,10 @@ def test_command_line(spoken, tmp_path, capsys):
     assert heard == SpeechModel.load(tmp_path / "step-1").recognise(load_audio(spoken / one.audio))
     main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "4", "--lookahead", "2"])
     assert capsys.readouterr().out.rstrip("\n") == heard
+    main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--beam", "3"])
+    samples = load_audio(spoken / one.audio)
+    beamed = SpeechModel.load(tmp_path / "step-1").recognise(samples, beam=3)
+    assert capsys.readouterr().out.rstrip("\n") == beamed.rstrip("\n")
     main(["speech", "align", str(tmp_path / "step-1"), str(spoken / one.audio), one.text])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[3] for row in rows] == one.text.split()
@@ -366,6 +532,8 @@ def test_command_line(spoken, tmp_path, capsys):
             ["listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "8"],
             "segments of 4 and lookaheads",
         ),
+        (["listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--beam", "0"], "beam is 0; use at least 1"),
+        (["serve", str(tmp_path / "step-1"), "--beam", "-1"], "beam is -1; use at least 1"),
         (["serve", str(tmp_path / "step-1"), "--lookahead", "1"], "segments of 4 and lookaheads of 2"),
         (["train", "--data", str(spoken), "--run", str(tmp_path / "r"), "--segments", "0"], "segments"),
         (["train", "--data", str(tmp_path), "--run", str(tmp_path / "r")], "no manifest"),
@@ -428,6 +596,63 @@ def test_damaged_checkpoints(tmp_path):
     (folder / "speech.json").write_text(text)
     with pytest.raises(CheckpointError, match="do not match"):
         SpeechModel.load(folder)
+
+
+def _recogniser_on_ranks(world: int, folder: str) -> None:
+    """A saved recogniser over tp gives the loss, gradients, streams and texts of one process."""
+    path = Path(folder)
+    with DistributedContext.build(Plan(tp=world)) as context:
+        model = SpeechModel.load(path, context.axes, torch.float64)
+        whole = SpeechModel.load(path, dtype=torch.float64)
+        again = SpeechModel(model.config, 5, torch.float64, context.axes)
+        seeded = SpeechModel(model.config, 5, torch.float64)
+        x, labels = model.frames(model.features(sound(1.2, 3))).detach(), [[1, 2, 2, 28], [7]]
+        lengths = [len(x) - 11, 11]
+        for own, reference in ((model, whole), (again, seeded)):
+            found, expected = own.loss(x, lengths, labels), reference.loss(x, lengths, labels)
+            found.backward()
+            expected.backward()
+            assert_same(found, expected)
+            layout, theirs = placements(own), dict(reference.named_parameters())
+            for name, p in own.named_parameters():
+                theirs_grad = theirs[name].grad
+                assert (p.grad is None) == (theirs_grad is None), name
+                if theirs_grad is not None:
+                    assert_same(p.grad, local_part(theirs_grad, layout.get(name, WHOLE), context.axes))
+        for own in (model, whole):
+            own.requires_grad_(False)
+        samples = sound(2.0, 5)
+        for beam in (None, 3):
+            text = whole.recognise(samples, beam=beam)
+            assert len(text) > 5, "nothing was said, so nothing is compared"
+            assert model.recognise(samples, beam=beam) == text
+            assert "".join(listen(model, samples.split(900), beam=beam)) == text
+        if world > 1:
+            with pytest.raises(PlanError, match=f"over tp={world} cannot be saved"):
+                model.save(path / "other")
+
+
+@pytest.mark.xdist_group("worlds")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_saved_recogniser_over_tp(world, tmp_path):
+    config = TINY.replace(width=24, heads=6, right=2)
+    model = talkative(config)
+    model.to(torch.float32).save(tmp_path / "step-1")
+    run(world, _recogniser_on_ranks, world, str(tmp_path / "step-1"))
+
+
+def test_verbs_of_language_models_name_those_of_recognisers(tmp_path, capsys):
+    SpeechModel(TINY).save(tmp_path / "run" / "step-1")
+    for place in ("run", "run/step-1"):
+        for words in (["convert", str(tmp_path / place), str(tmp_path / "out")], ["verify", str(tmp_path / place)]):
+            with pytest.raises(SystemExit):
+                main(words)
+            printed = " ".join(capsys.readouterr().err.split())
+            assert "is a speech recogniser" in printed
+            assert "colonnade speech listen, serve or align" in printed
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(PlanError, match="2 heads do not divide over tp=3"):
+        SpeechModel(TINY, axes=Axes(tp=Axis("tp", 3, 0)))
 
 
 def test_presets_and_what_configs_refuse():

@@ -237,6 +237,70 @@ def test_beam_of_one_stream_equals_the_beam_among_others(searched):
     assert all(h.labels[: len(stable)] == stable for h in together.hypotheses[0])
 
 
+@pytest.mark.parametrize("cut", [1, 2, 9])
+def test_deltas_of_a_beam_are_the_best_hypothesis(searched, cut, monkeypatch):
+    """However the frames are cut, they are the labels of a search that takes no final labels off its hypotheses."""
+    predictor, joint, frames = searched
+    with monkeypatch.context() as patch:
+        patch.setattr(BeamSearch, "_commit", lambda *_: None)
+        whole = BeamSearch(predictor, joint.logprobs, 3, beam=4)
+        whole.push(frames)
+    assert len(whole.best(0)[0].labels) > 3, "nothing was said, so nothing is compared"
+    search = BeamSearch(predictor, joint.logprobs, 3, beam=4)
+    for _ in range(2):  # the second time in slots that have been used
+        found: list[list[int]] = [[], [], []]
+        for a in range(0, 9, cut):
+            for r, new in enumerate(search.deltas([x[a : a + cut] for x in frames])):
+                found[r] += new
+            for r, own in enumerate(found):
+                labels = [h.labels for h in search.hypotheses[r]]
+                assert len(set(labels)) == len(labels), "equal hypotheses were not merged"
+                assert search.stable(r) == (), "a label on which all agree was kept"
+                assert search.committed[r] == len(own)
+        for r, own in enumerate(found):
+            best = whole.best(r)[0]
+            assert (*own, *search.finish(r)) == best.labels
+            assert abs(search.best(r)[0].score - best.score) < 1e-10
+            search.reset(r)
+
+
+def test_hypotheses_that_disagree_for_long_are_decided(searched, monkeypatch):
+    """The labels that differ are bounded, however long the stream is; all cuts give the same text."""
+    predictor, joint, _ = searched
+    monkeypatch.setattr("colonnade.speech.search.MOST_OPEN", 5)
+    frames = 0.1 * torch.randn(60, D, generator=rng(8), dtype=torch.float64)
+    texts = []
+    for cut in (1, 7, 60):
+        search, found = BeamSearch(predictor, joint.logprobs, 1, beam=6), list[int]()
+        for piece in frames.split(cut):
+            found += search.deltas([piece])[0]
+            assert max(len(h.labels) for h in search.hypotheses[0]) <= 5
+        assert len(found) > 5, "nothing was decided"
+        texts.append(found + search.finish(0))
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("T", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_skipped_blanks_are_those_of_a_certain_blank(T, seed):
+    """Enumeration over frames whose p(blank) > 0.95 is replaced by 1: all labels and scores are equal."""
+    logits = torch.randn(T, 3, generator=rng(20 + seed), dtype=torch.float64)
+    logits[seed % T, 0] += 8.0
+    logprobs = logits.log_softmax(-1)
+    certain = logprobs[:, 0] > math.log(0.95)
+    assert bool(certain.any()), "no frame is skipped, so nothing is tested"
+    replaced = logprobs.clone()
+    replaced[certain] = -torch.inf
+    replaced[certain, 0] = 0.0
+    totals: dict[tuple[int, ...], float] = {}
+    for path, score in path_scores(replaced):
+        totals[collapse(path)] = totals.get(collapse(path), 0.0) + math.exp(score)
+    found = dict(prefix_beam(logprobs, beam=300))
+    for labels, total in totals.items():
+        assert abs(math.exp(found.get(labels, -math.inf)) - total) < 1e-12
+    assert set(found) == {labels for labels, total in totals.items() if total}
+
+
 def collapse(path: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(label for label, _ in itertools.groupby(path) if label != 0)
 
