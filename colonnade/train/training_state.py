@@ -100,8 +100,8 @@ class TrainingState:
             """The recomputation chosen for train.recompute budget; None otherwise."""
             self.pipeline = PipelineStep(self.model, context, compute) if run.plan.pp > 1 else None
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.pipeline is None
-            self.masters = masters(self.model, context, compute, self.pipeline.stages if self.pipeline else None, single=single,
-                                   keep_frozen=lora is None)  # fmt: skip
+            stages = self.pipeline.stages if self.pipeline else None
+            self.masters = masters(self.model, context, compute, stages, single=single, keep_frozen=lora is None)
             prepares = isinstance(self.feed, PreparedFeed) and self.feed.needs_start_weights(self.world)
             # A checkpoint of a model with adapters has only these.
             if self.checkpoint is None or run.model.lora is not None or prepares:

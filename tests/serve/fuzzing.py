@@ -149,7 +149,7 @@ def _change(rng: random.Random, body: Any, bodies: list[Any]) -> Any:
         case 5 if isinstance(parent, dict):
             parent[rng.choice(_NAMES)] = copy.deepcopy(rng.choice((parent[key], rng.choice(_VALUES))))
         case 6:
-            value = parent[key]
+            value: Any = parent[key]
             for _ in range(rng.choice((1, 3, 150))):
                 value = [value] if rng.random() < 0.5 else {rng.choice(_NAMES): value}
             parent[key] = value
