@@ -48,7 +48,7 @@ test: $(VENV)/.test-$(KEY)  ## what continuous integration runs: lint, types, im
 lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyrefly), import order (import-linter)
 	$(call step,ruff format,$(BIN)/ruff format --check --quiet .)
 	$(call step,ruff check,$(BIN)/ruff check --quiet .)
-	$(call step,pyrefly,$(BIN)/pyrefly check --summary=none)
+	$(call step,pyrefly,$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none)
 	$(call step,import order,$(BIN)/lint-imports --no-logo)
 
 test-all: $(VENV)/.test-$(KEY)  ## test, with the slow tests, which take as long again

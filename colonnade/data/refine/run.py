@@ -229,8 +229,8 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
         options: dict[str, Any] = {**executor.options}
         if executor.kind == "slurm":
             options |= {"job_name": f"corpus-{name}", "slurm_logs_folder": str(out / "logs" / name / "slurm")}
-        last = make(  # pyrefly: ignore
-            pipeline, tasks=count, workers=min(executor.workers, count), depends=last,
+        last = make(
+            pipeline, tasks=count, workers=min(executor.workers, count), depends=last,  # pyrefly: ignore
             logging_dir=str((out / "logs" / name).absolute()), **options,
         )  # fmt: skip
         last.run()
