@@ -210,11 +210,12 @@ def run(*words: object) -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> tuple[Path, Path]:
-    """(model, its package): a dense block, then one of experts."""
+    """(model, its package): a dense block, then one of experts. 12 rotary frequencies: up to 8 are compiled in."""
     folder, tokenizer = tmp_path_factory.mktemp("export"), tiny.tokenizer()
     config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=96, moe=MIXTURE
-    )
+        vocab_size=tokenizer.vocab_size, layers=2, width=32, heads=4, kv_heads=2, head_width=24, ffn_width=48,
+        context=96, moe=MIXTURE,
+    )  # fmt: skip
     model = initialise(Transformer(config), 3).requires_grad_(False)
     whole = api.Model(model, tokenizer, DistributedContext.solo(torch.device("cpu")), "m")
     api.save(whole, folder / "m")
