@@ -192,9 +192,11 @@ def _batch_invariant() -> tuple[Kernel, ...]:
     if not TRITON:
         return on_cpu
     from colonnade.kernels import triton_batch_invariant
+    from colonnade.kernels.attention import triton_cache_write
 
     return (
         *on_cpu,
+        Kernel("rope_and_kv_write", "batch_invariant", triton_cache_write.rope_and_kv_write, **ON_GPU),
         Kernel("paged_attention", "batch_invariant", triton_batch_invariant.paged, **ON_GPU),
         Kernel("linear", "batch_invariant", triton_batch_invariant.linear, **ON_GPU),
         Kernel("norm", "batch_invariant", triton_batch_invariant.norm, **ON_GPU),

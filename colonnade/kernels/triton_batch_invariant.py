@@ -1,8 +1,8 @@
 """Batch-invariant kernels: a row's result is bitwise the same whatever the other rows of the batch are.
 
-**Linear layers**, y = x Wᵀ + b: a library chooses tiles, and how the summed dimension is split, by the number of rows.
-Here the tile is fixed, and each output is summed over the inputs in order by one program. The cost: the tile is too
-small for many rows and too large for one.
+**Linear layers**, y = x Wᵀ + b: a library chooses how the summed dimension is split by the number of rows. Here each
+output is summed over the inputs in order by one program. In 16 bits the tile depends on the sizes, and the bits do not
+depend on the tile (:func:`tile_of`).
 
 **Norms**: a program per row; the order of a row's sum depends on its width only. torch's reductions also depend on the
 number of rows, so that a row's last bit may change with the batch.
@@ -16,6 +16,8 @@ of weight 0, which do not change a sum.
 
 # Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,8 +29,39 @@ from colonnade.kernels.attention.triton_decode import attend
 
 CHUNK = 512
 """Keys per split; splits end at multiples of this."""
-TILE = {"BM": 64, "BN": 32, "BK": 128}
-"""Rows, outputs and inputs of a tile; float32 has half the inputs."""
+
+
+class Tile(NamedTuple):
+    """Rows, outputs and inputs of a tile, and launch options."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+FLOAT32 = Tile(64, 32, 64, warps=4, stages=3)
+FEW_ROWS = Tile(64, 16, 128, warps=4, stages=5)
+FEW_ROWS_WIDE = Tile(64, 32, 128, warps=4, stages=4)
+MEDIUM = Tile(64, 32, 128, warps=4, stages=3)
+MANY_ROWS = Tile(128, 128, 64, warps=8, stages=3)
+PROGRAMS = 96
+"""With so many, a GPU is busy enough for the tiles of many rows."""
+
+
+def tile_of(rows: int, outputs: int, dtype: torch.dtype) -> Tile:
+    """The tile for a product.
+
+    In 16 bits all tiles give the same bits: each warpgroup adds 16 inputs at a time to 64 rows of sums by ``wgmma``, in
+    order, whatever the tile. Sums of float32 are not by tensor cores, and have one tile.
+    """
+    if dtype == torch.float32:
+        return FLOAT32
+    if rows <= 64:
+        return FEW_ROWS if outputs < 4096 else FEW_ROWS_WIDE
+    programs = triton.cdiv(rows, MANY_ROWS.rows) * triton.cdiv(outputs, MANY_ROWS.outputs)
+    return MANY_ROWS if programs >= PROGRAMS else MEDIUM
 
 
 @triton.jit
@@ -53,17 +86,18 @@ def _linear(
     tl.store(y_at, total, mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
 
-def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """y_TF (see :func:`reference.linear`)."""
     x = x_TD.reshape(-1, x_TD.shape[-1])
     x, w = (a if a.stride(1) == 1 else a.contiguous() for a in (x, weight_FD))
     (rows, inputs), outputs = x.shape, len(w)
     y = x.new_empty(rows, outputs)
     if y.numel():
-        tile = TILE if x.dtype != torch.float32 else TILE | {"BK": TILE["BK"] // 2}
-        _linear[triton.cdiv(outputs, tile["BN"]), triton.cdiv(rows, tile["BM"])](
+        tile = tile or tile_of(rows, outputs, x.dtype)
+        _linear[triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)](
             x, w, y if bias_F is None else bias_F, y, rows, outputs, inputs, x.stride(0), w.stride(0),
-            BIASED=bias_F is not None, **tile, num_warps=4, num_stages=3,
+            BIASED=bias_F is not None, BM=tile.rows, BN=tile.outputs, BK=tile.inputs,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y.view(*x_TD.shape[:-1], outputs)
 

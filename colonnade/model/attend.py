@@ -200,6 +200,11 @@ class PagedView:
     kernels: str
     near_Rn: Tensor | None = None
 
+    @property
+    def writes_in_one_launch(self) -> bool:
+        """Whether :meth:`from_qkv` replaces rotation and cache write outside fused blocks too."""
+        return self.kernels == "batch_invariant" and self.slots_T.is_cuda and self.near_Rn is None
+
     def from_qkv(
         self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[NormWeights, NormWeights] | None
     ) -> Tensor:

@@ -30,8 +30,11 @@ from colonnade.model.transformer import Transformer
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}
 """Of the cache of one pass, by device."""
-CHUNK_TOKENS = 512
-"""Tokens of a pass that are computed at a time, which bounds the memory of attention."""
+CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
+"""Tokens of a pass that are computed at a time, by device: they bound the memory of attention. On a GPU each chunk
+costs the launches of a whole pass."""
+HEAD_ROWS = 512
+"""Rows of logits that are computed at a time."""
 ONE_BY_ONE = "reference"
 """The name of the kernels of models that run token by token."""
 
@@ -104,7 +107,9 @@ class _Sequence(NamedTuple):
 def _run(model: Transformer, stream: Stream, starts: list[int], kernels: str) -> _Values:
     """All tokens, a chunk at a time; hooks are not called."""
     T, weight = len(stream.tokens_T), next(model.parameters())
-    page, step = PAGE_TOKENS[weight.device.type], CHUNK_TOKENS if kernels == batch_invariant.NAME else 1
+    page, step = PAGE_TOKENS[weight.device.type], 1
+    if kernels == batch_invariant.NAME:
+        step = CHUNK_TOKENS[weight.device.type]
     sequences: list[_Sequence] = []
     slots: list[int] = []
     first = 0
@@ -174,7 +179,7 @@ def exact_logprobs(
     x_RD, bias_v = projection_input(x_tD, T, rows_R, output)
     exact, step = torch.promote_types(x_RD.dtype, torch.float32), 1
     if kernels == batch_invariant.NAME:
-        output, step = output._replace(kernels=kernels), CHUNK_TOKENS
+        output, step = output._replace(kernels=kernels), HEAD_ROWS
     parts = list[TokenScores]()
     for r in range(0, len(x_RD), step):
         z_Rv = project_rows(x_RD[r : r + step].clone(), bias_v, output)

@@ -83,15 +83,17 @@ def test_expert_kernels_fit_the_gpu(name: str, kind: str, rows: int, tmp_path: P
     assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", built.asm["ptx"])
 
 
-@pytest.mark.parametrize("kind", ["*bf16", pytest.param("*fp32", marks=pytest.mark.long)])
-def test_fixed_tile_kernels_fit_the_gpu(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["FEW_ROWS", "MANY_ROWS", pytest.param("FLOAT32", marks=pytest.mark.long)])
+def test_fixed_tile_kernels_fit_the_gpu(name: str, tmp_path: Path) -> None:
     from colonnade.kernels import triton_batch_invariant
 
+    kind, tile = "*fp32" if name == "FLOAT32" else "*bf16", getattr(triton_batch_invariant, name)
     types = dict.fromkeys(("x_ptr", "w_ptr", "b_ptr", "y_ptr"), kind)
     types |= dict.fromkeys(("rows", "outputs", "inputs", "x_t", "w_f"), "i32")
-    tile = triton_batch_invariant.TILE | ({"BK": 64} if kind == "*fp32" else {})
+    constants = {"BIASED": False, "BM": tile.rows, "BN": tile.outputs, "BK": tile.inputs}
     whole = ("outputs", "inputs", "x_t", "w_f")
-    built = compiled(triton_batch_invariant._linear, types, {"BIASED": False, **tile}, whole, warps=4, stages=3)
+    run = triton_batch_invariant._linear
+    built = compiled(run, types, constants, whole, warps=tile.warps, stages=tile.stages)
     assert built.metadata.shared * 2 <= SHARED_BYTES
     assert spilled(built, tmp_path) == 0
     assert kind != "*bf16" or "wgmma" in built.asm["ptx"]
