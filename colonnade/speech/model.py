@@ -69,9 +69,9 @@ class SpeechModel(nn.Module):
             P = config.predictor_width or J
             self.predictor = LstmPredictor(P, V, J, config.predictor_layers) if lstm else StatelessPredictor(P, V, J)
             self.joint = Joint(J, V, tp=axes.tp)
-            whole_VJ = torch.empty(V, J).normal_(std=J**-0.5)
+            whole_VD = torch.empty(V, J).normal_(std=J**-0.5)
             with torch.no_grad():
-                self.joint.weight.copy_(local_part(whole_VJ, self.joint.layout["weight"], axes))
+                self.joint.weight.copy_(local_part(whole_VD, self.joint.layout["weight"], axes))
         self.encoder.initialise(seed)
         self.to(dtype)
         self.sound = Features(config, dtype)
