@@ -16,6 +16,7 @@ from colonnade.kernels.linear.quantise import dequantise
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.model.lora import is_adapter, merged_delta
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.chats import Conversations
@@ -66,6 +67,28 @@ def test_merged_equals_unmerged(name: str, lora: LoraConfig) -> None:
         assert_same(model(stream, attend, Rows()), base(stream, attend, Rows()))
     per_layer = {"dense": (5, 2), "experts": (8, 3)}[name][lora is SOME]
     assert changed == 2 * per_layer
+
+
+def _merged_and_sharded(name: str, world: int) -> None:
+    config, base = MODELS[name].replace(lora=LORA), build(MODELS[name])
+    whole = drawn(config, base.state_dict())
+    adapters = {name: p.detach() for name, p in whole.named_parameters() if is_adapter(name)}
+    with DistributedContext.build(Plan(tp=world)) as context, torch.no_grad():
+        mine = Transformer(config, context.axes, dtype=torch.float64)
+        layout = layout_of(mine)
+        for own, p in mine.named_parameters():
+            p.copy_(local_part(whole.get_parameter(own), layout[own], context.axes))
+        for own, p in base.named_parameters():
+            if (delta := merged_delta(own, adapters, config)) is not None:
+                p.add_(delta)
+        stream, attend = Stream(torch.arange(30) * 7 % 301, torch.arange(30)), Packed.of([30])
+        assert_same(mine(stream, attend, Rows()), base(stream, attend, Rows()))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_equals_unmerged_over_ranks(name: str, world: int) -> None:
+    in_world(world, _merged_and_sharded, name, world)
 
 
 def test_new_adapters_change_nothing() -> None:
