@@ -51,7 +51,7 @@ lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyrefly), import o
 	$(call step,pyrefly,$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none)
 	$(call step,import order,$(BIN)/lint-imports --no-logo)
 
-test-all: $(VENV)/.test-$(KEY)  ## test, with the slow tests, which take four times as long
+test-all: $(VENV)/.test-$(KEY)  ## test, with the slow tests: more than an hour on two cores
 	@$(MAKE) --no-print-directory test CHOSEN="not long"
 
 pytest: $(VENV)/.test-$(KEY)  ## only the tests; ARGS="tests/unit -k axis" narrows them, CHOSEN=long takes those of minutes

@@ -237,7 +237,7 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
             colour, marker = styles[who]
             x, y = float(row[key] or 0) * unit, float(row["kl_nats"] or 0)
             axes.scatter(x, y, c=colour, marker=marker, s=28, label=None if who in seen else who)
-            below = -9 if who == "transformers" else 3  # such files are close to those of torchao
+            below = -9 if who == "transformers" else 3  # its points lie near those of torchao
             axes.annotate(str(row["what"]), (x, y), (4, below), textcoords="offset points", fontsize=7, color=colour)
             seen.add(who)
         axes.set(yscale="log", xlabel=label, ylabel="KL from the stored model, nats a token")

@@ -139,7 +139,7 @@ class Bench:
         D = self.x_tD.shape[1]
         if self.spare.numel() < rows * D:
             self.spare = torch.randn(rows * D, device=self.context.device).to(self.spare.dtype)
-        return self.spare.new_empty(0).set_(self.spare.untyped_storage(), 0, (rows, D))  # pyrefly: ignore
+        return self.spare.new_empty(0).set_(self.spare.untyped_storage(), 0, (rows, D))  # pyrefly: ignore[no-matching-overload]
 
     @contextmanager
     def _without_exchanges(self) -> Iterator[None]:

@@ -188,7 +188,7 @@ def measure(
                 exact = y_TD if exact is None else exact
                 error = float((y_TD - exact).norm() / exact.norm())
                 failed = None if error < 2e-2 else f"computes something else: {error:.1e}"
-            except FAILURES as why:  # pyrefly: ignore
+            except FAILURES as why:  # pyrefly: ignore[not-a-type]
                 failed = reason(why)
             if failed:
                 rows.add(head | {"failed": failed})
@@ -203,7 +203,7 @@ def measure(
                     if (who, load) == ("colonnade", "uniform"):
                         layer = layer_of(shape.A, weights)
                         part = round(measured(layer, x_TD, back=step != "forward", gpu=clock.gpu).share, 3)
-                except FAILURES as why:  # pyrefly: ignore
+                except FAILURES as why:  # pyrefly: ignore[not-a-type]
                     rows.add(head | {"pass": step, "failed": reason(why)})
                     torch.cuda.empty_cache()
                     continue

@@ -36,7 +36,7 @@ WHOLE = 128
 """S of a whole sentence."""
 SEGMENTS, LOOKAHEADS = (4, 8, 16, 32, WHOLE), (0, 2, 4)
 MARKERS = {4: "o", 8: "s", 16: "^", 32: "D"}
-"""Of the lengths of segments, in the plot."""
+"""Markers of the plot, by length of segments [frames]."""
 NOISY = 5.0
 """Babble [dB]."""
 PICTURE = ROOT / "docs" / "assets" / "speech_delay.png"

@@ -11,7 +11,7 @@ import argparse
 import subprocess
 import sys
 
-import ray  # pyrefly: ignore
+import ray  # pyrefly: ignore[missing-import]
 
 
 @ray.remote
@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     ray.init()
     options = {"num_cpus": args.cpus, "num_gpus": args.gpus}
-    replicas = [Replica.options(**options).remote(args.model, args.gpus) for _ in range(args.replicas)]  # pyrefly: ignore
+    replicas = [Replica.options(**options).remote(args.model, args.gpus) for _ in range(args.replicas)]  # pyrefly: ignore[missing-attribute]
     urls = ",".join(ray.get([replica.address.remote() for replica in replicas]))
     flags = ["--serve.upstreams", urls, "--serve.port", str(args.port)]
     try:

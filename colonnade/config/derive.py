@@ -104,7 +104,7 @@ def replace_paths(config: AnyModel, changes: Mapping[str, object]) -> AnyModel:
             section = kind.model_construct(None)
         if isinstance(section, BaseModel):
             values[name] = replace_paths(section, _section_changes(changes, name))
-    return config.__class__.model_construct(None, **(dict(iter(config)) | values))
+    return type(config).model_construct(None, **(dict(iter(config)) | values))  # pyrefly: ignore[missing-attribute]
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

@@ -22,7 +22,7 @@ def shared_memory_bytes(device: torch.device) -> float:
     """Shared memory that one thread block may use; unlimited in Triton's interpreter."""
     if device.type != "cuda":
         return math.inf
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # pyrefly: ignore
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute]
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:

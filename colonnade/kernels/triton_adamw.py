@@ -6,8 +6,6 @@ never changes and stays on the device. A flat buffer would not save anything: au
 into it.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple

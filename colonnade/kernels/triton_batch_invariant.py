@@ -14,8 +14,6 @@ for every few queries. Which queries share a block does not matter: keys that a 
 of weight 0, which do not change a sum.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 from typing import NamedTuple
 
 import torch

@@ -17,8 +17,6 @@ in a tile, so it does not depend on tile sizes or the parallel layout; and a key
 over all query heads of its group, so that no addition is atomic and the result is deterministic.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import math
 from typing import NamedTuple
 

@@ -9,9 +9,6 @@ on average, a gather loops over tokens and finds their rows by r(t, j); else it 
 elements but needs no inverse permutation.
 """
 
-# Triton adds launch options to a kernel's signature; constexpr arguments are plain Python values and decide what is
-# bound.
-
 import torch
 import triton
 from torch import Tensor

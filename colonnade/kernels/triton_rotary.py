@@ -3,8 +3,6 @@
 Angles are float32 and reach a million radians; sine and cosine are reduced exactly, as torch's are.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import torch
 import triton
 from torch import Tensor

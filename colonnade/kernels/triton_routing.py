@@ -5,8 +5,6 @@ Taken and padding entries are below every number, −∞ and NaN included: whate
 distinct and valid. The backward writes A values per token into zeros.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import torch
 import triton
 from torch import Tensor

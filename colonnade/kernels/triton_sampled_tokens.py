@@ -14,8 +14,6 @@ FlashInfer's sampler rejects and draws again instead (Ye 2025, arXiv 2501.01005)
 rounds; the noise here is a function of the seed, the position and the token.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import math
 
 import torch

@@ -9,9 +9,6 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
-
 MAX_BLOCK = 1 << 14
 """Logits per block: sixteen a thread."""
 
@@ -48,9 +45,6 @@ def greedy(logits_RV: Tensor, none: int) -> Tensor:
         block = min(MAX_BLOCK, triton.next_power_of_2(V))
         _greedy[R,](logits_RV, tokens_R, V, logits_RV.stride(0), none, BLOCK=block, num_warps=max(1, block // 512))
     return tokens_R
-
-
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 
 BLOCK = 256

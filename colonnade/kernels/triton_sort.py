@@ -15,8 +15,6 @@ of choices before it, counted in one launch of independent programs.
 A choice's position among those of its expert, which capacity needs, is its rank without the other experts' choices.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import torch
 import triton
 from torch import Tensor

@@ -22,6 +22,7 @@ from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.attend import Attend
 from colonnade.model.moe import MixtureOfExperts
 from colonnade.model.moe.capacity import apply_capacity
+from colonnade.parallel.layout import placements
 
 MAX_TOKENS = 512
 """Maximum number of tokens of a recording; the scores of a head are quadratic in it."""
@@ -185,11 +186,7 @@ def _whole_weights(model: Transformer, layer: int) -> Mapping[str, Tensor]:
     if axes.tp.size == 1:
         return {**dict(block.named_parameters()), **dict(block.named_buffers())}
     shapes, found = model.global_shapes(), {name: x.cpu() for name, x in block.named_buffers()}
-    for prefix, module in block.named_modules():
-        layout: Any = getattr(module, "layout", {})
-        for name, place in layout.items():
-            full = f"{prefix}.{name}" if prefix else name
-            x = block.get_parameter(full).detach()
-            whole = shapes[f"blocks.{layer}.{full}"]
-            found[full] = axes.tp.gather(x, place, whole[place]).cpu() if isinstance(place, int) else x.cpu()
+    for name, place in placements(block).items():
+        x, whole = block.get_parameter(name).detach(), shapes[f"blocks.{layer}.{name}"]
+        found[name] = axes.tp.gather(x, place, whole[place]).cpu() if isinstance(place, int) else x.cpu()
     return found

@@ -85,9 +85,9 @@ class Attention(nn.Module):
 
     def _attend_heads(self, qkv_Tz: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """Everything between the two projections; z is this rank's rows of W_qkv, then its columns of W_out."""
-        if isinstance(attend, PagedView) and attend.writes_in_one_launch:
-            if self.q_norm is None and self.clip is None and self.q_factor == 1.0:
-                return attend.from_qkv(qkv_Tz, rotation, None).flatten(1)
+        plain = self.q_norm is None and self.clip is None and self.q_factor == 1.0
+        if plain and isinstance(attend, PagedView) and attend.writes_in_one_launch:
+            return attend.from_qkv(qkv_Tz, rotation, None).flatten(1)
         qkv_TkgH = qkv_Tz.unflatten(-1, (-1, self.G + 2, self.H))
         q_TnH = qkv_TkgH[:, :, : self.G].flatten(1, 2)
         k_TkH, v_TkH = qkv_TkgH[:, :, self.G], qkv_TkgH[:, :, self.G + 1]

@@ -93,7 +93,7 @@ def abort_process_groups() -> None:
 
 def group_of(name: str) -> dist.ProcessGroup:
     """Return the process group of this name."""
-    return dist.distributed_c10d._resolve_process_group(name)  # pyrefly: ignore
+    return dist.distributed_c10d._resolve_process_group(name)  # pyrefly: ignore[bad-argument-type]
 
 
 def store() -> dist.Store:

@@ -15,8 +15,6 @@ call counter is kept on the device, one per possible block, so that a captured C
 synchronises with the host. Only plain loads and stores, and atomics on flags, access a peer: no multicast.
 """
 
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
-
 import triton
 from torch import Tensor
 from triton import language as tl

@@ -6,8 +6,8 @@
 ``audio`` is relative to the folder. ``phonemes`` (optional) are used to draw mouths; ``words`` (optional), the start
 and end of each word [s], are the reference for alignments.
 
-A folder without a manifest may have LRS3's layout (Afouras et al., arXiv 1809.00496): films and texts, a folder a
-speaker, ``pretrain`` and ``trainval`` to train on, ``test``:
+A folder without a manifest may have LRS3's layout (Afouras et al., arXiv 1809.00496): films and their texts, in
+one folder per speaker; ``pretrain`` and ``trainval`` are for training:
 
     trainval/SPEAKER/00001.mp4
     trainval/SPEAKER/00001.txt      Text:  HELLO THERE

@@ -100,7 +100,7 @@ class EmbedFeed(TuneFeed):
         super().__init__(samples, identity, mean_tokens, len(held_out) // contrast.texts, run, rank, ranks)
         loader, self._contrast = self.samples, contrast
         assert isinstance(loader, Loader)
-        self.samples: CachedSamples = CachedSamples(loader)  # pyrefly: ignore
+        self.samples: CachedSamples = CachedSamples(loader)
 
     def before_step(self, model: Transformer, seen: int) -> None:
         """Compute the gradients of all embeddings of the step after ``seen`` samples, if it has micro-batches."""

@@ -76,7 +76,7 @@ def _table(kind: Kind) -> MappingTable:
         "unembed.weight": ParamMapping("cls.predictions.decoder.weight"),
     }
     for ours, theirs in (_LAYERS | _NORMS[kind]).items():
-        table |= weight_and_bias(ours, theirs)  # pyrefly: ignore
+        table |= weight_and_bias(ours, theirs)  # pyrefly: ignore[unsupported-operation]
     return table
 
 

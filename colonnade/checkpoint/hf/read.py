@@ -44,7 +44,7 @@ class HFFolder:
         family = FAMILIES[config.family]
         source: SafetensorsSource | QuantisedSource = SafetensorsSource(self.path, family)
         if quantised is not None:
-            source = QuantisedSource(source, parse_quantization(quantised, str(file)))  # pyrefly: ignore
+            source = QuantisedSource(source, parse_quantization(quantised, str(file)))  # pyrefly: ignore[bad-argument-type]
         self.config: ModelConfig = family.config_for_tensors(config, source.shapes)
         head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
         if family.tied_by_values:

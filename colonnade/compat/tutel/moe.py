@@ -103,13 +103,13 @@ class MOELayer(nn.Module):
         for name, p in self.experts.named_parameters():
             if scan_expert_func is not None:
                 scan_expert_func(name, p)
-            p._tutel_expert = True  # pyrefly: ignore
+            p._tutel_expert = True  # pyrefly: ignore[missing-attribute]
         kinds = gate_type if isinstance(gate_type, list) else [gate_type]
         self.gates = nn.ModuleList()
         for i, kind in enumerate(kinds):
             _seed(seeds, i, 0)
             self.gates.append(make_gate(kind, model_dim, self._count))
-            if not is_gshard_loss and self.gates[i].gate_noise <= 0:  # pyrefly: ignore
+            if not is_gshard_loss and self.gates[i].gate_noise <= 0:  # pyrefly: ignore[unsupported-operation]
                 raise ConfigError(
                     "is_gshard_loss=False counts the load under noise; give the gate a gate_noise above 0"
                 )
@@ -227,7 +227,7 @@ class MOELayer(nn.Module):
         y_ECD = self.expert_local(y_ECD, tail) if self.adaptive_degree == 0 else self._exchanged(y_ECD, tail)
         y_TD = fast_decode(y_ECD.to(kind), crit, self.is_postscore)
         y = y_TD.view(*input.shape[:-reserve_dims], *self.protected_shape[-reserve_dims:]).to(input.dtype)
-        self.l_aux = y.l_aux = l_aux  # pyrefly: ignore
+        self.l_aux = y.l_aux = l_aux  # pyrefly: ignore[missing-attribute]
         return y if self.result_func is None else self.result_func(y)
 
     def _to_expert_dtype(self, x: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class MOELayer(nn.Module):
     ) -> tuple[torch.dtype, Critical, Tensor | None]:
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = noisy_TE = gate(x_TD)
-            noise = float(gate.gate_noise)  # pyrefly: ignore
+            noise = float(gate.gate_noise)  # pyrefly: ignore[bad-argument-type]
             if self.training and noise > 0:
                 noisy_TE = logits_TE + noise * torch.randn_like(logits_TE) / self._count
 
@@ -252,11 +252,11 @@ class MOELayer(nn.Module):
                 kept_TA = noisy_TE.gather(1, ids_TA)
                 return load_importance_loss(logits_TE, kept_TA, self._count, noise, self.load_loss_input)
 
-            top_k = getattr(gate, "top_k", None) if top_k is None else top_k  # pyrefly: ignore
+            top_k = getattr(gate, "top_k", None) if top_k is None else top_k  # pyrefly: ignore[bad-assignment]
             if top_k is None:
                 raise ConfigError("the gate has no top_k; set it, or give top_k with the call")
             rows = max(self.megablocks_size, 1)
-            factor = float(gate.capacity_factor if factor is None else factor)  # pyrefly: ignore
+            factor = float(gate.capacity_factor if factor is None else factor)  # pyrefly: ignore[bad-argument-type]
             gathered = self.sharded_count > 1 or not self.adaptive_degree
             same = {
                 "model_dim": x_TD.shape[1], "num_experts_per_device": self._count / self.world_size,

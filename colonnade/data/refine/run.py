@@ -230,7 +230,7 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
         if executor.kind == "slurm":
             options |= {"job_name": f"corpus-{name}", "slurm_logs_folder": str(out / "logs" / name / "slurm")}
         last = make(
-            pipeline, tasks=count, workers=min(executor.workers, count), depends=last,  # pyrefly: ignore
+            pipeline, tasks=count, workers=min(executor.workers, count), depends=last,  # pyrefly: ignore[bad-argument-type]
             logging_dir=str((out / "logs" / name).absolute()), **options,
         )  # fmt: skip
         last.run()

@@ -7,9 +7,6 @@ that writes it for each sequence, and under torch.compile to plain products in f
 scores once more and sums over the batch in registers; neither scores nor a gradient of each sequence are written.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import math
 from typing import Any, NamedTuple
 

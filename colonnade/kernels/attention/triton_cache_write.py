@@ -24,8 +24,6 @@ from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.rotary import Rotation
 from colonnade.kernels.triton_constants import constexprs
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 
 class _Norm(NamedTuple):
     gain: Tensor
@@ -121,9 +119,6 @@ def rope_and_kv_write(
         constexprs(config), num_warps=max(1, min(8, block_g * block_h // 256)),
     )  # fmt: skip
     return q_TnH
-
-
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 
 SMALLEST = tl.constexpr(quantise.SMALLEST)

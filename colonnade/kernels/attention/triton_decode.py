@@ -11,8 +11,6 @@ instead of one number of splits for all, unsplit lines write the output directly
 and width.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 from collections.abc import Sequence
 from typing import Any
 

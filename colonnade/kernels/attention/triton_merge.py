@@ -33,9 +33,6 @@ from colonnade.kernels.device import multiprocessors
 from colonnade.kernels.softmax_state import State
 from colonnade.kernels.triton_constants import constexprs
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
-
 MERGE_PROGRAMS = 8
 """Merge programs per SM, at most."""
 MIN_PIECES = 16

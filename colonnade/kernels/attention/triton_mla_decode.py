@@ -14,8 +14,6 @@ With SCALED, latents have 8 bits (:mod:`~colonnade.kernels.attention.cache_write
 of q in registers; a token's scales multiply its scores and weights instead of its hundreds of elements.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import torch
 import triton
 from torch import Tensor

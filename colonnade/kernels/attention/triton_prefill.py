@@ -15,8 +15,6 @@ With OVERLAP, a group's keys are read concurrently with the requests' own, by a 
 only at its end (programmatic dependent launch): neither reads what the other writes.
 """
 
-# Triton adds launch options to a kernel's signature, and constexpr arguments are plain Python values.
-
 import triton
 from triton import language as tl
 

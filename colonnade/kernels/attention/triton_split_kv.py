@@ -15,9 +15,6 @@ Lengths and page ids are bounds-checked on the device: keys end at the length th
 planned; a page id outside the cache or beyond the table is masked. Products of page ids and strides are 64-bit.
 """
 
-# Triton adds launch options to a kernel's signature; constexpr arguments are plain Python values and decide what is
-# bound.
-
 import math
 
 import triton

@@ -8,8 +8,6 @@ Kernels for the element-wise steps between two GEMMs that torch computes, one pa
 Our own GEMMs compute both in their epilogues. Rows past the last end are not touched.
 """
 
-# Triton kernels take launch options beside their arguments, and their constexpr arguments are plain numbers.
-
 import math
 
 import torch

@@ -9,8 +9,6 @@ x nor y needs to be saved in expert order, and y not at all. Saved for the backw
 elements. Nothing synchronises with the device: the host knows only the number of rows and of experts.
 """
 
-# Triton kernels take launch options beside their arguments, and their constexpr arguments are plain numbers.
-
 from collections.abc import Callable
 from typing import Any
 

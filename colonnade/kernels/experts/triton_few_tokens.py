@@ -13,8 +13,6 @@ already resident when the first ends.
 A choice without an expert adds nothing. Results are reproducible bit for bit.
 """
 
-# Triton kernels take launch options beside their arguments; constexpr arguments are plain numbers and decide branches.
-
 from typing import NamedTuple
 
 import torch

@@ -17,8 +17,6 @@ some 200 rows, reading the weights (6EDF bytes) is the limit, and it is enough t
 written.
 """
 
-# Inside a kernel constexpr arguments are plain numbers, and static ranges are unrolled.
-
 from typing import Any, NamedTuple
 
 import triton

@@ -8,8 +8,6 @@ Both implementations take and return the same tensors, so each GEMM is chosen on
 no biases, and widths that are multiples of 16 bytes; otherwise our kernel is used.
 """
 
-# Triton kernels take launch options beside their arguments, and their constexpr arguments are plain numbers.
-
 from functools import cached_property
 from typing import Any
 

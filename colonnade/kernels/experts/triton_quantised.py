@@ -11,8 +11,6 @@ expert's rows; a decode step has one tile per expert. :mod:`~colonnade.kernels.e
 order of tiles; rows past the last end are not written. Nothing synchronises with the device.
 """
 
-# Triton kernels take launch options beside their arguments; constexpr arguments are plain numbers.
-
 from typing import Any, NamedTuple
 
 import torch

@@ -12,8 +12,6 @@ Tiles of an expert are ordered for L2 reuse: GROUP tiles of rows go through all 
 weights are read from memory m_e / GROUP times, not m_e times.
 """
 
-# Triton kernels take launch options beside their arguments, and their constexpr arguments are plain numbers.
-
 import triton
 from torch import Tensor
 from triton import language as tl

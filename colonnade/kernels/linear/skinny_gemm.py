@@ -13,9 +13,6 @@ So float8 weights round x to e4m3 for prompts but not for single tokens, and nea
 gradient is needed, plain torch computes (:mod:`~colonnade.kernels.linear.reference`).
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
-# Triton kernels take launch options beside their arguments, and their constexpr arguments are plain numbers.
-
 from typing import Any, TypeGuard
 
 import torch

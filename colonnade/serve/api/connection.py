@@ -202,7 +202,7 @@ class _Timed(StallTimeout):
         self.loop.call_later(REFUSAL_LINGER_S, self.transport.abort)
 
 
-class H11Connection(_Timed, H11Protocol):  # pyrefly: ignore
+class H11Connection(_Timed, H11Protocol):  # pyrefly: ignore[inconsistent-inheritance]
     """A connection parsed by h11, which bounds headers itself."""
 
     def send_400_response(self, msg: str) -> None:
