@@ -89,7 +89,7 @@ def cache_shapes() -> None:
         self.shape, self.numel = constants(tuple(kind.shape.values) if kind.is_block() else ())
 
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
-    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")  # pyrefly: ignore
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")  # pyrefly: ignore[no-access]
 
 
 def run(module: str) -> tuple[int, str]:

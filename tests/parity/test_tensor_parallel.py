@@ -49,7 +49,7 @@ def greedy(model, steps: int = 6) -> list[int]:
     return tokens
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(CONFIGS))
 @pytest.mark.xdist_group("worlds")
 def test_tensor_parallel_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:

@@ -56,7 +56,7 @@ MARKS = {
 """Without these every family still trains on two processes, and on three or four; gpt2 under every plan of four."""
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("case", "world"),
     [pytest.param(case, world, marks=MARKS.get((case, world), [])) for case in CASES for world in (1, 2, 3, 4)],

@@ -300,5 +300,5 @@ def test_replicas_stop_on_a_signal(running: Running):
     code, out, err = running.stop(signal.SIGTERM)
     assert (code, err) == (0, "") and out.endswith("\nstopping\n")
     deaths = out.count("died and is started again: the engine process was killed by SIGKILL")
-    assert deaths == out.count("is up again\n")
+    assert deaths == out.count("is up again\n") in (0, 1, 3)  # three with the slow tests
     assert gone(pids) and not list(running.folder.iterdir())

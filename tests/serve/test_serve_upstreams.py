@@ -47,7 +47,7 @@ class Upstream(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Upstream  # pyrefly: ignore
+    server: Upstream
 
     def log_message(self, format: str, *args: object) -> None:
         pass
