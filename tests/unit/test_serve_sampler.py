@@ -106,6 +106,14 @@ def test_filters_keep_the_likeliest_tokens(params, kept):
     assert torch.equal(out_V[out_V > -math.inf], x_V[out_V > -math.inf])
 
 
+def test_top_p_drops_tokens_after_exactly_its_share():
+    """Two of four equal tokens have half of the probability: the others are dropped, in both implementations."""
+    logits_RV = torch.zeros(200, 4)
+    assert len(set(sample(logits_RV, [request(i, top_p=0.5) for i in range(200)]))) == 2  # which two is not specified
+    rows = [(1.0, 0, 0.5, -math.inf, i, 0, 0) for i in range(200)]
+    assert set(sampling.sample(logits_RV, torch.tensor(rows, dtype=torch.float64), -1).tolist()) == {0, 1}
+
+
 def by_sorting(x_V: torch.Tensor, k: int, p: float, min_p: float) -> set[int]:
     """The remaining tokens, by the definitions."""
     order = x_V.argsort(descending=True)[: k or None]
