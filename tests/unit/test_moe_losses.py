@@ -8,10 +8,11 @@ from torch import Tensor
 
 from colonnade.errors import ConfigError
 from colonnade.model.moe import RouterOutput, TokenGroups
-from colonnade.model.moe.losses import balance_losses, expert_load
-from colonnade.parallel.axis import SOLO
+from colonnade.model.moe.losses import attach_model_balance, balance_losses, expert_load, layer_sums
+from colonnade.model.moe.routing_context import Routing
+from colonnade.parallel.axis import SOLO, Axis, world_axis
 from tests.routers import EXPERTS, SEQUENCES, TOKENS, moe_of, router_of, tokens
-from tests.worlds import assert_same
+from tests.worlds import assert_same, run
 
 E, T = EXPERTS, TOKENS
 OF_T = torch.repeat_interleave(torch.arange(len(SEQUENCES)), torch.tensor(SEQUENCES))
@@ -207,3 +208,32 @@ def test_sequence_loss_requires_sequences():
     choice = RouterOutput(ids_TA, ids_TA.double(), torch.ones(T, E, dtype=torch.float64))
     with pytest.raises(ConfigError, match="loss of sequences, and the stream does not say"):
         balance_losses(choice, expert_load(ids_TA, E), None, moe, SOLO)
+
+
+def model_balance(mine: slice, over: Axis) -> tuple[Tensor, Tensor]:
+    """The balance loss over two layers, and its gradient by the scores of the tokens ``mine``."""
+    moe = moe_of("softmax", balance_over="model", balance_weight=0.7)
+    leaves, routing = [], Routing(torch.arange(T)[mine], weight=1.0)
+    for layer in range(2):
+        logits_TE, ids_TA, _ = random_choice(2, seed=layer)
+        leaves.append(logits_TE[mine].requires_grad_())
+        choice = RouterOutput(ids_TA[mine], ids_TA[mine].double(), leaves[-1].softmax(1))
+        sums = layer_sums(choice, expert_load(choice.ids_TA, E))
+        routing.pooled.sums = sums if routing.pooled.sums is None else routing.pooled.sums + sums
+    x_TD = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    attach_model_balance(x_TD, routing, moe, 2, over).sum().backward()
+    assert routing.pooled.balance is not None
+    return routing.pooled.balance.detach(), torch.stack([leaf.grad for leaf in leaves])
+
+
+def model_balance_of_a_share() -> tuple[Tensor, Tensor]:
+    world = world_axis()
+    return model_balance([slice(0, 11), slice(11, T)][world.rank], world)
+
+
+def test_model_balance_counts_the_tokens_of_all_ranks() -> None:
+    value, grad_LTE = model_balance(slice(None), SOLO)
+    (first, first_LTE), (second, second_LTE) = run(2, model_balance_of_a_share)
+    assert_same(first, value, what="value")
+    assert_same(second, value, what="value")
+    assert_same(torch.cat((first_LTE, second_LTE), 1), grad_LTE, what="gradients")
