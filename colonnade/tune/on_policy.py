@@ -73,6 +73,10 @@ class OnPolicyFeed(CorpusFeed):
         """The share of tokens that the model generated."""
         return self._metrics
 
+    def messages(self) -> list[str]:
+        """No lines."""
+        return []
+
     def close(self) -> None:
         """Free the engine."""
         self._engine = None

@@ -18,6 +18,7 @@ from colonnade.model.preference_loss import SequenceLogprobs, logp_with_gradient
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.data_feed import MakeFeed
 from colonnade.train.training_state import TrainingState
+from colonnade.tune import preferences
 from colonnade.tune.chats import Conversations
 from colonnade.tune.preferences import preference_feed
 from colonnade.tune.tuner import Tuner, tuned_run
@@ -190,7 +191,9 @@ ROWS = [
 ]
 
 
-def test_command_line_prefers_the_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_prefers_the_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     start, file = tuning.start(tmp_path), tuning.write_rows(tmp_path / "rows.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
     flags = [
@@ -205,7 +208,11 @@ def test_command_line_prefers_the_chosen(tmp_path: Path, monkeypatch: pytest.Mon
         "--train.save_every",
         "0",
     ]
+    monkeypatch.setattr(preferences, "SCORING_REPORT_S", 0.0)
     main(["finetune", str(start), "--method", "dpo", "--data", str(file), "--held_out", str(file), *flags])
+    told = capsys.readouterr().out
+    assert told.count(f"scoring {len(ROWS)} pairs with the reference model, once") == 2, "those held out too"
+    assert told.count("scored 100% of the pairs") == 2
     rows = tuning.read_rows(tmp_path / "runs" / "dpo")
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert losses[-1] < 0.7 * math.log(2)
