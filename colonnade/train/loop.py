@@ -31,7 +31,7 @@ from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
 from colonnade.train.cuda_graph import check_device
-from colonnade.train.data_feed import CorpusFeed, MakeFeed, VaryingFeed
+from colonnade.train.data_feed import CorpusFeed, MakeFeed, VaryingFeed, check_data_unchanged
 from colonnade.train.distill import check_teacher
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
@@ -62,6 +62,8 @@ def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
     check_teacher(run, data.corpus)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
+        if "seen" in (cursor := native.read_meta(checkpoint).cursor):  # otherwise loading refuses it
+            check_data_unchanged(data, run.data, cursor, str(checkpoint))
     elif run.train.pretrained_checkpoint:
         check_start(run, data.corpus)
 

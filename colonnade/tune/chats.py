@@ -99,7 +99,8 @@ def conversation(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row
         return _chat(_messages(row["messages"], "messages", where), 0, tokenizer, where)
     if "prompt" in row and "completion" in row:
         return _continued(row["prompt"], row["completion"], "completion", tokenizer, where)
-    raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion', but {_keys(row)}; write one form")
+    remedy = "use --method dpo for preferences" if "chosen" in row else "write one form"
+    raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion', but {_keys(row)}; {remedy}")
 
 
 def preference(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row") -> Preference:

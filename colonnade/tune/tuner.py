@@ -46,6 +46,10 @@ def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: in
     other fields of :class:`RunConfig`. Raises :class:`CheckpointError` if there is no such model.
     """
     config = open_model(model).config
+    if sequence > config.context:
+        raise ConfigError(
+            f"sequence {sequence:,} is longer than the context of {model}, {config.context:,}; shorten it"
+        )
     data = DataConfig(sequence=sequence or min(SEQUENCE, config.context))
     train = settings.pop("train", TrainConfig())
     if train.pretrained_checkpoint not in ("", str(model)):
@@ -129,19 +133,19 @@ def _grpo(
     report: Report,
 ) -> Data:
     from colonnade.reward_worker import load_reward
-    from colonnade.tune.grpo import PromptRow, reward_feed  # imports the engine
+    from colonnade.tune.grpo import PromptRow, check_reward_settings, reward_feed  # imports the engine
 
     if held_out is not None:
         raise ConfigError("--held_out does not apply to grpo, which logs the rewards of new answers; leave it out")
+    check_reward_settings(run, tune)
+    load_reward(tune.reward)  # before the rows are read, which may take long
     rows: list[PromptRow] = []
     for where, row in read_rows(data, report):
         if "prompt" not in row:
             raise DataError(f"{where} has no 'prompt'; write a text or a list of messages")
         tokens = encode_prompt(row["prompt"], tokenizer, where)
         rows.append(PromptRow(tokens, tokenizer.decode(tokens), row))
-    feed = reward_feed(rows, tune, run)
-    load_reward(tune.reward)  # before any process starts
-    return Data(feed, len(rows) * tune.group)
+    return Data(reward_feed(rows, tune, run), len(rows) * tune.group)
 
 
 def _embed(

@@ -17,6 +17,7 @@ from colonnade.model import IGNORE
 from colonnade.model.preference_loss import SequenceLogprobs, logp_with_gradient
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.data_feed import MakeFeed
+from colonnade.train.loop import Trainer
 from colonnade.train.training_state import TrainingState
 from colonnade.tune import preferences
 from colonnade.tune.chats import Conversations
@@ -184,6 +185,11 @@ def test_another_loss_cannot_resume(tmp_path: Path) -> None:
         other: MakeFeed = preference_feed(pairs(), NONE, tune)
         with pytest.raises(DataError, match=message):
             tuning.fit(more, other)
+        with pytest.raises(DataError, match=rf"{message}.*; use that one, or use another run name$"):
+            Trainer(more, feed=other)  # before it loads anything
+    longer = more.replace(data=more.data.replace(sequence=56))
+    with pytest.raises(ConfigError, match="set --sequence 48, or use another run name"):
+        Trainer(longer, feed=preference_feed(pairs(), NONE, KINDS["dpo"]))
 
 
 ROWS = [

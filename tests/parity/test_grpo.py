@@ -350,6 +350,8 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run.replace(plan=Plan(dp=4)), file, "grpo", tune.replace(group=16))
     with pytest.raises(ConfigError, match=r"tune.group 7; make it a multiple, such as 35"):
         Tuner(run, file, "grpo", tune.replace(group=7))
+    with pytest.raises(ConfigError, match=r"absent.py:f cannot be imported"):
+        Tuner(run, tmp_path / "absent.jsonl", "grpo", tune.replace(reward="absent.py:f"))
     with pytest.raises(ConfigError, match="needs a reward function"):
         Tuner(run, file, "grpo", tune.replace(reward=""))
     with pytest.raises(ConfigError, match="does not apply to grpo"):

@@ -133,6 +133,8 @@ def test_refusals(tmp_path: Path) -> None:
     run = tuned_run(start, runs=tmp_path, device="cpu")
     with pytest.raises(ConfigError, match=r"method stf is unknown; did you mean 'sft'"):
         Tuner(run, file, "stf")
+    with pytest.raises(ConfigError, match=r"sequence 65 is longer than the context of .*start, 64"):
+        tuned_run(start, sequence=65)
     with pytest.raises(ConfigError, match=r"train.pretrained_checkpoint other is not the model"):
         tuned_run(start, train=tuning.TRAIN.replace(pretrained_checkpoint="other"))
     with pytest.raises(DataError, match="has no rows"):
