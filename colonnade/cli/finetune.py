@@ -1,6 +1,6 @@
 """The verb ``finetune``: a table of methods, and those of :mod:`colonnade.tune.tuner`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from colonnade.cli import finetune_encoder
-from colonnade.cli.common import MODEL_SOURCES, is_main_process
+from colonnade.cli.common import MODEL_SOURCES, is_main_process, progress_status
 from colonnade.cli.finetune_encoder import FINETUNE_METHODS as ENCODER_METHODS
 from colonnade.cli.training import exit_if_stopped, flag_settings, show_run
 from colonnade.config import Device, LoraConfig, Plan, TrainConfig, TuneConfig, did_you_mean
@@ -46,31 +46,38 @@ class FinetuneArgs:
     plan: Plan = Plan()
     """The parallel layout."""
     train: TrainConfig = _TRAIN
-    """Optimisation; steps is derived from tune.epochs unless it is set."""
+    """Optimisation; unless they are set, steps is derived from tune.epochs, and log_every from steps: 1 in short runs
+    and with grpo, otherwise up to 10."""
 
 
 FULL_LR, LORA_LR = 2e-5, 2e-4
 """Default peak learning rates, without and with adapters."""
 
 
-def _tune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
+def _tune(args: FinetuneArgs, flags: Collection[str]) -> None:
     """Methods whose rows are conversations or preferences."""
-    from colonnade.tune.tuner import Tuner, tuned_run
+    derived = [name for name in ("steps", "log_every") if f"train.{name}" not in flags]
+    with progress_status(f"reading {args.data}") as report:
+        from colonnade.tune.tuner import Tuner, tuned_run  # imports torch, which takes seconds
 
-    run = tuned_run(
-        args.model, lora=args.lora if adapters else None, sequence=args.sequence, name=args.name or args.method,
-        runs=args.runs, device=args.device, plan=args.plan, train=args.train,
-    )  # fmt: skip
-    tuner = Tuner(run, args.data, args.method, args.tune, held_out=args.held_out, set_steps=set_steps)
+        lora = args.lora if any(name.startswith("lora.") for name in flags) else None
+        run = tuned_run(
+            args.model, lora=lora, sequence=args.sequence, name=args.name or args.method, runs=args.runs,
+            device=args.device, plan=args.plan, train=args.train,
+        )  # fmt: skip
+        tuner = Tuner(
+            run, args.data, args.method, args.tune, held_out=args.held_out, set_steps="steps" in derived,
+            set_log_every="log_every" in derived, report=report,
+        )  # fmt: skip
     if is_main_process():
-        show_run(tuner.run, f"train.steps {tuner.run.train.steps}" if set_steps else "")
+        show_run(tuner.run, ", ".join(f"train.{name} {getattr(tuner.run.train, name)}" for name in derived))
     exit_if_stopped(tuner.fit())
 
 
-METHODS: dict[str, Callable[..., None]] = {"sft": _tune, "dpo": _tune, "grpo": _tune, "embed": _tune}
-"""Methods to the functions that run them: (arguments, adapters=whether a --lora flag was given, set_steps=whether
---train.steps was not).
-"""
+METHODS: dict[str, Callable[[FinetuneArgs, Collection[str]], None]] = dict.fromkeys(
+    ("sft", "dpo", "grpo", "embed"), _tune
+)
+"""Methods to the functions that run them: (arguments, names of the flags that were given)."""
 
 
 def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
@@ -78,14 +85,14 @@ def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
 
     With --lora.rank N, or another --lora flag, only adapters are trained and the model is frozen.
     """
-    _finetune(args, adapters=False, set_steps=True)
+    _finetune(args, ())
 
 
-def _finetune(args: FinetuneArgs, *, adapters: bool, set_steps: bool) -> None:
+def _finetune(args: FinetuneArgs, flags: Collection[str]) -> None:
     if args.method not in METHODS:
         methods = [*METHODS, *ENCODER_METHODS]
         raise ConfigError(f"--method {args.method} is unknown{did_you_mean(args.method, methods)}")
-    METHODS[args.method](args, adapters=adapters, set_steps=set_steps)
+    METHODS[args.method](args, flags)
 
 
 def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
@@ -98,7 +105,7 @@ def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
     defaults = FinetuneArgs(tyro.MISSING, tyro.MISSING, train=train)
 
     def bound(args: Annotated[FinetuneArgs, arg(name="")] = defaults) -> None:
-        _finetune(args, adapters=adapters, set_steps="train.steps" not in flags)
+        _finetune(args, flags)
 
     bound.__doc__ = finetune.__doc__
     return bound

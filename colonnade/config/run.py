@@ -136,7 +136,7 @@ class TrainConfig(Config):
     """Model whose weights initialise a new run (a run, a checkpoint, a Hugging Face folder, a GGUF file); empty: random
     weights. Its shape and tokenizer must be the run's."""
     log_every: int = Field(default=10, gt=0)
-    """Steps between two logged lines of metrics."""
+    """Steps between two logged lines of metrics; after 20 s without a line the next step logs one too."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Experiment trackers besides JSON lines and TensorBoard; they need pip install 'colonnade[track]'."""
     profile: int = Field(default=0, ge=0)

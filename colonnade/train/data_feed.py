@@ -103,7 +103,9 @@ def check_data_unchanged(feed: DataFeed, data: DataConfig, old: Mapping[str, Any
     Raises :class:`DataError` or :class:`ConfigError` for a difference that would repeat or skip samples, unless
     data.restart allows to start the data anew.
     """
-    remedy = "start the data anew with --data.restart, or use another run name"
+    remedy, flags = "start the data anew with --data.restart, or use another run name", "--data."
+    if "method" in feed.identity:  # of the verb finetune
+        remedy, flags = "or use another run name", "--"
     changes: list[str] = []
     if difference := feed.difference(old):
         changes.append(f"{feed.name} is not the data that {checkpoint} was trained on: {difference}")
@@ -114,7 +116,7 @@ def check_data_unchanged(feed: DataFeed, data: DataConfig, old: Mapping[str, Any
             changes.append(f"data.{key} is {new}, and {checkpoint} was trained with {old.get(key)}")
             if not data.restart:
                 raise ConfigError(
-                    f"{changes[-1]}: samples would be repeated or skipped; set --data.{key} {old.get(key)}, {remedy}"
+                    f"{changes[-1]}: samples would be repeated or skipped; set {flags}{key} {old.get(key)}, {remedy}"
                 )
     return changes
 

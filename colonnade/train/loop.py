@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -30,11 +31,11 @@ from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
 from colonnade.train.cuda_graph import check_device
-from colonnade.train.data_feed import CorpusFeed, MakeFeed, VaryingFeed
+from colonnade.train.data_feed import CorpusFeed, MakeFeed, VaryingFeed, check_data_unchanged
 from colonnade.train.distill import check_teacher
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
-from colonnade.train.run_log import RunLog, Summary
+from colonnade.train.run_log import RunLog, Summary, print_line
 from colonnade.train.trackers import OpenTracker, flattened, service_trackers
 from colonnade.train.training_state import RunLock, TrainingState
 
@@ -61,6 +62,8 @@ def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
     check_teacher(run, data.corpus)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
+        if "seen" in (cursor := native.read_meta(checkpoint).cursor):  # otherwise loading refuses it
+            check_data_unchanged(data, run.data, cursor, str(checkpoint))
     elif run.train.pretrained_checkpoint:
         check_start(run, data.corpus)
 
@@ -150,10 +153,11 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
     timeout = timedelta(seconds=t.timeout_s * COLLECTIVE_TIMEOUT_FACTOR)
     with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as context:
         check_same_settings(_shared_settings(run), world_axis())
+        announce = partial(print_line, shown=context.rank == 0)
         with (
             RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watchdog,
-            TrainingState(run, context, watchdog, lock, feed) as training,
+            TrainingState(run, context, watchdog, lock, feed, announce) as training,
             StopSignal(training.world) as stop,
             RunLog(training, trackers) as log,
         ):
@@ -162,9 +166,9 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
             while training.steps_taken < t.steps and interrupted is None:
                 log.record(training.step())
                 log.check_save()
-                interrupted = stop.received()
+                interrupted, silent = stop.poll(silent=log.silent)
                 done = training.steps_taken == t.steps
-                if interrupted or done or log.due(t.log_every, eval_every, t.save_every):
+                if interrupted or done or silent or log.due(t.log_every, eval_every, t.save_every):
                     log.report()
                 if interrupted or done or log.due(t.save_every):
                     log.save()  # before validation: after a signal the scheduler may kill the process soon
@@ -206,8 +210,12 @@ class StopSignal:
 
     def received(self) -> Interrupted | None:
         """The exception to raise after saving, the same on all ranks, if any rank received a signal."""
-        number = int(self.world.max_(torch.tensor(self._signal)).item())
-        return Interrupted(number) if number else None
+        return self.poll()[0]
+
+    def poll(self, *, silent: bool = False) -> tuple[Interrupted | None, bool]:
+        """What :meth:`received` returns, and whether any rank is ``silent``, in one reduction."""
+        number, any_silent = self.world.max_(torch.tensor([self._signal, silent])).tolist()
+        return Interrupted(number) if number else None, bool(any_silent)
 
 
 def _shared_settings(run: RunConfig) -> dict[str, str]:

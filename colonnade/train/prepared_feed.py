@@ -1,5 +1,6 @@
 """Feeds that compute something with the model that a run starts from, before the first step."""
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,13 @@ class PreparedFeed(Protocol):
         """Whether :meth:`prepare` must be called; the same on all ranks of ``world``."""
         ...
 
-    def prepare(self, model: Transformer, pipeline: PipelineStep | None, world: Axis, device: torch.device) -> None:
-        """Compute with ``model``, which has the initial weights; called on all ranks."""
+    def prepare(
+        self,
+        model: Transformer,
+        pipeline: PipelineStep | None,
+        world: Axis,
+        device: torch.device,
+        announce: Callable[[str], object],
+    ) -> None:
+        """Compute with ``model``, which has the initial weights; called on all ranks. ``announce`` shows a line."""
         ...

@@ -17,6 +17,10 @@ class RolloutFeed(Protocol):
         """Metrics of the newest samples, by name."""
         ...
 
+    def messages(self) -> list[str]:
+        """Lines for the user about the newest samples, such as why some are left out."""
+        ...
+
     def close(self) -> None:
         """Free what belongs to the run."""
         ...

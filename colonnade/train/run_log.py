@@ -4,6 +4,7 @@ Every rank has a log, because reading the metrics is collective; only rank 0's t
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,13 @@ from colonnade.train.train_step import StepMetrics
 from colonnade.train.training_state import TrainingState
 
 DISPLAYED = (("loss", ".4f"), ("grad_norm", ".2f"))
+SILENCE_S = 20.0
+"""A line of metrics is due after a step if there was none for this time [s]."""
+
+
+def print_line(text: str, *, shown: bool) -> None:
+    """Print a line, if ``shown``, before there is a :class:`ProgressDisplay`."""
+    Console(quiet=not shown, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 class ProgressDisplay:
@@ -42,6 +50,8 @@ class ProgressDisplay:
     def __init__(self, total_steps: int, *, shown: bool, console: Console | None = None):
         self.console = console or Console(quiet=not shown, highlight=False)
         self.total_steps = total_steps
+        self.shown_s = time.monotonic()
+        """Time of the newest line or metrics."""
         self._state = Text()
         self._bar = Progress(
             TextColumn("step"),
@@ -66,6 +76,7 @@ class ProgressDisplay:
 
     def line(self, text: str) -> None:
         """Print a permanent line."""
+        self.shown_s = time.monotonic()
         self.console.print(text, markup=False, soft_wrap=True)
 
     def advance(self, steps: int) -> None:
@@ -77,12 +88,15 @@ class ProgressDisplay:
         # A missing value was not finite: a step skipped in float16.
         loss, norm = (f"{row[name]:{form}}" if name in row else "-" for name, form in DISPLAYED)
         state = f"loss {loss}  norm {norm}  lr {row['lr']:.2e}"
+        if "reward" in row:
+            state = f"reward {row['reward']:.4f}  {state}"
         if "loss_scale" in row:
             state += f"  scale 2^{math.log2(row['loss_scale']):.0f}  skipped {row['skipped']:.0f}"
         if speed is not None:
             state += f"  {speed}"
         if "memory_peak_bytes" in row:
             state += f"  peak {format_bytes(int(row['memory_peak_bytes']))}"
+        self.shown_s = time.monotonic()
         if self._live is not None and steps < self.total_steps:
             self._state.plain = state
         else:
@@ -150,9 +164,16 @@ class RunLog:
         """Whether the steps taken are a multiple of one of ``intervals`` (0 is never due)."""
         return any(every and self.training.steps_taken % every == 0 for every in intervals)
 
+    @property
+    def silent(self) -> bool:
+        """Whether rank 0 has shown nothing for :data:`SILENCE_S`."""
+        return self.is_rank0 and time.monotonic() - self.display.shown_s > SILENCE_S
+
     def record(self, metrics: StepMetrics) -> None:
         """Keep the metrics of a step; does not synchronise with the device."""
         self.meter.add(self.training.steps_taken, metrics)
+        for message in self.training.take_messages():
+            self.display.line(message)
         self.display.advance(self.training.steps_taken)
         if self._first_step:  # it also allocates and compiles, so its time is not representative
             self.meter.pause()

@@ -63,9 +63,10 @@ class TrainingState:
         watchdog: Watchdog | None = None,
         lock: "RunLock | None" = None,
         feed: MakeFeed = CorpusFeed,
+        announce: Callable[[str], object] = lambda _line: None,
     ):
         """``watchdog`` records this rank's progress for the other ranks; ``lock`` is checked before each save; ``feed``
-        opens the data. Raises :class:`PlanError` where ranks have different data.
+        opens the data; ``announce`` shows what is loaded. Raises :class:`PlanError` where ranks have different data.
         """
         if run.train.cuda_graph:
             check_device(context.device)
@@ -81,14 +82,16 @@ class TrainingState:
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
         spans = [span for _, span in context.stages(run.model.layers)]
         check_rank_memory(run, context)
+        self.checkpoint = newest_checkpoint(run.folder, self.world)
+        """The newest complete checkpoint, if any."""
+        if source := self.checkpoint or run.train.pretrained_checkpoint:
+            announce(f"loading {source}")
         with explain_setup_oom(run, context.device):
             lora = run.model.lora
             if lora is not None and lora.base != "stored":
                 self.model = load_quantised_base(run, context, master_dtype, spans)
             else:
                 self.model = self._build(run.model, master_dtype, spans, meta=context.sharded)
-            self.checkpoint = newest_checkpoint(run.folder, self.world)
-            """The newest complete checkpoint, if any."""
             freeze(self.model, run.train.freeze)
             self.recompute_summary = configure_recompute(
                 self.model,
@@ -109,7 +112,7 @@ class TrainingState:
             if prepares:
                 assert isinstance(self.feed, PreparedFeed)
                 self.watchdog.mark(0, "computes with the initial weights", patient=True)
-                self.feed.prepare(self.model, self.pipeline, self.world, context.device)
+                self.feed.prepare(self.model, self.pipeline, self.world, context.device, announce)
             self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, context.device) if run.train.dtype == "float16" else None
         degree = run.plan.adaptive_r
@@ -157,6 +160,10 @@ class TrainingState:
         self._compiled = True
         self.steps_taken, self.samples_seen = number, self.samples_seen + self.run.train.batch
         return metrics
+
+    def take_messages(self) -> list[str]:
+        """The feed's lines for the user about the newest step."""
+        return self.feed.messages() if isinstance(self.feed, RolloutFeed) else []
 
     def samples_of(self, step: int) -> list[int]:
         """The sample numbers of step ``step`` (from 1), taken since the run started or resumed."""

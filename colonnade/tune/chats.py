@@ -17,7 +17,7 @@ row is refused: training on nothing, or on everything, would go unnoticed.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -43,8 +43,14 @@ class Preference(NamedTuple):
     rejected: Conversation
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of each line of a JSON Lines file that is not empty.
+Report = Callable[[str], object]
+"""Receives a line about what is being done."""
+
+ROWS_BETWEEN_REPORTS = 100
+
+
+def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of each line of a JSON Lines file that is not empty; reports the number of lines now and then.
 
     Raises :class:`DataError` for a file that cannot be read and for a line that is not a JSON object.
     """
@@ -52,6 +58,8 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
+                if number % ROWS_BETWEEN_REPORTS == 0:
+                    report(f"tokenised {number:,} rows of {path}")
                 if not line.strip():
                     continue
                 try:
@@ -69,14 +77,16 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"cannot read {path}: {why.strerror or why}; check the path") from None
 
 
-def read_conversations(path: str | Path, tokenizer: Tokenizer) -> list[Conversation]:
+def read_conversations(
+    path: str | Path, tokenizer: Tokenizer, report: Report = lambda _line: None
+) -> list[Conversation]:
     """The conversations of a file; raises :class:`DataError` as :func:`conversation` does."""
-    return [conversation(row, tokenizer, where) for where, row in read_rows(path)]
+    return [conversation(row, tokenizer, where) for where, row in read_rows(path, report)]
 
 
-def read_preferences(path: str | Path, tokenizer: Tokenizer) -> list[Preference]:
+def read_preferences(path: str | Path, tokenizer: Tokenizer, report: Report = lambda _line: None) -> list[Preference]:
     """The preferences of a file; raises :class:`DataError` as :func:`preference`."""
-    return [preference(row, tokenizer, where) for where, row in read_rows(path)]
+    return [preference(row, tokenizer, where) for where, row in read_rows(path, report)]
 
 
 def conversation(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row") -> Conversation:
@@ -89,7 +99,8 @@ def conversation(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row
         return _chat(_messages(row["messages"], "messages", where), 0, tokenizer, where)
     if "prompt" in row and "completion" in row:
         return _continued(row["prompt"], row["completion"], "completion", tokenizer, where)
-    raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion', but {_keys(row)}; write one form")
+    remedy = "use --method dpo for preferences" if "chosen" in row else "write one form"
+    raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion', but {_keys(row)}; {remedy}")
 
 
 def preference(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row") -> Preference:

@@ -28,7 +28,7 @@ from colonnade.model import IGNORE, Transformer
 from colonnade.model.contrastive import Contrast, ContrastiveLoss, contrastive_losses
 from colonnade.train.data_feed import MakeFeed, VaryingFeed
 from colonnade.train.model_inputs import model_inputs
-from colonnade.tune.chats import Conversation, Conversations, fit_conversation, read_rows
+from colonnade.tune.chats import Conversation, Conversations, Report, fit_conversation, read_rows
 from colonnade.tune.packing import TuneFeed, check_tune_settings, pack_rows
 
 TEMPERATURE = 0.05
@@ -132,6 +132,10 @@ class EmbedFeed(TuneFeed):
         """No further metrics."""
         return {}
 
+    def messages(self) -> list[str]:
+        """No lines."""
+        return []
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -162,11 +166,13 @@ def resolve_contrast(model: ModelConfig, tune: TuneConfig, texts: int) -> Contra
     return Contrast(tune.pooling or default, temperature, widths, texts)
 
 
-def read_texts(path: str | Path, tokenizer: Tokenizer, run: RunConfig, *, truncate: bool) -> tuple[Conversations, int]:
+def read_texts(
+    path: str | Path, tokenizer: Tokenizer, run: RunConfig, *, truncate: bool, report: Report = lambda _line: None
+) -> tuple[Conversations, int]:
     """The texts of all rows of a file, and the number per row; raises :class:`DataError` for invalid rows."""
     texts: list[Conversation] = []
     each = 0
-    for where, row in read_rows(path):
+    for where, row in read_rows(path, report):
         parts = _parts(row, where)
         if each not in (0, len(parts)):
             raise DataError(

@@ -17,7 +17,7 @@ the same as one.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from colonnade.train.model_inputs import model_inputs
 from colonnade.train.train_step import PipelineStep
 from colonnade.tune.classify import start_tokenizer
 from colonnade.tune.packing import check_tune_settings
-from colonnade.tune.rewards import Answer, RewardPool
+from colonnade.tune.rewards import TOO_LATE, Answer, RewardPool
 from colonnade.tune.rollout_engine import RolloutEngine, copy_of, copy_weights
 from colonnade.tune.rollouts import Rollout, RolloutSamples, advantages
 
@@ -48,6 +48,8 @@ IDENTITY = (
     "group", "max_tokens", "clip_low", "clip_high", "divisor", "normalise", "reward", "temperature", "kl", "exact",
 )  # fmt: skip
 """Settings that a resumed run must share."""
+MOST_REASONS = 8
+"""Different reasons for failed rewards that are shown."""
 
 
 class PromptRow(NamedTuple):
@@ -80,6 +82,7 @@ class RewardFeed:
         self._rewards: RewardPool | None = None
         self._reference: Transformer | None = None
         self._metrics: dict[str, float] = {}
+        self._messages, self._reported = list[str](), set[str]()
         self._dp: Axis | None = None
 
     def difference(self, old: Mapping[str, Any]) -> str | None:
@@ -95,7 +98,14 @@ class RewardFeed:
         """Whether the reference needs its own copy of the weights; with adapters it is the model without them."""
         return self._tune.kl > 0 and self._run.model.lora is None
 
-    def prepare(self, model: Transformer, pipeline: PipelineStep | None, world: Axis, device: torch.device) -> None:
+    def prepare(
+        self,
+        model: Transformer,
+        pipeline: PipelineStep | None,
+        world: Axis,
+        device: torch.device,
+        announce: Callable[[str], object],
+    ) -> None:
         """Keep a copy of ``model``, which has the initial weights."""
         self._reference = copy_of(model, self._run, serving=False)
         copy_weights(model, self._reference)
@@ -136,11 +146,22 @@ class RewardFeed:
                 sum(len(ids) for ids, *_ in answers), len(answers),
             ], dtype=torch.float64)
         ).tolist()  # fmt: skip
+        failures = [failure for *_, failure in answers if failure]
         if not scored:
+            late = failures[0].startswith(TOO_LATE)
             raise DataError(
                 f"tune.reward {self._tune.reward} failed for all {count:g} answers of a step; the first one: "
-                f"{answers[0][-1]}; correct it, or raise --tune.reward_s {self._tune.reward_s:g}"
+                f"{failures[0]}; " + (f"raise --tune.reward_s {self._tune.reward_s:g}" if late else "correct it")
             )
+        if failures:
+            where = "" if self._dp.size == 1 else " on all ranks"
+            self._report_once(failures[0], f"{failed:g} of {count:g} rewards failed{where}, and their answers are left "
+                              f"out; the first one: {failures[0]}")  # fmt: skip
+        if skipped * group == count:
+            self._report_once(
+                "equal", "no prompt has answers with different rewards, so this step has no gradient; use a reward "
+                "that differs between the answers to a prompt, or a larger --tune.group"
+            )  # fmt: skip
         self._metrics = {
             "reward": total / scored,
             "reward_failures": failed,
@@ -187,6 +208,16 @@ class RewardFeed:
         if self._tune.kl:
             mismatch["kl"] = kl / max(1, count)
         return self._metrics | mismatch
+
+    def messages(self) -> list[str]:
+        """Reasons for failed rewards and for steps without a gradient, each once."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def _report_once(self, reason: str, message: str) -> None:
+        if reason not in self._reported and len(self._reported) < MOST_REASONS:
+            self._reported.add(reason)
+            self._messages.append(message)
 
     def close(self) -> None:
         """Stops the reward processes."""

@@ -73,6 +73,10 @@ class OnPolicyFeed(CorpusFeed):
         """The share of tokens that the model generated."""
         return self._metrics
 
+    def messages(self) -> list[str]:
+        """No lines."""
+        return []
+
     def close(self) -> None:
         """Free the engine."""
         self._engine = None
@@ -101,9 +105,7 @@ class OnPolicyFeed(CorpusFeed):
         assert self.tokenizer is not None
         requests, page = min(run.train.batch, 64), 16
         pages = requests * -(-run.data.sequence // page)
-        serve = ServeConfig(
-            max_requests=requests, page_tokens=page, pages=pages, async_scheduling=False, prefix_cache=False
-        )
+        serve = ServeConfig(max_requests=requests, page_tokens=page, pages=pages, prefix_cache=False)
         self._engine = Engine(own, self.tokenizer, serve)
         return self._engine
 

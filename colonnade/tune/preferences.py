@@ -7,7 +7,8 @@ run lacks the file, it computes the scores again from the same weights (with ada
 
 import hashlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.config import RunConfig, TuneConfig
+from colonnade.config import RunConfig, TuneConfig, plural
 from colonnade.data import Batch
 from colonnade.data.loader import Loader, Objective
 from colonnade.errors import DataError
@@ -27,6 +28,9 @@ from colonnade.train.model_inputs import model_inputs
 from colonnade.train.train_step import PipelineStep
 from colonnade.tune.chats import Conversation, Conversations, Preference
 from colonnade.tune.packing import TuneFeed, pack_rows
+
+SCORING_REPORT_S = 10.0
+"""Least time between two lines about the scores of the reference model [s]."""
 
 
 class PreferenceSamples:
@@ -87,10 +91,19 @@ class PreferenceFeed(TuneFeed):
         missing = not all(self._open(part, file) for part, file in zip(self._parts, self._files, strict=True))
         return bool(world.max_(torch.tensor(int(missing))))
 
-    def prepare(self, model: Transformer, pipeline: PipelineStep | None, world: Axis, device: torch.device) -> None:
+    def prepare(
+        self,
+        model: Transformer,
+        pipeline: PipelineStep | None,
+        world: Axis,
+        device: torch.device,
+        announce: Callable[[str], object],
+    ) -> None:
         """Score all pairs with ``model`` and store the scores."""
         for loader, part, file in zip(self._loaders, self._parts, self._files, strict=True):
             part.reference = None
+            announce(f"scoring {plural(part.samples, 'pair')} with the reference model, once")
+            announced_s = time.monotonic()
             scores = torch.zeros(part.samples, 2, dtype=torch.float64)
             seen = torch.zeros(part.samples, dtype=torch.float64)
             for numbers, batch in loader.all_samples():
@@ -99,6 +112,10 @@ class PreferenceFeed(TuneFeed):
                     index = torch.from_numpy(numbers)
                     scores[index] = logp_S.double().cpu().view(-1, 2)
                     seen[index] = 1
+                if time.monotonic() - announced_s > SCORING_REPORT_S:
+                    share = int(numbers[-1] + 1) / part.samples
+                    announce(f"scored {share:.0%} of the pairs")
+                    announced_s = time.monotonic()
             # Ranks have either the same scores or none: take the mean over those that have them.
             scores, seen = world.sum_(scores * seen[:, None]), world.sum_(seen)
             scores = scores / seen[:, None]

@@ -24,6 +24,7 @@ from colonnade.train.trackers import OpenTracker
 from colonnade.tune.chats import (
     Conversation,
     Conversations,
+    Report,
     encode_prompt,
     fit_conversation,
     read_conversations,
@@ -45,6 +46,10 @@ def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: in
     other fields of :class:`RunConfig`. Raises :class:`CheckpointError` if there is no such model.
     """
     config = open_model(model).config
+    if sequence > config.context:
+        raise ConfigError(
+            f"sequence {sequence:,} is longer than the context of {model}, {config.context:,}; shorten it"
+        )
     data = DataConfig(sequence=sequence or min(SEQUENCE, config.context))
     train = settings.pop("train", TrainConfig())
     if train.pretrained_checkpoint not in ("", str(model)):
@@ -64,13 +69,20 @@ class Data(NamedTuple):
     rows: int
 
 
-ReadData = Callable[[RunConfig, TuneConfig, str | Path, "str | Path | None", Tokenizer], Data]
-"""(run, settings, file, held-out file, tokenizer) -> data."""
+ReadData = Callable[[RunConfig, TuneConfig, str | Path, "str | Path | None", Tokenizer, Report], Data]
+"""(run, settings, file, held-out file, tokenizer, progress report) -> data."""
 
 
-def _sft(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer) -> Data:
+def _sft(
+    run: RunConfig,
+    tune: TuneConfig,
+    data: str | Path,
+    held_out: str | Path | None,
+    tokenizer: Tokenizer,
+    report: Report,
+) -> Data:
     def read(path: str | Path) -> Conversations:
-        rows = read_conversations(path, tokenizer)
+        rows = read_conversations(path, tokenizer, report)
         longest, V = run.data.sequence, run.model.vocab_size
         return Conversations(
             [fit_conversation(row, longest, V, f"{path}, row {number}", truncate=tune.truncate)
@@ -83,11 +95,18 @@ def _sft(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Pat
     return Data(sft_feed(rows, Conversations([]) if held_out is None else read(held_out)), len(rows))
 
 
-def _dpo(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer) -> Data:
+def _dpo(
+    run: RunConfig,
+    tune: TuneConfig,
+    data: str | Path,
+    held_out: str | Path | None,
+    tokenizer: Tokenizer,
+    report: Report,
+) -> Data:
     def read(path: str | Path) -> Conversations:
         longest, V = run.data.sequence, run.model.vocab_size
         sides: list[Conversation] = []
-        for number, pair in enumerate(read_preferences(path, tokenizer), 1):
+        for number, pair in enumerate(read_preferences(path, tokenizer, report), 1):
             where = f"{path}, row {number}"
             chosen, rejected = (fit_conversation(side, longest, V, where, truncate=tune.truncate) for side in pair)
             if chosen == rejected:  # their gradients would cancel
@@ -106,31 +125,41 @@ def _dpo(run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Pat
 
 
 def _grpo(
-    run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer
+    run: RunConfig,
+    tune: TuneConfig,
+    data: str | Path,
+    held_out: str | Path | None,
+    tokenizer: Tokenizer,
+    report: Report,
 ) -> Data:
     from colonnade.reward_worker import load_reward
-    from colonnade.tune.grpo import PromptRow, reward_feed  # imports the engine
+    from colonnade.tune.grpo import PromptRow, check_reward_settings, reward_feed  # imports the engine
 
     if held_out is not None:
         raise ConfigError("--held_out does not apply to grpo, which logs the rewards of new answers; leave it out")
+    check_reward_settings(run, tune)
+    load_reward(tune.reward)  # before the rows are read, which may take long
     rows: list[PromptRow] = []
-    for where, row in read_rows(data):
+    for where, row in read_rows(data, report):
         if "prompt" not in row:
             raise DataError(f"{where} has no 'prompt'; write a text or a list of messages")
         tokens = encode_prompt(row["prompt"], tokenizer, where)
         rows.append(PromptRow(tokens, tokenizer.decode(tokens), row))
-    feed = reward_feed(rows, tune, run)
-    load_reward(tune.reward)  # before any process starts
-    return Data(feed, len(rows) * tune.group)
+    return Data(reward_feed(rows, tune, run), len(rows) * tune.group)
 
 
 def _embed(
-    run: RunConfig, tune: TuneConfig, data: str | Path, held_out: str | Path | None, tokenizer: Tokenizer
+    run: RunConfig,
+    tune: TuneConfig,
+    data: str | Path,
+    held_out: str | Path | None,
+    tokenizer: Tokenizer,
+    report: Report,
 ) -> Data:
-    rows, texts = read_texts(data, tokenizer, run, truncate=tune.truncate)
+    rows, texts = read_texts(data, tokenizer, run, truncate=tune.truncate, report=report)
     others, count = Conversations([]), texts
     if held_out is not None:
-        others, count = read_texts(held_out, tokenizer, run, truncate=tune.truncate)
+        others, count = read_texts(held_out, tokenizer, run, truncate=tune.truncate, report=report)
     check_same_texts((texts, count), str(held_out))
     contrast = resolve_contrast(run.model, tune, texts)
     return Data(embed_feed(rows, others, contrast), len(rows) // max(1, texts))
@@ -138,6 +167,11 @@ def _embed(
 
 METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo, "embed": _embed}
 """Method names to the functions that read their data."""
+
+
+def log_interval(method: str, steps: int) -> int:
+    """Steps between two lines of metrics: 1 in short runs and where answers are sampled, at most 10."""
+    return 1 if method == "grpo" else min(10, max(1, steps // 20))
 
 
 class Tuner:
@@ -152,11 +186,14 @@ class Tuner:
         *,
         held_out: str | Path | None = None,
         set_steps: bool = False,
+        set_log_every: bool = False,
+        report: Report = lambda _line: None,
         trackers: Sequence[OpenTracker] = (),
         methods: Mapping[str, ReadData] = METHODS,
     ):
         """``held_out`` is a file of the same form for validation. ``set_steps`` replaces ``train.steps`` by
-        ``tune.epochs`` passes over the data.
+        ``tune.epochs`` passes over the data, ``set_log_every`` ``train.log_every`` by :func:`log_interval`. ``report``
+        receives lines about the rows that are read.
 
         Raises :class:`~colonnade.errors.ColonnadeError` for settings, rows or a model that do not fit.
         """
@@ -165,10 +202,12 @@ class Tuner:
         tune = tune or TuneConfig()
         check_tune_settings(run, generates=method != "embed")
         tokenizer = _tokenizer(run.train.pretrained_checkpoint)
-        self.data = methods[method](run, tune, data, held_out, tokenizer)
+        self.data = methods[method](run, tune, data, held_out, tokenizer, report)
         if set_steps:
             steps = max(1, math.ceil(tune.epochs * self.data.rows / run.train.batch))
             run = run.replace(train=run.train.replace(steps=steps))
+        if set_log_every:
+            run = run.replace(train=run.train.replace(log_every=log_interval(method, run.train.steps)))
         self.trainer = Trainer(run, trackers, self.data.feed)
         self.run = self.trainer.run
 

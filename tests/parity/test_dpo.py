@@ -17,7 +17,9 @@ from colonnade.model import IGNORE
 from colonnade.model.preference_loss import SequenceLogprobs, logp_with_gradient
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.data_feed import MakeFeed
+from colonnade.train.loop import Trainer
 from colonnade.train.training_state import TrainingState
+from colonnade.tune import preferences
 from colonnade.tune.chats import Conversations
 from colonnade.tune.preferences import preference_feed
 from colonnade.tune.tuner import Tuner, tuned_run
@@ -183,6 +185,11 @@ def test_another_loss_cannot_resume(tmp_path: Path) -> None:
         other: MakeFeed = preference_feed(pairs(), NONE, tune)
         with pytest.raises(DataError, match=message):
             tuning.fit(more, other)
+        with pytest.raises(DataError, match=rf"{message}.*; use that one, or use another run name$"):
+            Trainer(more, feed=other)  # before it loads anything
+    longer = more.replace(data=more.data.replace(sequence=56))
+    with pytest.raises(ConfigError, match="set --sequence 48, or use another run name"):
+        Trainer(longer, feed=preference_feed(pairs(), NONE, KINDS["dpo"]))
 
 
 ROWS = [
@@ -190,7 +197,9 @@ ROWS = [
 ]
 
 
-def test_command_line_prefers_the_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_prefers_the_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     start, file = tuning.start(tmp_path), tuning.write_rows(tmp_path / "rows.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
     flags = [
@@ -205,7 +214,11 @@ def test_command_line_prefers_the_chosen(tmp_path: Path, monkeypatch: pytest.Mon
         "--train.save_every",
         "0",
     ]
+    monkeypatch.setattr(preferences, "SCORING_REPORT_S", 0.0)
     main(["finetune", str(start), "--method", "dpo", "--data", str(file), "--held_out", str(file), *flags])
+    told = capsys.readouterr().out
+    assert told.count(f"scoring {len(ROWS)} pairs with the reference model, once") == 2, "those held out too"
+    assert told.count("scored 100% of the pairs") == 2
     rows = tuning.read_rows(tmp_path / "runs" / "dpo")
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert losses[-1] < 0.7 * math.log(2)

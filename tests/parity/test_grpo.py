@@ -237,25 +237,29 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
         )
 
 
-def test_groups_of_equal_rewards_move_nothing(tmp_path: Path) -> None:
+def test_groups_of_equal_rewards_move_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tune = TuneConfig(reward=reward(tmp_path, "equal"), group=4, max_tokens=2)
-    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8, weight_decay=0.0, steps=1, save_every=1)
+    run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8, weight_decay=0.0, steps=2, save_every=2)
     tuning.fit(run, reward_feed(rows(), tune, run))
-    (row,) = read_rows(run.folder)
-    assert (row["skipped_groups"], row["grad_norm"], row["loss"]) == (2, 0, 0)
+    for row in read_rows(run.folder):
+        assert (row["skipped_groups"], row["grad_norm"], row["loss"]) == (2, 0, 0)
+    said = capsys.readouterr().out
+    assert said.count("answers with different rewards, so this step has no gradient") == 1, "not each step"
+    assert said.count("  reward ") == 2
     ours = tuning.weights(run)
     for name, x in build(tuning.MODEL).state_dict().items():
         assert torch.equal(ours[name], x), name
 
 
 @pytest.mark.slow
-def test_an_endless_reward_ends_its_sample_only(tmp_path: Path) -> None:
+def test_an_endless_reward_ends_its_sample_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tune = TuneConfig(reward=reward(tmp_path, "first"), group=2, max_tokens=4, reward_s=3.0)
     run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=6, micro_batch=6, steps=1, save_every=0)
     tuning.fit(run, reward_feed(rows(), tune, run))
     (row,) = read_rows(run.folder)
     assert row["reward_failures"] == 2
     assert row["skipped_groups"] >= 2, "that of equal rewards, and that without"
+    assert "2 of 6 rewards failed, and their answers are left out; the first one: took" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
@@ -268,7 +272,9 @@ def test_answers_are_sampled_from_the_whole_distribution(name: str) -> None:
 def test_a_reward_that_fails_for_every_answer_ends_the_run(tmp_path: Path) -> None:
     tune = TuneConfig(reward=reward(tmp_path, "broken"), group=4, max_tokens=2)
     run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8)
-    with pytest.raises(DataError, match="failed for all 8 answers of a step; the first one: KeyError: 'no such key'"):
+    with pytest.raises(
+        DataError, match=r"failed for all 8 answers of a step; the first one: KeyError: 'no such key'; correct it$"
+    ):
         tuning.fit(run, reward_feed(rows(), tune, run))
 
 
@@ -344,6 +350,8 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run.replace(plan=Plan(dp=4)), file, "grpo", tune.replace(group=16))
     with pytest.raises(ConfigError, match=r"tune.group 7; make it a multiple, such as 35"):
         Tuner(run, file, "grpo", tune.replace(group=7))
+    with pytest.raises(ConfigError, match=r"absent.py:f cannot be imported"):
+        Tuner(run, tmp_path / "absent.jsonl", "grpo", tune.replace(reward="absent.py:f"))
     with pytest.raises(ConfigError, match="needs a reward function"):
         Tuner(run, file, "grpo", tune.replace(reward=""))
     with pytest.raises(ConfigError, match="does not apply to grpo"):

@@ -15,10 +15,11 @@ from matplotlib import colors, image
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import CapacityError, ConfigError
+from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.train import Trainer
+from colonnade.train import Trainer, run_log
 from colonnade.train import out_of_memory as memory
-from colonnade.train.loop import train
+from colonnade.train.loop import StopSignal, train
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.trackers import (
     METRICS,
@@ -90,6 +91,34 @@ def test_rows_contain_memory_and_data_wait(config: RunConfig) -> None:
     Trainer(config).fit()
     rows = read_rows(config.folder)
     assert all(1 << 26 < row["memory_peak_bytes"] < 1 << 40 and row["data_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("silence_s", "shown"), [(1e9, [8]), (0.0, list(range(1, 9)))])
+def test_a_step_is_shown_after_a_silence(
+    silence_s: float,
+    shown: list[int],
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Also between two lines that are due; the trackers get the same rows."""
+    monkeypatch.setattr(run_log, "SILENCE_S", silence_s)
+    Trainer(config.replace(train=config.train.replace(log_every=100))).fit()
+    steps = [
+        int(line.split()[1].partition("/")[0]) for line in capfd.readouterr().out.splitlines() if line[:5] == "step "
+    ]
+    assert steps == shown
+    assert [row["step"] for row in read_rows(config.folder)] == list(range(1, 9))
+
+
+def _polled() -> list[bool]:
+    """What two ranks decide when only the first one has been silent for long, and when none has."""
+    with StopSignal(world_axis()) as stop:
+        return [stop.poll(silent=torch.distributed.get_rank() == 0 and silent)[1] for silent in (True, False)]
+
+
+def test_all_ranks_show_metrics_after_the_same_step() -> None:
+    assert in_world(2, _polled) == [[True, False]] * 2
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from colonnade.config import Plan, TuneConfig
 from colonnade.errors import ConfigError, DataError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.training_state import TrainingState
+from colonnade.tune import chats
 from colonnade.tune.chats import Conversation, Conversations, read_conversations
 from colonnade.tune.packing import sft_feed
-from colonnade.tune.tuner import Tuner, tuned_run
+from colonnade.tune.tuner import Tuner, log_interval, tuned_run
 from tests import tuning
 from tests.models import build
 from tests.serve import tiny
@@ -115,11 +116,25 @@ def test_tuner_lowers_the_loss(tmp_path: Path) -> None:
     assert summary.validation_loss < 0.7 * first.validation_loss
 
 
+def test_rows_are_reported_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "ROWS_BETWEEN_REPORTS", 2)
+    file, lines = tuning.write_rows(tmp_path / "rows.jsonl", ROWS[:5]), list[str]()
+    Tuner(tuned_run(tuning.start(tmp_path), runs=tmp_path, device="cpu"), file, report=lines.append)
+    assert lines == [f"tokenised {count} rows of {file}" for count in (2, 4)]
+
+
+def test_lines_of_metrics() -> None:
+    assert [log_interval("sft", steps) for steps in (1, 39, 40, 200, 10_000)] == [1, 1, 2, 10, 10]
+    assert log_interval("grpo", 1000) == 1
+
+
 def test_refusals(tmp_path: Path) -> None:
     start, file = tuning.start(tmp_path), tuning.write_rows(tmp_path / "rows.jsonl", ROWS)
     run = tuned_run(start, runs=tmp_path, device="cpu")
     with pytest.raises(ConfigError, match=r"method stf is unknown; did you mean 'sft'"):
         Tuner(run, file, "stf")
+    with pytest.raises(ConfigError, match=r"sequence 65 is longer than the context of .*start, 64"):
+        tuned_run(start, sequence=65)
     with pytest.raises(ConfigError, match=r"train.pretrained_checkpoint other is not the model"):
         tuned_run(start, train=tuning.TRAIN.replace(pretrained_checkpoint="other"))
     with pytest.raises(DataError, match="has no rows"):
@@ -138,9 +153,18 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.chdir(tmp_path)
     common = ["finetune", str(start), "--data", str(file), "--device", "cpu", "--train.save_every", "0"]
     main([*common, "--name", "a", "--tune.epochs", "2", "--train.batch", "3", "--held_out", str(file)])
+    told = capsys.readouterr()
+    assert f"reading {file}" in told.err
+    assert "derived: train.steps 6, train.log_every 1" in told.err
+    assert f"loading {start}\n" in told.out
+    assert all(f"step {step}/6  loss" in told.out for step in range(1, 7))
     steps = [path.name for path in (tmp_path / "runs" / "a").glob("step-*")]
     assert steps == ["step-6"]
-    main([*common, "--name", "b", "--train.steps", "2", "--train.micro_batch", "2"])
+    main([*common, "--name", "b", "--train.steps", "2", "--train.micro_batch", "2", "--train.log_every", "2"])
+    told = capsys.readouterr()
+    assert "derived" not in told.err
+    assert "step 1/2" not in told.out
+    assert "step 2/2" in told.out
     assert (tmp_path / "runs" / "b" / "step-2").is_dir()
     for flags, message in (
         (["--lora.rank", "0"], "rank"),

@@ -106,6 +106,7 @@ def test_preferences() -> None:
 HOSTILE: list[tuple[Any, str]] = [
     ({}, "nothing"),
     ({"text": "x"}, "'text'"),
+    ({"prompt": "x", "chosen": "y", "rejected": "z"}, "use --method dpo"),
     ({"messages": []}, "is not a list of messages"),
     ({"messages": "hi"}, "is not a list of messages"),
     ({"messages": [{"content": "x"}]}, "is not a list of messages"),
