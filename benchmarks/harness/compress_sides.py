@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import colonnade
-from colonnade.config import ServeConfig
+from colonnade.config import Device, ServeConfig, WeightFormat
 from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.serve.sampling_params import SamplingParams
 from decode_cpu_quantised import LlamaCpp, theirs
@@ -45,14 +45,14 @@ class Side(Protocol):
 class Ours:
     """Colonnade: the model, and its engine."""
 
-    def __init__(self, path: Path):
-        self.model = colonnade.load(path, device="cpu", dtype="float32")
+    def __init__(self, path: Path, device: Device = "cpu", weights: WeightFormat = "stored"):
+        self.model = colonnade.load(path, device=device, dtype="float32", weights=weights)
         self.weight_bytes = weight_bytes(self.model.transformer)
         self._engine: colonnade.Engine | None = None
 
     def logits(self, tokens: Tensor) -> Tensor:
         """As the model's; once there is an engine, with its kernels."""
-        return self.model.logits(tokens)
+        return self.model.logits(tokens).cpu()
 
     def first(self, prompt: list[int]) -> object:
         """Make the engine, and generate one token."""
