@@ -20,7 +20,6 @@ import colonnade
 from colonnade.config import Device, ServeConfig, WeightFormat
 from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.serve.sampling_params import SamplingParams
-from decode_cpu_quantised import LlamaCpp, theirs
 from harness.engine_load import decode_rate
 
 
@@ -121,9 +120,11 @@ class Llama:
     """llama.cpp with a GGUF file; ``folder`` has the package llama_cpp."""
 
     def __init__(self, path: Path, folder: Path, context: int):
+        from decode_cpu_quantised import LlamaCpp, theirs  # it imports transformers, which others should not pay for
+
         self.library, self.path = _llama_cpp(folder), path
         self.weight_bytes = path.stat().st_size
-        self.model = LlamaCpp(self.library, path, 1, context, 0)
+        self.model, self._theirs = LlamaCpp(self.library, path, 1, context, 0), theirs
 
     def logits(self, tokens: Tensor) -> Tensor:
         """In one batch."""
@@ -141,7 +142,7 @@ class Llama:
 
     def rate(self, prompt: list[int], new: int) -> float:
         """Greedy by numpy's argmax."""
-        return theirs(self.library, self.path, [prompt], new)(0)
+        return self._theirs(self.library, self.path, [prompt], new)(0)
 
     def _clear(self) -> None:
         self.library.llama_memory_clear(self.library.llama_get_memory(self.model.context), True)
