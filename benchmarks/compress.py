@@ -185,7 +185,12 @@ def run(bench: Bench, args: Any, folder: Path) -> None:
     many.map("convert", list(files.values()), lambda *_: None)
     many.map("convert", [row.what for row in todo if row.file_type], lambda *_: None)
     found: dict[str, dict[str, Cell]] = {}
-    many.map("quality", [row.what for row in todo], found.__setitem__)
+
+    def keep(what: str, quality: dict[str, Cell]) -> None:
+        found[what] = quality
+        print(what, quality, flush=True)
+
+    many.map("quality", [row.what for row in todo], keep)
 
     def add(what: str, speed: dict[str, Cell]) -> None:
         row = {"what": what, **settings, **found[what], **speed}
