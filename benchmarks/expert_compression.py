@@ -6,8 +6,10 @@
 A mixture with the layers of Mixtral is trained on the State of the Union speeches (``--text``: a file of their text
 instead) and compressed with the experts' part of :mod:`colonnade.tune` and :mod:`colonnade.compress`; calibration reads
 the training part. ``expert_bytes`` counts experts that are not quantised with two bytes a weight. ``perplexity`` and
-``kl_nats`` (from the mixture's predictions) are over the last twentieth of the text, in windows of 512 tokens. The
-question that the table answers: whether ternary experts beat int4 experts pruned to the same bytes.
+``kl_nats`` (from the mixture's predictions) are over the last twentieth of the text, in windows of 512 tokens.
+Recovered models train for 252 steps of a calibration text each: ternary experts train trits and scales, int4 trains the
+scales of all other layers. int4 also quantises what is no expert, ternary does not. The question that the table
+answers: whether ternary experts beat int4 experts pruned to the same bytes.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.compress import Compression, compress
+from colonnade.compress.recover import recover
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.data.readers import sotu_documents
 from colonnade.data.tokenizer import Tokenizer
@@ -33,7 +36,7 @@ from harness.report import Cell, Headline, folder_of, report
 from harness.rows import line
 from harness.torch_training import update
 
-WINDOW, CALIBRATION = 512, 64
+WINDOW, CALIBRATION, RECOVERY = 512, 64, 252
 SHAPE = ModelConfig(
     family="mixtral", vocab_size=4096, layers=3, width=288, heads=6, kv_heads=2, head_width=48, ffn_width=576,
     context=WINDOW, moe=MoeConfig(experts=32, active=2, ffn_width=576, balance_weight=0.01),
@@ -137,6 +140,10 @@ def ways(whole: Transformer, text: Text, distil: Callable[[Transformer], None]) 
         compress(model, how.replace(min_tokens=1), texts)
         return model
 
+    def recovered(model: Transformer) -> Transformer:
+        recover(model, whole, texts, RECOVERY if len(texts) >= CALIBRATION else 2)
+        return model
+
     def dense(trained: bool) -> Transformer:
         model = to_dense(whole, scores)
         if trained:
@@ -151,6 +158,8 @@ def ways(whole: Transformer, text: Text, distil: Callable[[Transformer], None]) 
         "all experts": lambda: whole,
         f"int4 g32 gptq, keep {few} by reap": lambda: quantised(kept(few), int4),
         "ternary 0.889 bits": lambda: quantised(copied(whole), Compression(weights="ternary")),
+        f"int4 g32 gptq, keep {few} by reap, recovered": lambda: recovered(quantised(kept(few), int4)),
+        "ternary 0.889 bits, recovered": lambda: recovered(quantised(copied(whole), Compression(weights="ternary"))),
         f"keep {moe.active}, reap": lambda: kept(moe.active),
         f"keep {quarter}, reap": lambda: kept(quarter),
         f"keep {quarter}, load": lambda: kept(quarter, "load"),

@@ -33,9 +33,9 @@ from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
 from colonnade.model.static_attend import cache_row
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.serve.package import SLOT_STEP, Package
+from colonnade.serve.package import SLOT_STEP
 from colonnade.serve.sampling_params import SamplingParams
-from harness.report import Cell, Headline, folder_of, report
+from harness.report import ROOT, Cell, Headline, folder_of, report
 from harness.rows import figures, line
 
 PROMPT, CONTEXT, PREFILL = 24, 1024, 32
@@ -43,9 +43,14 @@ WHO = ("package", "eager", "engine", "torch.compile")
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, context=CONTEXT)
 
 
+def prompt() -> list[int]:
+    """Token ids."""
+    return [i % 97 + 1 for i in range(PROMPT)]
+
+
 def run(who: str, folder: Path, steps: int) -> None:
     """In a new process: print when the first token was there, and how long steps took."""
-    ids = [i % 97 + 1 for i in range(PROMPT)]
+    ids = prompt()
     step = _next_token(who, folder)
     ids.append(step(ids))
     print(json.dumps({"first": time.time()}), flush=True)
@@ -58,9 +63,6 @@ def run(who: str, folder: Path, steps: int) -> None:
 
 
 def _next_token(who: str, folder: Path) -> Callable[[list[int]], int]:
-    if who == "package":
-        package = Package(folder / "package", trust=True)
-        return lambda ids: int(package.logits(ids).argmax())
     model = api.load(folder / "model", device="cpu", dtype="float32")
     if who == "engine":
         engine, params = api.Engine(model, ServeConfig(max_requests=1)), SamplingParams(temperature=0, ignore_eos=True)
@@ -94,10 +96,21 @@ def _next_token(who: str, folder: Path) -> Callable[[list[int]], int]:
 
 def started(who: str, folder: Path, steps: int) -> dict[str, Cell]:
     """One new process."""
-    words_ = [sys.executable, str(Path(__file__).resolve()), "--child", who, "--folder", str(folder)]
+    here = Path(__file__).resolve()
+    if who == "package":
+        words_ = [str(here.parent / "harness" / "package_start.py"), str(folder / "package"), str(steps)]
+        words_ += map(str, prompt())
+    else:
+        words_ = [str(here), "--child", who, "--folder", str(folder), "--steps", str(steps)]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     began = time.time()
     done = subprocess.run(
-        [*words_, "--steps", str(steps)], capture_output=True, text=True, check=False, timeout=1200, env={**os.environ}
+        [sys.executable, *words_],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+        env={**os.environ, "PYTHONPATH": path},
     )
     if done.returncode:
         print(f"{who}: {done.stderr[-600:]}", flush=True)

@@ -11,11 +11,10 @@ them.
 """
 
 import errno
-import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from colonnade.atomic_rename import fsync, rename_folder
+from colonnade.checkpoint.digest import Digest, digest_of
 from colonnade.config import Config, file_suffix
 from colonnade.errors import CapacityError, CheckpointError, ConfigError
 
@@ -33,13 +33,6 @@ FORMAT = "colonnade"
 VERSION = 1
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """No space left on the device, and quota exceeded."""
-
-
-class Digest(Config):
-    """Size and checksum of a file."""
-
-    bytes: int = Field(ge=0)
-    sha256: str = Field(pattern="[0-9a-f]{64}")
 
 
 class Manifest(Config):
@@ -87,13 +80,13 @@ class Manifest(Config):
                     f"{path} has {size} bytes instead of {digest.bytes}; restore it or use another checkpoint"
                 )
 
-    def check_contents(self, folder: Path, names: Iterable[str]) -> None:
-        """Raises :class:`CheckpointError` when a file does not match its checksum."""
+    def check_contents(self, folder: Path, names: Iterable[str], digest: Callable[[Path], Digest] = digest_of) -> None:
+        """Raises :class:`CheckpointError` when a file does not match its checksum, which ``digest`` computes."""
 
         def check(name: str) -> None:
             if name not in self.files:
                 raise CheckpointError(f"{folder / name} is not in {MANIFEST}; use another checkpoint")
-            if digest_of(folder / name) != self.files[name]:
+            if digest(folder / name) != self.files[name]:
                 raise CheckpointError(
                     f"{folder / name} does not match its checksum in {MANIFEST}: it is damaged or was modified; "
                     "restore it or use another checkpoint"
@@ -102,13 +95,6 @@ class Manifest(Config):
         # hashlib releases the GIL, so threads run in parallel.
         with ThreadPoolExecutor(max_workers=4) as pool:
             list(pool.map(check, names))
-
-
-def digest_of(path: Path) -> Digest:
-    """Returns the size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return Digest(bytes=path.stat().st_size, sha256=sha256)
 
 
 def read_json(path: Path) -> dict[str, Any]:

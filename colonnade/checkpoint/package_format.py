@@ -7,18 +7,23 @@ file.
 """
 
 import platform
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
-from torch.export import ExportedProgram
 
 from colonnade.checkpoint import atomic_folder
+from colonnade.checkpoint.digest import Digest, digest_of
 from colonnade.config import Config, ModelConfig
 from colonnade.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:  # a package must start fast, and torch.export takes a while to import
+    from torch.export import ExportedProgram
+
 PACKAGE, DECODE, PREFILL, WEIGHTS = "package.json", "decode.pt2", "prefill.pt2", "weights.safetensors"
+TOKENIZER = "tokenizer"
 INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpcl", "movbe", "adx", "sha_")
 """Beginnings of the names, in Linux's /proc/cpuinfo, of what a compiler may use."""
 
@@ -78,7 +83,7 @@ INDUCTOR = {
 }
 
 
-def compile_program(program: ExportedProgram, path: Path) -> None:
+def compile_program(program: "ExportedProgram", path: Path) -> None:
     """Compile ``program`` to native code in ``path``, without its weights."""
     from torch._inductor import aoti_compile_and_package  # takes seconds to import
 
@@ -106,8 +111,8 @@ def check_out(folder: Path, overwrite: bool) -> None:
         )
 
 
-def open_package(folder: Path, *, trust: bool) -> PackageInfo:
-    """Check everything that can be checked before the code of ``folder`` runs.
+def open_package(folder: Path, *, trust: bool, digest: Callable[[Path], Digest] = digest_of) -> PackageInfo:
+    """Check everything that can be checked before the code of ``folder`` runs; ``digest`` computes checksums.
 
     Raises :class:`ConfigError` without ``trust``, and :class:`CheckpointError` for a damaged or modified package and
     for one of another processor or torch.
@@ -121,7 +126,7 @@ def open_package(folder: Path, *, trust: bool) -> PackageInfo:
     if missing := sorted({DECODE, PREFILL, WEIGHTS, PACKAGE} - {*manifest.files}):
         raise CheckpointError(f"{folder} has no {missing[0]} in its manifest; export the model again")
     manifest.check_sizes(folder)
-    manifest.check_contents(folder, manifest.files)
+    manifest.check_contents(folder, manifest.files, digest)
     try:
         info = PackageInfo(**atomic_folder.read_json(folder / PACKAGE))
     except ConfigError as why:

@@ -77,8 +77,8 @@ def compress(
             training (colonnade distill).
         text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
-        recover: Then train scales (with sparse24: weights) and norms for this number of steps, of 512 tokens each, to
-            match the original, which is loaded a second time.
+        recover: Then train scales (with sparse24 and ternary: weights) and norms for this number of steps, of 512
+            tokens each, to match the original, which is loaded a second time.
         format: colonnade, hf for transformers and vLLM (compressed-tensors), or gguf for llama.cpp (OUT is a file).
         device: Where to compute.
         plan: Processes that share the work.
@@ -112,8 +112,6 @@ def compress(
         )
     if weights == "ternary" and format != "colonnade":
         raise ConfigError(f"--format {format} has no ternary weights; use --format colonnade")
-    if weights == "ternary" and recover:
-        raise ConfigError("--recover trains the scales of dense layers, and ternary weights are experts; leave it out")
     ranks = Plan(dp=plan.dp, ep=plan.ep)
     if ranks.world > 1:
         if experts or recover or format != "colonnade":

@@ -126,7 +126,7 @@ def generate(
     """
     params = sampling.params()
     if _runs_package(model, trust, ours=placement == ServingPlacementArgs() and serve == CacheArgs() and not int8):
-        from colonnade.chat import generate_from_package
+        from colonnade.package_chat import generate_from_package
 
         generate_from_package(Path(model), _read_stdin() if prompt == "-" else prompt, params, trust=trust)
         return
@@ -185,7 +185,7 @@ def chat(
     refuse_torchrun("chat")
     params = sampling.params()
     if _runs_package(model, trust, ours=placement == ServingPlacementArgs() and serve == CacheArgs() and not int8):
-        from colonnade.chat import chat_with_package
+        from colonnade.package_chat import chat_with_package
 
         chat_with_package(Path(model), system, params, trust=trust)
         return

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from colonnade.checkpoint import atomic_folder, native
+from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.package_format import (
     DECODE,
     PACKAGE,
     PREFILL,
+    TOKENIZER,
     WEIGHTS,
     PackageInfo,
     Processor,
@@ -77,7 +78,7 @@ def export(
     )  # fmt: skip
     atomic_folder.write_json(partial / PACKAGE, info.model_dump(mode="json"))
     if tokenizer is not None:
-        tokenizer.save(partial / native.TOKENIZER)
+        tokenizer.save(partial / TOKENIZER)
     atomic_folder.commit(out, {})
     return info
 

@@ -3,11 +3,12 @@
     minimise KL(p ‖ p̂) over s, m and the norms;      Ŵ = q s + m, with q fixed          (EfficientQAT, arXiv 2407.11062)
     s = s₀ (1 + δ),   m = m₀ + s₀ ε                  δ and ε train, so that a step has the same size in every format
 
-In a matrix with 2:4 sparsity, every nonzero weight trains: w = w₀ (1 + δ).
+In a matrix with 2:4 sparsity, every nonzero weight trains: w = w₀ (1 + δ). Ternary experts train their trits too
+(:mod:`colonnade.compress.ternary_training`).
 
 If the grid has integer zero points z (including symmetric grids), m = −z s stays tied to s. The linear layers of the
-blocks train; stacks of experts and the output projection keep their scales. The last text is held out: the state with
-the least divergence on it is kept, which may be the initial one.
+blocks train; other stacks of experts and the output projection keep their scales. The last text is held out: the state
+with the least divergence on it is kept, which may be the initial one.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from colonnade.compress.sparse24 import is_sparse24
+from colonnade.compress.ternary_training import TernaryExperts, round_bfloat16
 from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.linear.quantise import Quantised, int4_scales, round_inputs, to_float, unpack_int4
 from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.moe import Routing
+from colonnade.model.moe.experts import Experts
 from colonnade.model.norm import Norm
 from colonnade.model.tensor_parallel_linear import Linear, linear
 
@@ -49,11 +52,7 @@ def recover(
     A step is one text, int64 token ids (T,). Raises :class:`ConfigError` for a model without quantised layers or of
     another vocabulary, :class:`DataError` for fewer than two texts.
     """
-    linears = [module for module in model.blocks.modules() if isinstance(module, Linear)]
-    layers = [_Layer(module) for module in linears if module.quantised]
-    if not layers:
-        layers = [_SparseLayer(m) for m in linears if not m.never_quantise and is_sparse24(m.weight.detach())]
-    faster = WEIGHT_LR if layers and isinstance(layers[0], _SparseLayer) else 1.0
+    layers = _trained_layers(model, teacher)
     if not layers or model.config.vocab_size != teacher.config.vocab_size:
         raise ConfigError(
             "recovery needs a quantised or sparse model and the model that it was made from; compress it first"
@@ -61,10 +60,10 @@ def recover(
     if len(texts) < 2:
         raise DataError(f"recovery trains on all texts but the last, and was given {len(texts)}; give more tokens")
     norms = [p for module in model.modules() if isinstance(module, Norm) for p in module.parameters()]
-    trained = [p for layer in layers for p in layer.parameters] + norms
     for parameter in norms:
         parameter.requires_grad_(True)
-    relative = [faster] * (len(trained) - len(norms)) + [NORM_LR] * len(norms)
+    pairs = [pair for layer in layers for pair in layer.parameters] + [(norm, NORM_LR) for norm in norms]
+    trained, relative = [parameter for parameter, _ in pairs], [step for _, step in pairs]
     groups = [{"params": [p], "lr": lr * share} for p, share in zip(trained, relative, strict=True)]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), foreach=False)
     try:
@@ -95,6 +94,17 @@ def recover(
     return before, best
 
 
+def _trained_layers(model: Transformer, teacher: Transformer) -> "list[_Layer | _SparseLayer | TernaryExperts]":
+    linears = [module for module in model.blocks.modules() if isinstance(module, Linear)]
+    layers: list[_Layer | _SparseLayer | TernaryExperts] = [_Layer(module) for module in linears if module.quantised]
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) and any(weight.kind == "ternary" for weight in module.quantised.values()):
+            experts = teacher.get_submodule(name)
+            assert isinstance(experts, Experts)
+            layers.append(TernaryExperts(module, experts))
+    return layers or [_SparseLayer(m) for m in linears if not m.never_quantise and is_sparse24(m.weight.detach())]
+
+
 class _Layer:
     """A linear layer whose scales train."""
 
@@ -114,9 +124,9 @@ class _Layer:
         self.scale = nn.Parameter(torch.zeros_like(self.first_scale))
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What trains."""
-        return [self.scale] if self.low is None else [self.scale, self.low]
+    def parameters(self) -> list[tuple[nn.Parameter, float]]:
+        """What trains, and its step relative to that of a scale."""
+        return [(p, 1.0) for p in (self.scale, self.low) if p is not None]
 
     def attach(self) -> None:
         """Multiply with the scales in training from now on."""
@@ -135,9 +145,9 @@ class _Layer:
         scale = self.first_scale * (1 + self.scale)
         if self.weight.kind != "int4":
             return scale, None
-        scale = _Round.apply(scale)
+        scale = round_bfloat16(scale)
         if self.low is not None and self.first_low is not None:
-            return scale, _Round.apply(self.first_low + self.first_scale * self.low)
+            return scale, round_bfloat16(self.first_low + self.first_scale * self.low)
         assert self.zero is not None
         return scale, -self.zero * scale
 
@@ -148,7 +158,7 @@ class _SparseLayer:
     def __init__(self, module: Linear):
         self.module, self.first_FD = module, module.weight.detach().clone()
         self.factor = nn.Parameter(torch.zeros_like(self.first_FD))
-        self.parameters = [self.factor]
+        self.parameters = [(self.factor, WEIGHT_LR)]
 
     def attach(self) -> None:
         """Multiply with the weights in training from now on."""
@@ -177,18 +187,6 @@ def _replace_product(module: Linear, product: Callable[[Tensor], Tensor]) -> Non
 def _restore_product(module: Linear) -> None:
     for method in ("forward", "product"):
         vars(module).pop(method, None)
-
-
-class _Round(Function):
-    """Rounding to bfloat16 with a straight-through gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.bfloat16().float()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad
 
 
 class _ScaledLinear(Function):

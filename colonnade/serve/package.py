@@ -4,7 +4,7 @@ Loading maps the weights into memory. Sampling is the engine's, so that the same
 """
 
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from colonnade.checkpoint import native
-from colonnade.checkpoint.package_format import DECODE, PREFILL, WEIGHTS, load_program, open_package
+from colonnade.checkpoint.digest import Digest, digest_of
+from colonnade.checkpoint.package_format import DECODE, PREFILL, TOKENIZER, WEIGHTS, load_program, open_package
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
 from colonnade.parallel.axis import SOLO
@@ -42,11 +42,11 @@ NEED_TOKENIZER = ("stop", "min_tokens", "bad_words")
 class Package:
     """A loaded package and the cache of one sequence."""
 
-    def __init__(self, folder: Path | str, *, trust: bool):
-        """Load ``folder``; raises what :func:`open_package` raises."""
+    def __init__(self, folder: Path | str, *, trust: bool, digest: Callable[[Path], Digest] = digest_of):
+        """Load ``folder``; raises what :func:`open_package` raises, which uses ``digest``."""
         folder = Path(folder)
-        self.folder, self.info = folder, open_package(folder, trust=trust)
-        self.tokenizer = Tokenizer.from_model(folder / native.TOKENIZER)
+        self.folder, self.info = folder, open_package(folder, trust=trust, digest=digest)
+        self.tokenizer = Tokenizer.from_model(folder / TOKENIZER)
         weights = load_file(folder / WEIGHTS)
         self._decode, self._prefill = (_with_weights(folder / name, weights) for name in (DECODE, PREFILL))
         info = self.info

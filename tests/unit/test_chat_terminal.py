@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from colonnade import api
-from colonnade.chat import batching_note, drop_turns
+from colonnade.chat import batching_note
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
 from colonnade.config.presets import preset
+from colonnade.conversation import drop_turns
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.data.tokenizer_files import TURNS
 from colonnade.model import Transformer, initialise

@@ -310,15 +310,24 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
         open_package(package, trust=False)
 
 
+LATENT = ModelConfig(
+    family="deepseek_v2", vocab_size=67, layers=1, width=24, heads=4, head_width=6, ffn_width=26, context=64,
+    latent=LatentConfig(kv_rank=8, rope_width=2, v_width=4),
+)  # fmt: skip
+WINDOWED = ModelConfig(
+    family="mistral", vocab_size=67, layers=2, width=24, heads=4, kv_heads=2, head_width=6, ffn_width=26, context=64,
+    window=9, window_from_layer=1,
+)  # fmt: skip
+
+
 @pytest.mark.long
-def test_latents_and_windows(tmp_path) -> None:
-    config = ModelConfig(
-        family="deepseek_v2", vocab_size=67, layers=1, width=24, heads=4, head_width=6, ffn_width=26, context=64,
-        latent=LatentConfig(kv_rank=8, rope_width=2, v_width=4), window=9,
-    )  # fmt: skip
+@pytest.mark.parametrize("config", [LATENT, WINDOWED], ids=["latents", "window"])
+def test_latents_and_windows(config, tmp_path) -> None:
     export(models.build(config, dtype=torch.float32), None, tmp_path / "p", context=40, prefill=8)
     tokens = torch.arange(30)
     with torch.no_grad():
         model = models.build(config, dtype=torch.float32)
-        want_V = model(Stream(tokens, tokens), Packed.of([30]), Rows())[-1]
-    torch.testing.assert_close(Package(tmp_path / "p", trust=True).logits(tokens.tolist()), want_V, rtol=0, atol=1e-5)
+        want_TV = model(Stream(tokens, tokens), Packed.of([30]), Rows())
+    package = Package(tmp_path / "p", trust=True)
+    for count in (30, 17):  # the second prompt reuses the cache
+        torch.testing.assert_close(package.logits(tokens[:count].tolist()), want_TV[count - 1], rtol=0, atol=1e-5)

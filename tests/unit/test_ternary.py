@@ -9,6 +9,8 @@ from colonnade import api
 from colonnade.cli import main
 from colonnade.compress import Compression, compress
 from colonnade.compress.gptq import damped, error, gptq, nearest
+from colonnade.compress.recover import recover
+from colonnade.compress.ternary_training import round_trits
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CheckpointError, ConfigError, PlanError
@@ -122,6 +124,41 @@ def test_only_experts_become_ternary(tmp_path) -> None:
         api.load(tmp_path / "t", weights="ternary")
 
 
+def test_trits_are_rounded_straight_through() -> None:
+    generator = torch.Generator().manual_seed(3)
+    u = torch.randn(5, 40, generator=generator, requires_grad=True)
+    trits = round_trits(u, 18)
+    assert set(trits.detach().unique().tolist()) <= {-1.0, 0.0, 1.0}
+    words = ternary.encode(trits.detach(), 18)  # at most 4 of a word are not 0
+    assert torch.equal(ternary.decode(words, 18, 40, torch.float32), trits.detach())
+    gradient = torch.randn(5, 40, generator=generator)
+    trits.backward(gradient)
+    assert torch.equal(u.grad, gradient)
+    largest = u.detach()[:, :18].abs().topk(4, 1).indices
+    assert not trits.detach()[:, :18].scatter(1, largest, 0.0).any()
+
+
+def test_recovery_trains_trits() -> None:
+    config = mixture(67).replace(init_std=0.2)
+    model, teacher = (built(config, dtype=torch.float32).requires_grad_(False) for _ in range(2))
+    texts = [torch.randint(67, (60,), generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    compress(model, Compression(weights="ternary"), texts)
+    old = quantised_parameters(model)
+    logits = api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "m").logits(texts[0])
+    before, same = recover(model, teacher, texts, 0)
+    assert before == same
+    again = api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "m").logits(texts[0])
+    assert torch.equal(logits, again)  # it starts from the very trits that were there
+    before, after = recover(model, teacher, texts, 60)
+    assert after < 0.9 * before
+    changed = 0
+    for name, weight in quantised_parameters(model).items():
+        assert (weight.values.shape, weight.scales.dtype) == (old[name].values.shape, torch.bfloat16)
+        changed += int((weight.values != old[name].values).sum())
+    assert changed > 0
+    assert not any(p.requires_grad for p in model.parameters())
+
+
 def test_what_cannot_be_ternary() -> None:
     with pytest.raises(ConfigError, match="ternary is for experts"):
         compress(built(CONFIGS["llama"], dtype=torch.float32), Compression(weights="ternary", by="nearest"))
@@ -147,10 +184,9 @@ def test_compressed_and_served_over_ranks(tmp_path, capfd) -> None:
         main(["generate", str(tmp_path / "t"), "a word", "--temperature", "0", "--max_tokens", "12", *plan])
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] == texts[2]
-    for bad, says in (
-        (["--format", "hf"], "no ternary weights"),
-        (["--recover", "3"], "leave it out"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), *words, *bad])
-        assert says in " ".join(capfd.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), *words, "--format", "hf"])
+    assert "no ternary weights" in " ".join(capfd.readouterr().err.split())
+    main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), *words, "--recover", "2"])
+    with api.load(tmp_path / "x", device="cpu") as recovered:
+        assert quantised_kind(recovered.transformer) == "ternary"
