@@ -644,7 +644,7 @@ def test_a_saved_recogniser_over_tp(world, tmp_path):
 def test_verbs_of_language_models_name_those_of_recognisers(tmp_path, capsys):
     SpeechModel(TINY).save(tmp_path / "run" / "step-1")
     for place in ("run", "run/step-1"):
-        for words in (["convert", str(tmp_path / place), str(tmp_path / "out")], ["verify", str(tmp_path / place)]):
+        for words in (["convert", str(tmp_path / place), str(tmp_path / "out")], ["eval", str(tmp_path / place)]):
             with pytest.raises(SystemExit):
                 main(words)
             printed = " ".join(capsys.readouterr().err.split())
