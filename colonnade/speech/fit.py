@@ -195,13 +195,14 @@ def word_error_rate(
     pictures: bool,
     seed: int = 0,
     sizes: Segments | None = None,
+    beam: int | None = None,
 ) -> float:
-    """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths."""
+    """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths; greedy or by a beam."""
     errors = words = 0
     for first in range(0, len(corpus.samples), TEST_BATCH):
         chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
         frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed)
-        texts = model.texts(model.front_end(frames), lengths, sizes)
+        texts = model.texts(model.front_end(frames), lengths, sizes, beam)
         for i, text in zip(chosen, texts, strict=True):
             errors += word_errors(corpus.recordings[i].text, text)
             words += len(corpus.recordings[i].text.split())
