@@ -57,9 +57,15 @@ class Heard(NamedTuple):
     busy_s: float
 
 
-def hear(model: SpeechModel, samples: torch.Tensor, pictures: torch.Tensor | None, sizes: Segments) -> Heard:
+def hear(
+    model: SpeechModel,
+    samples: torch.Tensor,
+    pictures: torch.Tensor | None,
+    sizes: Segments,
+    beam: int | None = None,
+) -> Heard:
     """Stream a recording in parts of a frame; what is computed delays what follows it."""
-    listeners, texts, letter_s = Listeners(model), [], []
+    listeners, texts, letter_s = Listeners(model, beam=beam), [], []
     stream, busy_s, now_s = listeners.open(sizes.segment, sizes.right), 0.0, 0.0
     parts = samples.split(FRAME)
     for i in range(len(parts) + 1):
@@ -91,6 +97,7 @@ def streams(
     seen: bool,
     sizes: Segments | None = None,
     most: int = STREAMED,
+    beam: int | None = None,
 ) -> dict[str, Cell]:
     """The first recordings as streams, and as a whole."""
     sizes = sizes or model.sizes
@@ -100,8 +107,8 @@ def streams(
         random = np.random.Generator(np.random.PCG64([0, i]))
         pictures = corpus.mouths(i, random) if seen else None
         samples = torch.from_numpy(corpus.noisy(i, snr, random))
-        heard = hear(model, samples, pictures, sizes)
-        equal += heard.text == model.recognise(samples, pictures, sizes)
+        heard = hear(model, samples, pictures, sizes, beam)
+        equal += heard.text == model.recognise(samples, pictures, sizes, beam)
         busy_s, total_s = busy_s + heard.busy_s, total_s + len(samples) / RATE
         if heard.letter_s:
             first_s.append(heard.letter_s[0] - one.words[0][0])

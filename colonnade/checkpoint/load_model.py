@@ -166,8 +166,9 @@ def with_adapter(opened: OpenedModel, location: str | Path) -> OpenedModel:
     )
 
 
-def _recogniser(location: Path) -> Path | None:
-    """The checkpoint of ``colonnade speech train`` at ``location``, or the newest one of a run."""
+def recogniser_at(path: str | Path) -> Path | None:
+    """The checkpoint of ``colonnade speech train`` at ``path``, or the newest one of a run; None for anything else."""
+    location = Path(path)
     steps = [location, *(folder for _, folder in atomic_folder.list_steps(location))]
     return next((folder for folder in steps if (folder / "speech.json").is_file()), None)
 
@@ -190,7 +191,7 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
             )
         if _is_model(location):
             return location
-        if recogniser := _recogniser(location):
+        if recogniser := recogniser_at(location):
             raise CheckpointError(
                 f"{recogniser} is a speech recogniser, not a language model, and has one format only; use it with "
                 "colonnade speech listen, serve or align, or in Python colonnade.speech.model.SpeechModel.load"

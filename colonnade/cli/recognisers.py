@@ -10,7 +10,13 @@ from tyro.conf import Positional, arg
 from colonnade.cli.common import console
 from colonnade.errors import ConfigError
 
-Recogniser = Annotated[Path, arg(help="A checkpoint of speech train: runs/NAME/step-N.")]
+Recogniser = Annotated[
+    Path,
+    arg(
+        help="A checkpoint of speech train, runs/NAME/step-N, or a folder in Hugging Face's format of model_type "
+        "nemotron_asr_streaming."
+    ),
+]
 
 
 def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, seed: int = 0) -> None:
@@ -31,7 +37,8 @@ def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, see
 def train(
     data: Path = Path("speech-data"),
     run: Path = Path("runs/speech"),
-    preset: Literal["speech-tiny", "speech-tiny-av", "av-small"] = "speech-tiny",
+    preset: Literal["speech-tiny", "speech-tiny-av", "av-small", "conformer-tiny"] = "speech-tiny",
+    pretrained: Path | None = None,
     steps: int = 3000,
     batch: int = 16,
     lr: float = 2e-3,
@@ -49,7 +56,9 @@ def train(
         data: Folder with a manifest.jsonl.
         run: Folder for checkpoints.
         preset: speech-tiny uses audio; speech-tiny-av also uses mouths, drawn from the recordings' phonemes; av-small
-            does so with ResNets of 15 million parameters.
+            does so with ResNets of 15 million parameters; conformer-tiny is a cache-aware Conformer for audio.
+        pretrained: A recogniser to begin with, of this preset's shapes, or a folder in Hugging Face's format of
+            model_type nemotron_asr_streaming, which is then trained as it is.
         steps: Training steps.
         batch: Recordings per step.
         lr: Peak learning rate.
@@ -58,22 +67,26 @@ def train(
         clean: Steps before the first noise; letters are learned faster without noise.
         noises: Folder of noise recordings, used in addition to babble, white and pink noise.
         augment: After the clean steps, also rooms, telephone codecs, masks of time and frequency, crops of pictures.
-        segments: Lengths of segments to train besides the preset's, such as 4 16 32 [frames of 40 ms]. Each step draws
+        segments: Lengths of segments to train besides the preset's, such as 4 16 32 [frames]. Each step draws
             one, and a stream may then choose among them.
         lookaheads: Lengths of look-ahead to train besides the preset's, such as 0 4 [frames of 40 ms].
     """
     from colonnade.config.speech import SPEECH_PRESETS
     from colonnade.speech.fit import Corpus, FitSettings, fit, word_error_rate
     from colonnade.speech.model import SpeechModel
+    from colonnade.speech.nemotron import is_nemotron, read_config
 
     def log(step: int, loss: float) -> None:
         if step % 50 == 0:
             console.print(f"step {step:,}: loss {loss:.3f} a letter", soft_wrap=True)
 
     config = SPEECH_PRESETS[preset].replace(segments=segments, lookaheads=lookaheads)
+    if pretrained is not None and is_nemotron(pretrained):
+        config = read_config(pretrained)
     settings = FitSettings(
-        steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean, noises=noises, augment=augment
-    )
+        steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean, noises=noises, augment=augment,
+        pretrained=pretrained,
+    )  # fmt: skip
     checkpoint = fit(config, data, run, settings, log)
     model, corpus = SpeechModel.load(checkpoint), Corpus(data, config, "test")
     for pictures in (False, True) if config.picture else (False,):

@@ -4,23 +4,25 @@ Each layer has, for each stream, M + 1 slots of memories, a ring of L + S slots 
 t is written to slot t mod (L + S), over a frame that no later segment sees; segment i's memory to slot i mod (M + 1),
 the one that segment i does not read. So a step moves no old key: it writes the new ones and attends to the slots of
 its stream under a mask. (Without positions the order of keys is free.) The memory is constant, whatever a stream's
-length. Streams may have different S and R: each has slots for the largest, and a step reads as many slots as the
-largest of its streams uses.
+length. Streams may have different S, L and R: each has slots for the largest, and a step reads as many slots as the
+largest of its streams uses. Frames before a segment that a causal convolution reads are in slots of their own, also
+written over no frame that the segment reads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from colonnade.errors import CapacityError, DataError
-from colonnade.model.segments import SegmentRows, Segments, attend_segments
+from colonnade.model.segments import History, RelativeKeys, SegmentRows, Segments, attend_segments, distance_bias
 
 
 class SegmentCache:
-    """Slots for at most ``streams`` streams; ``sizes`` has the largest S and R of a stream."""
+    """Slots for at most ``streams`` streams; ``sizes`` has the largest S, L and R of a stream."""
 
     def __init__(
         self,
@@ -30,16 +32,22 @@ class SegmentCache:
         kv_heads: int,
         head_width: int,
         *,
+        history: int = 0,
+        width: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
-        """``kv_heads``: this rank's."""
+        """``kv_heads``: this rank's. ``history``: frames of ``width`` before a segment that a convolution reads."""
         self.sizes, self.streams = sizes, streams
         self.memory_slots = sizes.memory + 1 if sizes.memory else 0
         self.width = self.slots_of(sizes)
         shape = (layers, streams, self.width, kv_heads, head_width)
         self.k_LBSkH = torch.zeros(shape, device=device, dtype=dtype)
         self.v_LBSkH = torch.zeros(shape, device=device, dtype=dtype)
+        self.x_LBSD = torch.zeros(
+            layers, streams, history + sizes.segment if history else 0, width, device=device, dtype=dtype
+        )
+        self.history = history
         self.free = list(range(streams - 1, -1, -1))
         self.frames = [0] * streams
         self.segments = [0] * streams
@@ -47,26 +55,23 @@ class SegmentCache:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys and values."""
-        return 2 * self.k_LBSkH.numel() * self.k_LBSkH.element_size()
+        """Memory of keys, values and frames before convolutions."""
+        return (2 * self.k_LBSkH.numel() + self.x_LBSD.numel()) * self.k_LBSkH.element_size()
 
     def slots_of(self, sizes: Segments) -> int:
         """Number of slots that a stream of these sizes uses."""
         return self.memory_slots + sizes.left + sizes.segment + sizes.right
 
     def open(self, sizes: Segments | None = None) -> int:
-        """A stream's number, with its own S and R if given; raises CapacityError if all streams are taken."""
+        """A stream's number, with its own S, L and R if given; raises CapacityError if all streams are taken."""
         sizes, most = sizes or self.sizes, self.sizes
-        if sizes.segment > most.segment or sizes.right > most.right:
+        if sizes.segment > most.segment or sizes.right > most.right or sizes.left > most.left:
             raise DataError(
-                f"a segment of {sizes.segment} frames and {sizes.right} after it; at most {most.segment} and "
-                f"{most.right} fit into this cache"
+                f"a segment of {sizes.segment} frames, {sizes.left} before and {sizes.right} after it; at most "
+                f"{most.segment}, {most.left} and {most.right} fit into this cache"
             )
-        if (sizes.left, sizes.memory) != (most.left, most.memory):
-            raise DataError(
-                f"left {sizes.left} and memory {sizes.memory}; all streams of this cache have {most.left} and "
-                f"{most.memory}"
-            )
+        if sizes.memory != most.memory:
+            raise DataError(f"memory {sizes.memory}; all streams of this cache have {most.memory}")
         if not self.free:
             raise CapacityError(f"all {self.streams} streams are in use; close one, or make the pool larger")
         stream = self.free.pop()
@@ -126,6 +131,10 @@ class SegmentStep:
     streams_B: Tensor
     mask_BSS: Tensor
     """Which of its stream's slots each query sees."""
+    frames_BS: Tensor
+    """The number of the frame in each slot, where the mask is true."""
+    starts_B: Tensor
+    """The number of each segment's first frame."""
 
     @staticmethod
     def of(cache: SegmentCache, parts: Sequence[tuple[int, int, int]]) -> "SegmentStep":
@@ -133,10 +142,11 @@ class SegmentStep:
         device = cache.k_LBSkH.device
         sizes_B = [cache.sizes_of[stream] for stream, _, _ in parts]
         S, R = max(sizes.segment for sizes in sizes_B), max(sizes.right for sizes in sizes_B)
-        B, L, M = len(parts), cache.sizes.left, cache.sizes.memory
+        B, M = len(parts), cache.sizes.memory
         T, copies = sum(n for _, n, _ in parts), sum(r for _, _, r in parts)
         queries = torch.full((B, S + R + (M > 0)), -1)
         mask = torch.zeros(B, max(map(cache.slots_of, sizes_B)), dtype=torch.bool)
+        numbers = torch.zeros(mask.shape, dtype=torch.long)
         frame_slots: list[Tensor] = []
         copy_slots: list[Tensor] = []
         memory_slots: list[int] = []
@@ -144,12 +154,15 @@ class SegmentStep:
         copy = T
         for b, (stream, n, r) in enumerate(parts):
             base, start, number = stream * cache.width, cache.frames[stream], cache.segments[stream]
+            L = sizes_B[b].left
             ring = L + sizes_B[b].segment
             own = cache.memory_slots + torch.arange(start, start + n) % ring
             after = cache.memory_slots + ring + torch.arange(r)
             queries[b, :n] = torch.arange(frame, frame + n)
             queries[b, S : S + r] = torch.arange(copy, copy + r)
-            mask[b, cache.memory_slots + torch.arange(max(0, start - L), start + n) % ring] = True
+            seen = torch.arange(max(0, start - L), start + n)
+            mask[b, cache.memory_slots + seen % ring] = True
+            numbers[b, cache.memory_slots + seen % ring] = seen
             mask[b, after] = True
             if M:
                 queries[b, -1] = T + copies + b
@@ -169,12 +182,37 @@ class SegmentStep:
             written = torch.cat((written, T + copies + B + torch.arange(B)))
         slots = torch.cat((*frame_slots, *copy_slots, torch.tensor(memory_slots, dtype=torch.long)))
         streams_B = torch.tensor([stream for stream, _, _ in parts], dtype=torch.long)
-        tables = (x.to(device) for x in (queries, written, slots, streams_B, mask_BSS))
+        starts_B = torch.tensor([cache.frames[stream] for stream, _, _ in parts], dtype=torch.long)
+        tables = (x.to(device) for x in (queries, written, slots, streams_B, mask_BSS, numbers, starts_B))
         return SegmentStep(cache, parts, rows, *tables)
 
     def at(self, layer: int, window: int | None) -> "SegmentStepView":
         """The view of one layer."""
-        return SegmentStepView(self, self.cache.k_LBSkH[layer], self.cache.v_LBSkH[layer])
+        cache = self.cache
+        return SegmentStepView(self, cache.k_LBSkH[layer], cache.v_LBSkH[layer], cache.x_LBSD[layer])
+
+    @property
+    def distances(self) -> range:
+        """All distances from a key to a query, in frames."""
+        sizes_B = [self.cache.sizes_of[stream] for stream, _, _ in self.parts]
+        S = max(sizes.segment for sizes in sizes_B)
+        return range(1 - S, S + max(sizes.left for sizes in sizes_B))
+
+    @cached_property
+    def key_distances(self) -> Tensor:
+        """The distance from the key in each slot to each query."""
+        queries = torch.arange(self.queries_BS.shape[1], device=self.starts_B.device)
+        return self.starts_B[:, None, None] + queries[:, None] - self.frames_BS[:, None]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(the stream of each frame, its number, its row among all frames with the ``history`` before each segment)."""
+        rows: list[tuple[int, int, int]] = []
+        for b, (stream, n, _) in enumerate(self.parts):
+            start, first = self.cache.frames[stream], len(rows) + (b + 1) * self.cache.history
+            rows += [(stream, start + i, first + i) for i in range(n)]
+        streams, numbers, places = torch.tensor(rows, device=self.starts_B.device).T
+        return streams, numbers, places
 
 
 @dataclass(frozen=True)
@@ -186,14 +224,35 @@ class SegmentStepView:
     step: SegmentStep
     k_BSkH: Tensor
     v_BSkH: Tensor
+    x_BSD: Tensor
 
-    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
-        """o_TnH; 0 for memories."""
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, relative: RelativeKeys | None = None) -> Tensor:
+        """o_TnH; 0 for memories. ``relative`` needs R = M = 0."""
         step = self.step
         for pool, new in ((self.k_BSkH, k_TkH), (self.v_BSkH, v_TkH)):
             pool.flatten(0, 1).index_copy_(0, step.slots, new[step.written].to(pool.dtype))
         slots = step.mask_BSS.shape[2]
         keys, values = self.k_BSkH[:, :slots][step.streams_B], self.v_BSkH[:, :slots][step.streams_B]
-        o_BSnH = attend_segments(q_TnH[step.queries_BS.clamp(min=0)], keys, values, step.mask_BSS)
+        queries, bias = step.queries_BS.clamp(min=0), None
+        if relative is not None:
+            bias = distance_bias(relative.p_TnH[queries], relative.r_PnH, step.key_distances, step.distances.start)
+        o_BSnH = attend_segments(q_TnH[queries], keys, values, step.mask_BSS, bias)
         asked = step.queries_BS >= 0
         return torch.zeros_like(q_TnH).index_copy(0, step.queries_BS[asked], o_BSnH[asked])
+
+    def history(self, x_TD: Tensor, kernel: int) -> History:
+        """The rows of each stream after the ``kernel`` − 1 before them; stores the new ones."""
+        step, ring, K = self.step, self.x_BSD.shape[1], kernel - 1
+        assert self.step.cache.history == K, "a cache for another kernel"
+        streams_T, numbers_T, places_T = step.places
+        x_ED = x_TD.new_zeros(len(x_TD) + len(step.parts) * K, x_TD.shape[1]).index_copy(0, places_T, x_TD)
+        if K:
+            before_BK = step.starts_B[:, None] - K + torch.arange(K, device=x_TD.device)
+            old_BKD = self.x_BSD[step.streams_B[:, None], before_BK % ring].masked_fill((before_BK < 0)[..., None], 0.0)
+            first_B = torch.tensor([n for _, n, _ in step.parts], device=x_TD.device).cumsum(0)
+            first_B = first_B.roll(1).index_fill(0, first_B.new_zeros(1), 0) + K * torch.arange(
+                len(first_B), device=x_TD.device
+            )
+            x_ED[(first_B[:, None] + torch.arange(K, device=x_TD.device))] = old_BKD.to(x_ED)
+            self.x_BSD[streams_T, numbers_T % ring] = x_TD.to(self.x_BSD.dtype)
+        return History(x_ED, places_T - K)

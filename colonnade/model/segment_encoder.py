@@ -18,8 +18,8 @@ from colonnade.model.attention import Attention
 from colonnade.model.ffn import FeedForward
 from colonnade.model.initialise import fill
 from colonnade.model.norm import Norm
-from colonnade.model.segment_cache import SegmentStep
-from colonnade.model.segments import SegmentBatch, SegmentRows
+from colonnade.model.segment_cache import SegmentCache, SegmentStep
+from colonnade.model.segments import SegmentBatch, SegmentRows, Segments
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
 
@@ -78,6 +78,14 @@ class SegmentEncoder(nn.Module):
         for i, block in enumerate(self.blocks):
             x_TD, memory_SD = block(x_TD, memory_SD, rows, attend.at(i, None))
         return x_TD[: rows.frames]
+
+    def cache(self, sizes: Segments, streams: int) -> SegmentCache:
+        """Slots for ``streams`` streams of at most these sizes."""
+        config, weight = self.config, next(self.parameters())
+        on = {"device": weight.device, "dtype": weight.dtype}
+        return SegmentCache(
+            sizes, streams, config.layers, config.kv_heads // self.axes.tp.size, config.head_width, **on
+        )
 
     def global_shapes(self) -> dict[str, torch.Size]:
         """The shape of each parameter over all ranks, by name."""

@@ -13,11 +13,11 @@ from colonnade.errors import DataError
 from colonnade.speech.audio import load_audio
 from colonnade.speech.augment import BORDER, augment_sound, crop_pictures, mask_bands, mask_sound
 from colonnade.speech.data import Recording, load_samples, read_manifest
-from colonnade.speech.features import FRAME, Features
+from colonnade.speech.features import features_of
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.mix import SNRS, babble, mix, pink, white
 from colonnade.speech.mouth import draw_mouths
-from colonnade.speech.word_times import PARTS, UNKNOWN, letter_targets
+from colonnade.speech.word_times import UNKNOWN, delayed_parts, letter_targets
 
 DROP_SOUND, DROP_PICTURES = 0.15, 0.45
 """Shares of the recordings that train on pictures alone, and on audio alone."""
@@ -59,7 +59,7 @@ class Corpus:
         self.noises = [load_audio(path).numpy() for path in sorted(noises.iterdir())] if noises else []
         if noises and not self.noises:
             raise DataError(f"{noises} has no files; put recordings of noise there")
-        self.features = Features(config)
+        self.features = features_of(config)
         self.labels = [config.labels(one.text) for one in self.recordings]
         self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
@@ -74,7 +74,7 @@ class Corpus:
 
     def frames(self, i: int) -> int:
         """Frames of recording ``i``."""
-        return -(-len(self.samples[i]) // FRAME)
+        return self.features.frames(len(self.samples[i]))
 
     def noisy(self, i: int, snr: float | None, random: np.random.Generator, kind: int = 0) -> np.ndarray:
         """Recording ``i`` with noise at ``snr`` dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink, 3 from a
@@ -124,7 +124,10 @@ class Corpus:
         if not augment or self.features.samples:
             return batch
         parts = batch.frames.sound_TA.split(batch.lengths)
-        sound_TA = torch.cat([mask_bands(part, self.config.mels, random) for part in parts])
+        width = self.features.spectra
+        sound_TA = torch.cat(
+            [torch.cat((mask_bands(x[:, :width], self.config.mels, random), x[:, width:]), 1) for x in parts]
+        )
         return batch._replace(frames=batch.frames._replace(sound_TA=sound_TA))
 
     def test_batch(self, chosen: Sequence[int], snr: float | None, pictures: bool, seed: int) -> Batch:
@@ -138,7 +141,7 @@ class Corpus:
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """The frames of these recordings."""
-        before, video = self.features.before, self.config.picture_history
+        own, video = self.features, self.config.picture_history
         sounds, stacks = [], []
         heard, seen = [], []
         for i, samples, pictures in examples:
@@ -146,9 +149,9 @@ class Corpus:
             if samples is None:
                 sounds.append(torch.zeros(T, self.features.width))
             else:
-                padded = np.zeros(before + T * FRAME, np.float32)
-                padded[before : before + len(samples)] = samples
-                sounds.append(self.features(torch.from_numpy(padded)))
+                padded = np.zeros(max(own.before + T * own.frame, own.start + len(samples)), np.float32)
+                padded[own.start : own.start + len(samples)] = samples
+                sounds.append(own(torch.from_numpy(padded[: own.before + T * own.frame]), 0, len(samples)))
             if pictures is not None:
                 padded = torch.cat((pictures.new_zeros(video, *pictures.shape[1:]), pictures))
                 stacks.append(stack_pictures(padded, video))
@@ -163,10 +166,11 @@ class Corpus:
 
     def _letters(self, one: Recording, labels: Sequence[int], frames: int) -> Tensor:
         """Letter targets of a recording; all UNKNOWN if it has no word times."""
-        if not one.words or " " not in self.config.letters:
-            return torch.full((PARTS * frames,), UNKNOWN)
+        if not one.words or self.config.pieces or " " not in self.config.letters:
+            return torch.full((self.config.parts * frames,), UNKNOWN)
         if len(one.words) != len(one.text.split(" ")):
             raise DataError(
                 f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; give one a word"
             )
-        return letter_targets(labels, self.config.letters.index(" ") + 1, one.words, frames)
+        space, delay = self.config.letters.index(" ") + 1, delayed_parts(self.config)
+        return letter_targets(labels, space, one.words, frames, self.config.parts, delay)

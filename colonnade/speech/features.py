@@ -1,8 +1,8 @@
-"""Audio features in frames of 40 ms, for whole recordings and streams: log-mel spectra, or samples for a ResNet.
+"""Audio features in frames, for whole recordings and streams: log-mel spectra, or samples for a ResNet.
 
 Every 10 ms there is a spectrum of 400 samples (25 ms) under a Hann window. Frame t contains the four spectra that end
 within it and ``history`` spectra before them; it needs no sample after 640·(t + 1). Filters are triangles on the mel
-scale (2595·log₁₀(1 + f/700)).
+scale (2595·log₁₀(1 + f/700)). :mod:`colonnade.speech.subsampling` has other spectra, and frames of 40 or 80 ms.
 """
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.speech.resnet import BEFORE
+from colonnade.speech.subsampling import SubsampledFeatures
 
 RATE = 16000
 FRAME = 640
-"""Samples of a frame."""
+"""Samples of a frame of the front ends small and resnet."""
 HOP, WINDOW, FFT = 160, 400, 512
 FLOOR, MEAN, SCALE = 1e-6, -4.0, 0.25
 
@@ -55,14 +56,19 @@ class Features:
         self.dtype = dtype
         self.history, self.filters = config.audio_history, mel_filters(config.mels).to(dtype)
         self.samples = config.front_end == "resnet"
-        self.before = BEFORE if self.samples else before(self.history)
-        """Number of samples needed before a frame."""
-        spectra = (self.history + FRAME // HOP) * config.mels
+        self.frame = FRAME
+        self.before = self.start = BEFORE if self.samples else before(self.history)
+        """Number of samples needed before a frame, and of zeros before the first."""
+        self.spectra = spectra = (self.history + FRAME // HOP) * config.mels
         self.width = BEFORE + FRAME if self.samples else spectra
         """Feature width of a frame."""
 
-    def __call__(self, samples: Tensor) -> Tensor:
-        """(T, width) from ``before`` samples and T whole frames of them."""
+    def frames(self, samples: int) -> int:
+        """Frames of a recording; the last one is padded."""
+        return -(-samples // FRAME)
+
+    def __call__(self, samples: Tensor, first: int = 0, total: int | None = None) -> Tensor:
+        """(T, width) from ``before`` samples and T whole frames of them; the number of the first does not matter."""
         if not self.samples:
             return log_mel(samples, self.filters, self.history)
         T = (len(samples) - self.before) // FRAME
@@ -71,24 +77,40 @@ class Features:
         return samples[: self.before + T * FRAME].unfold(0, self.before + FRAME, FRAME)
 
 
+AnyFeatures = Features | SubsampledFeatures
+
+
+def features_of(config: SpeechConfig, dtype: torch.dtype = torch.float32) -> AnyFeatures:
+    """The features that the recogniser's front end reads."""
+    return (SubsampledFeatures if config.front_end == "subsampling" else Features)(config, dtype)
+
+
 class FrameStream:
     """Converts one stream's samples, in pieces of any length, to features of whole frames."""
 
-    def __init__(self, features: Features):
+    def __init__(self, features: AnyFeatures):
         self.features = features
-        self.tail = torch.zeros(features.before, dtype=features.dtype)
+        self.tail = torch.zeros(features.start, dtype=features.dtype)
+        self.samples = self.frames = 0
+        """Samples received, frames returned."""
 
     def push(self, samples: Tensor) -> Tensor:
         """The frames that are complete now; keeps the incomplete frame and the samples that the next frame reads."""
         waiting = torch.cat((self.tail, check_samples(samples).to(self.tail)))
-        T = (len(waiting) - self.features.before) // FRAME
-        self.tail = waiting[T * FRAME :].clone()
-        return self.features(waiting[: self.features.before + T * FRAME])
+        self.samples += len(samples)
+        return self._frames(waiting, max(0, len(waiting) - self.features.before) // self.features.frame, None)
 
     def end(self) -> Tensor:
-        """The last frame, padded with silence, if samples are left."""
-        left = len(self.tail) - self.features.before
-        return self.push(torch.zeros(FRAME - left if left else 0))
+        """The last frames, padded with silence, if samples are left."""
+        own, T = self.features, self.features.frames(self.samples) - self.frames
+        missing = max(0, own.before + T * own.frame - len(self.tail))
+        return self._frames(torch.cat((self.tail, self.tail.new_zeros(missing))), T, self.samples)
+
+    def _frames(self, waiting: Tensor, T: int, total: int | None) -> Tensor:
+        own, first = self.features, self.frames
+        self.frames += T
+        self.tail = waiting[T * own.frame :].clone()
+        return own(waiting[: own.before + T * own.frame], first, total)
 
 
 def check_samples(samples: Tensor) -> Tensor:

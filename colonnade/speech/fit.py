@@ -22,7 +22,7 @@ from colonnade.config import TrainConfig
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model.segments import Segments
-from colonnade.parallel.axis import SOLO
+from colonnade.parallel.axis import SOLO, Axis
 from colonnade.speech.corpus import Batch, Corpus
 from colonnade.speech.data import word_errors
 from colonnade.speech.model import SpeechModel
@@ -55,6 +55,8 @@ class FitSettings(NamedTuple):
     """Folder with further recordings of noise."""
     augment: bool = False
     """Also apply rooms, codecs, masks and crops."""
+    pretrained: Path | None = None
+    """A recogniser of the same shapes whose weights training begins with."""
 
 
 def fit(
@@ -79,6 +81,8 @@ def fit(
         model, first, state = SpeechModel(config, settings.seed), 0, {}
         if (newest := _newest(run)) is not None:
             model, first, state = _resume(newest, config)
+        elif settings.pretrained is not None:
+            _start_from(model, settings.pretrained)
         model.to(device).train()
         names, parameters = zip(*model.named_parameters(), strict=True)
         optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.06, fused=True)
@@ -91,9 +95,9 @@ def fit(
             lr = optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
             parts = list(workers.map(partial(_gradients, model, parameters, corpus, settings, step), range(PARTS)))
             labels = sum(part.labels for part in parts)
-            for parameter, *gradients in zip(parameters, *(part.gradients for part in parts), strict=True):
-                parameter.grad = sum(gradients[1:], gradients[0]) / labels
-            loss = sum(part.loss for part in parts) / labels
+            loss, gradients = combine(parts, parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
             norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
             if not torch.isfinite(norm):
                 raise DataError(f"step {step}: the gradient is not finite; lower --lr, or look at the recordings")
@@ -127,7 +131,7 @@ def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
             torch.set_num_threads(threads)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Sums over the labels of a part of a batch."""
 
     loss: float
@@ -135,18 +139,28 @@ class _Part(NamedTuple):
     gradients: list[Tensor]
 
 
+def combine(parts: Sequence[Part], parameters: Sequence[Tensor], dp: Axis = SOLO) -> tuple[float, list[Tensor]]:
+    """(loss, gradients of ``parameters``) per label, over the parts of all data ranks; a rank may have none."""
+    sums = torch.tensor([sum(part.loss for part in parts), sum(part.labels for part in parts)], dtype=torch.float64)
+    loss, labels = dp.sum_(sums).tolist()
+    own = (
+        zip(*(part.gradients for part in parts), strict=True) if parts else ((torch.zeros_like(x),) for x in parameters)
+    )
+    return loss / labels, [dp.sum_(sum(gradients[1:], gradients[0])) / labels for gradients in own]
+
+
 def _gradients(
     model: SpeechModel, parameters: Sequence[Tensor], corpus: Corpus, settings: FitSettings, step: int, part: int
-) -> _Part:
+) -> Part:
     """Prepares a part of a batch and computes its loss and gradients."""
     frames, lengths, labels, letters_P = train_batch(corpus, settings, step, part).to(parameters[0].device)
     count = sum(map(len, labels))
     if not count:
-        return _Part(0.0, 0, [torch.zeros_like(x) for x in parameters])
+        return Part(0.0, 0, [torch.zeros_like(x) for x in parameters])
     sizes = step_sizes(model, settings, step)
     loss = count * model.loss(model.front_end(frames), lengths, labels, letters_P, sizes)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    return _Part(loss.item(), count, list(gradients))
+    return Part(loss.item(), count, list(gradients))
 
 
 def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0) -> Batch:
@@ -181,17 +195,33 @@ def word_error_rate(
     pictures: bool,
     seed: int = 0,
     sizes: Segments | None = None,
+    beam: int | None = None,
 ) -> float:
-    """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths."""
+    """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths; greedy or by a beam."""
     errors = words = 0
     for first in range(0, len(corpus.samples), TEST_BATCH):
         chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
         frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed)
-        texts = model.texts(model.front_end(frames), lengths, sizes)
+        texts = model.texts(model.front_end(frames), lengths, sizes, beam)
         for i, text in zip(chosen, texts, strict=True):
             errors += word_errors(corpus.recordings[i].text, text)
             words += len(corpus.recordings[i].text.split())
     return errors / max(1, words)
+
+
+def _start_from(model: SpeechModel, folder: Path) -> None:
+    """Copy the weights of another recogniser; segments and look-aheads may differ."""
+    other, own = SpeechModel.load(folder), model.state_dict()
+    given = other.state_dict()
+    differ = [
+        name for name in {*own, *given} if name not in own or name not in given or own[name].shape != given[name].shape
+    ]
+    if differ or (other.config.pieces or other.config.letters) != (model.config.pieces or model.config.letters):
+        raise ConfigError(
+            f"{folder} has other shapes or labels{f' ({min(differ)} differs)' if differ else ''}; train its preset, "
+            "or choose another recogniser to begin with"
+        )
+    model.load_state_dict(given)
 
 
 def _newest(run: Path) -> Path | None:

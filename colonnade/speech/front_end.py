@@ -2,6 +2,7 @@
 
     sound     log-mel spectra, a few before the frame too -> linear SiLU linear         a_t
     pictures  convolution over the last pictures, convolution -> linear                 v_t
+    subsampling    convolutions over spectra, sound only (:mod:`colonnade.speech.subsampling`)
     resnet    both by :mod:`colonnade.speech.resnet`, and a linear layer after fusion
     fusion    [v | a] -> LayerNorm -> 4D SiLU -> D        a missing modality is 0 (Ma et al., arXiv 2303.14307)
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.speech.resnet import OUT, PictureResNet, SoundResNet
+from colonnade.speech.subsampling import Subsampling
 
 
 class Frames(NamedTuple):
@@ -44,6 +46,8 @@ class FrontEnd(nn.Module):
             self.project = nn.Linear(OUT, D)
             if config.picture:
                 self.video = PictureResNet(config.picture_history)
+        elif config.front_end == "subsampling":
+            self.audio, width = Subsampling(config), D
         else:
             self.audio, width = nn.Sequential(nn.Linear(spectra, 2 * D), nn.SiLU(), nn.Linear(2 * D, D)), D
             if config.picture:

@@ -9,7 +9,7 @@ from torch import Tensor
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.speech.face import FaceTracker, face_detector
-from colonnade.speech.features import RATE, Features, FrameStream, check_samples
+from colonnade.speech.features import RATE, AnyFeatures, FrameStream, check_samples
 from colonnade.speech.front_end import Frames, stack_pictures
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.streams import StreamPool
@@ -26,7 +26,7 @@ LOST = 25
 class _Stream:
     """The state of one stream between calls."""
 
-    def __init__(self, config: SpeechConfig, features: Features):
+    def __init__(self, config: SpeechConfig, features: AnyFeatures):
         self.sound = FrameStream(features)
         self.waiting_TA = self.sound.tail.new_zeros(0, features.width)
         """Frames that wait for their pictures."""
@@ -38,6 +38,8 @@ class _Stream:
         """Frames passed to the encoder; pictures received in order."""
         self.newest = -LOST
         """The last frame that has a picture."""
+        self.begun = False
+        """Whether text has been returned."""
 
     def ready(self, ended: bool) -> int:
         """The number of waiting frames that are ready."""
@@ -57,7 +59,7 @@ class Listeners:
 
     def __init__(self, model: SpeechModel, streams: int = 1, beam: int | None = None):
         self.model = model
-        self.pool = StreamPool(model.encoder, model.all_sizes[-1], streams)
+        self.pool = StreamPool(model.encoder, model.largest_sizes, streams)
         self.search = model.search(streams, beam)
         self.streams: dict[int, _Stream] = {}
         self.unfinished: set[int] = set()
@@ -124,7 +126,15 @@ class Listeners:
             self.unfinished.remove(stream)
             if rest := self.search.finish(stream):
                 found[stream] = [*found.get(stream, ()), *rest]
-        return {stream: self.model.config.text(labels) for stream, labels in found.items()}
+        return {stream: self._text(self.streams[stream], labels) for stream, labels in found.items()}
+
+    def _text(self, own: _Stream, labels: list[int]) -> str:
+        """The text of labels, without the space before a stream's first piece."""
+        text = self.model.config.text(labels)
+        if self.model.config.pieces and not own.begun:
+            text = text.removeprefix(" ")
+        own.begun = own.begun or bool(text)
+        return text
 
     def _stream(self, stream: int) -> _Stream:
         if stream not in self.streams:

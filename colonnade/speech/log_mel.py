@@ -23,11 +23,11 @@ def _to_hz(mel: Tensor) -> Tensor:
 
 
 @cache
-def mel_filters(bands: int) -> Tensor:
-    """float64 (bands, WINDOW / 2 + 1): the weight of each frequency in each band."""
+def mel_filters(bands: int, fft: int = WINDOW) -> Tensor:
+    """float64 (bands, fft / 2 + 1): the weight of each frequency in each band."""
     top = _BREAK_HZ / _LINEAR_HZ + math.log(RATE / 2 / _BREAK_HZ) / _LOG_STEP
     edges = _to_hz(torch.linspace(0, top, bands + 2, dtype=torch.float64))
-    frequencies = torch.linspace(0, RATE / 2, WINDOW // 2 + 1, dtype=torch.float64)
+    frequencies = torch.linspace(0, RATE / 2, fft // 2 + 1, dtype=torch.float64)
     low, peak, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     triangles = torch.minimum((frequencies - low) / (peak - low), (high - frequencies) / (high - peak))
     return triangles.clamp(min=0) * 2 / (high - low)

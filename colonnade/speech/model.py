@@ -1,7 +1,7 @@
 """A streaming speech recogniser, optionally audio-visual: front ends, encoder, transducer, CTC.
 
     frames    :mod:`colonnade.speech.front_end`
-    encoder   :mod:`colonnade.model.segment_encoder`
+    encoder   :mod:`colonnade.model.segment_encoder` or :mod:`colonnade.model.conformer`
     loss      transducer + ½ (cross-entropy of the letters where the times of words are known, else CTC)
 
 The letter head predicts a label for each 10 ms and is used for alignment. Without its loss the encoder learns nothing
@@ -9,7 +9,6 @@ for hundreds of steps, because the predictor learns the grammar first.
 """
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,16 +29,18 @@ from colonnade.checkpoint.atomic_folder import (
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 from colonnade.kernels import ctc
+from colonnade.model.conformer import ConformerEncoder
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
 from colonnade.model.transducer_loss import Joint
 from colonnade.parallel.axis import SOLO_AXES, Axes
 from colonnade.parallel.layout import WHOLE, local_part, placements
-from colonnade.speech.features import Features, FrameStream
+from colonnade.speech import nemotron
+from colonnade.speech.features import FrameStream, features_of
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import BeamSearch, GreedySearch, Search
-from colonnade.speech.word_times import PARTS, UNKNOWN, WordTime, word_times
+from colonnade.speech.word_times import UNKNOWN, WordTime, delayed_parts, word_times
 
 LETTER_WEIGHT = 0.5
 
@@ -55,29 +56,38 @@ class SpeechModel(nn.Module):
         if config.heads % axes.tp.size:
             raise PlanError(f"{config.heads} heads do not divide over tp={axes.tp.size}; use a divisor of the heads")
         self.config, self.axes = config, axes
-        self.sizes = Segments(config.segment, config.left, config.right, config.memory)
-        pairs = product(config.trained_segments, config.trained_lookaheads)
-        self.all_sizes = [Segments(S, config.left, R, config.memory) for S, R in pairs]
-        """All trained sizes, the largest last."""
+        self.all_sizes = [Segments(*sizes) for sizes in config.trained_sizes]
+        """All trained sizes."""
+        S, L, R, M = (max(own) for own in zip(*config.trained_sizes, strict=True))
+        self.largest_sizes = Segments(S, L, R, M)
+        self.sizes = self.choose()
         D, J, V = config.width, config.joint_width, config.vocab_size
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.front_end = FrontEnd(config)
-            self.encoder = SegmentEncoder(config.encoder, axes)
-            self.out, self.letters = nn.Linear(D, J), nn.Linear(D, PARTS * V)
+            if config.family == "conformer":
+                self.encoder = ConformerEncoder(config.encoder, config.conv_kernel, config.conv_bias, axes)
+            else:
+                self.encoder = SegmentEncoder(config.encoder, axes)
+            self.out = nn.Linear(D, J)
+            self.letters = nn.Linear(D, config.parts * V) if config.letter_head else None
             lstm = config.predictor == "lstm"
             P = config.predictor_width or J
-            self.predictor = LstmPredictor(P, V, J, config.predictor_layers) if lstm else StatelessPredictor(P, V, J)
+            self.predictor = (
+                LstmPredictor(P, V, J, config.predictor_layers, norm=config.predictor_norm)
+                if lstm
+                else StatelessPredictor(P, V, J)
+            )
             self.joint = Joint(J, V, tp=axes.tp)
             whole_VD = torch.empty(V, J).normal_(std=J**-0.5)
             with torch.no_grad():
                 self.joint.weight.copy_(local_part(whole_VD, self.joint.layout["weight"], axes))
         self.encoder.initialise(seed)
         self.to(dtype)
-        self.sound = Features(config, dtype)
+        self.sound = features_of(config, dtype)
 
     def choose(self, segment: int | None = None, lookahead: int | None = None) -> Segments:
-        """The sizes of a stream: its own S and R, in frames of 40 ms, if given.
+        """The sizes of a stream: its own S and R, in frames, if given.
 
         Raises ConfigError for sizes that the recogniser was not trained with.
         """
@@ -88,7 +98,8 @@ class SpeechModel(nn.Module):
         if segment not in segments or lookahead not in lookaheads:
             raise ConfigError(
                 f"segment {segment} and lookahead {lookahead}: this recogniser was trained with segments of "
-                f"{', '.join(map(str, segments))} and lookaheads of {', '.join(map(str, lookaheads))} frames of 40 ms; "
+                f"{', '.join(map(str, segments))} and lookaheads of {', '.join(map(str, lookaheads))} frames of "
+                f"{config.parts * 10} ms; "
                 "use one of each, or train it with speech train --segments and --lookaheads"
             )
         return self.all_sizes[segments.index(segment) * len(lookaheads) + lookaheads.index(lookahead)]
@@ -113,7 +124,9 @@ class SpeechModel(nn.Module):
         return self.encoder(x_TD, (sizes or self.sizes).batch(lengths, x_TD.device))
 
     def letter_logprobs(self, y_TD: Tensor) -> Tensor:
-        """Log-probabilities of the labels of each 10 ms, (4T, V)."""
+        """Log-probabilities of the labels of each 10 ms, (parts·T, V); raises ConfigError without a letter head."""
+        if self.letters is None:
+            raise ConfigError("this recogniser has no letter head, so it cannot align; train one with speech train")
         return self.letters(y_TD).view(-1, self.config.vocab_size).log_softmax(1)
 
     def loss(
@@ -126,31 +139,38 @@ class SpeechModel(nn.Module):
     ) -> Tensor:
         """The loss per label, averaged over the batch.
 
-        ``letters_P`` are the letter targets of all recordings, 4 a frame, UNKNOWN for a recording without times.
+        ``letters_P`` are the letter targets of all recordings, one each 10 ms, UNKNOWN for a recording without times.
         """
         y_TD = self.encode(x_TD, lengths, sizes)
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
-        logprobs_PV = self.letter_logprobs(y_TD)
+        side = transducer.new_zeros(()) if self.letters is None else self._letter_loss(y_TD, lengths, labels, letters_P)
+        return (transducer + LETTER_WEIGHT * side) / max(1, sum(map(len, labels)))
+
+    def _letter_loss(
+        self, y_TD: Tensor, lengths: Sequence[int], labels: Sequence[Sequence[int]], letters_P: Tensor | None
+    ) -> Tensor:
+        """The sum over frames of the letter head's cross-entropy, or of CTC for recordings without times."""
+        assert self.letters is not None
+        logprobs_PV, parts = self.letter_logprobs(y_TD), self.config.parts
         if letters_P is None:
             letters_P = torch.full((len(logprobs_PV),), UNKNOWN, device=y_TD.device)
-        side = F.nll_loss(logprobs_PV, letters_P, ignore_index=UNKNOWN, reduction="sum") / PARTS
-        targets_P = letters_P.split([PARTS * n for n in lengths])
+        side = F.nll_loss(logprobs_PV, letters_P, ignore_index=UNKNOWN, reduction="sum") / parts
+        targets_P = letters_P.split([parts * n for n in lengths])
         untimed = [i for i, own in enumerate(targets_P) if bool((own == UNKNOWN).any())]
         if untimed:
-            # One label per frame, from the mean of its four logits: CTC learns far worse with four times as many
-            # labels.
-            frames = self.letters(y_TD).unflatten(1, (PARTS, -1)).mean(1).log_softmax(1).split(list(lengths))
+            # One label per frame, from the mean of its logits: CTC learns far worse with four times as many labels.
+            frames = self.letters(y_TD).unflatten(1, (parts, -1)).mean(1).log_softmax(1).split(list(lengths))
             padded = nn.utils.rnn.pad_sequence([frames[i] for i in untimed])
             targets = torch.tensor([label for i in untimed for label in labels[i]], device=y_TD.device)
             T_B, U_B = torch.tensor([lengths[i] for i in untimed]), torch.tensor([len(labels[i]) for i in untimed])
             side = side + F.ctc_loss(padded, targets, T_B, U_B, reduction="sum", zero_infinity=True)
-        return (transducer + LETTER_WEIGHT * side) / max(1, sum(map(len, labels)))
+        return side
 
     def search(self, streams: int, beam: int | None = None) -> Search:
         """A search over ``streams`` streams: greedy, or with ``beam`` hypotheses of each."""
         if beam is None:
-            return GreedySearch(self.predictor, self.joint.logprobs, streams)
-        return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam)
+            return GreedySearch(self.predictor, self.joint.logprobs, streams, max_labels=self.config.max_labels)
+        return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam, max_labels=self.config.max_labels)
 
     @torch.inference_mode()
     def recognise(
@@ -173,17 +193,21 @@ class SpeechModel(nn.Module):
         """The texts of whole recordings, by greedy or beam search over all at once."""
         search = self.search(len(lengths), beam)
         found = search.deltas(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
-        return [self.config.text([*labels, *search.finish(i)]) for i, labels in enumerate(found)]
+        texts = [self.config.text([*labels, *search.finish(i)]) for i, labels in enumerate(found)]
+        return [text.removeprefix(" ") for text in texts] if self.config.pieces else texts
 
     @torch.inference_mode()
     def align(self, samples: Tensor, text: str, pictures: Tensor | None = None) -> list[WordTime]:
         """The time of each word of a known text, by the best path through the letter head's labels."""
+        if self.config.pieces:
+            raise ConfigError("this recogniser's labels are pieces of words, and only letters are aligned; use another")
         sound_TA = self.features(samples)
         labels = self.config.labels(text)
         if not len(sound_TA):
             raise DataError("a recording of 0 samples has no words; give a longer one")
         y_TD = self.encode(self.frames(sound_TA, pictures), [len(sound_TA)])
-        return word_times(text, ctc.align(self.letter_logprobs(y_TD), labels))
+        spans = ctc.align(self.letter_logprobs(y_TD), labels)
+        return word_times(text, spans, delayed_parts(self.config))
 
     def save(
         self, folder: Path, overwrite: bool = False, state: dict[str, Tensor] | None = None, step: int = 0
@@ -201,22 +225,33 @@ class SpeechModel(nn.Module):
 
     @staticmethod
     def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float32) -> "SpeechModel":
-        """Read a checkpoint, this rank's share of it; raises CheckpointError for an incomplete or foreign one."""
+        """Read a checkpoint, this rank's share of it; raises CheckpointError for an incomplete or foreign one.
+
+        ``folder`` may also be a model nemotron_asr_streaming in Hugging Face's format.
+        """
+        if nemotron.is_nemotron(folder):
+            config = nemotron.read_config(folder)
+            return _filled(folder, config, nemotron.read_weights(folder, config), axes, dtype)
         Manifest.read(folder).check_sizes(folder)
         if not (folder / "speech.json").is_file():
             raise CheckpointError(f"{folder} is not a speech recogniser; give a folder that speech train wrote")
-        model = SpeechModel(SpeechConfig(**read_json(folder / "speech.json").get("config", {})), 0, dtype, axes)
+        config = SpeechConfig(**read_json(folder / "speech.json").get("config", {}))
         try:
             tensors = load_file(folder / "model.safetensors")
         except SafetensorError as why:
             raise CheckpointError(f"{folder}: the weights cannot be read: {why}; use another checkpoint") from None
-        shapes = {name: x.shape for name, x in tensors.items()}
-        whole = model if axes.tp.size == 1 else SpeechModel(model.config)
-        if shapes != {name: x.shape for name, x in whole.state_dict().items()}:
-            raise CheckpointError(
-                f"{folder}: the weights do not match speech.json; restore it or use another checkpoint"
-            )
-        layout = placements(model)
-        tensors = {name: local_part(x, layout.get(name, WHOLE), axes) for name, x in tensors.items()}
-        model.load_state_dict(tensors)
-        return model.eval()
+        return _filled(folder, config, tensors, axes, dtype)
+
+
+def _filled(
+    folder: Path, config: SpeechConfig, tensors: dict[str, Tensor], axes: Axes, dtype: torch.dtype
+) -> SpeechModel:
+    """A model with this rank's share of ``tensors``."""
+    model = SpeechModel(config, 0, dtype, axes)
+    shapes = {name: x.shape for name, x in tensors.items()}
+    whole = model if axes.tp.size == 1 else SpeechModel(config)
+    if shapes != {name: x.shape for name, x in whole.state_dict().items()}:
+        raise CheckpointError(f"{folder}: the weights do not match the config; restore it or use another checkpoint")
+    layout = placements(model)
+    model.load_state_dict({name: local_part(x, layout.get(name, WHOLE), axes) for name, x in tensors.items()})
+    return model.eval()

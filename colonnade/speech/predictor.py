@@ -57,14 +57,14 @@ class StatelessPredictor(nn.Module):
 
 
 class LstmPredictor(nn.Module):
-    """Embedding, LayerNorm, layers of LSTM with a LayerNorm each, projection."""
+    """Embedding, LayerNorm, layers of LSTM with a LayerNorm each, projection; ``norm`` False: without LayerNorm."""
 
-    def __init__(self, width: int, vocab_size: int, out_width: int, layers: int = 3, blank: int = 0):
+    def __init__(self, width: int, vocab_size: int, out_width: int, layers: int = 3, blank: int = 0, norm: bool = True):
         super().__init__()
         self.blank, self.width = blank, width
-        self.embed, self.norm = nn.Embedding(vocab_size, width), nn.LayerNorm(width)
+        self.embed, self.norm = nn.Embedding(vocab_size, width), nn.LayerNorm(width) if norm else nn.Identity()
         self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) if norm else nn.Identity() for _ in range(layers))
         self.out = nn.Linear(width, out_width)
 
     def forward(self, labels: Sequence[Sequence[int]]) -> Tensor:

@@ -32,7 +32,6 @@ import torch
 from colonnade.errors import CapacityError, ConfigError, DataError, RequestError, WorkerError
 from colonnade.model.segments import Segments
 from colonnade.speech.face import REGIONS, FaceTracker, face_detector
-from colonnade.speech.features import FRAME
 from colonnade.speech.pcm import RATE, Resampler
 from colonnade.speech.stream_engine import StreamEngine
 from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg, decode_rgb
@@ -243,7 +242,7 @@ class RealtimeSession:
         if config.picture:
             crop = self.tracker.region if self.tracker else None
             session["video"] = {"input": {"format": {"type": "image/jpeg", "size": config.picture}, "crop": crop}}
-        session["mean_latency_ms"] = FRAME * 1000 // RATE * (2 * self.sizes.right + self.sizes.segment) // 2
+        session["mean_latency_ms"] = 10 * config.parts * (2 * self.sizes.right + self.sizes.segment) // 2
         return session
 
     async def _error(

@@ -9,25 +9,21 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import DataError
-from colonnade.model.segment_cache import SegmentCache
+from colonnade.model.conformer import ConformerEncoder
 from colonnade.model.segment_encoder import SegmentEncoder
 from colonnade.model.segments import Segments
 
 
 class StreamPool:
-    """At most ``streams`` streams through one encoder, in constant memory; ``sizes`` has the largest S and R."""
+    """At most ``streams`` streams through one encoder, in constant memory; ``sizes`` has the largest S, L and R."""
 
-    def __init__(self, encoder: SegmentEncoder, sizes: Segments, streams: int):
-        config, weight = encoder.config, next(encoder.parameters())
-        self.encoder = encoder
-        kv_heads = config.kv_heads // encoder.axes.tp.size
-        on = {"device": weight.device, "dtype": weight.dtype}
-        self.cache = SegmentCache(sizes, streams, config.layers, kv_heads, config.head_width, **on)
+    def __init__(self, encoder: SegmentEncoder | ConformerEncoder, sizes: Segments, streams: int):
+        self.encoder, self.cache = encoder, encoder.cache(sizes, streams)
         self.waiting: dict[int, Tensor] = {}
         self.ended: set[int] = set()
 
     def open(self, sizes: Segments | None = None) -> int:
-        """A new stream's number, with its own S and R if given; raises CapacityError if the pool is full."""
+        """A new stream's number, with its own S, L and R if given; raises CapacityError if the pool is full."""
         stream = self.cache.open(sizes)
         weight = next(self.encoder.parameters())
         self.waiting[stream] = weight.new_zeros(0, self.encoder.config.width)

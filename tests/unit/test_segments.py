@@ -152,7 +152,7 @@ def test_streams_of_different_sizes_share_steps(memory):
             assert_same(y, model(x, own.batch([len(x)])))
     for other, problem in (
         (Segments(8, 6, 3, memory), "segment of 8 frames"), (Segments(7, 6, 4, memory), "4 after it"),
-        (Segments(7, 5, 3, memory), "left 5"), (Segments(7, 6, 3, memory + 1), f"memory {memory + 1}"),
+        (Segments(7, 7, 3, memory), "7 before"), (Segments(7, 6, 3, memory + 1), f"memory {memory + 1}"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=problem):
             pool.open(other)

@@ -472,6 +472,20 @@ def test_training_resumes_bit_for_bit(spoken, tmp_path):
         fit.fit(TINY, spoken, tmp_path / "none", SETTINGS._replace(batch=0))
 
 
+def test_training_begins_with_another_recogniser(tmp_path):
+    """Weights are copied where all shapes agree, whatever the segments; otherwise nothing begins."""
+    SpeechModel(TINY, 3).save(tmp_path / "step-1")
+    model = SpeechModel(TINY.replace(segment=5, segments=(2,)), 0)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    fit._start_from(model, tmp_path / "step-1")
+    given = SpeechModel.load(tmp_path / "step-1").state_dict()
+    assert all(torch.equal(x, given[name]) for name, x in model.state_dict().items())
+    assert any(not torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    for change in ({"width": 32}, {"letters": " abcdefghijklmnopqrstuvwxyz'"}, {"layers": 3}):
+        with pytest.raises(ConfigError, match="other shapes or labels"):
+            fit._start_from(SpeechModel(TINY.replace(**change)), tmp_path / "step-1")
+
+
 def test_a_signal_ends_training_with_a_checkpoint(spoken, tmp_path):
     def stop(step: int, _: float) -> None:
         if step == 1:
@@ -644,7 +658,7 @@ def test_a_saved_recogniser_over_tp(world, tmp_path):
 def test_verbs_of_language_models_name_those_of_recognisers(tmp_path, capsys):
     SpeechModel(TINY).save(tmp_path / "run" / "step-1")
     for place in ("run", "run/step-1"):
-        for words in (["convert", str(tmp_path / place), str(tmp_path / "out")], ["verify", str(tmp_path / place)]):
+        for words in (["convert", str(tmp_path / place), str(tmp_path / "out")], ["eval", str(tmp_path / place)]):
             with pytest.raises(SystemExit):
                 main(words)
             printed = " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,103 @@
+"""The transducer loss beside torchaudio's on a GPU: time and memory of forward and backward, joint network included.
+
+    python benchmarks/speech_loss.py            # needs a CUDA GPU and torchaudio with rnnt_loss
+    python benchmarks/speech_loss.py --tiny     # a smoke test on the CPU, without a peer
+
+Both start at the encoder's and the predictor's outputs, width J, and end with the gradients of both and of the joint
+network. torchaudio's loss takes the logits of every cell; ours computes them in chunks and again in the backward pass.
+Float32; medians of turns; memory is the peak over what was there before. ``error`` is the largest difference of losses.
+"""
+
+import argparse
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from colonnade.model.transducer_loss import Joint
+from harness.report import Cell, Headline, folder_of, report
+
+SHAPES = ((4, 75, 20, 1024, 512), (16, 150, 40, 1024, 512), (32, 250, 60, 1024, 512))
+"""(utterances, frames, labels, V, J)."""
+
+
+def measure(shape: tuple[int, ...], rounds: int, device: str) -> dict[str, Cell]:
+    B, T, U, V, J = shape
+    torch.manual_seed(0)
+    joint = Joint(J, V, device=device)
+    torch.nn.init.normal_(joint.weight, std=J**-0.5)
+    e = torch.randn(B * T, J, device=device, requires_grad=True)
+    p = torch.randn(B * (U + 1), J, device=device, requires_grad=True)
+    labels = torch.randint(1, V, (B, U))
+    lists, inputs = labels.tolist(), (e, p, joint.weight, joint.bias)
+
+    def ours() -> torch.Tensor:
+        return joint.loss(e, p, [T] * B, lists)
+
+    runs: dict[str, Callable[[], torch.Tensor]] = {"ours": ours}
+    peer = _peer()
+    if peer is not None and device == "cuda":
+        targets, ts, us = (x.int().to(device) for x in (labels, torch.full((B,), T), torch.full((B,), U)))
+
+        def theirs() -> torch.Tensor:
+            cells = torch.relu(e.view(B, T, 1, J) + p.view(B, 1, U + 1, J))
+            return peer(cells @ joint.weight.T + joint.bias, targets, ts, us, blank=0, reduction="none")
+
+        runs["torchaudio"] = theirs
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+    peak: dict[str, int] = {}
+    losses = {name: run().detach() for name, run in runs.items()}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            _wait(device)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if device == "cuda" else 0
+            start_s = time.perf_counter()
+            torch.autograd.grad(run().sum(), inputs)
+            _wait(device)
+            spent[name].append(time.perf_counter() - start_s)
+            peak[name] = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    row: dict[str, Cell] = {"utterances": B, "frames": T, "labels": U, "vocabulary": V, "width": J}
+    for name in runs:
+        row |= {f"{name}_ms": round(1000 * statistics.median(spent[name]), 2), f"{name}_mb": round(peak[name] / 1e6, 1)}
+    if "torchaudio" in runs:
+        row["error"] = float((losses["ours"] - losses["torchaudio"]).abs().max())
+    return row
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _peer():
+    try:
+        return importlib.import_module("torchaudio.functional").rnnt_loss
+    except (ImportError, OSError, AttributeError):
+        return None
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="folder of the JSON file")
+    parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU")
+    args = parser.parse_args(argv)
+    device = "cpu" if args.tiny else "cuda"
+    rows: list[dict[str, Cell]] = []
+    for shape in ((2, 9, 3, 17, 8),) if args.tiny else SHAPES:
+        rows.append(measure(shape, args.rounds, device))
+        print(rows[-1], flush=True)
+    heads: list[Headline] = []
+    if "torchaudio_ms" in rows[-1]:
+        own, peer = (float(rows[-1][f"{name}_ms"] or 0) for name in ("ours", "torchaudio"))
+        heads = [Headline("transducer loss of 32 × 250 frames, 60 labels", own, "ms", "torchaudio", peer)]
+    report("speech_loss_gpu", rows, notes=__doc__ or "", headlines=heads, folder=folder_of(args.out, toy=args.tiny))
+
+
+if __name__ == "__main__":
+    main()
