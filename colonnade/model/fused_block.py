@@ -58,7 +58,7 @@ def enable(model: "Transformer") -> str:
         return "auto"
     if weight.device.type == "cpu" and model.axes.cp.size == 1 and cpu_kernels.available(weight.dtype):
         _select(model, "native", "native")
-        _store_in_blocks(model)
+        store_in_blocks(model)
         for module in (model.embed, model.norm):
             if isinstance(module, Embedding | Norm) and module.kernels == "auto":
                 module.kernels = "native"
@@ -66,7 +66,7 @@ def enable(model: "Transformer") -> str:
     return "auto"
 
 
-def _store_in_blocks(model: "Transformer") -> None:
+def store_in_blocks(model: "Transformer") -> None:
     """Store weights as the C++ kernels read them fastest: quantised ones in blocks, in huge pages."""
     rows: list[tuple[Callable[[Quantised], None], Quantised]] = []
     for module in model.modules():
