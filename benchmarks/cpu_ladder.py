@@ -4,6 +4,7 @@
     python benchmarks/cpu_ladder.py --services image --workers 4 --clients 4 --rounds 5
     python benchmarks/cpu_ladder.py --rate 5                 # an open loop: 5 requests/s arrive, whatever the answers
     python benchmarks/cpu_ladder.py --random TOKENIZERS      # random weights of the same shapes, which are as fast
+    python benchmarks/cpu_ladder.py --steps default pinned   # some steps only
     python benchmarks/cpu_ladder.py --redraw                 # only draw the record again
     python benchmarks/cpu_ladder.py --tiny                   # a smoke test: a small image service, no record
 
@@ -65,6 +66,8 @@ TEXT_LAYERS, CHAT_LAYERS = 3, 10
 CLASSES = 4
 LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
 """Order of the plot."""
+STAGES = ("pinned, stages in turn", "pinned, token ids")
+"""Steps that compare stages; not drawn."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
 WARM_UP_S = 2.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *OPENMP_VARIABLES)
@@ -99,11 +102,18 @@ class Settings:
     size: int = 384
     models: Path = Path()
     """Folder of the text models, by service."""
+    steps: tuple[str, ...] = ()
+    """Names of the steps to measure; none: all."""
     tokenizers: Path | None = None
     """Folder of the tokenizers ``minilm`` and ``smollm2``; None: those of the packages, and SmolLM2's weights."""
 
 
 def steps_of(service: str, settings: Settings) -> list[Step]:
+    """The steps of a service to measure."""
+    return [step for step in all_steps(service, settings) if not settings.steps or step.name in settings.steps]
+
+
+def all_steps(service: str, settings: Settings) -> list[Step]:
     """The steps of a service, and its comparison of stages."""
     default, aligned = Step("default", settings.cores), Step("aligned", max(1, settings.cores // settings.workers))
     pinned = replace(aligned, name="pinned", pinned=True)
@@ -272,7 +282,7 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
                 "service": service,
                 "step": step.name,
                 "requests_per_s": figures(rates[step.name]),
-                "over_default": figures(rates[step.name] / rates["default"], 3) if rates["default"] else None,
+                "over_default": figures(rates[step.name] / rates["default"], 3) if rates.get("default") else None,
                 **{
                     f"p{percent}_ms": figures(everything.percentile_ms(percent)) if everything.latencies_s else None
                     for percent in (50, 95, 99)
@@ -298,7 +308,7 @@ def headlines(rows: Sequence[dict[str, Cell]]) -> list[Headline]:
     return [
         Headline(f"{what} on a CPU, pinned workers", speed[service, "pinned"], "requests/s",
                  "default threads", speed[service, "default"])
-        for service, what in names.items() if (service, "pinned") in speed
+        for service, what in names.items() if {(service, "pinned"), (service, "default")} <= speed.keys()
     ]  # fmt: skip
 
 
@@ -333,6 +343,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, help="default: 4 a worker")
     parser.add_argument("--seconds", type=float, default=15, help="for each step and round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", nargs="+", default=[], choices=[*LADDER, *STAGES], help="default: all")
     parser.add_argument("--rate", type=float, help="requests/s that arrive, in place of clients that wait for answers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
@@ -349,7 +360,9 @@ def main(argv: list[str] | None = None) -> None:
     place(machine, workers)  # refuses more workers than cores
     if warning := idle_warning(machine, workers):
         print(warning, flush=True)
-    settings = Settings(workers, machine.usable, args.clients or 4 * workers, args.seconds, args.rate)
+    settings = Settings(
+        workers, machine.usable, args.clients or 4 * workers, args.seconds, args.rate, steps=tuple(args.steps)
+    )
     if args.tiny:
         measure("image", replace(settings, seconds=0.5, size=64), 1)
         return

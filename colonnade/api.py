@@ -12,6 +12,7 @@ same call loads this rank's shard: ``load(path, plan=Plan(tp=2))``.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast, overload
 
@@ -22,7 +23,8 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.adapters import read_adapter
 from colonnade.checkpoint.gguf.write import write_gguf
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.load_model import DType, load_model, locate, open_for_plan, open_model
+from colonnade.checkpoint.load_model import DType, load_model, locate, open_for_plan, open_model, resolve_dtype
+from colonnade.checkpoint.packed_weights import PackedUse, load_packed, packable
 from colonnade.checkpoint.peft import write_peft
 from colonnade.config import (  # fmt: skip
     AS_TRAINED,
@@ -252,6 +254,7 @@ def load(
     weights: WeightFormat = "stored",
     weight_group: WeightGroup = 64,
     adapter: str | Path | None = None,
+    packed: PackedUse = "never",
 ) -> Model:
     """Load a model for inference.
 
@@ -262,7 +265,8 @@ def load(
     or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
     they are read (int4 with a scale for each ``weight_group`` inputs); dense dequantises those of a quantised
     checkpoint, which stored keeps. A quantised model generates, scores, and is saved as it is. ``adapter``, a run with
-    adapters or a folder of PEFT, is merged into the model.
+    adapters or a folder of PEFT, is merged into the model. ``packed``: whether int8 and int4 weights come from a file
+    in the user's cache (:mod:`~colonnade.checkpoint.packed_weights`), on a CPU and one rank.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the number of processes does not allow, and :class:`ConfigError` for impossible ``experts`` settings and,
@@ -282,7 +286,11 @@ def load(
             )
         context = exits.enter_context(open_context(plan, device))
     with exits:
-        transformer = load_model(opened, context, dtype, str(path), experts.layers_on_device, weights, weight_group)
+        read = partial(load_model, opened, context, dtype, str(path), experts.layers_on_device, weights, weight_group)
+        if packed != "never" and (kind := packable(opened, context, experts, weights)):
+            transformer = load_packed(opened, kind, weight_group, resolve_dtype(context.device, dtype), packed, read)
+        else:
+            transformer = read()
         model = Model(transformer, Tokenizer.from_model(opened.tokenizer_source), context, str(path), opened.tasks)
         model._exit = exits.pop_all()
         return model

@@ -5,6 +5,7 @@ The HTTP process of a server only passes it on: the engine's process opens the m
 
 import functools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
@@ -13,11 +14,16 @@ from colonnade.errors import ConfigError
 if TYPE_CHECKING:
     from colonnade import api
     from colonnade.checkpoint.load_model import DType, OpenedModel
+    from colonnade.checkpoint.packed_weights import PackedUse
     from colonnade.data.tokenizer import Tokenizer
     from colonnade.model import Transformer
     from colonnade.parallel.distributed_context import DistributedContext
     from colonnade.serve.pooler_spec import PoolerSpec
     from colonnade.serve.worker import Load
+
+
+TEXT_PACKAGES = ("smollm2", "minilm")
+"""Packaged models that read text."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class ModelSpec:
 
     def reads_audio(self) -> bool:
         """Whether the model transcribes recordings."""
+        if not _may_read_audio(Path(self.model)):
+            return False
         encoder = self.open().config.encoder
         return encoder is not None and encoder.reads == "audio"
 
@@ -92,14 +100,34 @@ class ModelSpec:
 
         return open_draft(self.serve, target.config, Tokenizer.from_model(target.tokenizer_source))
 
-    def load(self, context: "DistributedContext | None" = None) -> "api.Model":
+    def load(self, context: "DistributedContext | None" = None, packed: "PackedUse" = "never") -> "api.Model":
         """Load the model, on every rank of its plan; ``context`` is an existing distributed context."""
         from colonnade import api
 
         return api.load(
             self.model, plan=self.plan, dtype=self.dtype, device=self.device, context=context, experts=self.experts,
-            weights=self.serve.weights, weight_group=self.serve.weight_group,
+            weights=self.serve.weights, weight_group=self.serve.weight_group, packed=packed,
         )  # fmt: skip
+
+    @property
+    def packed_use(self) -> "PackedUse":
+        """How an engine takes packed weights: replicas share a file's pages; one engine reads it into huge pages."""
+        if self.serve.batch_invariant:  # its kernels read weights by row
+            return "never"
+        return "copied" if self.serve.replicas == 1 else "mapped"
+
+
+def _may_read_audio(model: Path) -> bool:
+    """Whether :meth:`ModelSpec.open` must tell: text models are recognised without importing torch."""
+    if model.is_dir():
+        configs = [*model.glob("*.json"), *model.glob("*/*.json")]
+        names = {path.name for path in configs}
+        if not names & {"config.json", "checkpoint.json"} or "adapter_config.json" in names:
+            return True
+        other_format = (model / "model.bin").is_file()  # CTranslate2, whose config names no architecture
+        described = (path.read_bytes().lower() for path in configs if path.name in ("config.json", "checkpoint.json"))
+        return other_format or any(b"audio" in text or b"whisper" in text for text in described)
+    return model.suffix != ".gguf" and str(model) not in TEXT_PACKAGES
 
 
 def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Transformer, Tokenizer, Transformer | None]":
@@ -121,7 +149,7 @@ def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Trans
             draft=None if draft is None else draft.config,
         )
     )  # fmt: skip
-    model = spec.load(context)
+    model = spec.load(context, spec.packed_use)
     drafting = None if draft is None else load_draft(draft, spec.serve, context, spec.dtype)
     return model.transformer, model.tokenizer, drafting
 

@@ -128,7 +128,8 @@ void step(Dtype dtype, int64_t threads) {
     RopeWrite rope{qkv.data(), own.data(), other.data(), norm, norm, slots.data(), keys.data(), values.data(), q.data(),
                    rows, kv, group, width, pages * page, dtype};
     Attention attention{q.data(), keys.data(), values.data(), tables.data(), lengths.data(), offsets.data(),
-                        partial.data(), out.data(), rows, 3, heads, kv, width, page, pages, table_width, splits, 0, dtype};
+                        partial.data(), out.data(), rows, 3, heads, kv, width, page, pages, table_width, splits, 0, dtype,
+                        width};
     Attention window = attention;
     window.window = 270;
     const Call calls[] = {{EMBEDDING, &embed}, {NORM, &normed}, {ROTATION, &rotation}, {ROPE_WRITE, &rope},
@@ -139,6 +140,33 @@ void step(Dtype dtype, int64_t threads) {
     if (colonnade_run(calls, 6, threads) != BAD_TOKEN) check(BAD_TOKEN, "a token outside the table was not detected");
 }
 
+void latent(Dtype dtype, int64_t threads) {
+    const int64_t rows = 5, heads = 3, plain = 7, rope = 6, rank = 133, value_width = 5, page = 7, pages = 50;
+    const int64_t width = rank + rope, table_width = ceil_div(300, page), splits = ceil_div(table_width * page, SPLIT);
+    const std::vector<int32_t> lengths{1, 300, 40}, offsets{0, 1, 2, 5};
+    std::vector<int32_t> tables;
+    for (int64_t i = 0; i < 3 * table_width; i++) tables.push_back(int32_t((i * 7) % pages));
+    const std::vector<int64_t> slots{0, 349, 8, 9, 10};
+    const auto q = elements(rows * heads * (plain + rope), dtype), kv = elements(rows * width, dtype);
+    const auto own = elements(rows * rope, dtype), other = elements(rows * rope, dtype), gain = elements(rank, dtype);
+    const auto up = elements(heads * (plain + value_width) * rank, dtype);
+    auto cache = elements(pages * page * width, dtype), queries = elements(rows * heads * width, dtype);
+    auto sums = elements(rows * heads * rank, dtype), y = elements(rows * heads * value_width, dtype);
+    std::vector<float> partial(size_t(rows * heads * splits * (rank + 2)));
+    LatentQueries absorb{q.data(), kv.data(), own.data(), other.data(), {gain.data(), nullptr, 1e-5}, up.data(),
+                         slots.data(), cache.data(), queries.data(), rows, heads, plain, rope, rank, value_width,
+                         pages * page, dtype, 0.7};
+    Attention attention{queries.data(), cache.data(), cache.data(), tables.data(), lengths.data(), offsets.data(),
+                        partial.data(), sums.data(), rows, 3, heads, 1, width, page, pages, table_width, splits, 0, dtype,
+                        rank};
+    LatentValues values{sums.data(), up.data(), y.data(), rows, heads, plain, value_width, rank, dtype};
+    const Call calls[] = {{LATENT_QUERIES, &absorb}, {ATTENTION, &attention}, {LATENT_VALUES, &values}};
+    for (int i = 0; i < 3; i++) check(colonnade_run(calls, 3, threads), "latent");
+    const std::vector<int64_t> bad_slots{0, 350, 8, -1, 10};
+    absorb.slots = bad_slots.data();
+    if (colonnade_run(calls, 3, threads) != BAD_SLOT) check(BAD_SLOT, "a slot outside the cache was not detected");
+}
+
 }  // namespace
 
 int main() {
@@ -147,6 +175,7 @@ int main() {
             products(dtype, threads);
             for (Kind kind : {PLAIN, INT8_BLOCKS, INT4_BLOCKS}) experts(dtype, threads, kind);
             step(dtype, threads);
+            latent(dtype, threads);
         }
     }
     std::printf("done\n");

@@ -17,6 +17,7 @@ import torch
 from colonnade.errors import ConfigError
 from colonnade.kernels import adamw, dropout, norm, permute, rotary, routing, sampling
 from colonnade.kernels.attention import cache_write, chunk, cross, reference, sdpa, shared_prefix
+from colonnade.kernels.cpu import experts as cpu_experts
 from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
@@ -175,6 +176,7 @@ def _native() -> tuple[Kernel, ...]:
         Kernel("fused_linear", "native", cpu_kernels.fused_linear, **NATIVE),
         Kernel("rope_and_kv_write", "native", cpu_kernels.rope_and_kv_write, **NATIVE),
         Kernel("paged_attention", "native", cpu_kernels.paged, **NATIVE),
+        Kernel("quantised_experts", "native", cpu_experts.routed, **NATIVE),
     )
 
 

@@ -213,14 +213,15 @@ class PagedView:
         kernels = self.kernels if self.kernels in ("native", "batch_invariant") else "auto"
         place = choose("rope_and_kv_write", qkv_Tz.device.type, qkv_Tz.dtype, kernels)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=rotation, norms=norms)
-        return self._attend(q_TnH)
+        return self.of_written(q_TnH)
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
         self.pools.write(self.slots_T, k_TkH, v_TkH)
-        return self._attend(q_TnH)
+        return self.of_written(q_TnH)
 
-    def _attend(self, q_TnH: Tensor) -> Tensor:
+    def of_written(self, q_TnH: Tensor) -> Tensor:
+        """o_TnH of queries whose keys and values are in the cache."""
         if self.near_Rn is not None:
             # Fused steps have no biases; "reference" is the only other implementation.
             kernels = "reference" if self.kernels == "reference" else "auto"

@@ -138,6 +138,11 @@ class LatentAttention(nn.Module):
         self.layout |= {"out.bias": residual_placement(axes)} if config.out_bias else {}
         self.recompute = False
 
+    @property
+    def absorbed_factor(self) -> float:
+        """The factor of queries in the cache's space, of whose width ``attend`` takes the square root."""
+        return self.factor * ((self.rank + self.rope) / self.H) ** 0.5
+
     def forward(self, x_tD: Tensor, T: int, rotation: Rotation | None, attend: Attend) -> Tensor:
         """y_tD for the residual stream of T tokens."""
         assert rotation is not None, "latent attention has rotary positions"
@@ -178,8 +183,7 @@ class LatentAttention(nn.Module):
         up_nHz, v_nHz = self.kv_up.weight.unflatten(0, (-1, self.plain + self.v_width)).split(
             [self.plain, self.v_width], 1
         )
-        width = self.rank + self.rope
         q_Tnz = torch.cat((torch.einsum("tnh,nhz->tnz", q_TnH, up_nHz), p_TnH), -1)
         k_T1z = torch.cat((c_Tz[:, None], r_T1H), -1)
-        o_Tnz = attend(q_Tnz * (self.factor * (width / self.H) ** 0.5), k_T1z, k_T1z)
+        o_Tnz = attend(q_Tnz * self.absorbed_factor, k_T1z, k_T1z)
         return torch.einsum("tnz,nhz->tnh", o_Tnz[..., : self.rank], v_nHz).flatten(1)

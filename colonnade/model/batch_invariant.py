@@ -37,7 +37,7 @@ def has_kernels(model: Transformer) -> bool:
     config, weight = model.config, next(model.parameters())
     kind = quantised_kind(model)
     if weight.device.type == "cpu":
-        plain = config.moe is None and kind is None and fuses_dense_steps(config)
+        plain = config.moe is None and config.latent is None and kind is None and fuses_dense_steps(config)
         return plain and cpu_kernels.available(weight.dtype)
     unsupported = {
         "experts": config.moe is not None,

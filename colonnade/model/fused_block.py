@@ -3,6 +3,7 @@
     qkv = W_qkv norm(x)      q ← place(qkv)      o = attend(q)      x ← x + W_out o
     q = W_q norm(x)          o = across(q)       x ← x + W_out o                        on a CPU
     h = act(W_gate norm(x)) ⊙ W_up norm(x)       x ← x + W_down h
+    q, kv = W_q norm(x), W_kv norm(x)            latent attention (:mod:`~colonnade.kernels.cpu.latent`), on a CPU
 
 A step of one row launches one kernel for each of these, and about two for attention; the modules alone launch about
 twenty, and at two microseconds each that takes as long as reading a third of the weights. With many rows, such as a
@@ -24,13 +25,14 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.cpu import experts as cpu_experts
 from colonnade.kernels.cpu import kernels as cpu_kernels
+from colonnade.kernels.cpu import latent as cpu_latent
 from colonnade.kernels.cpu.huge_pages import Arena, arena_bytes
 from colonnade.kernels.linear.quantise import Quantised, can_block, to_blocks
 from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
-from colonnade.model.attention import Attention
+from colonnade.model.attention import Attention, LatentAttention
 from colonnade.model.cross_attention import CrossedView
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
@@ -56,7 +58,7 @@ def enable(model: "Transformer") -> str:
         return "auto"
     if weight.device.type == "cpu" and model.axes.cp.size == 1 and cpu_kernels.available(weight.dtype):
         _select(model, "native", "native")
-        _store_in_blocks(model)
+        store_in_blocks(model)
         for module in (model.embed, model.norm):
             if isinstance(module, Embedding | Norm) and module.kernels == "auto":
                 module.kernels = "native"
@@ -64,13 +66,15 @@ def enable(model: "Transformer") -> str:
     return "auto"
 
 
-def _store_in_blocks(model: "Transformer") -> None:
+def store_in_blocks(model: "Transformer") -> None:
     """Store weights as the C++ kernels read them fastest: quantised ones in blocks, in huge pages."""
     rows: list[tuple[Callable[[Quantised], None], Quantised]] = []
     for module in model.modules():
         if isinstance(module, QuantisableMatrix) and module.quantised is not None:
             rows.append((partial(setattr, module, "quantised"), module.quantised))
         elif isinstance(module, Experts) and module.fetch is None:
+            stacks = module.quantised
+            rows += [(partial(stacks.__setitem__, part), weight) for part, weight in stacks.items()]
             if isinstance(getattr(module, "down", None), nn.Parameter):  # the inputs of an output beside each other
                 module.down.data = module.down.data.mT.contiguous().mT
     rows = [(store, weight) for store, weight in rows if not weight.blocked and can_block(weight)]
@@ -85,9 +89,11 @@ def _select(model: "Transformer", linears: str, fused: str) -> None:
     """Fuse all blocks with kernels ``fused``; rotary angles, products and the head use ``linears``."""
     for block in model.blocks:
         block.fused, block.kernels = True, fused  # type: ignore[assignment]
-    for layer in (module for module in model.modules() if isinstance(module, Linear)):
-        if layer.kernels == "auto":
-            layer.kernels = linears
+    for module in model.modules():
+        if isinstance(module, Linear) and module.kernels == "auto":
+            module.kernels = linears
+        elif isinstance(module, Experts) and fused == "native":
+            module.kernels = fused
     if model.kernels == "auto":
         model.kernels = linears
 
@@ -95,6 +101,8 @@ def _select(model: "Transformer", linears: str, fused: str) -> None:
 def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
     """Whether :func:`attention_step` supports this block, these rows and this ``attend``."""
     attention = block.attention
+    if isinstance(attention, LatentAttention):
+        return _can_fuse_latent(block, attention, x_tD, attend)
     if not isinstance(attention, Attention) or attention.clip is not None or not _can_add_bias(block, attention.out):
         return False
     if attention.q_factor != 1.0 or (isinstance(attend, PagedView) and attend.near_Rn is not None):
@@ -116,6 +124,8 @@ def can_fuse_ffn(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
 def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
     """x + attention(norm(x))."""
     attention = block.attention
+    if isinstance(attention, LatentAttention):
+        return _latent_step(block, attention, x_TD, rotation, attend)
     assert isinstance(attention, Attention)
     assert isinstance(attend, PagedView)
     norms = None
@@ -123,6 +133,41 @@ def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, atte
         norms = _scale(attention.q_norm), _scale(attention.k_norm)
     qkv_Tz = _linear(block, x_TD, attention.qkv, norm=_scale(block.norm1))
     o_Tz = attend.from_qkv(qkv_Tz, rotation, norms).flatten(1)
+    return _linear_residual(block, o_Tz, attention.out, x_TD)
+
+
+def _can_fuse_latent(block: "Block", attention: LatentAttention, x_tD: Tensor, attend: Attend) -> bool:
+    """Whether the C++ kernels support this latent attention and its cache."""
+    if block.kernels != "native" or not isinstance(attend, PagedView) or attend.kernels != "native":
+        return False
+    if attend.pools.scales_Pp2 is not None or attend.near_Rn is not None or not _can_add_bias(block, attention.out):
+        return False
+    up_zR, pool_Pp1z = attention.kv_up.weight, attend.pools.k_PpKH
+    plain = isinstance(attention.kv_norm, Norm) and cpu_latent.fits(x_tD, up_zR, pool_Pp1z, attention.rope)
+    return plain and _can_fuse(block, block.norm1, x_tD, attention)
+
+
+def _latent_step(
+    block: "Block", attention: LatentAttention, x_TD: Tensor, rotation: Rotation | None, attend: Attend
+) -> Tensor:
+    assert isinstance(attend, PagedView)
+    assert rotation is not None, "latent attention has rotary positions"
+    norm, up_zR = _scale(block.norm1), attention.kv_up.weight
+    if attention.q is not None:
+        q_Tz = _linear(block, x_TD, attention.q, norm=norm)
+    else:
+        assert attention.q_down is not None
+        assert attention.q_norm is not None
+        assert attention.q_up is not None
+        down_Tz = _linear(block, x_TD, attention.q_down, norm=norm)
+        q_Tz = _linear(block, down_Tz, attention.q_up, norm=_scale(attention.q_norm))
+    kv_Tz = _linear(block, x_TD, attention.kv_down, norm=norm)
+    widths = {"plain": attention.plain, "value_width": attention.v_width}
+    q_Tnz = cpu_latent.queries(
+        q_Tz, kv_Tz, up_zR, attend.pools.k_PpKH, attend.slots_T, rotation, _scale(attention.kv_norm),
+        **widths, factor=attention.absorbed_factor,
+    )  # fmt: skip
+    o_Tz = cpu_latent.values(attend.of_written(q_Tnz), up_zR, **widths)
     return _linear_residual(block, o_Tz, attention.out, x_TD)
 
 
@@ -165,8 +210,6 @@ def _can_fuse_experts(block: "Block", ffn: MixtureOfExperts, x_tD: Tensor) -> bo
         return False
     if experts.fetch is not None or experts.adapter is not None or experts.float8:
         return False
-    if experts.quantised:  # over ranks, inputs of quantised experts are not rounded, and tokens must not depend on that
-        return False
     alone = block.axes.experts.all.size == block.axes.tp.size == 1
     return alone and cpu_experts.fits(x_tD, _softmax_router(ffn), experts.stored)
 
@@ -174,7 +217,7 @@ def _can_fuse_experts(block: "Block", ffn: MixtureOfExperts, x_tD: Tensor) -> bo
 def fuses_dense_steps(config: ModelConfig) -> bool:
     """Whether the C++ kernels compute all of a pass, but for experts."""
     pre = config.norm_order == "pre" and not config.embed_norm and not config.segments
-    plain = config.latent is None and config.positions in ("rotary", "learned") and config.score_scale is None
+    plain = config.positions in ("rotary", "learned") and config.score_scale is None
     plain = plain and config.encoder is None and config.relative_positions is None and config.qkv_clip is None
     return pre and plain and (not config.qk_norm or (config.norm == "rmsnorm" and config.qk_norm_over == "head"))
 

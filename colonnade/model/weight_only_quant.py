@@ -133,12 +133,17 @@ def assign_quantised(
 
 def quantised_parameters(model: nn.Module) -> dict[str, Quantised]:
     """The quantised weights of ``model``, in rows, by the name of the parameter that each replaces."""
+    return {name: to_rows(weight) for name, weight in stored_quantised(model).items()}
+
+
+def stored_quantised(model: nn.Module) -> dict[str, Quantised]:
+    """The quantised weights of ``model`` as they are stored, in rows or blocks, by the parameter's name."""
     found: dict[str, Quantised] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantisableMatrix) and module.quantised is not None:
-            found[_joined(name, "weight")] = to_rows(module.quantised)
+            found[_joined(name, "weight")] = module.quantised
         elif isinstance(module, Experts):
-            found |= {_joined(name, part): to_rows(weight) for part, weight in module.quantised.items()}
+            found |= {_joined(name, part): weight for part, weight in module.quantised.items()}
     return found
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import ModelConfig, MoeConfig, Plan, ServeConfig
+from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import SamplingParams
 from colonnade.serve.engine import Engine
@@ -133,3 +134,42 @@ def test_sharded_experts_give_the_output_of_one_process(weights: str, name: str,
             assert torch.equal(held, share), part
     assert ranks[0][1] == tokens
     assert len({token for text in tokens for token in text}) > 5
+
+
+STEPS = _GATED.replace(moe=SHARED.replace(shared_gate=False))
+"""A model whose decode steps are recorded on one rank."""
+
+
+def _scored_steps(folder: Path, plan: Plan, weights: str) -> tuple[list[tuple[int, ...]], Tensor]:
+    """(greedy tokens, their log-probabilities) of an engine in float32, whose kernels on a CPU are C++."""
+    with DistributedContext.build(plan) as context:
+        model = api.load(folder, dtype="float32", context=context, weights=weights, weight_group=32)
+        engine = Engine(model.transformer, tiny.tokenizer(), ServeConfig(pages=16, max_requests=3, weights=weights))
+        if context.rank:
+            engine.follow()
+            return [], torch.zeros(0)
+        greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
+        done = engine.generate([[3, 1, 4, 1, 5], [7], list(range(40, 57))], greedy)
+        engine.stop()
+        return [one.token_ids for one in done], torch.tensor([t.logprob for one in done for t in one.logprobs or ()])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("plan", [Plan(tp=2, ep=2), Plan(tp=2), Plan(tp=2, etp=2)], ids=str)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.xdist_group("worlds")
+def test_experts_round_their_inputs_alike_on_one_rank_and_on_two(weights: str, plan: Plan, tmp_path: Path) -> None:
+    """One rank runs a mixture in one C++ call, two run it in torch around the same products: only sums differ.
+
+    Where the last bit of a sum decides how an input rounds, that input differs by one step of 127.
+    """
+    if not cpu_kernels.available(torch.float32):
+        pytest.skip("needs the C++ kernels")
+    model = api.Model(build(STEPS, dtype=torch.float32), None, DistributedContext.solo(torch.device("cpu")), "m")
+    api.save(model, tmp_path / "m")
+    ((tokens, alone),) = run(1, _scored_steps, tmp_path / "m", Plan(), weights)
+    shared, scores = run(2, _scored_steps, tmp_path / "m", plan, weights)[0]
+    assert shared == tokens and len({token for text in tokens for token in text}) > 5
+    difference = (scores - alone).abs()
+    assert difference.median() < 2e-6, "with 8-bit inputs on one side only, most scores would differ by 1e-3"
+    assert difference.max() < 0.05

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.config import MoeConfig, RouterConfig, ServeConfig
+from colonnade.config import LatentConfig, MoeConfig, RopeScaling, RouterConfig, ServeConfig
 from colonnade.kernels.cpu import calls, kernels, library
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
@@ -21,6 +21,7 @@ GPT2: dict[str, Any] = {
     "norm": "layernorm", "gated": False, "activation": "gelu_tanh", "positions": "learned",
     "qkv_bias": True, "out_bias": True, "ffn_bias": True,
 }  # fmt: skip
+LATENT: dict[str, Any] = {"kv_heads": 6, "latent": LatentConfig(kv_rank=14, q_rank=9, rope_width=4, v_width=5)}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "untied": {"tied": False},
@@ -41,7 +42,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         ),
         "ffn_bias": True,
     },
-}
+    "latent attention": LATENT,
+    "latent attention, biases": LATENT | {
+        "latent": LatentConfig(kv_rank=16, rope_width=2, v_width=6), "qkv_bias": True, "out_bias": True,
+        "rope_scaling": RopeScaling(kind="yarn", factor=8, original_context=8, mscale=0.7, mscale_all_dim=0.9),
+    },
+    "latent attention, experts": LATENT | {
+        "moe": MoeConfig(experts=4, active=2, ffn_width=20, shared_width=12, first_k_dense_replace=1),
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +81,14 @@ def test_recorded_steps_are_eager_steps_bit_for_bit(name: str, dtype: torch.dtyp
     assert batches and all(batch._recorded is not None for batch in batches.values())
     for a, b in zip([*plain.cache.k, *plain.cache.v], [*fixed.cache.k, *fixed.cache.v], strict=True):
         assert torch.equal(a, b[: len(a)]), "the last page of the padded engine is the scratch page"
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "latent" in name])
+def test_tokens_of_latent_attention_are_those_of_its_materialised_form(name: str) -> None:
+    outputs, _ = run_engine(fixed=True, **SHAPES[name])
+    model = tiny.model(**SHAPES[name])  # float64, in torch, without a cache
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert list(output.token_ids) == tiny.greedy(model, prompt, len(output.token_ids))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +123,7 @@ def test_recording_is_the_default_where_kernels_run_the_whole_step() -> None:
     assert not fixed(torch.float64) and not fixed(limits=ServeConfig(batch_invariant=True))
     assert not fixed(limits=ServeConfig(graph_capture=False))
     assert fixed(**GPT2)
-    assert fixed(**SHAPES["experts"])
+    assert fixed(**SHAPES["experts"]) and fixed(**SHAPES["latent attention, experts"])
     sigmoid = MoeConfig(experts=4, active=2, ffn_width=20, router=RouterConfig(kind="sigmoid"))
     others = [{"moe": sigmoid}, {"norm_order": "post"}, {"qkv_clip": 0.5}, {"norm": "layernorm", "qk_norm": True}]
     assert not any(fixed(**changes) for changes in others)

@@ -1,8 +1,9 @@
 """Calls of the C++ kernels: their arguments as C structures, running one, recording and replaying many.
 
 A kernel's arguments are the C++ structure of the same name (``linear.h``, ``experts.h``, ``paged_attention.h``,
-``embedding_norm_rope.h``; ``arguments.h`` has what they share). A :class:`Recording` keeps each call that runs while
-it is active; :meth:`Recording.replay` runs them again, on the same addresses, in one call of the library.
+``latent_attention.h``, ``embedding_norm_rope.h``; ``arguments.h`` has what they share). A :class:`Recording` keeps each
+call that runs while it is active; :meth:`Recording.replay` runs them again, on the same addresses, in one call of the
+library.
 """
 
 import ctypes
@@ -117,7 +118,7 @@ class Attention(Arguments):
         ("tables", c_void_p), ("lengths", c_void_p), ("cu_queries", c_void_p), ("partial", c_void_p), ("out", c_void_p),
         ("rows", c_int64), ("requests", c_int64), ("heads", c_int64), ("kv_heads", c_int64), ("width", c_int64),
         ("page_tokens", c_int64), ("pages", c_int64), ("table_width", c_int64), ("most_splits", c_int64),
-        ("window", c_int64), ("dtype", c_int64),
+        ("window", c_int64), ("dtype", c_int64), ("value_width", c_int64),
     )  # fmt: skip
 
 
@@ -138,6 +139,29 @@ class Experts(Arguments):
         ("ids", c_void_p), ("places", c_void_p), ("shares", c_void_p),
         ("rows", c_int64), ("active", c_int64), ("normalise", c_int64), ("activation", c_int64), ("dtype", c_int64),
         ("scale", c_double),
+    )  # fmt: skip
+
+
+class LatentQueries(Arguments):
+    """Latent attention: absorbs the keys' up-projection into the queries, and writes vectors to the cache."""
+
+    kernel = 7
+    _fields_ = (
+        ("q", c_void_p), ("kv", c_void_p), ("own", c_void_p), ("other", c_void_p), ("norm", NormWeights),
+        ("up", c_void_p), ("slots", c_void_p), ("cache", c_void_p), ("out", c_void_p),
+        ("rows", c_int64), ("heads", c_int64), ("plain", c_int64), ("rope", c_int64), ("rank", c_int64),
+        ("value_width", c_int64), ("slot_count", c_int64), ("dtype", c_int64), ("factor", c_double),
+    )  # fmt: skip
+
+
+class LatentValues(Arguments):
+    """Latent attention: each head's values from its weighted sum of cached vectors."""
+
+    kernel = 8
+    _fields_ = (
+        ("x", c_void_p), ("up", c_void_p), ("y", c_void_p),
+        ("rows", c_int64), ("heads", c_int64), ("plain", c_int64), ("value_width", c_int64), ("rank", c_int64),
+        ("dtype", c_int64),
     )  # fmt: skip
 
 

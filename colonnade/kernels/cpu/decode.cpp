@@ -10,6 +10,7 @@
 //     linear.h                 norm, product, gate, bias and residual, of few rows
 //     experts.h                router and mixture of experts
 //     paged_attention.h        attention to the paged KV cache
+//     latent_attention.h       queries, cache write and values of latent attention
 //     embedding_norm_rope.h    embedding; norm; RoPE and cache write
 //     skinny_gemm.h            products with weights stored by row; skinny_gemm_blocked.h: in blocks of 16 outputs
 //     dynamic_quantisation.h   rows of x in int8
@@ -29,6 +30,7 @@
 #include "arguments.h"
 #include "embedding_norm_rope.h"
 #include "experts.h"
+#include "latent_attention.h"
 #include "linear.h"
 #include "paged_attention.h"
 #include "thread_pool.h"
@@ -40,7 +42,10 @@ struct Call {
     const void* arguments;
 };
 
-enum Kernel : int64_t { LINEAR = 0, EMBEDDING = 1, NORM = 2, ROTATION = 3, ROPE_WRITE = 4, ATTENTION = 5, EXPERTS = 6 };
+enum Kernel : int64_t {
+    LINEAR = 0, EMBEDDING = 1, NORM = 2, ROTATION = 3, ROPE_WRITE = 4, ATTENTION = 5, EXPERTS = 6,
+    LATENT_QUERIES = 7, LATENT_VALUES = 8,
+};
 
 struct Step {
     const Call* calls;
@@ -72,6 +77,8 @@ void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
                 case ROPE_WRITE: run_kernel<RopeWrite>(a, phase, thread, threads, *step.error); break;
                 case ATTENTION: run_kernel<Attention>(a, phase, thread, threads, *step.error); break;
                 case EXPERTS: run_kernel<Experts>(a, phase, thread, threads, *step.error); break;
+                case LATENT_QUERIES: run_kernel<LatentQueries>(a, phase, thread, threads, *step.error); break;
+                case LATENT_VALUES: run_kernel<LatentValues>(a, phase, thread, threads, *step.error); break;
             }
             if (i + 1 < step.count && step.calls[i + 1].kernel == LINEAR) {
                 static_cast<const Linear*>(step.calls[i + 1].arguments)->announce(thread, threads);

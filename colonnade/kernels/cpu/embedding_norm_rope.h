@@ -94,6 +94,15 @@ struct Rotation {
     }
 };
 
+// y = x turned by one token's factors; pairs are (i, i + width / 2).
+inline void rotate_row(const float* x, const float* own, const float* other, int64_t width, float* y) {
+    const int64_t half = width / 2;
+    for (int64_t j = 0; j < half; j++) {
+        y[j] = multiply_add(x[j + half], other[j], x[j] * own[j]);
+        y[j + half] = multiply_add(x[j], other[j + half], x[j + half] * own[j + half]);
+    }
+}
+
 // Queries from a fused projection; keys and values to the cache (kernels/attention/cache_write.py).
 struct RopeWrite {
     const void* qkv;                  // (rows, kv_heads, group + 2, width)
@@ -128,11 +137,7 @@ struct RopeWrite {
                 if (g <= group && norm.weight != nullptr) apply_norm(head, width, norm, type);
                 const float* from = head;
                 if (g <= group && own != nullptr) {
-                    const int64_t half = width / 2;
-                    for (int64_t j = 0; j < half; j++) {
-                        turned[j] = multiply_add(head[j + half], sines[j], head[j] * cosines[j]);
-                        turned[j + half] = multiply_add(head[j], sines[j + half], head[j + half] * cosines[j + half]);
-                    }
+                    rotate_row(head, cosines, sines, width, turned);
                     from = turned;
                 }
                 if (g < group) write_row(q, type, ((t * kv_heads + k) * group + g) * width, width, from);

@@ -1,6 +1,10 @@
-"""A mixture of experts on the residual stream in one call of the C++ library (``experts.h``).
+"""Experts through the C++ library: a whole mixture on the residual stream in one call, or rows that were routed before.
 
 y = x + Σ_j w_j E_{i_j}(norm(x))        i, w by the softmax router (:mod:`colonnade.model.moe.routers.softmax`)
+
+One call (``experts.h``) is for a rank that has all experts. :func:`routed` multiplies the rows that another router or
+other ranks have chosen, with the same products: an expert rounds its inputs to 8 bits in every layout, so layouts
+differ by the order of sums alone.
 """
 
 from typing import NamedTuple
@@ -8,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from colonnade.kernels import permute
 from colonnade.kernels.cpu import calls, kernels
 from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Quantised
-from colonnade.kernels.linear.reference import NormWeights
+from colonnade.kernels.linear.reference import Gate, NormWeights
 
 
 class SoftmaxRouter(NamedTuple):
@@ -70,6 +75,25 @@ def experts_step(
     )  # fmt: skip
     calls.run(arguments, y_TD, *tensors, *buffers)
     return y_TD
+
+
+def routed(
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: QuantisedWeights, activation: str
+) -> Tensor:
+    """y_TD (see :func:`colonnade.kernels.experts.quantised.routed`) of inputs rounded as in :func:`experts_step`."""
+    x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
+    start, y_RD = 0, torch.zeros_like(x_RD)
+    up, down, gate, up_b, gate_b, down_b = weights
+    for e, end in enumerate(ends_E.tolist()):
+        if end > start:
+            up_bias, gate_bias, down_bias = (None if b is None else b[e] for b in (up_b, gate_b, down_b))
+            gated = None if gate is None else Gate(gate.matrix(e), gate_bias, activation)
+            h_cF = kernels.fused_linear(
+                x_RD[start:end], up.matrix(e), up_bias, gate=gated, activation=activation if gate is None else None
+            )
+            y_RD[start:end] = kernels.quantised_linear(h_cF, down.matrix(e), down_bias)
+            start = end
+    return permute.combine(y_RD, order_R, weights_TA)
 
 
 Stack = Tensor | Quantised

@@ -35,8 +35,11 @@ class Arena:
         start = -memory.data_ptr() % PAGE
         self._free = memory[start : start + size_bytes]
 
+    def take(self, size_bytes: int) -> Tensor:
+        """The next part of the arena, uint8."""
+        taken, self._free = self._free[:size_bytes], self._free[-(-size_bytes // LINE) * LINE :]
+        return taken
+
     def copy(self, x: Tensor) -> Tensor:
         """A copy of ``x`` in the next part of the arena."""
-        size = -(-x.nbytes // LINE) * LINE
-        taken, self._free = self._free[: x.nbytes], self._free[size:]
-        return taken.view(x.dtype).view(x.shape).copy_(x)
+        return self.take(x.nbytes).view(x.dtype).view(x.shape).copy_(x)

@@ -325,7 +325,7 @@ def paged(
 ) -> Tensor:
     """o_TNH (see :func:`~colonnade.kernels.attention.reference.paged`) of few new tokens per request."""
     T, dtype = len(q_TNH), q_TNH.dtype
-    plain = scales_Pp2 is None and values is None and k_PpKH.dtype == v_PpKH.dtype == dtype
+    plain = scales_Pp2 is None and k_PpKH.dtype == v_PpKH.dtype == dtype
     few = T > 0 and (most_queries is None or table.longest_query <= most_queries) and _no_gradient(q_TNH)
     if not plain or not few or not available(dtype):
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values, scales_Pp2=scales_Pp2)
@@ -338,13 +338,17 @@ def paged(
     require(all(x.is_contiguous() for x in tensors), "strided tensors")
     require(all(x.dtype == torch.int32 for x in tensors[3:]), "tables and lengths as int32")
     most_splits = max(1, math.ceil(table.max_keys / calls.SPLIT))
-    key = ("native", T, N, H)
+    value_width = H if values is None else values
+    require(
+        values is None or (k_PpKH.data_ptr() == v_PpKH.data_ptr() and 0 < values <= H), f"values of {values} in {H}"
+    )
+    key = ("native", T, N, value_width)
     if key not in table.plan_cache:  # for all layers
-        table.plan_cache[key] = torch.empty(T, N, most_splits, H + 2)
-    partial, o_TNH = table.plan_cache[key], torch.empty_like(q_TNH)
+        table.plan_cache[key] = torch.empty(T, N, most_splits, value_width + 2)
+    partial, o_TNH = table.plan_cache[key], q_TNH.new_empty(T, N, value_width)
     arguments = calls.Attention(
         *(x.data_ptr() for x in (*tensors, partial, o_TNH)), T, R, N, K, H, page_tokens, P, table.pages_RP.shape[1],
-        most_splits, window or 0, calls.DTYPES[dtype],
+        most_splits, window or 0, calls.DTYPES[dtype], value_width,
     )  # fmt: skip
     calls.run(arguments, *tensors, partial, o_TNH)
     return o_TNH

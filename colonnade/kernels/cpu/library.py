@@ -117,7 +117,7 @@ def _compiled(instruction_set: str, folder: Path) -> Path:
     path = folder / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if problem := _untrusted(folder):
+        if problem := untrusted(folder):
             raise OSError(problem)
         if _is_whole(path):
             return path
@@ -134,7 +134,7 @@ def sources() -> list[Path]:
     return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
-def _untrusted(path: Path) -> str | None:
+def untrusted(path: Path) -> str | None:
     """Why ``path`` may have been written by somebody else; None if it cannot."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -149,7 +149,7 @@ def _untrusted(path: Path) -> str | None:
 def _is_whole(path: Path) -> bool:
     """Whether ``path`` is a library that this user wrote, with its checksum."""
     try:
-        if _untrusted(path) is not None:
+        if untrusted(path) is not None:
             return False
         data = path.read_bytes()
     except OSError:

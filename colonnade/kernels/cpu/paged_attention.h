@@ -1,7 +1,10 @@
 // Attention of each row to the keys of its request, up to its own position (kernels/attention/reference.py, paged).
 //
-// A task is SPLIT keys of one row and one key/value head, with all query heads that share it. Rows with more keys merge
-// the tasks' softmax states in the second phase. Tasks begin at multiples of SPLIT, so they do not depend on the batch.
+// A task is SPLIT keys of one row and one key/value head, with the query heads that share it: all of them, or a part if
+// there are fewer tasks than threads could use. Rows with more keys merge the tasks' softmax states in the second phase.
+// Tasks begin at multiples of SPLIT, so a row's bits depend neither on the batch nor on the threads.
+//
+// Latent attention has one key head, and a value is the first value_width elements of its key (latent_attention.h).
 
 #pragma once
 
@@ -23,9 +26,10 @@ constexpr int64_t SPLIT = 256;      // keys of one task of attention
 struct Attention {
     const void *q, *keys, *values;    // (rows, heads, width); (pages, page_tokens, kv_heads, width)
     const int32_t *tables, *lengths, *cu_queries;
-    float* partial;                   // (rows, heads, most_splits, width + 2): m, l, Σ e^(s − m) v
-    void* out;                        // (rows, heads, width)
+    float* partial;                   // (rows, heads, most_splits, value_width + 2): m, l, Σ e^(s − m) v
+    void* out;                        // (rows, heads, value_width)
     int64_t rows, requests, heads, kv_heads, width, page_tokens, pages, table_width, most_splits, window, dtype;
+    int64_t value_width;              // width, or less if values are the beginnings of keys
 
     static constexpr int PHASES = 2;
 
@@ -60,40 +64,54 @@ struct Attention {
             return;
         }
         for (int64_t t = 0; t < rows; t++) tasks += kv_heads * seen(t, request, error).splits();
-        const Share mine = share(tasks, 1, thread, threads);
+        const int64_t each = heads_each(tasks, threads), parts = ceil_div(group, each);
+        const Share mine = share(tasks * parts, 1, thread, threads);
         const int64_t padded = round_up(width, LANES);
         scratch.start(
-            2 * Scratch::bytes<float>(group * padded) + Scratch::bytes<float>(group * SPLIT) +
+            2 * Scratch::bytes<float>(each * padded) + Scratch::bytes<float>(each * SPLIT) +
             Scratch::bytes<int64_t>(SPLIT));
-        float* const query = scratch.take<float>(group * padded);
-        float* const sums = scratch.take<float>(group * padded);
-        float* const scores = scratch.take<float>(group * SPLIT);
+        float* const query = scratch.take<float>(each * padded);
+        float* const sums = scratch.take<float>(each * padded);
+        float* const scores = scratch.take<float>(each * SPLIT);
         int64_t* const at = scratch.take<int64_t>(SPLIT);
         int64_t task = 0;
         request = 0;
         for (int64_t t = 0; t < rows; t++) {
             const Seen row = seen(t, request, error);
             if (row.end == row.begin && thread == 0) {
-                for (int64_t i = 0; i < heads * width; i++) {
+                for (int64_t i = 0; i < heads * value_width; i++) {
                     const float nothing = 0.0f;
-                    write_row(out, Dtype(dtype), t * heads * width + i, 1, &nothing);
+                    write_row(out, Dtype(dtype), t * heads * value_width + i, 1, &nothing);
                 }
             }
-            const int64_t splits = row.splits(), last = task + kv_heads * splits;
+            const int64_t splits = row.splits(), last = task + kv_heads * parts * splits;
             for (int64_t i = task < mine.begin ? mine.begin : task; i < last && i < mine.end; i++) {
-                const int64_t k = (i - task) / splits, s = (i - task) % splits;
-                if (dtype == FLOAT32) split<float>(t, k, s, row, query, sums, scores, at, error);
-                else split<uint16_t>(t, k, s, row, query, sums, scores, at, error);
+                const int64_t k = (i - task) / splits / parts, part = (i - task) / splits % parts, s = (i - task) % splits;
+                const int64_t first = part * each, count = group - first < each ? group - first : each;
+                const Heads some{t * heads + k * group + first, count, k};
+                if (dtype == FLOAT32) split<float>(some, s, row, query, sums, scores, at, error);
+                else split<uint16_t>(some, s, row, query, sums, scores, at, error);
             }
             task = last;
         }
     }
 
+    // Query heads of one task, if `tasks` have all heads of a group.
+    int64_t heads_each(int64_t tasks, int threads) const {
+        const int64_t group = heads / kv_heads, wanted = 2 * int64_t(threads);
+        if (threads == 1 || tasks >= wanted) return group;
+        return tasks == 0 ? group : ceil_div(group * tasks, wanted);
+    }
+
+    struct Heads {
+        int64_t first, count, kv_head;  // `first`: among the heads of all rows
+    };
+
     template <typename T>
     void split(
-        int64_t t, int64_t k, int64_t s, const Seen& row, float* query, float* sums, float* scores, int64_t* at,
+        const Heads& some, int64_t s, const Seen& row, float* query, float* sums, float* scores, int64_t* at,
         std::atomic<int64_t>& error) const {
-        const int64_t group = heads / kv_heads, padded = round_up(width, LANES), head = t * heads + k * group;
+        const int64_t group = some.count, padded = round_up(width, LANES), head = some.first, k = some.kv_head;
         const int64_t from = (row.first() + s) * SPLIT, to = from + SPLIT;
         const int64_t begin = from < row.begin ? row.begin : from, end = to < row.end ? to : row.end;
         const int64_t count = end - begin;
@@ -136,13 +154,13 @@ struct Attention {
             const float total = total_of(weights, count);
             weigh<T>(weights, at, count, sums + g * padded, g == 0);
             if (alone) {
-                for (int64_t i = 0; i < width; i++) sums[g * padded + i] /= total;
-                write_row(out, Dtype(dtype), (head + g) * width, width, sums + g * padded);
+                for (int64_t i = 0; i < value_width; i++) sums[g * padded + i] /= total;
+                write_row(out, Dtype(dtype), (head + g) * value_width, value_width, sums + g * padded);
             } else {
                 float* const to_state = state(head + g, s);
                 to_state[0] = most;
                 to_state[1] = total;
-                std::memcpy(to_state + 2, sums + g * padded, size_t(width) * 4);
+                std::memcpy(to_state + 2, sums + g * padded, size_t(value_width) * 4);
             }
         }
     }
@@ -170,31 +188,31 @@ struct Attention {
         int64_t i = 0;
         for (; i + 4 <= count; i += 4) {
             for (int64_t n = i + KEYS_AHEAD; first && n < i + KEYS_AHEAD + 4 && n < count; n++) {
-                prefetch(all + at[n], width * int64_t(sizeof(T)));
+                prefetch(all + at[n], value_width * int64_t(sizeof(T)));
             }
             const Floats p[4] = {
                 broadcast(weights[i]), broadcast(weights[i + 1]), broadcast(weights[i + 2]), broadcast(weights[i + 3])};
             int64_t j = 0;
-            for (; j + LANES <= width; j += LANES) {
+            for (; j + LANES <= value_width; j += LANES) {
                 Floats y = load(sums + j);
                 for (int n = 0; n < 4; n++) y = fma(p[n], load(all + at[i + n] + j), y);
                 store(sums + j, y);
             }
-            if (j < width) {
+            if (j < value_width) {
                 Floats y = load(sums + j);
-                for (int n = 0; n < 4; n++) y = fma(p[n], load_part(all + at[i + n] + j, width - j), y);
+                for (int n = 0; n < 4; n++) y = fma(p[n], load_part(all + at[i + n] + j, value_width - j), y);
                 store(sums + j, y);
             }
         }
         for (; i < count; i++) {
             const Floats p = broadcast(weights[i]);
             int64_t j = 0;
-            for (; j + LANES <= width; j += LANES) store(sums + j, fma(p, load(all + at[i] + j), load(sums + j)));
-            if (j < width) store(sums + j, fma(p, load_part(all + at[i] + j, width - j), load(sums + j)));
+            for (; j + LANES <= value_width; j += LANES) store(sums + j, fma(p, load(all + at[i] + j), load(sums + j)));
+            if (j < value_width) store(sums + j, fma(p, load_part(all + at[i] + j, value_width - j), load(sums + j)));
         }
     }
 
-    float* state(int64_t head, int64_t s) const { return partial + (head * most_splits + s) * (width + 2); }
+    float* state(int64_t head, int64_t s) const { return partial + (head * most_splits + s) * (value_width + 2); }
 
     void merge(int64_t head, int64_t splits) const {
         float most = state(head, 0)[0], total = 0.0f;
@@ -204,17 +222,17 @@ struct Attention {
             broken = broken || m != m;
             most = most < m ? m : most;
         }
-        scratch.start(Scratch::bytes<float>(width));
-        float* const sums = scratch.take<float>(width);
-        std::memset(sums, 0, size_t(width) * 4);
+        scratch.start(Scratch::bytes<float>(value_width));
+        float* const sums = scratch.take<float>(value_width);
+        std::memset(sums, 0, size_t(value_width) * 4);
         for (int64_t s = 0; s < splits; s++) {
             const float* const part = state(head, s);
             const float factor = broken ? std::nanf("") : exponential(part[0] - most);
             total = multiply_add(factor, part[1], total);
-            for (int64_t i = 0; i < width; i++) sums[i] = multiply_add(factor, part[2 + i], sums[i]);
+            for (int64_t i = 0; i < value_width; i++) sums[i] = multiply_add(factor, part[2 + i], sums[i]);
         }
-        for (int64_t i = 0; i < width; i++) sums[i] /= total;
-        write_row(out, Dtype(dtype), head * width, width, sums);
+        for (int64_t i = 0; i < value_width; i++) sums[i] /= total;
+        write_row(out, Dtype(dtype), head * value_width, value_width, sums);
     }
 };
 

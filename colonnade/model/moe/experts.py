@@ -153,6 +153,8 @@ class Experts(Float8Module):
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
         self.quantised: dict[str, Quantised] = {}
         """Replaces up, down and gate; not buffers, so that a cast of the model does not touch them."""
+        self.kernels = "auto"
+        """Name of the kernels of quantised experts."""
         self.fetch: Callable[[Tensor | None, int], Weights | QuantisedWeights] | None = None
         """Fetches offloaded weights (:mod:`~colonnade.model.moe.expert_offload`); None: they are on the device."""
         self.up_bias = self.gate_bias = self.down_bias = None
@@ -259,7 +261,7 @@ class Experts(Float8Module):
             routing_TA = routing_TA * rows.mask_TA
         if isinstance(weights, QuantisedWeights):
             assert rows.dropout is None, "quantised experts are not trained"
-            run = choose("quantised_experts", kind, dtype)
+            run = choose("quantised_experts", kind, dtype, self.kernels)
             return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
         if rows.dropout is None:
             run = float8.routed if self.float8 else choose("routed_experts", kind, dtype)
