@@ -42,13 +42,13 @@ def progress_status(text: str) -> Iterator[Callable[[str], object]]:
         with console.status(text) as status:
             yield status.update
         return
-    console.print(text)
+    console.print(text, soft_wrap=True)
     printed_s = time.monotonic()
 
     def update(text: str) -> None:
         nonlocal printed_s
         if (now_s := time.monotonic()) - printed_s >= PROGRESS_INTERVAL_S:
-            console.print(text)
+            console.print(text, soft_wrap=True)
             printed_s = now_s
 
     yield update

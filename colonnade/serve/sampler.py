@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from colonnade.kernels.device import upload
 from colonnade.kernels.registry import choose
-from colonnade.kernels.sampling import log_exponential_noise, sample_noise
+from colonnade.kernels.sampling import log_exponential_noise, sample_few, sample_noise
 from colonnade.model.output_heads import OutputProjection, local_logits
 from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
@@ -40,6 +40,9 @@ MIN_TEMPERATURE = 1e-5
 
 INITIAL_CANDIDATES = 256
 """Tokens of each rank that are sorted at first to find the nucleus (top-p)."""
+
+FEW_LOGITS = 1 << 17
+"""Up to this number of logits a CPU samples rows without filters on one thread (:func:`sample_few`)."""
 
 NOT_FINITE = -1
 """Returned in place of a token if the logits contain NaN or no finite value."""
@@ -122,6 +125,10 @@ def sample(
     if tp.size == 1 and logits_Rv.is_cuda:
         args_RA = upload([kernel_args(each) for each in args], torch.float64, logits_Rv.device)
         return choose("sampled_tokens", "cuda", logits_Rv.dtype)(logits_Rv, args_RA, NOT_FINITE)
+    simple = not any(each.greedy or each.filtered or each.min_p for each in args)
+    if tp.size == 1 and logits_Rv.device.type == "cpu" and simple and logits_Rv.numel() <= FEW_LOGITS:
+        columns = zip(*((max(each.temperature, MIN_TEMPERATURE), each.seed, each.index) for each in args), strict=True)
+        return sample_few(logits_Rv, *columns, NOT_FINITE, rowwise=rowwise)
     shard = -(-V // tp.size)
     x_Rv = logits_Rv if logits_Rv.dtype == torch.float64 else logits_Rv.float()
     if missing := shard - x_Rv.shape[1]:  # the last rank may have fewer tokens, or none

@@ -58,6 +58,27 @@ def test_sorting_all_tokens_gives_the_same_tokens():
             assert sampling.sample(logits_RV, args_RA, NOT_FINITE).tolist() == sample(logits_RV, draws)
 
 
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_few_rows_on_one_thread_give_the_same_tokens(
+    dtype: torch.dtype, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also rows that are not finite; seeds and positions use all of their bits."""
+    generator = torch.Generator().manual_seed(1)
+    for rows, V in ((1, 1), (3, 65), (40, 2048)):
+        logits_RV = (3 * torch.randn(rows, V, generator=generator)).to(dtype)
+        if rows == 3:
+            logits_RV[1, 64], logits_RV[2] = math.nan, -math.inf
+        for temperature in (1.0, 0.7):
+            args = [request((i * 7919 << 38) + i, i % 3, temperature=temperature) for i in range(rows)]
+            monkeypatch.setattr(sampler, "FEW_LOGITS", 0)
+            expected = sampler.sample(logits_RV, args, rowwise=rowwise)
+            monkeypatch.setattr(sampler, "FEW_LOGITS", rows * V)
+            with monkeypatch.context() as patch:
+                patch.setattr(sampler, "log_exponential_noise", None)  # the other path is not taken
+                assert torch.equal(sampler.sample(logits_RV, args, rowwise=rowwise), expected)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_softmax(temperature):
     logits_V = torch.linspace(-2, 2, 12)
