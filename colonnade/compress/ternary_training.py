@@ -77,8 +77,8 @@ class _Stack:
         """As it is stored."""
         trits, scale = self.rounded()
         matrices = [pack_ternary(t, t != 0, s, self.group) for t, s in zip(trits, scale, strict=True)]
-        values, scales = (torch.stack([matrix[i] for matrix in matrices]) for i in (1, 2))
-        return matrices[0]._replace(values=values, scales=scales)
+        values, scales = [matrix.values for matrix in matrices], [matrix.scales for matrix in matrices]
+        return matrices[0]._replace(values=torch.stack(values), scales=torch.stack(scales))
 
 
 class TernaryExperts:
