@@ -127,7 +127,9 @@ def copied(model: Transformer) -> Transformer:
     return new.requires_grad_(False)
 
 
-def ways(whole: Transformer, text: Text, distil: Callable[[Transformer], None]) -> dict[str, Callable[[], Transformer]]:
+def ways(
+    whole: Transformer, text: Text, distil: Callable[[Transformer], None], recovery: int
+) -> dict[str, Callable[[], Transformer]]:
     """What is compared, by name."""
     moe, texts = whole.config.moe, list(text.train[:: max(1, len(text.train) // CALIBRATION), :-1])
     assert moe is not None
@@ -141,7 +143,7 @@ def ways(whole: Transformer, text: Text, distil: Callable[[Transformer], None]) 
         return model
 
     def recovered(model: Transformer) -> Transformer:
-        recover(model, whole, texts, RECOVERY if len(texts) >= CALIBRATION else 2)
+        recover(model, whole, texts, recovery)
         return model
 
     def dense(trained: bool) -> Transformer:
@@ -197,7 +199,9 @@ def main(argv: list[str] | None = None) -> None:
         f"{text.held_out[:, 1:].numel():,} tokens"
     )
     rows: list[dict[str, Cell]] = []
-    for what, make in ways(whole, text, lambda model: train(model, text, steps // 4, batch, whole)).items():
+    for what, make in ways(
+        whole, text, lambda model: train(model, text, steps // 4, batch, whole), 2 if args.tiny else RECOVERY
+    ).items():
         began = time.perf_counter()
         model = make()
         perplexity, kl = quality(model, whole, text)
@@ -213,7 +217,9 @@ def main(argv: list[str] | None = None) -> None:
         heads = []
         if pruned and "ternary 0.889 bits" in by:
             title = "Perplexity of ternary experts (0.889 bits), toy mixture"
-            heads = [Headline(title, by["ternary 0.889 bits"], "", f"{pruned}, equal bytes", by[pruned])]
+            heads = [
+                Headline(title, by["ternary 0.889 bits"], "(lower is better)", f"{pruned}, equal bytes", by[pruned])
+            ]
         report("expert_compression", rows, notes=notes, headlines=heads, folder=out)
 
 

@@ -34,6 +34,8 @@ PEERS = (
     "tokenizers",
     "openai",
     "llama-cpp-python",
+    "torchao",
+    "compressed-tensors",
     "flashinfer-python",
     "trl",
     "peft",

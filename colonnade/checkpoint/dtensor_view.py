@@ -63,7 +63,7 @@ def component_view(
 
     A dimension of inputs is cut as the parameter's; scales that all inputs of a row share are on every rank.
     """
-    cuts_inputs = key.endswith(VALUES) or form.kind == "int4"
+    cuts_inputs = key.endswith(VALUES) or form.kind == "int4" or form.grouped
     if isinstance(placement, Experts):
         if is_transposed(key, shape):
             placement = Experts(2 if cuts_inputs else None)

@@ -82,7 +82,7 @@ class OpenedModel:
 
 
 def open_model(path: str | Path, *, keep: bool = False) -> OpenedModel:
-    """Opens the model that ``path`` names, with ``keep`` a GGUF file's 4-bit matrices as they are.
+    """Opens the model that ``path`` names, with ``keep`` a GGUF file's Q4_0, Q4_1 and Q8_0 matrices as they are.
 
     Raises :class:`CheckpointError` when it is missing, damaged or unknown.
 
@@ -286,7 +286,7 @@ def open_for_plan(
     opened = open_model(path, keep=weights == "file")
     if weights == "file" and not opened.formats:
         raise ConfigError(
-            f"{opened.path} has no 4-bit matrices that could be kept as in the file (Q4_0 and Q4_1 of GGUF are); use "
+            f"{opened.path} has no matrices that could be kept as in the file (Q4_0, Q4_1 and Q8_0 of GGUF are); use "
             "--serve.weights int8, or leave it out"
         )
     if adapter is not None:
@@ -306,7 +306,7 @@ def open_for_plan(
                 "would lose more; leave --serve.weights out (or set it to dense)"
             )
         for form in set(opened.formats.values()) if weights != "dense" else ():
-            check_weights(opened.config, form.kind, form.group, plan.tp, plan.etp)
+            check_weights(opened.config, form.kind, form.group, plan.tp, plan.etp, grouped=form.grouped)
     config = experts.apply_to(opened.config, opened.tasks)
     if config.moe is not None and experts.active is not None:
         # Some routers have a fixed number of experts per token: that error should come before any process starts.

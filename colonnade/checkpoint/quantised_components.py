@@ -32,7 +32,12 @@ def component_shape(key: str, form: StoredFormat, shape: torch.Size) -> torch.Si
     if key.endswith(VALUES):
         words = groups * form.group // INT4_PER_WORD if int4 else groups if form.kind == "ternary" else inputs
         return torch.Size((*lead, outputs, words))
-    return torch.Size((*lead, outputs, groups, 2) if int4 else (*lead, outputs, 1))
+    return torch.Size((*lead, outputs, groups, 2) if int4 else (*lead, outputs, groups if form.grouped else 1))
+
+
+def has_groups(form: StoredFormat) -> bool:
+    """Whether inputs are stored in groups, or in words of several."""
+    return form.grouped or form.kind in ("int4", "ternary")
 
 
 def is_transposed(key: str, shape: torch.Size) -> bool:
@@ -51,4 +56,4 @@ def empty_quantised(key: str, form: StoredFormat, shape: torch.Size, device: tor
     specs = component_specs(key, form, shape)
     values, scales = (torch.empty(size, dtype=dtype, device=device) for _, size, dtype in specs)
     inputs = shape[1] if len(shape) == 2 or key.endswith(".down") else shape[2]
-    return Quantised(form.kind, values, scales, inputs, form.group if form.kind in ("int4", "ternary") else inputs)
+    return Quantised(form.kind, values, scales, inputs, form.group if has_groups(form) else inputs)

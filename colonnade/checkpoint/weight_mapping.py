@@ -114,7 +114,8 @@ class ParamMapping:
         if form.kind == "float8":
             values = values.view(FLOAT8)
         start, stop = self.inputs_of(box)
-        return Quantised(form.kind, values, scales, stop - start, form.group if form.kind == "int4" else stop - start)
+        grouped = form.grouped or form.kind == "int4"
+        return Quantised(form.kind, values, scales, stop - start, form.group if grouped else stop - start)
 
     def read_component(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
         """Reads values or scales of a box."""

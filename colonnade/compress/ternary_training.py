@@ -3,8 +3,9 @@
     ŵ = s t,   t = round(u) where |u| is among the k largest of its word, else 0       u trains, and s
     ∂ŵ/∂u = s                                                                           t's gradient passes through
 
-u starts as the dense teacher's weight over s, moved to where it rounds to the trit that calibration chose. A trit
-changes when its u crosses ±½, or when another weight of its word becomes larger.
+u starts as the dense teacher's weight over s, moved to where it rounds to the trit that calibration chose, or as that
+trit if the teacher has other experts. A trit changes when its u crosses ±½, or when another weight of its word becomes
+larger.
 """
 
 import torch
@@ -59,10 +60,10 @@ class _RoundTrits(Function):
 class _Stack:
     """One part, up, gate or down, of a layer's experts: outputs first."""
 
-    def __init__(self, weight: Quantised, dense_EFD: Tensor):
+    def __init__(self, weight: Quantised, dense_EFD: Tensor | None):
         self.group, self.first_scale = weight.group, weight.scales.float()
         trits = torch.stack([dequantise(weight.matrix(e), torch.float32).sign() for e in range(len(weight.values))])
-        ratio = dense_EFD.float() / self.first_scale.clamp(min=1e-30)
+        ratio = trits if dense_EFD is None else dense_EFD.float() / self.first_scale.clamp(min=1e-30)
         kept = trits * (ratio * trits).clamp(0.5 + MARGIN, LARGEST)
         self.first_u = torch.where(trits != 0, kept, ratio.clamp(MARGIN - 0.5, 0.5 - MARGIN))
         self.u, self.scale = (nn.Parameter(torch.zeros_like(t)) for t in (self.first_u, self.first_scale))
@@ -76,19 +77,19 @@ class _Stack:
         """As it is stored."""
         trits, scale = self.rounded()
         matrices = [pack_ternary(t, t != 0, s, self.group) for t, s in zip(trits, scale, strict=True)]
-        values, scales = (torch.stack([matrix[i] for matrix in matrices]) for i in (1, 2))
-        return matrices[0]._replace(values=values, scales=scales)
+        values, scales = [matrix.values for matrix in matrices], [matrix.scales for matrix in matrices]
+        return matrices[0]._replace(values=torch.stack(values), scales=torch.stack(scales))
 
 
 class TernaryExperts:
     """The ternary experts of one layer, whose trits and scales train."""
 
     def __init__(self, module: Experts, teacher: Experts):
-        self.module, self.stored = module, dict(module.quantised)
-        self.stacks = {
-            part: _Stack(weight, getattr(teacher, part).detach().mT if part == "down" else getattr(teacher, part))
-            for part, weight in self.stored.items()
-        }
+        self.module, self.stacks = module, dict[str, _Stack]()
+        same = not teacher.quantised and teacher.local_count == module.local_count  # else experts were pruned or merged
+        for part, weight in module.quantised.items():
+            dense = getattr(teacher, part).detach() if same else None
+            self.stacks[part] = _Stack(weight, dense.mT if dense is not None and part == "down" else dense)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     @property

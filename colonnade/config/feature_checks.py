@@ -19,7 +19,7 @@ FLOAT8_MULTIPLE = 16
 def check_float8(model: ModelConfig, tp: int, etp: int = 1) -> None:
     """Raise :class:`ConfigError` if the model's sizes rule out float8, :class:`PlanError` if its shards' sizes do.
 
-    ``tp`` shards the layers, ``etp`` the experts' hidden units.
+    ``tp`` shards the layers, ``etp`` the experts' hidden units. ``grouped``: int8 with a scale per group.
     """
     kv, head, group = model.kv_heads, model.head_width, model.group
     if kv % tp or -(-model.ffn_width // tp) * (tp - 1) >= model.ffn_width:
@@ -95,8 +95,8 @@ def check_cuda_graph(run: "RunConfig") -> None:
 
 WeightFormat = Literal["stored", "dense", "int8", "int4", "float8", "int8_dynamic", "ternary", "file"]
 """Storage format of the weight matrices for inference; dense dequantises those of a quantised checkpoint. ternary, of
-experts only, needs calibration: colonnade compress makes such checkpoints. file keeps the 4-bit matrices of a GGUF file
-(Q4_0, Q4_1) as they are, which saves memory; kernels of other formats are faster."""
+experts only, needs calibration: colonnade compress makes such checkpoints. file keeps the Q4_0, Q4_1 and Q8_0
+matrices of a GGUF file as they are, which saves memory; kernels of other formats are faster."""
 WeightGroup = Literal[32, 64, 128]
 """Consecutive inputs that share an int4 scale."""
 
@@ -111,10 +111,12 @@ def check_weight_format(weights: object, group: object) -> None:
     check_choice("weight_group", group, WeightGroup)
 
 
-def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: int, etp: int = 1) -> None:
+def check_quantised(
+    model: ModelConfig, weights: WeightFormat, group: int, tp: int, etp: int = 1, *, grouped: bool = False
+) -> None:
     """Raise :class:`ConfigError` if the model cannot be quantised so, :class:`PlanError` if a shard splits a group.
 
-    ``tp`` shards the layers, ``etp`` the experts' hidden units.
+    ``tp`` shards the layers, ``etp`` the experts' hidden units. ``grouped``: int8 with a scale per group.
     """
     if weights in ("stored", "dense", "file"):
         return
@@ -125,9 +127,9 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
         )
     if weights == "ternary":
         _check_ternary(model, group, etp)
-    if weights not in ("int4", "int8_dynamic"):
+    if weights not in ("int4", "int8_dynamic") and not grouped:
         return
-    group = group if weights == "int4" else INPUT_GROUP
+    group = INPUT_GROUP if weights == "int8_dynamic" else group
     heads = model.heads * (model.latent.v_width if model.latent else model.head_width)
     moe, sharded = model.moe, [("columns of heads", heads, "tp", tp)]
     if moe is None or moe.count_expert_layers(model.layers) < model.layers:
@@ -139,7 +141,11 @@ def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: i
         if ranks > 1 and share % group:
             fits = [g for g in (128, 64, 32) if share % g == 0]
             fits = fits if weights == "int4" else []
-            remedy = f"use --serve.weight_group {fits[0]}" if fits else f"use another {axis}, or --serve.weights int8"
+            remedy = (
+                f"use --serve.weight_group {fits[0]}"
+                if fits
+                else f"use another {axis}, or --serve.weights {'stored' if grouped else 'int8'}"
+            )
             raise PlanError(
                 f"{weights} has one scale for {group} inputs, and {axis}={ranks} leaves a rank {share} of {what} "
                 f"{inputs}, which cuts a group in two; {remedy}"

@@ -38,14 +38,20 @@ class StoredFormat(Config):
     """Inputs that share a scale."""
     wide_scales: bool = False
     """int4: scales in float32."""
+    grouped: bool = False
+    """int8: a scale per group."""
 
     @staticmethod
     def of(weight: Quantised) -> "StoredFormat":
         """The format of ``weight``."""
-        return StoredFormat(kind=weight.kind, group=weight.group, wide_scales=weight.has_wide_scales)
+        return StoredFormat(
+            kind=weight.kind, group=weight.group, wide_scales=weight.has_wide_scales, grouped=weight.has_int8_groups
+        )
 
     def bytes(self, outputs: int, inputs: int) -> int:
         """Bytes of a matrix."""
+        if self.grouped:
+            return outputs * (inputs + 4 * -(-inputs // self.group))
         return stored_bytes(outputs, inputs, self.kind, self.group, 4 if self.wide_scales else 2)
 
 

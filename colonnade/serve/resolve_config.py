@@ -39,7 +39,8 @@ class EngineTraits:
     sequence_parallel: bool = False
     """Whether the residual stream is sharded by tokens."""
     loops_over_experts: bool = False
-    """Whether the host reads the experts' loads: their format has no kernel (ternary, int4 with float32 scales)."""
+    """Whether the host reads the experts' loads: their format has no kernel (ternary, int4 with float32 scales, int8 in
+    groups)."""
 
     @staticmethod
     def of(model: Transformer) -> "EngineTraits":
@@ -51,9 +52,7 @@ class EngineTraits:
             offloads_experts=any(layer.fetch is not None for layer in experts),
             exchanges_tokens=bool(experts) and axes.experts.all.size > 1 and not axes.cp_replicated,
             sequence_parallel=axes.sequence_parallel,
-            loops_over_experts=any(
-                w.kind == "ternary" or w.has_wide_scales for layer in experts for w in layer.quantised.values()
-            ),
+            loops_over_experts=any(w.needs_reference for layer in experts for w in layer.quantised.values()),
         )  # fmt: skip
 
     @property

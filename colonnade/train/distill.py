@@ -102,7 +102,7 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
         )
     forms = opened.formats.values() if opened.formats and weights == "stored" else ()
     for form in forms:
-        check_quantised(opened.config, form.kind, form.group, plan.tp, plan.etp)
+        check_quantised(opened.config, form.kind, form.group, plan.tp, plan.etp, grouped=form.grouped)
     check_quantised(opened.config, weights, run.distill.weight_group, plan.tp, plan.etp)
     if opened.config.moe is not None and plan.ep * plan.etp > 1 and (forms or weights not in ("stored", "dense")):
         raise PlanError(

@@ -18,6 +18,7 @@ from colonnade.kernels.linear import ternary
 from colonnade.kernels.linear.quantise import dequantise, quantise, stored_bytes
 from colonnade.model.weight_only_quant import quantised_kind, quantised_parameters, weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.tune import prune, score_experts
 from tests.models import CONFIGS
 from tests.models import build as built
 from tests.serve import tiny
@@ -157,6 +158,17 @@ def test_recovery_trains_trits() -> None:
         changed += int((weight.values != old[name].values).sum())
     assert changed > 0
     assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_recovery_of_fewer_experts() -> None:
+    config = mixture(67).replace(init_std=0.2)
+    teacher = built(config, dtype=torch.float32).requires_grad_(False)
+    texts = [torch.randint(67, (60,), generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    model = prune(teacher, score_experts(teacher, texts).reap_LE, 2).requires_grad_(False)
+    compress(model, Compression(weights="ternary"), texts)
+    before, after = recover(model, teacher, texts, 8)
+    assert after < before
+    assert {weight.values.shape[0] for weight in quantised_parameters(model).values()} == {2}
 
 
 def test_what_cannot_be_ternary() -> None:

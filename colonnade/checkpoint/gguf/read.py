@@ -35,6 +35,8 @@ from colonnade.model.weight_only_quant import Formats, StoredFormat, StoreWeight
 
 INT4_NUMBERS = {2: 1, 3: 2}
 """Types that are int4 in groups of 32 with float16 numbers, and how many of these: Q4_0 (a scale), Q4_1 (and a low)."""
+Q8_0 = 8
+"""The type that is int8 in groups of 32 with a float16 scale."""
 CHUNK_ELEMENTS = 1 << 23
 """Elements dequantised at once (32 MiB in float32)."""
 
@@ -96,7 +98,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path | str, *, keep: bool = False):
-        """``keep``: leave Q4_0 and Q4_1 matrices quantised, bit for bit; :attr:`formats` says which."""
+        """``keep``: leave Q4_0, Q4_1 and Q8_0 matrices quantised, bit for bit; :attr:`formats` says which."""
         self.path = Path(path)
         self.header = read_header(self.path, block_sizes())
         if (parts := self.header.values.get("split.count")) not in (None, 0, 1):
@@ -170,20 +172,26 @@ class GGUFSource:
 
 
 class QuantisedGGUFSource(GGUFSource):
-    """The same, with int4 matrices also in the form that our kernels read: w = q s + m, s and m in float32."""
+    """The same, with int4 and int8 matrices also as we store them: w = q s + m or q s, s and m in float32."""
 
     def form(self, name: str) -> StoredFormat | None:
-        """int4 in groups of 32; None for all other types."""
+        """int4 or int8 in groups of 32; None for all other types."""
         info = self.header.tensors[name]
+        if info.kind == Q8_0 and len(info.shape) == 2:
+            return StoredFormat(kind="int8", group=info.block, grouped=True)
         kept = info.kind in INT4_NUMBERS and len(info.shape) == 2
         return StoredFormat(kind="int4", group=info.block, wide_scales=True) if kept else None
 
     def read_quantised(self, name: str, box: Box) -> Quantised:
-        """Reads one box, in whole blocks: byte j of a block has values j and j + 16."""
+        """Reads one box, in whole blocks: a scale and 32 int8 values, or byte j of a block has values j and j + 16."""
         info, ((top, bottom), (left, right)) = self.header.tensors[name], box
         first, last = left // info.block, -(-right // info.block)
         raw = self.raw(info)[top:bottom, first * info.block_bytes : last * info.block_bytes]
         blocks = torch.from_numpy(np.array(raw)).unflatten(1, (last - first, info.block_bytes))
+        if info.kind == Q8_0:
+            scales = blocks[..., :2].contiguous().view(torch.float16).float()[..., 0]
+            values = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)[:, : right - left]
+            return Quantised("int8", values.contiguous(), scales, right - left, info.block)
         count = INT4_NUMBERS[info.kind]
         numbers = blocks[..., : 2 * count].contiguous().view(torch.float16).float()
         scale, low = numbers[..., 0], numbers[..., 1] if count == 2 else -8 * numbers[..., 0]

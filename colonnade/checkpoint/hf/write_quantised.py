@@ -25,6 +25,8 @@ from colonnade.kernels.linear.quantise import Quantised, unpack_int4
 def written_quantised(quantised: Mapping[str, Quantised]) -> dict[str, Quantised]:
     """Those of a model's quantised parameters that are written so; raises :class:`ConfigError` for mixed formats."""
     found = {name: weight for name, weight in quantised.items() if name.startswith("blocks.")}
+    if grouped := next((name for name, weight in found.items() if weight.has_int8_groups), None):
+        raise ConfigError(f"'{grouped}' is int8 in groups, which is not written so; use --format colonnade or gguf")
     if formats := {(weight.kind, weight.group if weight.kind == "int4" else 0) for weight in found.values()}:
         if len(formats) > 1:
             raise ConfigError(

@@ -99,9 +99,8 @@ def fits(x_TD: Tensor, weight: Matrix, most_rows: int | None = MAX_ROWS) -> bool
     if not T or not D or x_TD.stride(1) != 1 or not _no_gradient(x_TD) or not available(x_TD.dtype):
         return False
     if isinstance(weight, Quantised):
-        grouped = weight.kind in ("int8", "int8_dynamic") or (
-            weight.group in (32, 64, 128) and not weight.has_wide_scales
-        )
+        grouped = weight.kind in ("int8", "int8_dynamic") or weight.group in (32, 64, 128)
+        grouped = grouped and not weight.needs_reference
         return weight.kind in calls.KINDS and grouped and weight.values.dim() == 2 and (T <= MAX_ROWS or _is_fast())
     few = most_rows is None or most_rows >= T
     return few and weight.dtype == x_TD.dtype and weight.is_contiguous() and _no_gradient(weight)
@@ -223,7 +222,7 @@ def embedding(tokens_T: Tensor, table: Matrix, dtype: torch.dtype, *, residual_T
     if not (available(dtype) and tokens_T.dim() == 1 and len(tokens_T) and tokens_T.device.type == "cpu"):
         return reference.embedding(tokens_T, table, dtype, residual_TD=residual_TD)
     if isinstance(table, Quantised):
-        fits = table.kind in ("int8", "int8_dynamic")
+        fits = table.kind in ("int8", "int8_dynamic") and not table.needs_reference
     else:
         fits = table.dtype == dtype and table.is_contiguous() and _no_gradient(table)
     if residual_TD is not None:

@@ -165,17 +165,12 @@ FLOAT32_TILES = GroupedTiles(16, 64, 32, 4, 2)
 """For float32, which tensor cores would round."""
 
 
-def needs_reference(weight: Quantised) -> bool:
-    """Whether only the reference multiplies with ``weight``: int4 with scales in float32, and ternary."""
-    return weight.has_wide_scales or weight.kind == "ternary"
-
-
 def routed(
     x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: QuantisedWeights, activation: str,
     tiles: GroupedTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD (see :func:`quantised.routed`); ``tiles`` overrides the choice made here."""
-    if any(w is not None and needs_reference(w) for w in weights[:3]):
+    if any(w is not None and w.needs_reference for w in weights[:3]):
         return reference.routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
     x_TD, weights_TA, ends_E = row_contiguous(x_TD), weights_TA.contiguous(), ends_E.contiguous()
     up_w, down_w, gate_w, up_b, gate_b, down_b = weights

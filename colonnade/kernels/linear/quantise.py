@@ -15,6 +15,8 @@ A grid with an integer zero point, w ≈ (q − z) s, as other projects store in
 z = 8 (symmetric) m is a bfloat16 number if s is; in general it is not, and s and m are then stored in float32, where
 q s + m is exact (:func:`int4_scales`). Kernels that read bfloat16 pairs leave such weights to the reference.
 
+int8 may also have a scale per group of inputs, as GGUF's Q8_0 has; only the reference multiplies with such weights.
+
 All arithmetic is float32, whatever the weights' dtype. Where a row is sharded over ranks, ``reduce_max`` takes the
 maximum over them, so that quantised values do not depend on the layout. (A group belongs to one rank: see
 :mod:`colonnade.config.feature_checks`.)
@@ -50,8 +52,8 @@ class Quantised(NamedTuple):
     values: Tensor
     """int8 or float8 (F, D); for int4, words (F, groups · G / 8); for ternary, words (F, groups)."""
     scales: Tensor
-    """(F, 1) float32, for ternary bfloat16; for int4, s and m as (F, groups, 2) bfloat16, or float32 where bfloat16
-    would round them."""
+    """(F, 1) float32, for ternary bfloat16, for int8 in groups (F, groups); for int4, s and m as (F, groups, 2)
+    bfloat16, or float32 where bfloat16 would round them."""
     inputs: int
     """D."""
     group: int
@@ -72,6 +74,16 @@ class Quantised(NamedTuple):
     def has_wide_scales(self) -> bool:
         """Whether int4 scales are float32, which only the reference multiplies with."""
         return self.kind == "int4" and self.scales.dtype == torch.float32
+
+    @property
+    def has_int8_groups(self) -> bool:
+        """Whether it is int8 with a scale per group of inputs."""
+        return self.kind == "int8" and self.scales.shape[-1] > 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether only the reference multiplies with it."""
+        return self.has_wide_scales or self.has_int8_groups or self.kind == "ternary"
 
     @property
     def nbytes(self) -> int:
@@ -168,6 +180,8 @@ def dequantise(weight: Quantised, dtype: torch.dtype, rows: slice = slice(None))
     wide = torch.promote_types(dtype, torch.float32)
     if weight.kind == "ternary":
         return ternary.decode(values, weight.group, weight.inputs, wide).mul_(scales.to(wide)).to(dtype)
+    if weight.has_int8_groups:
+        scales = scales.repeat_interleave(weight.group, 1)[:, : weight.inputs]
     if weight.kind != "int4":
         return to_float(values, wide).mul_(scales.to(wide)).to(dtype)
     words = values.unflatten(1, (-1, weight.group // INT4_PER_WORD))
@@ -187,7 +201,7 @@ def can_block(weight: Quantised) -> bool:
     if weight.kind == "int4":
         fits = weight.group in (32, 64, 128) and not weight.has_wide_scales
     else:
-        fits = weight.kind in ("int8", "int8_dynamic") and weight.inputs % 4 == 0
+        fits = weight.kind in ("int8", "int8_dynamic") and weight.inputs % 4 == 0 and not weight.has_int8_groups
     return fits and weight.outputs % BLOCK == 0
 
 

@@ -43,7 +43,7 @@ PROGRAMS_PER_SM = 4
 
 def linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None = None) -> Tensor:
     """y_TF (see :func:`reference.linear` and :func:`reference.quantised_linear`), for any number of rows."""
-    if _has_wide_scales(weight):
+    if _needs_reference(weight):
         return reference.quantised_linear(x_TD, weight, bias_F)
     x = x_TD if x_TD.dim() == 2 else x_TD.reshape(-1, x_TD.shape[-1])
     tiles = None if _needs_grad(x, weight) else select_tiles(x, weight, gated=False)
@@ -66,8 +66,8 @@ def fused_linear(
     """y_TF (see :func:`reference.fused_linear`); an activation without a gate and a LayerNorm are not fused."""
     parts: dict[str, Any] = {"norm": norm, "gate": gate, "residual_TF": residual_TF}
     unfused = activation is not None or (norm is not None and norm.bias_D is not None)
-    wide = _has_wide_scales(weight) or (gate is not None and _has_wide_scales(gate.weight))
-    if _needs_grad(x_TD, weight) or unfused or wide:
+    reference_only = _needs_reference(weight) or (gate is not None and _needs_reference(gate.weight))
+    if _needs_grad(x_TD, weight) or unfused or reference_only:
         return reference.fused_linear(x_TD, weight, bias_F, activation=activation, **parts)
     tiles = select_tiles(x_TD, weight, gated=gate is not None)
     if tiles is not None:
@@ -228,8 +228,8 @@ def dequantise(weight: Quantised, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _has_wide_scales(weight: Matrix) -> TypeGuard[Quantised]:
-    return isinstance(weight, Quantised) and weight.has_wide_scales
+def _needs_reference(weight: Matrix) -> TypeGuard[Quantised]:
+    return isinstance(weight, Quantised) and weight.needs_reference
 
 
 def _needs_grad(x_TD: Tensor, weight: Matrix) -> bool:

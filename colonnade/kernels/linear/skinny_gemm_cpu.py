@@ -62,7 +62,8 @@ def skinny_linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None)
 def quantised_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Tensor:
     """y_TF (see :func:`reference.quantised_linear`); computed in float32 or float64."""
     rows = x_TD.shape[:-1].numel()
-    if weight.kind == "ternary" or not 0 < rows <= MAX_QUANTISED_ROWS or sys.byteorder != "little":
+    dequantises = weight.kind == "ternary" or weight.has_int8_groups
+    if dequantises or not 0 < rows <= MAX_QUANTISED_ROWS or sys.byteorder != "little":
         return reference.quantised_linear(x_TD, weight, bias_F)
     wide, weight = torch.promote_types(x_TD.dtype, torch.float32), to_rows(weight)
     if weight.kind == "int8_dynamic":
