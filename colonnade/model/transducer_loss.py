@@ -24,11 +24,11 @@ from colonnade.kernels.transducer.lattice import transducer_lattice
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.parallel.layout import Placement
 
-CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 26}
-"""Memory for one chunk of logits [bytes], by device."""
+CHUNK_BYTES = 1 << 25
+"""Memory for one chunk of logits [bytes]."""
 
-CHUNK_ROWS = {"cpu": 4096, "cuda": 1 << 14}
-"""Most cells of one chunk; on a GPU a small chunk's launches cost more than its arithmetic."""
+CHUNK_ROWS = 4096
+"""Most cells of one chunk."""
 
 
 class Block(NamedTuple):
@@ -131,7 +131,7 @@ class Joint(nn.Module):
                 f"{len(e_TD)} frames and {len(p_UD)} prefixes, but the lengths add up to {sum(frames)} and "
                 f"{sum(len(x) + 1 for x in labels)}"
             )
-        rows = _chunk_rows(self.tp, self.vocab_size, e_TD)
+        rows = _chunk_rows(self.tp, self.vocab_size, e_TD.dtype)
         cells = Cells.of(frames, labels, self.vocab_size, rows, e_TD.device)
         e_TD, p_UD = self.tp.fan_out(e_TD), self.tp.fan_out(p_UD)
         return _TransducerLoss.apply(e_TD, p_UD, self.weight, self.bias, cells, self.blank, self.tp, self.vocab_size)
@@ -152,7 +152,7 @@ class _TransducerLoss(Function):
             ctx.save_for_backward(e_TD, p_UD, weight_vD, bias_v)
             ctx.cells = None
             return e_TD.new_zeros(0, dtype=exact)
-        rows = _chunk_rows(tp, vocab_size, e_TD)
+        rows = _chunk_rows(tp, vocab_size, e_TD.dtype)
         lse_M = torch.empty(M, dtype=exact, device=e_TD.device)
         arcs_2M = torch.empty(2, M, dtype=exact, device=e_TD.device)
         for part, blocks in cells.chunks(rows):
@@ -206,11 +206,10 @@ class _TransducerLoss(Function):
         return *(grad.to(x.dtype) for grad, x in grads), None, None, None, None
 
 
-def _chunk_rows(tp: Axis, vocab_size: int, like: Tensor) -> int:
+def _chunk_rows(tp: Axis, vocab_size: int, dtype: torch.dtype) -> int:
     """The same on all ranks, whose shares may differ: each chunk has collectives."""
     largest = -(-vocab_size // tp.size)
-    kind = like.device.type
-    return max(1, min(CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (largest * like.dtype.itemsize)))
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (largest * dtype.itemsize)))
 
 
 def _hidden(e_TD: Tensor, p_UD: Tensor, blocks: Sequence[Block]) -> Tensor:
