@@ -2,8 +2,8 @@
 
     python benchmarks/speech_beam.py --run runs/delay --checkpoint runs/delay/step-1600
 
-The recogniser and its test are those of ``speech_delay.py``: ``speech-tiny`` (sound only), 51 words, voices that are not
-in training, segments of 320 ms and a look-ahead of 80 ms. Greedy text appears at once, that of a beam when all
+The recogniser and its test are those of ``speech_delay.py``: ``speech-tiny`` (sound only), 51 words, voices that are
+not in training, segments of 320 ms and a look-ahead of 80 ms. Greedy text appears at once, that of a beam when all
 hypotheses agree. Delays are of the words of right sentences without noise, computing included, one thread.
 """
 

@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
                 errors = bounds(model, corpus, snr, untimed, power)
                 rows.append({
                     "what": "times of words",
-                    "accents": "without times" if untimed or args.times == "none" else "with times",  # noqa: E501
+                    "accents": "without times" if untimed or args.times == "none" else "with times",
                     "by": how, "snr_db": snr, "bounds": len(errors),
                     "within_60_ms": round(float(np.mean(np.abs(errors) <= TOLERANCE_S)), 4),
                     "median_s": round(float(np.median(errors)), 4),

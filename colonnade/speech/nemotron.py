@@ -39,15 +39,15 @@ def read_config(folder: Path) -> SpeechConfig:
     """The recogniser's config; raises CheckpointError for a model that ours cannot compute."""
     values = read_json(folder / CONFIG)
     encoder: Mapping[str, Any] = values.get("encoder_config") or {}
-    default = {
+    default: dict[str, Any] = {
         "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "intermediate_size": 4096,
         "hidden_act": "silu", "attention_bias": True, "convolution_bias": True, "conv_kernel_size": 9,
         "subsampling_factor": 8, "subsampling_conv_channels": 256, "num_mel_bins": 80,
         "subsampling_conv_kernel_size": KERNEL, "subsampling_conv_stride": STRIDE, "scale_input": True,
         "sliding_window": 71, "default_num_lookahead_tokens": 13,
     }  # fmt: skip
-    own = default | {key: value for key, value in encoder.items() if key in default}
-    outer = {
+    own: dict[str, Any] = default | {key: value for key, value in encoder.items() if key in default}
+    outer: dict[str, Any] = {
         "vocab_size": 1025, "decoder_hidden_size": 640, "num_decoder_layers": 2, "max_symbols_per_step": 10,
         "blank_token_id": 1024, "hidden_act": "relu",
     }  # fmt: skip
