@@ -93,7 +93,7 @@ def measure(
                 who: (lambda _, root=root, first=first: started(root, weights, replicas, home, first=first))  # noqa: B023
                 for who, (root, first) in reversed(sides.items())
             }
-            results = turns(runs, rounds, warm_up=1 if rounds > 1 else 0)
+            results = turns(runs, rounds, warm_up=1 if rounds > 2 else 0)
             for who, each in results.items():
                 medians = {key: figures(statistics.median(one[key] for one in each)) for key in each[0]}
                 rows.append({"who": who, "weights": weights, "replicas": replicas, **medians})
