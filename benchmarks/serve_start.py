@@ -85,6 +85,8 @@ def measure(
     rows: list[dict[str, Cell]] = []
     heads = []
     for weights in formats:
+        if weights != "stored":  # writes the packed weights
+            started(roots["colonnade"], weights, 1, home, first=True)
         for replicas in (1, 2) if rounds > 1 and weights != "stored" else (1,):
             sides = {who: (root, False) for who, root in roots.items()}
             if weights != "stored":
