@@ -34,7 +34,7 @@ from harness.report import RESULTS, Cell, report
 from harness.rows import figures, line
 
 CONFIG = ModelConfig(layers=12, width=1024, heads=16, kv_heads=4, ffn_width=2816, vocab_size=32_000, context=1024)
-PROMPT_TOKENS = 64
+PROMPT_TOKENS, WARM_UP_STEPS = 64, 8
 Measured = tuple[float, float, float]
 
 
@@ -51,19 +51,19 @@ def decode(folder: str, plan: Plan, threads: int, batch: int, steps: int) -> Mea
             engine.follow()
             _sum(time.process_time() - began_s)
             return None
-        params = SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=steps + WARM_UP_STEPS + 2, temperature=0, ignore_eos=True)
         for r in range(batch):
             engine.add([(7 * r + i) % 1000 for i in range(PROMPT_TOKENS)], params)
-        for _ in range(8):  # the prompts, and the step that is recorded
+        for _ in range(WARM_UP_STEPS):  # the prompts, and the step that is recorded
             engine.step()
         cpu_s, took = time.process_time(), list[float]()
-        for _ in range(steps - 8):
+        for _ in range(steps):
             start_s = time.perf_counter()
-            engine.step()
+            assert len(engine.step()) == batch, "every request decodes a token"
             took.append(time.perf_counter() - start_s)
         cpu_s = time.process_time() - cpu_s
         engine.stop()
-        others_s = _sum(0.0) * len(took) / (steps + 1) if plan.world > 1 else 0.0
+        others_s = _sum(0.0) * len(took) / (steps + WARM_UP_STEPS) if plan.world > 1 else 0.0
         return statistics.median(took), (cpu_s + others_s) / len(took), collectives_s
 
 

@@ -85,6 +85,8 @@ def measure(
     rows: list[dict[str, Cell]] = []
     heads = []
     for weights in formats:
+        if weights != "stored":  # writes the packed weights
+            started(roots["colonnade"], weights, 1, home, first=True)
         for replicas in (1, 2) if rounds > 1 and weights != "stored" else (1,):
             sides = {who: (root, False) for who, root in roots.items()}
             if weights != "stored":
@@ -93,7 +95,7 @@ def measure(
                 who: (lambda _, root=root, first=first: started(root, weights, replicas, home, first=first))  # noqa: B023
                 for who, (root, first) in reversed(sides.items())
             }
-            results = turns(runs, rounds, warm_up=1 if rounds > 1 else 0)
+            results = turns(runs, rounds, warm_up=1 if rounds > 2 else 0)
             for who, each in results.items():
                 medians = {key: figures(statistics.median(one[key] for one in each)) for key in each[0]}
                 rows.append({"who": who, "weights": weights, "replicas": replicas, **medians})

@@ -1,9 +1,9 @@
 """The key/value cache: pages of a fixed number of tokens, one pair of pools a layer (Kwon et al., arXiv 2309.06180)."""
 
 import math
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,9 +11,6 @@ from colonnade.config import CacheFormat, ModelConfig
 from colonnade.kernels.attention import cache_write
 from colonnade.kernels.registry import choose
 from colonnade.parallel.axis import SOLO_AXES, Axes
-
-ALIGNMENT = 64
-"""Of the pools' addresses, as of torch's own allocations on a CPU [bytes]."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +137,14 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros; on a CPU the system provides them when they are first written (calloc), torch.zeros writes them all."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+    """Zeros; on a CPU the system provides pages of memory when they are first written.
+
+    ``calloc``, which torch and numpy use, takes what loading has freed, and writes zeros to all of that.
+    """
     size = math.prod(shape) * dtype.itemsize
-    buffer = torch.from_numpy(np.zeros(size + ALIGNMENT, dtype=np.uint8))
-    start = -buffer.data_ptr() % ALIGNMENT
-    return buffer[start : start + size].view(dtype).view(shape)
+    if torch.device(device).type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _head_shape(config: ModelConfig, axes: Axes) -> tuple[int, int]:

@@ -167,7 +167,8 @@ def _latent_step(
         q_Tz, kv_Tz, up_zR, attend.pools.k_PpKH, attend.slots_T, rotation, _scale(attention.kv_norm),
         **widths, factor=attention.absorbed_factor,
     )  # fmt: skip
-    o_Tz = cpu_latent.values(attend.of_written(q_Tnz), up_zR, **widths)
+    o_TnR = attend.of_written(q_Tnz).contiguous()  # torch's attention to long prompts returns strided ones
+    o_Tz = cpu_latent.values(o_TnR, up_zR, **widths)
     return _linear_residual(block, o_Tz, attention.out, x_TD)
 
 

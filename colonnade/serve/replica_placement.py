@@ -61,7 +61,17 @@ def place_engines(
     count = auto_replicas(machine, plan.world) if replicas == "auto" else replicas
     cpus = [each._replace(owned=each.owned and models == 1) for each in place(machine, count, plan.world)]
     placements = [[Placement(each, engines=models) for each in cpus] for _ in range(models)]
-    return placements, idle_warning(machine, count, plan.world)
+    return placements, "\n".join(filter(None, (idle_warning(machine, count, plan.world), ranks_warning(plan))))
+
+
+def ranks_warning(plan: Plan) -> str:
+    """What to know about an engine of several ranks on a CPU (decision 0012); empty for one rank."""
+    if plan.world == 1:
+        return ""
+    return (
+        f"on a CPU {plan.world} ranks call each kernel of a decode step from Python, which takes longer than one rank "
+        "with all threads: leave --plan.tp out unless the weights need the memory of several NUMA nodes"
+    )
 
 
 def share_gpus(blocks: Sequence[tuple[str, ...]], models: int, replicas: int) -> list[list[Placement]]:

@@ -32,6 +32,15 @@ def test_replicas_on_cores():
     assert len(placements[0]) == 3 and "use 6 of 8 cores and leave 25% idle" in warning and "replicas 2 or 4" in warning
 
 
+def test_several_ranks_on_a_cpu_are_announced():
+    machine = Machine(tuple(Cpu(i, i, node=i // 4) for i in range(8)))
+    _, warning = place_engines(1, 1, Plan(tp=2), "cpu", machine)
+    assert warning.startswith("on a CPU 2 ranks call each kernel") and "leave --plan.tp out" in warning
+    _, warning = place_engines(1, 2, Plan(tp=2), "cpu", machine)
+    assert "on a CPU 2 ranks" in warning
+    assert not place_engines(1, 2, Plan(), "cpu", machine)[1]
+
+
 def test_one_engine_on_a_machine_with_gpus_is_not_placed(monkeypatch: pytest.MonkeyPatch):
     """And torch, which would tell whether it can use them, is not asked."""
     monkeypatch.setattr("colonnade.serve.replica_placement.has_gpu_devices", lambda: True)
