@@ -121,6 +121,15 @@ __device__ __forceinline__ float inverse(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+// A word of memory. A kernel that starts before its predecessor ends must not read what that one may write through the
+// read-only path: the compiler moves such loads over the wait.
+template <typename T> __device__ __forceinline__ T read(const T* from) {
+  static_assert(sizeof(T) == 4, "a word");
+  if (!SHORT) return __ldg(from);
+  u32 r;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(from) : "memory");
+  return *(T*)&r;
+}
 __device__ __forceinline__ float finite_or_0(float top) { return top == -INF ? 0.f : top; }
 
 // The two halves of four numbers of 8 bits as pairs of float16.
