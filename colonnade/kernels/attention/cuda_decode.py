@@ -227,10 +227,11 @@ def compile_macros(
     H = q_TNH.shape[2]
     return {
         "H": rank or H, "ROPE": H - rank if rank else 0, "GROUP": group, "NT": rows // 8, "PAGE": k_PpKH.shape[1],
-        "WARPS": tiles.warps, "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
-        "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window), "CAPPED": int(cap), "SLOPES": int(slopes),
-        "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single), "MERGE": int(merge), "EARLY": int(early),
-        "SHARED_Q": int(queries), "COMPUTE": int(compute), "FIXED": chunk or 0, "SHORT": int(short),
+        "WARPS": tiles.warps, "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages,
+        "BF16": int(q_TNH.dtype == torch.bfloat16), "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window),
+        "CAPPED": int(cap), "SLOPES": int(slopes), "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single),
+        "MERGE": int(merge), "EARLY": int(early), "SHARED_Q": int(queries), "COMPUTE": int(compute),
+        "FIXED": chunk or 0, "SHORT": int(short),
     }  # fmt: skip
 
 
