@@ -80,9 +80,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = warp / TEAM, member = warp % TEAM, line = blockIdx.x * TEAMS + team;
   if (line >= a.lines) return;
-  // The next kernel's blocks may start; these began while the kernel before ended, and read nothing until it has.
-  asm volatile("griddepcontrol.launch_dependents;");
+  // These blocks began while the kernel before ended, and read nothing until it has. Only then may the next kernel's start:
+  // else those of many launches would wait here, and take the place of blocks that could run.
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
   Item item;
   item.request = a.lines_inverse ? __umulhi(line, a.lines_inverse) : line;
   const int of_request = line - item.request * (a.heads / GROUP * ROW_BLOCKS);
