@@ -287,7 +287,7 @@ def attend(
 
 def mla_shared_memory_size(width: int, rows: int) -> int:
     """Shared memory of a block of the kernel for latents in bytes, as in cuda_decode_mla.cu."""
-    return MLA_STAGES * (MLA_TOKENS * width * 2 + MLA_WARPS) + 2 * rows * (MLA_TOKENS + 8) * 4
+    return MLA_STAGES * (MLA_TOKENS * width * 2 + MLA_WARPS) + 2 * rows * (MLA_TOKENS + 8) * 4 + 8 * rows
 
 
 def supports_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, rows: int) -> bool:

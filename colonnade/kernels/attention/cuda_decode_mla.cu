@@ -6,7 +6,7 @@
 // Every warp computes the softmax of all 64 tokens, which costs less than a third barrier. A state is then spread over
 // the block and needs no combining. The ring of tiles belongs to the block; a warp copies 8 tokens of each.
 //
-// Plans, slots and the merge are those of cuda_decode.cu; so are the checks of lengths and page ids.
+// Plans and the protocol of slots are those of cuda_decode.cu; so are the checks of lengths and page ids.
 
 constexpr int LATENT = H + ROPE, LATENT_BYTES = LATENT * 2, BLOCK_TOKENS = 64, GROUPS = BLOCK_TOKENS / TOKENS;
 constexpr int HALVES = WARPS / GROUPS, HALF_STEPS = LATENT / 16 / HALVES;  // of the numbers of a key
@@ -17,12 +17,112 @@ constexpr int SCORE_ROW = BLOCK_TOKENS + 8;  // rows of scores lie in different 
 static_assert(WARPS == 8 && HALVES == 2 && LATENT % 64 == 0 && H % (16 * WARPS) == 0 && TEAMS == 1, "whole shares");
 static_assert(!CACHE && MERGE && NT <= 2, "16 bits; more rows do not fit the registers");
 
+// A part's slot: its unscaled outputs, and for each part of its line that merges a share of them, the largest scores and
+// sums of the rows of that share. So a state of 16 rows takes 33 KB instead of the 64 of cuda_decode_merge.cuh, and a
+// share is contiguous.
+constexpr int SLOT_FLOATS = ROWS * H * 2;
+__device__ __forceinline__ float* slot_of(const Args& a, int slot) { return a.slot_o + (i64)slot * SLOT_FLOATS; }
+__device__ __forceinline__ float2* tops_of(float* slot, int reader) {
+  return (float2*)(slot + ROWS * H) + reader * ROWS;
+}
+
+// The block's share of a cut line. Threads are units of 4 numbers times part groups; sums of the groups meet in shared
+// memory, where a tile of the ring was.
+__device__ __forceinline__ void merge_share(const Args& a, const Item& item, int start, int queries, char* smem) {
+  const int part = item.share >> 16, parts = item.share & 0xffff, units = rows_of(item, queries) * QUADS;
+  const int each = (units + parts - 1) / parts, from = part * each, to = min(units, from + each);
+  const int first_slot = item.slot - part;
+  int wide = 1;  // units at once: a power of 2
+  while (wide < to - from && wide < THREADS) wide <<= 1;
+  const int groups = THREADS / wide, mine = threadIdx.x / wide, column = threadIdx.x % wide;
+  float4* const sums_o = (float4*)smem;
+  float2* const sums_ml = (float2*)(smem + THREADS * 16);
+  const float nan = __uint_as_float(~0u);
+#pragma unroll 1
+  for (int unit0 = from; unit0 < to; unit0 += wide) {
+    const int unit = unit0 + column, row = unit / QUADS;
+    Sum sum = identity();
+    if (unit < to) {
+#pragma unroll 1
+      for (int p0 = mine; p0 < parts; p0 += groups * PARTS) {
+        Sum s[PARTS];
+        bool missing;
+        do {
+          missing = false;
+#pragma unroll
+          for (int i = 0; i < PARTS; i++) {
+            s[i] = identity();
+            const int p = p0 + i * groups;
+            if (p < parts) {
+              float* const slot = slot_of(a, first_slot + p);
+              asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                           : "=f"(s[i].o.x), "=f"(s[i].o.y), "=f"(s[i].o.z), "=f"(s[i].o.w)
+                           : "l"(slot + unit * 4) : "memory");
+              asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
+                           : "=f"(s[i].top), "=f"(s[i].total) : "l"(tops_of(slot, part) + row) : "memory");
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < PARTS; i++)
+            missing |= empty(s[i].o.x) || empty(s[i].o.y) || empty(s[i].o.z) || empty(s[i].o.w) || empty(s[i].top) ||
+                       empty(s[i].total);
+        } while (missing);
+        float higher = sum.top;
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) {
+          higher = fmaxf(higher, s[i].top);
+          const int p = p0 + i * groups;
+          if (p < parts) __stcg((float4*)slot_of(a, first_slot + p) + unit, make_float4(nan, nan, nan, nan));
+        }
+        const float base = finite_or_0(higher), shrink = power2(sum.top - base);
+        sum.top = higher;
+        sum.total *= shrink;
+        sum.o.x *= shrink; sum.o.y *= shrink; sum.o.z *= shrink; sum.o.w *= shrink;
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) {
+          const float e = power2(s[i].top - base);
+          sum.total += s[i].total * e;
+          sum.o.x += s[i].o.x * e; sum.o.y += s[i].o.y * e; sum.o.z += s[i].o.z * e; sum.o.w += s[i].o.w * e;
+        }
+      }
+    }
+    sums_o[threadIdx.x] = sum.o;
+    sums_ml[threadIdx.x] = make_float2(sum.top, sum.total);
+    __syncthreads();
+    if (mine == 0 && unit < to) {
+      float higher = -INF;
+#pragma unroll 4
+      for (int i = 0; i < groups; i++) higher = fmaxf(higher, sums_ml[i * wide + column].x);
+      const float base = finite_or_0(higher);
+      float total = 0;
+      float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+      for (int i = 0; i < groups; i++) {
+        const float2 ml = sums_ml[i * wide + column];
+        const float4 x = sums_o[i * wide + column];
+        const float e = power2(ml.x - base);
+        total += ml.y * e;
+        o.x += x.x * e; o.y += x.y * e; o.z += x.z * e; o.w += x.w * e;
+      }
+      write_output(a, item, start, row, unit % QUADS * 4, higher, total, o);
+    }
+    __syncthreads();
+  }
+  // Everybody has read this block's copies of scores and sums.
+  if (to > from) {
+    const int row0 = from / QUADS, rows = (to - 1) / QUADS - row0 + 1;
+    for (int i = threadIdx.x; i < parts * rows; i += THREADS)
+      __stcg(tops_of(slot_of(a, first_slot + i / rows), part) + row0 + i % rows, make_float2(nan, nan));
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) char smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, worker = blockIdx.x;
   const int group = warp % GROUPS, half = warp / GROUPS;
   float* const shared_scores = (float*)(smem + STAGES * BLOCK_STAGE);  // of each half: rows of tokens
   unsigned char* const shared_pages = (unsigned char*)(shared_scores + HALVES * ROWS * SCORE_ROW);  // per stage and warp
+  float2* const shared_tops = (float2*)(shared_pages + STAGES * WARPS);  // of rows
   const u32 ring = shared_address(smem);
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -300,17 +400,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
         const int d = (warp * COLUMN_STEPS + c) * 16 + mine / 2 * 8 + g / 4 * 4;
         if (row < rows) {
           const float4 four = make_float4(x[0], x[1], x[2], x[3]);
-          if (item.slot >= 0) post(a, item, row, d, {row_top, row_total, four});
+          if (item.slot >= 0)
+            __stcg((float4*)(slot_of(a, item.slot) + row * H + d),
+                   make_float4(posted(four.x), posted(four.y), posted(four.z), posted(four.w)));
           else write_output(a, item, who.start, row, d, row_top, row_total, four);
         }
+      }
+    }
+    if (item.slot >= 0) {
+      if (warp == 0 && t == 0) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) shared_tops[n * 8 + g] = make_float2(posted(top[n]), posted(total[n]));
+      }
+      __syncthreads();
+      const int parts = item.share & 0xffff, units = rows * QUADS, each = (units + parts - 1) / parts;
+      float* const slot = slot_of(a, item.slot);
+      for (int i = threadIdx.x; i < parts * ROWS; i += THREADS) {
+        const int reader = i / ROWS, row = i % ROWS, from = reader * each, to = min(units, from + each);
+        if (from < to && row >= from / QUADS && row <= (to - 1) / QUADS)
+          __stcg(tops_of(slot, reader) + row, shared_tops[row]);
       }
     }
     if (item.slot >= 0 && i == 0) { cut_first = item; who_cut_first = who; }
     if (item.slot >= 0 && i > 0) { cut_last = item; who_cut_last = who; }
   }
+  __syncthreads();  // all tiles are read
 #pragma unroll 1
   for (int c = 0; c < 2; c++) {
-    if (cut_first.slot >= 0) merge(a, cut_first, who_cut_first.start, who_cut_first.count, 1.f, warp, lane);
+    if (cut_first.slot >= 0) merge_share(a, cut_first, who_cut_first.start, who_cut_first.count, smem);
     cut_first = cut_last;
     who_cut_first = who_cut_last;
     cut_last.slot = -1;

@@ -56,9 +56,7 @@ from colonnade.kernels.attention.split_plan import (
 )
 
 MANY_LINES = 4096
-"""Lines from which on some workers may idle to plan in time..."""
-IDLE_SHARE = 32
-"""... at most one of so many."""
+"""Lines from which on up to a thirty-second of the workers may idle to plan in time."""
 
 
 def plan(
@@ -88,7 +86,7 @@ def plan(
     _check(lengths, queries, shape, workers, chunk, max_keys)
     heads, idle = shape.kv_heads, workers % shape.kv_heads
     many = sum(map(shape.blocks, queries)) * heads > MANY_LINES
-    if heads > 1 and (idle == 0 or (many and IDLE_SHARE * idle <= workers)):
+    if heads > 1 and (idle == 0 or (many and 32 * idle <= workers)):
         alone = shape._replace(kv_heads=1)
         per_worker = costs._replace(row=costs.row * heads)
         one = plan(
