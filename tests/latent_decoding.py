@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention import cache_write, split_planner, triton_mla_decode
-from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout
+from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout, Kernels
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs
 from colonnade.kernels.softmax_state import State
@@ -58,6 +58,7 @@ class LatentCase:
     chunk: int | None = None
     dtype: torch.dtype = torch.float32
     cache: cache_write.LatentKind | None = None
+    kernels: Kernels = "auto"
 
     def made(self, device: str = "cpu") -> LatentMade:
         """Tensors and a plan with many splits."""
@@ -68,7 +69,9 @@ class LatentCase:
         if self.cache is not None:
             k, scales = cache_write.quantise_latents(k.flatten(0, 2), self.rank, self.cache)
             k, scales = k.view(raw.k.shape), scales.view(*raw.k.shape[:2], 2)
-        layout = KernelLayout.for_mla(raw.q, k, max(self.queries), window=self.window, chunk=self.chunk)
+        layout = KernelLayout.for_mla(
+            raw.q, k, max(self.queries), rank=self.rank, window=self.window, chunk=self.chunk, kernels=self.kernels
+        )
         cheap = Costs(tile=1000, start=10, merge=0, part=0)
         plan = split_planner.plan(self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk)
         return LatentMade(raw.q, k, self.rank, raw.table, layout, layout.prepare(plan, device), scales)

@@ -62,6 +62,14 @@ def cuda_cpp(device: str) -> None:
         lengths = [(29 * i) % (most + 1) for i in range(150)]
         same(Case(lengths, [1] * 150, K=2, group=9, H=64, page=16, **HALF, **EVERYTHING).made(device), "few keys")
         print(f"{most} keys, in CUDA C++", flush=True)
+    latents = LatentCase([700, 0, 33, 130], [1, 0, 2, 1], N=8, rank=512, rope=64, page=16, **HALF)
+    made_latents = latents.made(device)
+    same(made_latents, "latents")
+    same(replace(latents, N=16, queries=[1, 0, 1, 1]).made(device), "latents of 16 heads")
+    for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+        made_latents.table.pages_RP[0, ::2] = wrong
+        assert not made_latents.run().o.isnan().any()
+    print("latents, in CUDA C++", flush=True)
     made = Case([70, 3, 0, 100], [1] * 4, K=2, group=5, H=64, page=16, **HALF).made(device)
     for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
         made.table.pages_RP[0, ::2] = wrong

@@ -14,11 +14,11 @@ CLOSE = 1.2
 
 def measured(
     cell: Cell, device: str, read: float, *, flex: bool, chunk: int | None = None, floor: bool = False,
-    far: float = math.inf,
+    far: float = math.inf, rounds: int = 15,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of one cell: ours and all peers that run; with ``floor`` the loads of ours alone, too.
 
-    Peers that take more than ``far`` times as long as ours are replayed once.
+    Peers that take more than ``far`` times as long as ours are replayed once, others ``rounds`` times.
     """
     tensors = Tensors(cell, device)
     right = exact(tensors)
@@ -39,7 +39,7 @@ def measured(
             if not name.startswith("colonnade") and not error(in_order.get(name, run), right) <= 10 * TOLERANCE:
                 print(f"{cell.name} {name}: computes something else", flush=True)
                 continue
-            took = seconds(run, tensors, at_most=far * rows[0]["us"] / 1e6 if rows else math.inf)
+            took = seconds(run, tensors, rounds=rounds, at_most=far * rows[0]["us"] / 1e6 if rows else math.inf)
         except RuntimeError as why:
             print(f"{cell.name} {name}: {str(why).splitlines()[0][:90]}", flush=True)
             continue

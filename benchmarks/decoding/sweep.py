@@ -31,6 +31,8 @@ from harness.rows import Rows, figures, line
 PINNED = 12
 FAR = 2.5
 """Peers that take so many times as long as ours are replayed once."""
+ROUNDS = 7
+"""Replays of a graph; ours and a peer that is close are measured once more, 15 times."""
 COMPILERS = max(1, min(48, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
 """Processes that compile a sweep's kernels in advance, which would otherwise take most of its time."""
 
@@ -112,7 +114,7 @@ def against(task: tuple[int, Cell, bool], device: str, read: float, until: float
     number, cell, pinned = task
     if time.time() > until:
         return None
-    here = measured(cell, device, read, flex=False, far=FAR)
+    here = measured(cell, device, read, flex=False, far=FAR, rounds=ROUNDS)
     peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
     extra: dict[str, Any] = {}
     if pinned:

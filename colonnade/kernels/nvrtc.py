@@ -131,18 +131,41 @@ class Kernel:
             raise RuntimeError(f"CUDA driver: {result[0]}")
         return result[1] if len(result) > 1 else None
 
-    def launch(self, blocks: int, threads: int, arguments: bytes, *, cooperative: bool = False) -> None:
+    def launch(
+        self, blocks: int, threads: int, arguments: bytes, *, cooperative: bool = False, overlaps: bool = False
+    ) -> None:
         """Launches on torch's current stream; ``arguments`` is the kernel's only parameter, a struct.
 
-        With ``cooperative`` all blocks are resident at the same time, or the launch fails.
+        With ``cooperative`` all blocks are resident at the same time, or the launch fails. With ``overlaps`` blocks may
+        start while the preceding kernel ends (programmatic dependent launch): the kernel must execute
+        ``griddepcontrol.wait`` before it reads or writes memory.
         """
         data = ctypes.create_string_buffer(arguments, len(arguments))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(data))
+        stream = torch.cuda.current_stream().cuda_stream
+        if overlaps:
+            config = self._overlapping_config
+            config.gridDimX, config.blockDimX, config.hStream = blocks, threads, stream
+            self._checked(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+            return
         call = self._driver.cuLaunchCooperativeKernel if cooperative else self._driver.cuLaunchKernel
         more = () if cooperative else (0,)
         self._checked(
             call(
-                self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes,
-                torch.cuda.current_stream().cuda_stream, ctypes.addressof(parameters), *more,
+                self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(parameters),
+                *more,
             )
         )  # fmt: skip
+
+    @functools.cached_property
+    def _overlapping_config(self) -> Any:
+        """A launch configuration with programmatic dependent launch; blocks, threads and stream are set per launch."""
+        driver = self._driver
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX = config.gridDimY = config.gridDimZ = 1
+        config.blockDimX = config.blockDimY = config.blockDimZ = 1
+        config.sharedMemBytes, config.numAttrs, config.attrs = self.shared_bytes, 1, [attribute]
+        return config

@@ -182,6 +182,26 @@ def test_latents(heads: int, page: int, dtype: torch.dtype) -> None:
     same(case.made("cuda"), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("heads", [3, 8, 16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_latents_in_cuda(heads: int, window: int | None) -> None:
+    """The CUDA C++ kernel equals the Triton one, repeats its bits and reads no bad page."""
+    lengths = [3000, 1, 0, 65, 8000, *(37 * i % 300 for i in range(200))]
+    case = LatentCase(lengths, [1] * 205, N=heads, page=16, window=window, dtype=torch.bfloat16, **V2)
+    case = replace(case, queries=[min(1, length) for length in lengths])
+    made = case.made("cuda")
+    if not made.layout.cuda:
+        pytest.skip("the CUDA C++ kernel is for Hopper GPUs with NVRTC")
+    same(made, 4e-3)
+    assert not replace(case, kernels="triton").made("cuda").layout.cuda
+    first = made.run()
+    assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
+    for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+        made.table.pages_RP[0, ::2] = wrong
+        state = made.run()
+        assert not state.o.isnan().any() and torch.equal(state.o[1:], first.o[1:])
+
+
 @pytest.mark.parametrize(("rank", "rope"), [(256, 32), (128, 64), (20, 6)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_latents_of_other_sizes(rank: int, rope: int, window: int | None) -> None:

@@ -116,3 +116,38 @@ def test_capture_without_warm_up() -> None:
     o.fill_(torch.nan)
     graph.replay()
     assert torch.equal(o, exact)
+
+
+def test_blocks_that_start_early_wait_for_their_inputs() -> None:
+    """Queries, lengths and pages written right before each launch of a graph are those that it reads."""
+    made = Case([100, 128, 7, 64], [1] * 4, K=2, group=8, H=128, page=16, dtype=torch.bfloat16).made("cuda")
+    made.k.nan_to_num_(nan=0.5)  # other requests' pages and lengths show what memory holds behind their ends
+    made.v.nan_to_num_(nan=0.5)
+    steps = 40
+    queries = torch.randn(steps, *made.q.shape, device="cuda").to(made.q.dtype)
+    lengths = torch.randint(1, 128, (steps, 4), device="cuda", dtype=torch.int32)
+    pages = torch.stack([made.table.pages_RP[torch.randperm(4)] for _ in range(steps)])
+    expected = []
+    for step in range(steps):
+        made.q.copy_(queries[step])
+        made.table.lengths_R.copy_(lengths[step])
+        made.table.pages_RP.copy_(pages[step])
+        torch.cuda.synchronize()
+        expected.append(attend(made.q, made.k, made.v, made.table, made.ready).o)
+        torch.cuda.synchronize()
+        assert expected[-1].isfinite().all()
+    filler = torch.zeros(2**24, device="cuda")
+    graph, outputs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for step in range(steps):
+            filler.add_(1)  # takes longer than a launch
+            made.q.copy_(queries[step])
+            made.table.lengths_R.copy_(lengths[step])
+            made.table.pages_RP.copy_(pages[step])
+            outputs.append(attend(made.q, made.k, made.v, made.table, made.ready).o)
+    for _ in range(5):
+        for o in outputs:
+            o.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(o, right) for o, right in zip(outputs, expected, strict=True))

@@ -143,6 +143,23 @@ def test_kernel_for_a_few_keys_has_no_spills(width: int, group: int, keys: int, 
         assert resource_usage(tmp_path / "kernel.cubin", "REG") * warps * 32 <= 2**16
 
 
+@compiles
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (5, 3), (8, 1), (1, 1)])
+def test_kernel_for_latents_has_no_spills(heads: int, queries: int, tmp_path: Path) -> None:
+    q, k = torch.empty(1, heads, 576, dtype=torch.bfloat16), torch.empty(1, 64, 1, 576, dtype=torch.bfloat16)
+    rows = cuda_decode.padded_rows(heads, queries)
+    assert cuda_decode.mla_shared_memory_size(576, rows) <= cuda_decode.HOPPER_BYTES
+    tiles = cuda_decode.mla_tiles(rows, 576)
+    for window in (False, True):
+        macros = cuda_decode.compile_macros(q, k, heads, rows, tiles, single=queries == 1, window=window, rank=512)
+        options = cuda_decode.compiler_options(macros)
+        binary = nvrtc.compile_cubin(cuda_decode.source("attend_mla"), options, "sm_90", tmp_path)
+        (tmp_path / "kernel.cubin").write_bytes(binary)
+        assert resource_usage(tmp_path / "kernel.cubin", "STACK") == 0
+        assert resource_usage(tmp_path / "kernel.cubin", "REG") * 32 * tiles.warps <= 2**16
+
+
 def test_blocks_of_the_kernel_for_a_few_keys() -> None:
     assert cuda_decode.short_block(1, 132, 132) == (1, 1)
     assert cuda_decode.short_block(17, 132, 132) == (2, 2)

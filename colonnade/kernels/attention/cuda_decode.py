@@ -9,8 +9,9 @@ Split lines are merged in the same launch (``MERGE``), unless a prefix is shared
 :mod:`~colonnade.kernels.attention.triton_merge` adds them. With fixed splits (``FIXED``) all sums follow one tree over
 the positions of the keys, so that their bits depend neither on the batch nor on rows, teams or pieces.
 
-Steps of a few keys a request have a kernel of their own (cuda_decode_short.cu), which needs no plan: each warp reads
-one tile. A captured graph, which must serve any lengths, does not use it.
+Latents of up to 16 query rows, as of one rank of eight, have a kernel of their own (cuda_decode_mla.cu), in which a
+block and not a warp owns the ring. Steps of a few keys a request have one that needs no plan (cuda_decode_short.cu):
+each warp reads one tile. A captured graph, which must serve any lengths, does not use it.
 """
 
 import functools
@@ -34,7 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SHARED_SOURCES = ("_common.cuh", "_tile.cuh", "_merge.cuh")
-SOURCES = {"attend": (*SHARED_SOURCES, "_fixed.cuh", ".cu"), "attend_short": (*SHARED_SOURCES, "_short.cu")}
+SOURCES = {
+    "attend": (*SHARED_SOURCES, "_fixed.cuh", ".cu"),
+    "attend_short": (*SHARED_SOURCES, "_short.cu"),
+    "attend_mla": (*SHARED_SOURCES, "_mla.cu"),
+}
 """Files of each kernel, compiled as one in this order."""
 TOKENS = 16
 """Tokens of a tile; a tile belongs to one warp and lies within one page."""
@@ -60,6 +65,10 @@ SHORT_BYTES = 2**25
 """... if all keys and values have at most so many bytes: its warps load nothing while they compute."""
 SHORT_WARPS = 4
 """Warps of its blocks if there are more lines than multiprocessors, or those of one line if that has more."""
+
+
+MLA_WARPS, MLA_STAGES, MLA_TOKENS = 8, 3, 64
+"""Warps of a block of the kernel for latents, tiles of its ring, and tokens of a tile."""
 
 
 class BlockSizes(NamedTuple):
@@ -212,14 +221,17 @@ def compile_macros(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
     early: bool = False, queries: bool = False, compute: bool = True, chunk: int | None = None, short: bool = False,
+    rank: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Macros of a kernel variant."""
+    """Macros of a kernel variant; ``rank`` is the width of latent values."""
+    H = q_TNH.shape[2]
     return {
-        "H": q_TNH.shape[2], "GROUP": group, "NT": rows // 8, "PAGE": k_PpKH.shape[1], "WARPS": tiles.warps,
-        "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
-        "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window), "CAPPED": int(cap), "SLOPES": int(slopes),
-        "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single), "MERGE": int(merge), "EARLY": int(early),
-        "SHARED_Q": int(queries), "COMPUTE": int(compute), "FIXED": chunk or 0, "SHORT": int(short),
+        "H": rank or H, "ROPE": H - rank if rank else 0, "GROUP": group, "NT": rows // 8, "PAGE": k_PpKH.shape[1],
+        "WARPS": tiles.warps, "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages,
+        "BF16": int(q_TNH.dtype == torch.bfloat16), "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window),
+        "CAPPED": int(cap), "SLOPES": int(slopes), "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single),
+        "MERGE": int(merge), "EARLY": int(early), "SHARED_Q": int(queries), "COMPUTE": int(compute),
+        "FIXED": chunk or 0, "SHORT": int(short),
     }  # fmt: skip
 
 
@@ -273,6 +285,51 @@ def attend(
         kernel.launch(workers // layout.tiles.workers, 32 * layout.tiles.warps, arguments, cooperative=slots is None)
 
 
+def mla_shared_memory_size(width: int, rows: int) -> int:
+    """Shared memory of a block of the kernel for latents in bytes, as in cuda_decode_mla.cu."""
+    return MLA_STAGES * (MLA_TOKENS * width * 2 + MLA_WARPS) + 2 * rows * (MLA_TOKENS + 8) * 4 + 8 * rows
+
+
+def supports_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, rows: int) -> bool:
+    """Whether the kernel for latents supports these queries, this cache, and blocks of ``rows`` rows."""
+    H, page_tokens = q_TNH.shape[2], k_Pp1H.shape[1]
+    size_ok = H % 64 == 0 and rank % (16 * MLA_WARPS) == 0 and rows <= 16
+    return (
+        q_TNH.is_cuda and q_TNH.dtype in (torch.float16, torch.bfloat16) and k_Pp1H.dtype == q_TNH.dtype
+        and size_ok and mla_shared_memory_size(H, rows) <= HOPPER_BYTES
+        and page_tokens % TOKENS == 0 and _aligned(k_Pp1H) and _device_supported(q_TNH.device)
+    )  # fmt: skip
+
+
+def mla_tiles(rows: int, width: int) -> Tiles:
+    """Sizes for plans of the kernel for latents: pieces end at multiples of 16 tokens."""
+    return choose_tiles(max(16, rows), width, 2, 2)._replace(
+        tile=TOKENS, warps=MLA_WARPS, stages=MLA_STAGES, workers=1, overlap=False
+    )
+
+
+def attend_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, state: State, table: PageTable, ready: "DevicePlan") -> None:
+    """Executes all pieces of a plan of latent attention and merges split lines; see :func:`attend`."""
+    layout, shape = ready.layout, ready.layout.shape
+    q_TNH, k_Pp1H = (x if _aligned(x) else x.contiguous().clone() for x in (q_TNH, k_Pp1H))
+    (T, _, H), device, workers = q_TNH.shape, q_TNH.device, ready.capacity.workers
+    shared = mla_shared_memory_size(H, shape.rows)
+    assert workers <= multiprocessors(device), "blocks that are not resident at once"
+    macros = compile_macros(
+        q_TNH, k_Pp1H, shape.group, shape.rows, layout.tiles, window=bool(shape.window),
+        single=table.longest_query == 1 and len(table.lengths_R) == T, rank=rank,
+    )  # fmt: skip
+    _, items_at, merges_at, firsts_at, _ = flat_offsets(ready.capacity)
+    no_mods = (None, None, None, None, shape.window, None)
+    arguments = _pack_arguments(
+        q_TNH, k_Pp1H, k_Pp1H, state, (ready.mailboxes_for_launch(), None, ready.flat), table, no_mods,
+        (items_at, firsts_at, merges_at), 0,
+    )  # fmt: skip
+    kernel = _kernel("attend_mla", tuple(macros.items()), shared, device)
+    with torch.cuda.device(device):
+        kernel.launch(workers, 32 * MLA_WARPS, arguments, cooperative=True)
+
+
 def short_block(keys: int, lines: int, processors: int) -> tuple[int, int]:
     """Warps of a block of the kernel for a few keys, and of a line: a power of 2 that has a tile each."""
     team = 1 << (-(-keys // TOKENS) - 1).bit_length()
@@ -294,7 +351,7 @@ def attend_short(
     shared = warps * (32 * H + 64)
     kernel = _kernel("attend_short", tuple(macros.items()), shared, device)
     with torch.cuda.device(device):
-        kernel.launch(-(-lines // tiles.workers), 32 * warps, arguments)
+        kernel.launch(-(-lines // tiles.workers), 32 * warps, arguments, overlaps=True)
 
 
 def _mod_macros(score_mods: ScoreMods) -> dict[str, bool]:

@@ -9,7 +9,7 @@ typedef long long i64;
 // CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
 // EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone),
 // FIXED (0, or tokens of a chunk: sums do not depend on the batch), SHORT (cuda_decode_short.cu, where TEAM is the tiles
-// of a line).
+// of a line), ROPE (cuda_decode_mla.cu, where H is the width of a latent's values).
 
 struct Args {
   const char *q, *k, *v;
@@ -120,6 +120,15 @@ __device__ __forceinline__ float inverse(float x) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
+}
+// A word of memory. A kernel that starts before its predecessor ends must not read what that one may write through the
+// read-only path: the compiler moves such loads over the wait.
+template <typename T> __device__ __forceinline__ T read(const T* from) {
+  static_assert(sizeof(T) == 4, "a word");
+  if (!SHORT) return __ldg(from);
+  u32 r;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(from) : "memory");
+  return *(T*)&r;
 }
 __device__ __forceinline__ float finite_or_0(float top) { return top == -INF ? 0.f : top; }
 

@@ -4,7 +4,7 @@ __device__ __forceinline__ void write_output(const Args& a, const Item& item, in
                                              float total, float4 o) {
   const int m = item.block * ROWS + row, n = item.head * GROUP + m % GROUP;
 #if SINKS
-  const float sink = __ldg(a.sinks + n) * LOG2E, higher = fmaxf(top, sink), base = finite_or_0(higher);
+  const float sink = read(a.sinks + n) * LOG2E, higher = fmaxf(top, sink), base = finite_or_0(higher);
   const float shrink = power2(top - base);
   o.x *= shrink; o.y *= shrink; o.z *= shrink; o.w *= shrink;
   total = total * shrink + power2(sink - base);
@@ -78,6 +78,13 @@ __device__ __forceinline__ int lanes_for(int parts) {
   while (sharing < parts && sharing < 32) sharing <<= 1;
   return sharing;
 }
+// Fewer of them if the team would need another round for the units of its share, as long as no lane gets more states
+// than it holds at once: a round is a round trip to the L2 cache and the shuffles of a sum.
+__device__ __forceinline__ int lanes_for(int parts, int units) {
+  int sharing = lanes_for(parts);
+  while (sharing > 1 && units * sharing > TEAM * 32 && parts * 2 <= sharing * PARTS) sharing >>= 1;
+  return sharing;
+}
 
 // Takes the states of a unit's parts ``part(0)`` to ``part(PARTS - 1)`` as soon as they are there, and empties their
 // slots; those that are not ``has(i)`` are identities.
@@ -116,16 +123,18 @@ __device__ __forceinline__ void take(Sum (&s)[PARTS], const Share& share, int un
 __device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale,
                                       int member, int lane) {
   const Share share = share_of(a, item, queries);
-  const int sharing = lanes_for(share.parts), per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
+  const int sharing = lanes_for(share.parts, share.to - share.from), per_warp = 32 / sharing;
+  const int mine = lane / sharing, sub = lane % sharing;
 #pragma unroll 1
   for (int unit0 = share.from + member * per_warp; unit0 < share.to; unit0 += TEAM * per_warp) {
     const int unit = unit0 + mine;
     const bool in = unit < share.to;
     Sum sum = identity();
 #pragma unroll 1
-    for (int first = sub; first < share.parts; first += 32 * PARTS) {
+    for (int first = sub; first < share.parts; first += sharing * PARTS) {
       Sum s[PARTS];
-      take(s, share, unit, [&](int i) { return in && first + i * 32 < share.parts; }, [&](int i) { return first + i * 32; });
+      take(s, share, unit, [&](int i) { return in && first + i * sharing < share.parts; },
+           [&](int i) { return first + i * sharing; });
       float higher = sum.top;
 #pragma unroll
       for (int i = 0; i < PARTS; i++) higher = fmaxf(higher, s[i].top);

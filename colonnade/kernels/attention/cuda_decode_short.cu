@@ -26,6 +26,13 @@ __device__ __forceinline__ void own_16_bytes(u32 (&to)[4], u32 from) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
+// Waits for this lane's copies, but not before the largest score is known: else the assembler moves the wait before the
+// last loads of keys, which then follow the values instead of accompanying them. No maximum has the bits it excludes.
+__device__ __forceinline__ void wait_after(float top) {
+  asm volatile("{.reg .pred known; setp.ne.u32 known, %0, 0x7fc12345; @known cp.async.wait_group 0;}"
+               ::"r"(__float_as_uint(top)) : "memory");
+}
+
 // The output of a line that is one warp's: rows 2t of lanes with even g, 2t + 1 of odd ones.
 __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Item& item, int g, int t) {
   const int odd = g & 1;
@@ -39,7 +46,7 @@ __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Ite
 #pragma unroll
       for (int w = 4; w < 32; w <<= 1) total += __shfl_xor_sync(~0u, total, w);
 #if SINKS
-      const float sink = row < GROUP ? __ldg(a.sinks + head) * LOG2E : -INF, higher = fmaxf(top, sink);
+      const float sink = row < GROUP ? read(a.sinks + head) * LOG2E : -INF, higher = fmaxf(top, sink);
       shrink = power2(top - finite_or_0(higher));
       total = total * shrink + power2(sink - finite_or_0(higher));
       top = higher;
@@ -73,14 +80,18 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = warp / TEAM, member = warp % TEAM, line = blockIdx.x * TEAMS + team;
   if (line >= a.lines) return;
+  // These blocks began while the kernel before ended, and read nothing until it has. Only then may the next kernel's start:
+  // else those of many launches would wait here, and take the place of blocks that could run.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
   Item item;
   item.request = a.lines_inverse ? __umulhi(line, a.lines_inverse) : line;
   const int of_request = line - item.request * (a.heads / GROUP * ROW_BLOCKS);
   item.head = of_request / ROW_BLOCKS; item.block = of_request % ROW_BLOCKS; item.slot = -1;
   const int row0 = item.block * 8, rows = min(8, GROUP - row0);
   const int token0 = member * TOKENS, column = token0 / PAGE;
-  const int length = __ldg(a.lengths + item.request);
-  const int page = column < a.columns ? __ldg(a.pages + (i64)item.request * a.pages_r + column) : -1;
+  const int length = read(a.lengths + item.request);
+  const int page = column < a.columns ? read(a.pages + (i64)item.request * a.pages_r + column) : -1;
   const u32 mine = shared_address(smem) + warp * VALUE_BYTES + lane * 16;
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -100,14 +111,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
     const char* const k_from = a.k + at * a.k_page + token * a.k_p + item.head * a.k_k + t * 16;
     const char* const v_from = a.v + at * a.v_page + token * a.v_p + item.head * a.v_k + t * 16;
     // Values wait in shared memory, each lane's in a place of its own. To save registers or time the assembler would load
-    // them after the keys' products; it moves no copy over the barrier, at which nobody waits.
+    // them after the keys' products; it moves none over the barrier, at which no lane waits.
 #pragma unroll
     for (int c = 0; c < SPANS; c++)
 #pragma unroll
       for (int half = 0; half < 2; half++)
         copy16(mine + (c * 2 + half) * 512, v_from + half * 8 * a.v_p + c * 64, g + half * 8 < left ? 16 : 0, policy);
     commit();
-    asm volatile("bar.sync %0, 32;" ::"r"(8 + warp) : "memory");
+    __syncwarp();
     u32 k[SPANS][2][4];  // of tokens g and g + 8
 #pragma unroll
     for (int c = 0; c < SPANS; c++)
@@ -124,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
         view.factor[n][e] = a.scale * (CAPPED || SLOPES ? 1.f : LOG2E);
 #if SLOPES
         const int row = 2 * t + e;
-        view.slope[n][e] = row < rows ? __ldg(a.slopes + item.head * GROUP + row0 + row) : 0.f;
+        view.slope[n][e] = row < rows ? read(a.slopes + item.head * GROUP + row0 + row) : 0.f;
 #endif
       }
     float s[NT][2][4];
@@ -144,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
     }
     const bool plain = there && token0 + TOKENS <= length && (!WINDOWED || token0 >= length - a.window);
     weigh(a, s, p, sums, view, token0, there, plain, g, t);
-    wait<0>();
+    wait_after(sums.top[0][0]);
 #pragma unroll
     for (int c = 0; c < SPANS; c++) {
       u32 v[2][4];

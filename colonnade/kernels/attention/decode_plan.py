@@ -128,18 +128,32 @@ class KernelLayout:
 
     @staticmethod
     def for_mla(
-        q_TNH: Tensor, k_Pp1H: Tensor, longest_query: int, *, window: int | None = None, chunk: int | None = None
+        q_TNH: Tensor,
+        k_Pp1H: Tensor,
+        longest_query: int,
+        *,
+        rank: int | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        kernels: Kernels = "auto",
     ) -> "KernelLayout":
         """The layout of latent attention (:mod:`~colonnade.kernels.attention.triton_mla_decode`); ``chunk`` as in
-        :meth:`of`.
+        :meth:`of`. The CUDA C++ kernel needs the latents' ``rank``, and serves up to 16 rows a request.
         """
-        (_, N, H), size = q_TNH.shape, k_Pp1H.element_size()
-        rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else max(1, longest_query)))))
+        (_, N, H), size, queries = q_TNH.shape, k_Pp1H.element_size(), max(1, longest_query)
+        rows, processors = cuda_decode.padded_rows(N, queries), multiprocessors(q_TNH.device)
+        cuda = chunk is None and not OVERRIDE and kernels != "triton" and rank is not None
+        if cuda and rank is not None and cuda_decode.supports_mla(q_TNH, k_Pp1H, rank, rows):
+            shape = Shape(1, N, rows, cuda_decode.TOKENS, window)
+            tiles = cuda_decode.mla_tiles(rows, H)
+            return KernelLayout(shape, tiles, H, size, processors, kv_copies=1, cuda=True)
+        rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else queries))))
         tiles = choose_tiles(rows, H, q_TNH.element_size(), size)
-        workers = tiles.workers * multiprocessors(q_TNH.device)
         if chunk is not None:
             chunk = -(-chunk // tiles.tile) * tiles.tile
-        return KernelLayout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, kv_copies=1)
+        return KernelLayout(
+            Shape(1, N, rows, tiles.tile, window), tiles, H, size, tiles.workers * processors, chunk, kv_copies=1
+        )
 
     @property
     def aligned(self) -> bool:

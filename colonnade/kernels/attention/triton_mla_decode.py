@@ -8,6 +8,8 @@ would read everything twice, and compute unused products of r. Here a tile of la
 GEMMs. 128 heads make 242 operations per byte, about the ratio of a GPU's compute to its bandwidth, so blocks have 64
 rows if there are as many.
 
+Up to 16 rows of 16-bit latents use the CUDA C++ kernel where it is supported (cuda_decode_mla.cu).
+
 Plans, slots and merge are those of :mod:`~colonnade.kernels.attention.triton_split_kv`; any number of queries.
 
 With SCALED, latents have 8 bits (:mod:`~colonnade.kernels.attention.cache_write`) and are converted exactly to the type
@@ -19,6 +21,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from colonnade.kernels.attention import cuda_decode
 from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import flat_offsets
@@ -111,6 +114,10 @@ def attend(
     state = State(q_TNH.new_empty(T, N, rank), q_TNH.new_empty(T, N, dtype=torch.float32))
     if not T:
         return state
+    if ready.layout.cuda:
+        assert scales_Pp2 is None, "8-bit latents have another layout"
+        cuda_decode.attend_mla(q_TNH, k_Pp1H, rank, state, table, ready)
+        return state
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     shape, tiles = ready.layout.shape, ready.layout.tiles
     slots = allocate_slots(state.o, ready)
@@ -143,7 +150,7 @@ def paged_state(
     key = "latent", q_TNH.shape[1], rank, q_TNH.dtype, k_Pp1H.dtype, window
     if key not in table.plan_cache:
         new, lengths = table.host_lengths
-        layout = KernelLayout.for_mla(q_TNH, k_Pp1H, table.longest_query, window=window)
+        layout = KernelLayout.for_mla(q_TNH, k_Pp1H, table.longest_query, rank=rank, window=window)
         plan = layout.plan(lengths, new, max_keys=table.max_keys)
         table.plan_cache[key] = (layout.prepare(plan, q_TNH.device),)
     return attend(q_TNH, k_Pp1H, rank, table, *table.plan_cache[key], scales_Pp2)
