@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from colonnade.checkpoint.digest import BackgroundDigests
+from colonnade.checkpoint.digest import BackgroundDigests, digest_of
 from colonnade.conversation import CONTINUATION_TOKENS, Messages, converse
 from colonnade.errors import CheckpointError, RequestError
 from colonnade.serve.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def load_package(folder: Path, *, trust: bool) -> "Package":
     """Load ``folder``; raises what :class:`~colonnade.serve.package.Package` raises."""
-    digests = BackgroundDigests(folder)
+    digests = BackgroundDigests(folder) if trust else digest_of
     from colonnade.serve.package import Package  # imports torch
 
     return Package(folder, trust=trust, digest=digests)

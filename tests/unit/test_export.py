@@ -11,6 +11,7 @@ import torch
 
 from colonnade import api
 from colonnade.checkpoint import atomic_folder
+from colonnade.checkpoint.digest import BackgroundDigests, digest_of
 from colonnade.checkpoint.package_format import DECODE, PACKAGE, WEIGHTS, PackageInfo, Processor, open_package
 from colonnade.cli import main
 from colonnade.compress.export import TORCH, check_export, export, step_module
@@ -183,6 +184,23 @@ def test_a_package_without_a_tokenizer_refuses_what_needs_one() -> None:
         package.stream([1], SamplingParams(logit_bias={101: 1.0}))
     biased = package.stream([1], SamplingParams(logit_bias={7: 100.0}, max_tokens=3))
     assert [token for _, token in biased] == [7, 7, 7]
+
+
+def test_checksums_in_the_background(tmp_path) -> None:
+    (tmp_path / "part").mkdir()
+    for name in ("a", "b", "part/c"):
+        (tmp_path / name).write_text(name)
+    digests = BackgroundDigests(tmp_path)
+    (tmp_path / "d").write_text("d")
+    for name in ("a", "b", "part/c", "d"):
+        assert digests(tmp_path / name) == digest_of(tmp_path / name)
+
+
+def test_a_package_starts_without_an_engine() -> None:
+    """What takes long to import is imported while checksums are computed, or not at all."""
+    code = "import sys, colonnade.package_chat; print({'torch', 'colonnade.serve.engine'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "set()"
 
 
 def test_a_model_is_not_overwritten(tmp_path, capsys) -> None:
