@@ -76,7 +76,7 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(10, 5), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     whole = max(row["B"] * row["S"] for row in rows if row["B"] * row["S"] <= 65_536)
@@ -97,7 +97,7 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel(f"tokens a request, {whole:,} in all")
     axes.set_ylabel("µs")
     axes.grid(color="#e4e7eb", linewidth=0.6)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

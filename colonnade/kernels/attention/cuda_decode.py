@@ -291,13 +291,17 @@ def mla_shared_memory_size(width: int, rows: int) -> int:
 
 
 def supports_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, rows: int) -> bool:
-    """Whether the kernel for latents supports these queries, this cache, and blocks of ``rows`` rows."""
+    """Whether the kernel for latents supports these queries, this cache, and blocks of ``rows`` rows.
+
+    A slot has room for scores and sums of each of rank / 2 parts of a line, and a line has at most one part a block.
+    """
     H, page_tokens = q_TNH.shape[2], k_Pp1H.shape[1]
     size_ok = H % 64 == 0 and rank % (16 * MLA_WARPS) == 0 and rows <= 16
     return (
         q_TNH.is_cuda and q_TNH.dtype in (torch.float16, torch.bfloat16) and k_Pp1H.dtype == q_TNH.dtype
         and size_ok and mla_shared_memory_size(H, rows) <= HOPPER_BYTES
         and page_tokens % TOKENS == 0 and _aligned(k_Pp1H) and _device_supported(q_TNH.device)
+        and 2 * multiprocessors(q_TNH.device) <= rank
     )  # fmt: skip
 
 
@@ -315,6 +319,7 @@ def attend_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, state: State, table: Pa
     (T, _, H), device, workers = q_TNH.shape, q_TNH.device, ready.capacity.workers
     shared = mla_shared_memory_size(H, shape.rows)
     assert workers <= multiprocessors(device), "blocks that are not resident at once"
+    assert 2 * workers <= rank, "slots too small for so many parts"
     macros = compile_macros(
         q_TNH, k_Pp1H, shape.group, shape.rows, layout.tiles, window=bool(shape.window),
         single=table.longest_query == 1 and len(table.lengths_R) == T, rank=rank,

@@ -19,7 +19,7 @@ static_assert(!CACHE && MERGE && NT <= 2, "16 bits; more rows do not fit the reg
 
 // A part's slot: its unscaled outputs, and for each part of its line that merges a share of them, the largest scores and
 // sums of the rows of that share. So a state of 16 rows takes 33 KB instead of the 64 of cuda_decode_merge.cuh, and a
-// share is contiguous.
+// share is contiguous. Copies for H / 2 parts fit.
 constexpr int SLOT_FLOATS = ROWS * H * 2;
 __device__ __forceinline__ float* slot_of(const Args& a, int slot) { return a.slot_o + (i64)slot * SLOT_FLOATS; }
 __device__ __forceinline__ float2* tops_of(float* slot, int reader) {

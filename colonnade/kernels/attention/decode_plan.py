@@ -147,6 +147,11 @@ class KernelLayout:
             shape = Shape(1, N, rows, cuda_decode.TOKENS, window)
             tiles = cuda_decode.mla_tiles(rows, H)
             return KernelLayout(shape, tiles, H, size, processors, kv_copies=1, cuda=True)
+        if kernels == "cuda":
+            raise LookupError(
+                f"the kernel in CUDA C++ takes no latents of {rank} + {H - (rank or 0)} numbers of {q_TNH.dtype} and "
+                f"{k_Pp1H.dtype} in blocks of {rows} rows here"
+            )
         rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else queries))))
         tiles = choose_tiles(rows, H, q_TNH.element_size(), size)
         if chunk is not None:
