@@ -127,8 +127,9 @@ def sample(
         return choose("sampled_tokens", "cuda", logits_Rv.dtype)(logits_Rv, args_RA, NOT_FINITE)
     simple = not any(each.greedy or each.filtered or each.min_p for each in args)
     if tp.size == 1 and logits_Rv.device.type == "cpu" and simple and logits_Rv.numel() <= FEW_LOGITS:
-        columns = zip(*((max(each.temperature, MIN_TEMPERATURE), each.seed, each.index) for each in args), strict=True)
-        return sample_few(logits_Rv, *columns, NOT_FINITE, rowwise=rowwise)
+        temperatures = [max(each.temperature, MIN_TEMPERATURE) for each in args]
+        seeds, indices = [each.seed for each in args], [each.index for each in args]
+        return sample_few(logits_Rv, temperatures, seeds, indices, NOT_FINITE, rowwise=rowwise)
     shard = -(-V // tp.size)
     x_Rv = logits_Rv if logits_Rv.dtype == torch.float64 else logits_Rv.float()
     if missing := shard - x_Rv.shape[1]:  # the last rank may have fewer tokens, or none
