@@ -8,11 +8,8 @@ of a seed, the number of tokens generated before, and the token.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +17,6 @@ from colonnade.kernels.dropout import column_hash, lowbias32
 
 NUM_ARGS = 7
 """Columns of the arguments of :func:`sample`."""
-LOW = (1 << 32) - 1
 
 
 def greedy(logits_RV: Tensor, none: int) -> Tensor:
@@ -93,56 +89,3 @@ def log_exponential_noise(noise_R: Tensor, ids: Tensor, dtype: torch.dtype, *, r
     if rowwise:
         return by_row_(torch.log_, by_row_(torch.log_, u).neg_().to(dtype))
     return u.log_().neg_().to(dtype).log_()
-
-
-def sample_few(
-    logits_RV: Tensor,
-    temperatures: Sequence[float],
-    seeds: Sequence[int],
-    indices: Sequence[int],
-    none: int,
-    *,
-    rowwise: bool = False,
-) -> Tensor:
-    """:func:`sample` without filters of a few rows on a CPU, with the bits of :func:`log_exponential_noise`.
-
-    NumPy computes on one thread: for 32 rows of 2,048 tokens, torch spends most of 2.4 ms on about 200 calls, many of
-    which wake all threads.
-    """
-    exact = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-    x_RV: np.ndarray[Any, Any] = logits_RV.to(exact).numpy()
-    top_R = x_RV.max(1)
-    finite_R = np.isfinite(top_R)
-    score_RV = x_RV - np.where(finite_R, top_R, 0)[:, None]
-    if any(temperature != 1.0 for temperature in temperatures):
-        temperature_R = torch.tensor(temperatures, dtype=exact)
-        with np.errstate(invalid="ignore"):  # -inf / inf
-            score_RV /= temperature_R.numpy()[:, None]
-    seed_R = np.array(seeds, np.int64)
-    noise_R = _lowbias32_((seed_R & LOW).astype(np.uint32))
-    noise_R = _lowbias32_(noise_R ^ (seed_R >> 32 & LOW).astype(np.uint32))
-    noise_R = _lowbias32_(noise_R ^ np.array(indices, np.uint32))
-    u_RV = _lowbias32_(noise_R[:, None] ^ _column_hashes(x_RV.shape[1])).view(np.int32).astype(np.float64)
-    u_RV += 2.0**31 + 0.5
-    u_RV *= 2.0**-32
-    by_row = by_row_ if rowwise else lambda function, x: function(x)
-    by_row(torch.log_, torch.from_numpy(u_RV))
-    noise_RV = np.negative(u_RV, out=u_RV).astype(score_RV.dtype, copy=False)
-    by_row(torch.log_, torch.from_numpy(noise_RV))
-    score_RV -= noise_RV
-    return torch.from_numpy(np.where(finite_R, score_RV.argmax(1), none))
-
-
-def _lowbias32_(x: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """:func:`lowbias32` of uint32 in place."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x ^= x >> np.uint32(shift)
-        x *= np.uint32(factor)
-    x ^= x >> np.uint32(16)
-    return x
-
-
-@lru_cache(maxsize=8)
-def _column_hashes(V: int) -> "np.ndarray[Any, Any]":
-    """The hashes of tokens 0 to V - 1, uint32."""
-    return column_hash(0, torch.arange(V)).numpy().view(np.uint32)

@@ -28,10 +28,11 @@ from torch.nn import functional as F
 
 from colonnade.kernels.device import upload
 from colonnade.kernels.registry import choose
-from colonnade.kernels.sampling import log_exponential_noise, sample_few, sample_noise
+from colonnade.kernels.sampling import log_exponential_noise, sample_noise
 from colonnade.model.output_heads import OutputProjection, local_logits
 from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
+from colonnade.serve.cpu_sampling import sample_few
 from colonnade.serve.logits_changes import apply_changes
 from colonnade.serve.sample_args import SampleArgs
 
