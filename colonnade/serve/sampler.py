@@ -32,7 +32,7 @@ from colonnade.kernels.sampling import log_exponential_noise, sample_noise
 from colonnade.model.output_heads import OutputProjection, local_logits
 from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
-from colonnade.serve.few_rows import sample_few
+from colonnade.serve.cpu_sampling import sample_few
 from colonnade.serve.logits_changes import apply_changes
 from colonnade.serve.sample_args import SampleArgs
 
