@@ -87,7 +87,7 @@ def measure(
     for weights in formats:
         if weights != "stored":  # writes the packed weights
             started(roots["colonnade"], weights, 1, home, first=True)
-        for replicas in (1, 2) if rounds > 1 and weights != "stored" else (1,):
+        for replicas in (1, *((2,) if weights != "stored" else ())):
             sides = {who: (root, False) for who, root in roots.items()}
             if weights != "stored":
                 sides["first start"] = (roots["colonnade"], True)

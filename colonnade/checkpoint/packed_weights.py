@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -193,12 +193,13 @@ def _verified(path: Path, use: PackedUse) -> Tensor | None:
             if file.readinto(data.numpy()) != size:  # type: ignore[attr-defined]
                 return None
     contents, checksum = data[:-HASH_BYTES].numpy(), bytes(data[-HASH_BYTES:].numpy())
-    whole = contents[:8].tobytes() == MAGIC and hashlib.sha256(contents).digest() == checksum
+    whole = contents[:8].tobytes() == MAGIC and hashlib.sha256(contents.data).digest() == checksum
     return data[:-HASH_BYTES] if whole else None
 
 
-def _entry(fields: dict) -> _Entry:
-    return _Entry(**{**fields, "shape": tuple(fields["shape"])})
+def _entry(fields: dict[str, Any]) -> _Entry:
+    fields["shape"] = tuple(fields["shape"])
+    return _Entry(**fields)
 
 
 def _first_tensor(header: int) -> int:
@@ -262,7 +263,7 @@ def _write(model: Transformer, path: Path) -> None:
         put(MAGIC + len(header).to_bytes(8, "little") + header)
         for entry, x in parts:
             put(bytes(start + entry.start - position))
-            put(memoryview(x.flatten().view(torch.uint8).numpy()))
+            put(x.flatten().view(torch.uint8).numpy().data)
         put(bytes(start + at - position))
         file.write(digest.digest())
         file.flush()

@@ -144,7 +144,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(dtype).view(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _head_shape(config: ModelConfig, axes: Axes) -> tuple[int, int]:
