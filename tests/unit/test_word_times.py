@@ -11,6 +11,8 @@ from colonnade.speech.word_times import PARTS, UNKNOWN, letter_targets, word_tim
 from tests.worlds import assert_same
 
 TINY = SpeechConfig(layers=1, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, segment=4, left=6)
+HIGHER = 1.1
+"""The pitch of recordings without times."""
 A, B, SPACE = (TINY.letters.index(x) + 1 for x in "ab ")
 
 
@@ -75,31 +77,38 @@ def test_the_loss_takes_times_where_they_are_known():
 
 
 @pytest.mark.slow
-def test_training_learns_the_times_of_words():
-    """A model that hears four letters as tones places them within 20 ms after 150 steps."""
+@pytest.mark.parametrize("untimed", [False, True])
+def test_training_learns_the_times_of_words(untimed):
+    """A model that hears four letters as tones places them within 20 ms after 150 steps.
+
+    ``untimed``: every other recording has higher tones and no times; they are placed within 60 ms by what the head
+    learns from the others.
+    """
     config = TINY.replace(width=32, ffn_width=64, joint_width=16, right=1, audio_history=4)
     model = SpeechModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     generator = torch.Generator().manual_seed(0)
 
-    def example() -> tuple[torch.Tensor, str, list[tuple[float, float]]]:
+    def example(pitch: float = 1.0) -> tuple[torch.Tensor, str, list[tuple[float, float]]]:
         start_s, samples, words, letters = 0.1, [torch.zeros(1600)], [], []
         for _ in range(3):
             letter = int(torch.randint(4, (1,), generator=generator))
             count = int(torch.randint(2400, 4800, (1,), generator=generator))
-            samples.append(0.3 * torch.sin(torch.arange(count) * 2 * torch.pi * (400 + 500 * letter) / 16000))
+            samples.append(0.3 * torch.sin(torch.arange(count) * 2 * torch.pi * pitch * (400 + 500 * letter) / 16000))
             words.append((start_s, start_s + count / 16000))
             letters.append("abcd"[letter])
             start_s += count / 16000
         return torch.cat((*samples, torch.zeros(1600))), " ".join(letters), words
 
     for _ in range(150):
-        batch = [example() for _ in range(4)]
+        batch = [example(HIGHER if untimed and i % 2 else 1.0) for i in range(4)]
         mels = [model.features(samples) for samples, _, _ in batch]
         labels = [config.labels(text) for _, text, _ in batch]
         targets = [
-            letter_targets(own, SPACE, words, len(mel))
-            for own, (_, _, words), mel in zip(labels, batch, mels, strict=True)
+            torch.full((PARTS * len(mel),), UNKNOWN)
+            if untimed and i % 2
+            else letter_targets(own, SPACE, words, len(mel))
+            for i, (own, (_, _, words), mel) in enumerate(zip(labels, batch, mels, strict=True))
         ]
         x_TD = model.frames(torch.cat(mels))
         loss = model.loss(x_TD, [len(mel) for mel in mels], labels, torch.cat(targets))
@@ -108,8 +117,8 @@ def test_training_learns_the_times_of_words():
         optimizer.step()
     errors = [
         abs(found - true)
-        for samples, text, words in (example() for _ in range(10))
+        for samples, text, words in (example(HIGHER if untimed else 1.0) for _ in range(10))
         for each, bounds in zip(model.align(samples, text), words, strict=True)
         for found, true in zip(each[1:3], bounds, strict=True)
     ]
-    assert sum(error <= 0.02 for error in errors) >= 0.9 * len(errors)
+    assert sum(error <= (0.06 if untimed else 0.02) for error in errors) >= 0.9 * len(errors)
