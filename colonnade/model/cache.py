@@ -139,12 +139,16 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros; on a CPU the system provides pages of memory when they are first written.
 
-    ``calloc``, which torch and numpy use, takes what loading has freed, and writes zeros to all of that.
+    ``calloc``, which torch and numpy use, takes what loading has freed, and writes zeros to all of that. Raises
+    MemoryError if the system refuses the memory.
     """
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size:,} bytes for a cache: {error}") from None
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
