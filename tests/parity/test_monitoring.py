@@ -93,6 +93,7 @@ def test_rows_contain_memory_and_data_wait(config: RunConfig) -> None:
     assert all(1 << 26 < row["memory_peak_bytes"] < 1 << 40 and row["data_s"] > 0 for row in rows)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("silence_s", "shown"), [(1e9, [8]), (0.0, list(range(1, 9)))])
 def test_a_step_is_shown_after_a_silence(
     silence_s: float,

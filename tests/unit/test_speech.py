@@ -646,6 +646,7 @@ def _recogniser_on_ranks(world: int, folder: str) -> None:
                 model.save(path / "other")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_saved_recogniser_over_tp(world, tmp_path):

@@ -34,6 +34,7 @@ def test_every_layout_equals_one_process(family, tmp_path, capfd):
         assert 0 < each["errors"]["gradients"] < 1e-10
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", ["joint.bias", "out.weight", "predictor.embed.weight", "encoder.blocks.0.norm2.bias"])
 def test_a_fault_is_found(fault):
     """A weight that differs in one element, as on a rank that holds a wrong share."""
