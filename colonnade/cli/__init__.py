@@ -1,6 +1,4 @@
-"""The command line: one function per verb, which handles only arguments.
-
-    colonnade demo | corpus | train | eval | generate | chat | serve | convert | look | verify | bench | presets | help
+"""The command line: one function per verb, which handles only arguments; ``colonnade help`` lists them.
 
 A user error is one line on stderr and a non-zero exit code; ``--debug``, anywhere, shows the traceback.
 Each verb imports the modules that need torch when it runs, so that ``--help`` is instant.

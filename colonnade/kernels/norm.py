@@ -1,7 +1,9 @@
 """RMSNorm and LayerNorm, in plain torch.
 
-rms     y = x / √(mean(x²) + ε) · w                   (Zhang & Sennrich 2019, arXiv 1910.07467) layer   y = (x − mean) /
-√(var + ε) · w + b           (Ba 2016, arXiv 1607.06450)
+    rms     y = x / √(mean(x²) + ε) · w               Zhang & Sennrich 2019, arXiv 1910.07467
+    layer   y = (x − mean) / √(var + ε) · w + b       Ba 2016, arXiv 1607.06450
+
+Means are over the last dimension.
 """
 
 from torch import Tensor
