@@ -118,7 +118,7 @@ class ModelSpec:
 
 
 def _may_read_audio(model: Path) -> bool:
-    """Whether :meth:`ModelSpec.open` must tell: text models are recognised without importing torch."""
+    """Whether the files of ``model`` could be those of an audio model; reads JSON only, without torch."""
     if model.is_dir():
         configs = [*model.glob("*.json"), *model.glob("*/*.json")]
         names = {path.name for path in configs}

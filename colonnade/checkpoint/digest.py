@@ -24,7 +24,7 @@ def digest_of(path: Path) -> Digest:
 
 
 class BackgroundDigests:
-    """:func:`digest_of` of all files of a folder, computed by threads from now on."""
+    """:func:`digest_of` of all files of a folder, computed by threads in the background."""
 
     def __init__(self, folder: Path):
         self._pool = ThreadPoolExecutor(max_workers=2)
@@ -34,5 +34,5 @@ class BackgroundDigests:
         self._pool.shutdown(wait=False)
 
     def __call__(self, path: Path) -> Digest:
-        """That of a file, once it is known."""
+        """The digest of a file; waits until it is computed."""
         return self._digests[path].result() if path in self._digests else digest_of(path)

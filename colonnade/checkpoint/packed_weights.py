@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from colonnade.checkpoint.digest import digest_of
 from colonnade.checkpoint.load_model import OpenedModel
 from colonnade.config import ExpertsConfig, ModelConfig, WeightFormat
 from colonnade.kernels.cpu import library
@@ -143,9 +144,8 @@ def _checksums(location: Path) -> Iterator[str]:
     """Names and SHA-256 of a checkpoint's files."""
     files = [location] if location.is_file() else sorted(path for path in location.rglob("*") if path.is_file())
     for path in files:
-        with path.open("rb") as file:
-            yield path.name if path == location else str(path.relative_to(location))
-            yield hashlib.file_digest(file, "sha256").hexdigest()
+        yield path.name if path == location else str(path.relative_to(location))
+        yield digest_of(path).sha256
 
 
 @functools.cache

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.kernels.dropout import column_hash
+from colonnade.kernels.dropout import LOW, column_hash
 from colonnade.kernels.sampling import by_row_
-
-LOW = (1 << 32) - 1
 
 
 def sample_few(

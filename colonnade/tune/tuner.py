@@ -69,18 +69,23 @@ class Data(NamedTuple):
     rows: int
 
 
-ReadData = Callable[[RunConfig, TuneConfig, str | Path, "str | Path | None", Tokenizer, Report], Data]
-"""(run, settings, file, held-out file, tokenizer, progress report) -> data."""
+class DataSource(NamedTuple):
+    """What a method reads its data from."""
+
+    run: RunConfig
+    tune: TuneConfig
+    data: str | Path
+    held_out: str | Path | None
+    tokenizer: Tokenizer
+    report: Report
 
 
-def _sft(
-    run: RunConfig,
-    tune: TuneConfig,
-    data: str | Path,
-    held_out: str | Path | None,
-    tokenizer: Tokenizer,
-    report: Report,
-) -> Data:
+ReadData = Callable[[DataSource], Data]
+
+
+def _sft(source: DataSource) -> Data:
+    run, tune, data, held_out, tokenizer, report = source
+
     def read(path: str | Path) -> Conversations:
         rows = read_conversations(path, tokenizer, report)
         longest, V = run.data.sequence, run.model.vocab_size
@@ -95,14 +100,9 @@ def _sft(
     return Data(sft_feed(rows, Conversations([]) if held_out is None else read(held_out)), len(rows))
 
 
-def _dpo(
-    run: RunConfig,
-    tune: TuneConfig,
-    data: str | Path,
-    held_out: str | Path | None,
-    tokenizer: Tokenizer,
-    report: Report,
-) -> Data:
+def _dpo(source: DataSource) -> Data:
+    run, tune, data, held_out, tokenizer, report = source
+
     def read(path: str | Path) -> Conversations:
         longest, V = run.data.sequence, run.model.vocab_size
         sides: list[Conversation] = []
@@ -124,14 +124,8 @@ def _dpo(
     return Data(feed, len(rows) // 2)
 
 
-def _grpo(
-    run: RunConfig,
-    tune: TuneConfig,
-    data: str | Path,
-    held_out: str | Path | None,
-    tokenizer: Tokenizer,
-    report: Report,
-) -> Data:
+def _grpo(source: DataSource) -> Data:
+    run, tune, data, held_out, tokenizer, report = source
     from colonnade.reward_worker import load_reward
     from colonnade.tune.grpo import PromptRow, check_reward_settings, reward_feed  # imports the engine
 
@@ -148,14 +142,8 @@ def _grpo(
     return Data(reward_feed(rows, tune, run), len(rows) * tune.group)
 
 
-def _embed(
-    run: RunConfig,
-    tune: TuneConfig,
-    data: str | Path,
-    held_out: str | Path | None,
-    tokenizer: Tokenizer,
-    report: Report,
-) -> Data:
+def _embed(source: DataSource) -> Data:
+    run, tune, data, held_out, tokenizer, report = source
     rows, texts = read_texts(data, tokenizer, run, truncate=tune.truncate, report=report)
     others, count = Conversations([]), texts
     if held_out is not None:
@@ -202,7 +190,7 @@ class Tuner:
         tune = tune or TuneConfig()
         check_tune_settings(run, generates=method != "embed")
         tokenizer = _tokenizer(run.train.pretrained_checkpoint)
-        self.data = methods[method](run, tune, data, held_out, tokenizer, report)
+        self.data = methods[method](DataSource(run, tune, data, held_out, tokenizer, report))
         if set_steps:
             steps = max(1, math.ceil(tune.epochs * self.data.rows / run.train.batch))
             run = run.replace(train=run.train.replace(steps=steps))
