@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import fork_server
+from tests import fork_server, forked_workers
 
 # httpx gives up after 5 s by default, less than a busy machine may need.
 httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = httpx._config.DEFAULT_TIMEOUT_CONFIG.read = 120.0
@@ -33,6 +33,7 @@ hypothesis.settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-failed", type=Path, help="write the ids of failed tests to this file, one a line")
+    parser.addoption("--workers", type=int, default=1, help="run files of tests in that many processes")
     parser.addoption("--exec", action="store_true", help="start all programs by exec, as users do; takes twice as long")
 
 
@@ -41,10 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    # Not earlier: packages that test modules import set variables, and programs are forked only with the same ones.
-    if not session.config.getoption("--exec"):
-        fork_server.install()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    def prepare() -> None:
+        # After collection: packages that test modules import set variables, and programs are forked only with the
+        # same ones.
+        if not session.config.getoption("--exec"):
+            fork_server.install()
+
+    workers = session.config.getoption("--workers")
+    if workers == 1 or session.testsfailed or session.config.option.collectonly:
+        prepare()
+        return None
+    forked_workers.run(session, workers, prepare)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,7 +65,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if (path := config.getoption("--write-failed")) and not hasattr(config, "workerinput"):
+    if path := config.getoption("--write-failed"):
         reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
         ids = dict.fromkeys(report.nodeid for report in reports if "::" in report.nodeid)
         path.write_text("".join(f"{name}\n" for name in ids), encoding="utf-8")
@@ -73,7 +84,7 @@ SLOWEST = (
 )  # fmt: skip
 """The files that take longest, in order.
 
-With --dist loadfile each worker takes one file at a time; a long file started last would leave the others idle."""
+Each worker takes one file at a time; a long file started last would leave the others idle."""
 
 
 def mark_unsampled_cases(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ python=$VENV/bin/python failed=$VENV/.failed-tests
 at_most=8
 
 rm -f "$failed"
-"$python" -m pytest -n "$WORKERS" --dist loadfile --no-loadscope-reorder --write-failed "$failed" "$@"
+"$python" -m pytest --workers "$WORKERS" --write-failed "$failed" "$@"
 code=$?
 [[ $code == 1 && -s $failed && $(wc -l < "$failed") -le $at_most ]] || exit "$code"
 

@@ -63,15 +63,7 @@ class _Pool:
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("forkserver")
-        # The fork server imports torch and lazily imported modules once; its children start in milliseconds.
-        context.set_forkserver_preload(
-            [
-                "torch.distributed.pipelining", "torch.distributed.fsdp", "colonnade.checkpoint.dcp_storage",
-                "colonnade.parallel.overlapped_matmul", "colonnade.train.loop", "colonnade.verify.run",
-            ]
-        )  # fmt: skip
-        self.context = context
+        self.context = mp.get_context("spawn")  # by the fork server: in milliseconds
         atexit.register(self.close)
 
     def grow(self, world: int) -> None:

@@ -11,7 +11,7 @@ from tests.serve.serving import Running
 
 pytest.importorskip("guidellm", reason="needs guidellm: pip install --group clients")
 
-pytestmark = [pytest.mark.xdist_group("server"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 REQUESTS = 40
 OUTPUT_TOKENS = 8

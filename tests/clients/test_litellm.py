@@ -17,7 +17,6 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would download a list 
 litellm = pytest.importorskip("litellm", reason="needs litellm: pip install --group clients")
 
 pytestmark = [
-    pytest.mark.xdist_group("server"),
     pytest.mark.filterwarnings("default"),  # of packages that are not ours
 ]
 

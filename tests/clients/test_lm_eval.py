@@ -14,7 +14,6 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install --gr
 pytest.importorskip("tenacity", reason="needs lm-eval[api]: pip install --group clients")
 
 pytestmark = [
-    pytest.mark.xdist_group("server"),
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default"),  # of packages that are not ours
 ]

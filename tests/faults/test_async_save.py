@@ -20,8 +20,6 @@ from colonnade.train.training_state import TrainingState
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 def _save_at_two(config: RunConfig) -> int:
     """Steps taken while the checkpoint of step 2 waited to be written."""

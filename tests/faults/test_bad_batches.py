@@ -21,8 +21,6 @@ from colonnade.train.training_state import TrainingState
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 @contextmanager
 def with_bad_loss(*calls: int, value: float = float("nan")) -> Iterator[None]:

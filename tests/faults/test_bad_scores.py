@@ -10,8 +10,6 @@ from colonnade.train.metrics import Meter
 from colonnade.train.training_state import TrainingState
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 def _nan_scores(module: object, inputs: object, scores: Tensor) -> Tensor:
     return scores * torch.nan

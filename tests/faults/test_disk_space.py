@@ -20,8 +20,6 @@ from colonnade.train.trackers import JsonLines
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from tests.corpora import tensors
 from tests.faults import faulty
 from tests.worlds import run as in_world
 
-pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from colonnade.train.loop import train
 from tests.corpora import TEXT, small
 from tests.worlds import run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 def _agree(by_rank: list[dict[str, object]]) -> str:
     world = world_axis()

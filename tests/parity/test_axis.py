@@ -102,7 +102,6 @@ def _compiled(world: int) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.xdist_group("worlds")
 def test_conjugate_pairs_match_plain_torch(world: int) -> None:
     run(world, _every_pair, world)
 
@@ -117,12 +116,10 @@ def _every_pair(world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("worlds")
 def test_conjugate_pairs_compile_into_one_graph() -> None:
     run(2, _compiled, 2)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_gather_instead_of_join_doubles_the_gradient() -> None:
     """The tests can detect the mistake that the two names exist to prevent (layout rule f)."""
     ratios = run(2, _wrong_pair)

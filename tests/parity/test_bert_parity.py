@@ -93,7 +93,6 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(BERTS))
-@pytest.mark.xdist_group("worlds")
 def test_tensor_parallel_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
     run(world, _check, BERTS[name], world, sequence_parallel)
 
@@ -211,7 +210,6 @@ def _relay(folder: Path, plan: Plan, out: Path) -> dict[str, Tensor]:
     # Each head and each of the two families over two and over three processes.
     [(name, 2 + (i + i // 5) % 2) for i, name in enumerate(CLASSES)] + [(CLASSES[0], 1), (CLASSES[6], 1)],
 )
-@pytest.mark.xdist_group("worlds")
 def test_any_layout_reads_and_writes_the_same_model(name: str, tp: int, tmp_path: Path) -> None:
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "hf")

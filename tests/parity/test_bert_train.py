@@ -20,8 +20,6 @@ from colonnade.train import Trainer
 from colonnade.train.loop import train
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 TEXT = "we the people of this union hold that a column stands in a row . it bears its share of the weight !"
 TRAIN = TrainConfig(
     steps=8, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=2, dtype="float64", eval_every=4, eval_samples=5,

@@ -30,8 +30,6 @@ from tests.models import BERTS, build, pairs
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 TRAIN = TrainConfig(
     steps=6, batch=6, micro_batch=6, lr=1e-2, min_lr=0, warmup=1, dtype="float64", schedule="linear", clip=0.5,
     save_every=3, eval_every=3, log_every=1,

@@ -48,7 +48,6 @@ def write(folder: Path, config, **settings) -> Transformer:
     ],
     ids=["int4", "zero", "symmetric", "int8", "float8", "int8_dynamic"],
 )
-@pytest.mark.xdist_group("worlds")
 def test_two_ranks_load_what_one_process_compressed(config, settings, tmp_path) -> None:
     model = write(tmp_path / "m", config, **settings)
     ((alone, tokens, bits),) = run(1, _load, tmp_path / "m", 1, "stored")
@@ -74,7 +73,6 @@ def test_two_ranks_load_what_one_process_compressed(config, settings, tmp_path) 
     ],
     ids=str,
 )
-@pytest.mark.xdist_group("worlds")
 def test_experts_are_cut_in_whole_groups(name, settings, plan, tmp_path) -> None:
     write(tmp_path / "m", MIXTURES[name], **settings)
     ((alone, tokens, bits),) = run(1, _load_experts, tmp_path / "m", Plan(), "stored")
@@ -218,7 +216,6 @@ def _compressed(config, plan: Plan, settings: dict, folder: Path | None) -> dict
     ],
     ids=["dense", "experts", "copies", "nearest"],
 )
-@pytest.mark.xdist_group("worlds")
 def test_several_ranks_compress_to_the_bits_of_one(config, settings, plans, tmp_path) -> None:
     (alone,) = run(1, _compressed, config, Plan(), settings, tmp_path / "1")
     for plan in plans:
@@ -243,6 +240,5 @@ def _refused(plan: Plan) -> str:
     return ""
 
 
-@pytest.mark.xdist_group("worlds")
 def test_other_layouts_are_refused() -> None:
     assert "the plan has tp=2" in run(2, _refused, Plan(tp=2))[0]

@@ -12,8 +12,6 @@ from colonnade.parallel.distributed_context import DistributedContext
 from tests.parity.train_cases import CASES, Run
 from tests.worlds import run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 PLANS = [Plan(dp=2), Plan(tp=2, sequence_parallel=True), Plan(replicate=2), Plan(pp=2), Plan(dp=2, ep=2)]
 
 

@@ -56,7 +56,6 @@ def _ring(world: int) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.xdist_group("worlds")
 def test_ring_attention_equals_one_process(world: int) -> None:
     run(world, _ring, world)
 
@@ -104,7 +103,6 @@ def _fewer_tokens_than_ranks(plan: Plan, lengths: list[int]) -> None:
     [(Plan(cp=3), [2]), (Plan(cp=3), [1, 1]), (Plan(cp=2), [1]), (Plan(cp=2, tp=2, sequence_parallel=True), [1])],
     ids=str,
 )
-@pytest.mark.xdist_group("worlds")
 def test_ranks_without_tokens_are_supported(plan: Plan, lengths: list[int]) -> None:
     """With fewer tokens than ranks, the last ranks have neither masked tokens nor first tokens of a sequence."""
     run(plan.world, _fewer_tokens_than_ranks, plan, lengths)

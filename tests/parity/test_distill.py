@@ -27,8 +27,6 @@ from tests.corpora import TEXT
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 STUDENT = ModelConfig(vocab_size=300, layers=1, width=16, heads=4, kv_heads=2, ffn_width=12, context=32)
 TEACHER = STUDENT.replace(layers=2, width=32, heads=8, kv_heads=4, ffn_width=64, head_width=8)
 EXPERTS = STUDENT.replace(family="mixtral", moe=MoeConfig(experts=4, active=2, ffn_width=12))

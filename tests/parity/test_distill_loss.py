@@ -115,7 +115,6 @@ SAMPLED = torch.arange(T) % 3 == 1
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.xdist_group("worlds")
 def test_the_most_likely_tokens_equal_autograd(tp) -> None:
     k, given = 30, inputs()  # more than a rank's part of the vocabulary with tp=4
     x, w = given["x"].requires_grad_(), given["w"].requires_grad_()
@@ -156,7 +155,6 @@ def _on_ranks(tp: int, name: str) -> tuple[torch.Tensor, ...]:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", ["kl", "reverse", "jsd", "dist", "hidden"])
-@pytest.mark.xdist_group("worlds")
 def test_tensor_parallel_equals_autograd(tp, name) -> None:
     value, ex, ew = expected(LOSSES[name])
     ranks = run(tp, _on_ranks, tp, name)

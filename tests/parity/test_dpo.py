@@ -29,8 +29,6 @@ from tests.parity.test_sft import conversations
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 KINDS = {
     "dpo": TuneConfig(beta=0.3),
     "conservative": TuneConfig(beta=0.3, flipped=0.2),

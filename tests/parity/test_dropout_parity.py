@@ -68,7 +68,6 @@ def plans() -> list:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", plans())
-@pytest.mark.xdist_group("worlds")
 def test_every_plan_draws_the_same_masks(plan: Plan) -> None:
     """Every family over two processes, where each axis is tested by itself; two families in turn where axes are
     combined.
@@ -92,7 +91,6 @@ def long_run_plans() -> list:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", long_run_plans())
-@pytest.mark.xdist_group("worlds")
 def test_twenty_steps_equal_one_process(plan: Plan) -> None:
     """Errors that accumulate over steps would show; the learning rate schedule ends meanwhile."""
     run(plan.world, _twenty_steps, plan)

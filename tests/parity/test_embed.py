@@ -33,8 +33,6 @@ from tests.serve.test_serve_pooling import served
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 SETTINGS = {
     "mean": Contrast("mean", 0.05, (24, 8), texts=3),
     "last": Contrast("last", 0.2, (24,), texts=2),

@@ -15,8 +15,6 @@ from tests.parity import layout_faults as faults
 from tests.parity.test_verify import compared
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MODEL, SPARSE, NLLB = shrink(t5("1.0"), 2), shrink(switch(), 2), shrink(nllb(), 2)
 PLANS = [Plan(tp=2, sequence_parallel=True), Plan(dp=2)]
 MORE = [Plan(tp=2), Plan(dp=2, reshard=False), Plan(replicate=2)]

@@ -30,7 +30,6 @@ from tests.models import BERTS, build
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
 TRAIN = TrainConfig(
     steps=4, batch=4, micro_batch=4, lr=1e-2, min_lr=0, warmup=1, dtype="float64", schedule="linear", clip=0.5,
     save_every=4, eval_every=0, log_every=1,

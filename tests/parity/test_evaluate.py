@@ -228,7 +228,6 @@ def _responses(tasks: list[str], plan: Plan) -> list[tuple[str, dict[str, float]
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize(
     "plan", [Plan(tp=2), Plan(dp=2), pytest.param(Plan(tp=2, dp=2), marks=pytest.mark.long)], ids=["tp", "dp", "both"]
 )

@@ -13,8 +13,6 @@ from colonnade.train.optimizer import MOMENTS
 from colonnade.verify.trial import Trial
 from tests.worlds import run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MODEL = ModelConfig(
     vocab_size=29, layers=2, width=8, heads=2, head_width=4, ffn_width=12, context=16, ffn_bias=True,
     moe=MoeConfig(

@@ -22,8 +22,6 @@ from tests.corpora import TEXT, small
 from tests.models import build, ragged
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 CONFIG = ModelConfig(
     family="mixtral", vocab_size=61, layers=2, width=16, heads=4, ffn_width=10, context=64,
     moe=MoeConfig(experts=4, active=2, ffn_width=10, capacity=0.75),

@@ -17,9 +17,6 @@ from colonnade.train.optimizer_step import sum_expert_grads
 from tests.models import MOES, build, ragged
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
-
 NONE = DropoutRates()
 
 

@@ -22,8 +22,6 @@ from colonnade.train.training_state import TrainingState
 from tests.corpora import small
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MOE = MoeConfig(experts=4, active=2, ffn_width=12, first_k_dense_replace=1, balance_weight=0.1, bias_rate=0.01)
 LOWER = ("embed", "blocks.[01]")
 """The first of two pipeline ranks has nothing to train."""

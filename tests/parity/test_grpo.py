@@ -29,8 +29,6 @@ from tests.serve import tiny
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 REWARD = """
 def low(prompt, answer, row):
     words = answer.split()

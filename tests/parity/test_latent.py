@@ -44,7 +44,6 @@ def _serve(name: str, tp: int) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.xdist_group("worlds")
 def test_compressed_cache_gives_the_same_logits(name: str, tp: int) -> None:
     run(tp, _serve, name, tp)
 
@@ -92,7 +91,6 @@ def _ring(name: str, lengths: list[int]) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("lengths", [[12, 12], [5, 0, 1, 17]], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.xdist_group("worlds")
 def test_ring_gives_the_same_values_and_gradients(name: str, lengths: list[int]) -> None:
     run(3, _ring, name, lengths)
 

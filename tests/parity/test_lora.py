@@ -28,8 +28,6 @@ from tests.serve import tiny
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 LORA = LoraConfig(rank=3, alpha=5.0)
 SOME = LoraConfig(rank=2, alpha=1.0, rslora=True, targets=("q", "v", "down"))
 DENSE = tuning.MODEL

@@ -14,8 +14,6 @@ from colonnade.train.training_state import TrainingState
 from tests import corpora
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MODEL = ModelConfig(vocab_size=300, layers=12, width=64, heads=4, ffn_width=176, context=32, tied=True)
 TRAIN = TrainConfig(steps=1, batch=4, micro_batch=1, eval_every=0, async_save=False)
 WHOLE_BYTES = 4 * MODEL.parameters

@@ -28,8 +28,6 @@ from colonnade.train.optimizer_step import gradient_norm, sum_expert_grads
 from tests.routers import KINDS, TOKENS, WIDTH, config_of, moe_of, tokens
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 DROPS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "tight": {"capacity": 1.0},

@@ -23,8 +23,6 @@ from tests.corpora import TEXT, small
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MOE = MoeConfig(
     experts=4, active=2, ffn_width=12, shared_width=5, first_k_dense_replace=1, balance_weight=0.1, z_weight=0.01,
     bias_rate=0.01,     router=RouterConfig(noise=1.0),

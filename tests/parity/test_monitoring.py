@@ -33,8 +33,6 @@ from colonnade.train.training_state import TrainingState
 from tests import corpora
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MODEL = ModelConfig(vocab_size=300, layers=4, width=16, heads=4, kv_heads=4, ffn_width=24, context=32, tied=True)
 
 

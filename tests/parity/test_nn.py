@@ -30,7 +30,6 @@ from colonnade.parallel.launch import launch
 from colonnade.parallel.layout import WHOLE, local_part, placements
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
 D = 12
 EXPERTS = MoeConfig(experts=4, active=2, ffn_width=10, z_weight=0.1, balance_weight=0.3)
 

@@ -20,8 +20,6 @@ from tests.oracle import Oracle
 from tests.parity.train_cases import BERT, Run, micro_batches
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 STEPS, MICRO_BATCHES = 3, 4
 PLANS = {
     1: [Plan()],

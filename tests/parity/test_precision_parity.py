@@ -20,8 +20,6 @@ from tests.models import CONFIGS, build, ragged
 from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that are executed."""

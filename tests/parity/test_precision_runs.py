@@ -20,8 +20,6 @@ from tests import corpora
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 TEXT = "we the people of this union hold that a column stands in a row and bears its share"
 MODEL = ModelConfig(vocab_size=300, layers=3, width=16, heads=4, kv_heads=2, ffn_width=32, context=32, tied=True)
 TRAIN = TrainConfig(

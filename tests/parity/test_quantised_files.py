@@ -257,7 +257,6 @@ def test_foreign_files_dequantise_bit_for_bit(name, tmp_path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gptq", "awq", "w8a8"])
-@pytest.mark.xdist_group("worlds")
 def test_two_ranks_read_foreign_files(name, tmp_path) -> None:
     foreign(tmp_path / "m", *FOREIGN[name])
     ((alone, tokens, bits),) = run(1, _load, tmp_path / "m", 1, "stored")

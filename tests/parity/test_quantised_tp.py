@@ -44,7 +44,6 @@ def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], di
     ("format", "weights", "config"),
     [("hf", "int8", UNEVEN), ("hf", "int4", CONFIG), ("colonnade", "float8", UNEVEN), ("colonnade", "int4", CONFIG)],
 )
-@pytest.mark.xdist_group("worlds")
 def test_quantised_weights_on_two_ranks_are_bitwise_equal(
     format: str, weights: str, config: ModelConfig, tmp_path: Path
 ) -> None:
@@ -111,7 +110,6 @@ def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[
     ],
     ids=str,
 )
-@pytest.mark.xdist_group("worlds")
 def test_sharded_experts_give_the_output_of_one_process(weights: str, name: str, plan: Plan, tmp_path: Path) -> None:
     """Full experts, slices of them, or both: the weights, logits and greedy tokens of one process."""
     config = MIXTURES[name]
@@ -157,7 +155,6 @@ def _scored_steps(folder: Path, plan: Plan, weights: str) -> tuple[list[tuple[in
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [Plan(tp=2, ep=2), Plan(tp=2), Plan(tp=2, etp=2)], ids=str)
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.xdist_group("worlds")
 def test_experts_round_their_inputs_alike_on_one_rank_and_on_two(weights: str, plan: Plan, tmp_path: Path) -> None:
     """One rank runs a mixture in one C++ call, two run it in torch around the same products: only sums differ.
 

@@ -20,8 +20,6 @@ from colonnade.serve.sampling_params import SamplingParams
 from tests.serve import tiny
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 CPU = torch.device("cpu")
 MOE = MoeConfig(experts=4, active=2, ffn_width=10, first_k_dense_replace=1, shared_width=5)
 SIZES: dict[str, Any] = {"layers": 5, "moe": MOE, "family": "deepseek_v2"}

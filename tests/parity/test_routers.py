@@ -25,8 +25,6 @@ from tests.corpora import TEXT, small
 from tests.routers import EXPERTS, KINDS, TOKENS, config_of, moe_of, noise_for, router_of, tokens
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 WAYS: dict[str, dict[str, Any]] = {
     "dropless": {"capacity": None},
     "tight": {"capacity": 1.0},

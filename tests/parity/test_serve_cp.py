@@ -19,8 +19,6 @@ from tests.serve.ranks import COUNT, LIMITS, MODELS, PROMPTS, expected, serve
 from tests.split import errors
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ from tests.serve import tiny
 from tests.serve.ranks import LIMITS, MODELS, expected, serve
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ LATENT = {"kv_heads": 6, "head_width": 6, "latent": LatentConfig(kv_rank=5, q_ra
 @pytest.mark.parametrize(
     "changes", [{}, {"tied": True, "window": 7, "qk_norm": True}, LATENT], ids=["llama", "tied_window", "latent"]
 )
-@pytest.mark.xdist_group("worlds")
 def test_two_ranks_generate_the_tokens_of_one(changes: dict) -> None:
     assert run(2, _serve, 2, changes)[0] == run(1, _serve, 1, changes)[0]
 
@@ -64,7 +63,6 @@ FOUR_HEADS = {"heads": 4, "kv_heads": 4}
         ("latent", 4),
     ],
 )
-@pytest.mark.xdist_group("worlds")
 def test_greedy_tokens_equal_the_reference_forward(name: str, tp: int) -> None:
     """With preemption, a shared prefix and odd pages; on four ranks running ahead in steps of fixed shape."""
     changes = ranks.MODELS[name] | (FOUR_HEADS if tp == 4 else {})
@@ -82,7 +80,6 @@ def _pages_with_unequal_memory() -> int:
         return Engine(tiny.model(context.axes), tiny.tokenizer(), limits).cache.pages
 
 
-@pytest.mark.xdist_group("worlds")
 def test_all_ranks_have_the_pages_of_the_one_with_least_memory() -> None:
     first, second = run(2, _pages_with_unequal_memory)
     least = EngineSpec(tiny.config(), ServeConfig(max_requests=1 << 14, token_budget=16), torch.float64, CPU, tp=2)
@@ -91,7 +88,6 @@ def test_all_ranks_have_the_pages_of_the_one_with_least_memory() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"etp": 2}, {}], ids=["ep", "etp", "copies"])
-@pytest.mark.xdist_group("worlds")
 def test_two_ranks_with_experts_generate_the_tokens_of_one(grid: dict) -> None:
     """Also with fewer tokens than ranks: a decode step has one token per request."""
     changes = {"moe": MoeConfig(experts=4, active=2, ffn_width=6, shared_width=3, shared_gate=True)}
@@ -124,7 +120,6 @@ def _idle_heartbeats(count_: int) -> int:
         return 0
 
 
-@pytest.mark.xdist_group("worlds")
 def test_idle_engine_sends_heartbeats() -> None:
     """A collective that waits too long times out, so follower ranks must receive a message now and then."""
     assert run(2, _idle_heartbeats, 3)[1] == 3

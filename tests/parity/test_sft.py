@@ -21,8 +21,6 @@ from tests.serve import tiny
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 def conversations(count: int = 10) -> Conversations:
     """Rows of 2 to 24 tokens; between one and all of them count."""

@@ -27,8 +27,6 @@ from tests.corpora import TEXT, small
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MOE = MoeConfig(
     experts=4,
     active=1,

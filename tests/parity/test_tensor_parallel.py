@@ -51,12 +51,10 @@ def greedy(model, steps: int = 6) -> list[int]:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(CONFIGS))
-@pytest.mark.xdist_group("worlds")
 def test_tensor_parallel_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
     run(world, _check, CONFIGS[name], world, sequence_parallel)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_fewer_tokens_than_ranks() -> None:
     """With sequence parallelism, a rank may hold no rows of the residual stream."""
     assert run(4, _fewer_tokens_than_ranks, [1, 1]) == run(4, _fewer_tokens_than_ranks, [2]) == [None] * 4
@@ -76,7 +74,6 @@ def _fewer_tokens_than_ranks(lengths: list[int]) -> None:
             assert_same(grad, local_part(whole.get_parameter(name).grad, layout[name], context.axes), what=name)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_three_kv_heads_with_tp_3() -> None:
     run(3, _check, THREE_KV_HEADS, 3)
 
@@ -99,6 +96,5 @@ def _logits_gradient() -> None:
             assert_same(p.grad, local_part(whole.get_parameter(name).grad, layout[name], context.axes), what=name)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_gradient_through_joined_logits() -> None:
     run(2, _logits_gradient)

@@ -31,7 +31,6 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(CONFIGS))
-@pytest.mark.xdist_group("worlds")
 def test_logprobs_equal_a_full_log_softmax(name: str, world: int, sequence_parallel: bool) -> None:
     run(world, _check, CONFIGS[name], world, sequence_parallel)
 
@@ -50,7 +49,6 @@ def _check_context_parallel(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", [Plan(cp=2), Plan(cp=2, tp=2, sequence_parallel=True)], ids=str)
-@pytest.mark.xdist_group("worlds")
 def test_logprobs_under_context_parallelism(plan: Plan) -> None:
     run(plan.world, _check_context_parallel, plan)
 
@@ -83,7 +81,6 @@ def _tied(V: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("V", [1, 2, 5, 7, 301])
-@pytest.mark.xdist_group("worlds")
 def test_alternatives_and_ties(V: int) -> None:
     """The first alternative and the greedy flag are those of argmax, also where ranks have equal maxima."""
     logits_RV = _tied(V)

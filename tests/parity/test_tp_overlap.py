@@ -23,8 +23,6 @@ from colonnade.parallel.overlapped_matmul import CollectiveTransfer, CopyEngineT
 from tests.overlapped import GPT2, LLAMA, gradients, laid
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 class LateTransfer(CollectiveTransfer):
     """A transfer whose rows are NaN until they are announced."""

@@ -72,7 +72,6 @@ def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float
         pytest.param(PLANS, id="all", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.xdist_group("worlds")
 def test_every_plan_loads_every_checkpoint(plans: list[Plan], tmp_path: Path) -> None:
     expected = {label(p): run(p.world, _save, p, tmp_path)[0] for p in plans}
     one = expected[label(Plan())]
@@ -101,7 +100,6 @@ def _load_weights_only(root: Path) -> None:
             assert_same(got.detach(), it.masters.local[name].detach().float(), 1e-12, what=name)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_weights_load_without_optimizer_or_group(tmp_path: Path) -> None:
     run(2, _load_weights_only, tmp_path)
     index = json.loads((tmp_path / "step-0" / "tensors.json").read_text())["tensors"]

@@ -30,8 +30,6 @@ from tests import corpora
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
 TRAIN = TrainConfig(
     steps=12,

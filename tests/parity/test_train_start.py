@@ -15,8 +15,6 @@ from colonnade.train.training_state import TrainingState
 from tests.corpora import TEXT
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MOE = MoeConfig(experts=4, active=2, ffn_width=12)
 MODEL = ModelConfig(
     family="mixtral", vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=12, context=32, moe=MOE

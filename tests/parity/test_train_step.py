@@ -61,7 +61,6 @@ MARKS = {
     ("case", "world"),
     [pytest.param(case, world, marks=MARKS.get((case, world), [])) for case in CASES for world in (1, 2, 3, 4)],
 )
-@pytest.mark.xdist_group("worlds")
 def test_training_equals_one_process(case: str, world: int) -> None:
     run(world, _check_all_plans, world, case)
     assert torch.get_default_dtype() == torch.float32
@@ -72,6 +71,5 @@ def _fused_adamw() -> None:
         _check_training(plan, "gpt2", TRAIN.replace(fused_adamw=True))
 
 
-@pytest.mark.xdist_group("worlds")
 def test_fused_adamw_updates_shards_like_full_tensors() -> None:
     run(2, _fused_adamw)

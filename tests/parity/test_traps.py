@@ -31,8 +31,6 @@ from tests import corpora
 from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches, ragged, raw, raw_alone
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 def _cross_entropy(V: int, smoothing: float) -> tuple[float, float]:
     """Our loss over the ranks against torch's in one process, with all gradients; (this rank's loss, torch's)."""

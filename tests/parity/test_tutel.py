@@ -18,8 +18,6 @@ from colonnade.errors import PlanError
 from colonnade.parallel import process_groups
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 D, OUT, HIDDEN = 6, 5, 8
 
 

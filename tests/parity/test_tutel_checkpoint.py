@@ -14,8 +14,6 @@ from colonnade.compat.tutel.checkpoint import gather, scatter
 from colonnade.errors import CheckpointError
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 D = 6
 PATTERN = "{rank}-of-{size}.ckpt"
 

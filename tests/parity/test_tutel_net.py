@@ -10,8 +10,6 @@ from colonnade.compat.tutel import net
 from colonnade.errors import ConfigError, PlanError
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 Op = Callable[[Tensor], Tensor]
 Definition = Callable[[list[Tensor]], list[Tensor]]
 

@@ -19,8 +19,6 @@ from colonnade.compat.tutel import moe as tutel_moe
 from colonnade.compat.tutel import net, system
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """

@@ -23,8 +23,6 @@ from colonnade.verify import run as verifying
 from tests.parity import layout_faults as faults
 from tests.worlds import run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MODEL = ModelConfig(
     family="qwen3", vocab_size=53, layers=3, width=24, heads=4, kv_heads=4, head_width=4, ffn_width=29, context=64,
     qk_norm=True, tied=True, window=7, window_from_layer=1,

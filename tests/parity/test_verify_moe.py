@@ -14,8 +14,6 @@ from tests.parity import expert_faults as faults
 from tests.parity.test_verify import compared, in_parts
 from tests.worlds import run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 MODEL = ModelConfig(
     vocab_size=53, layers=3, width=16, heads=4, head_width=4, ffn_width=29, context=64, tied=True, ffn_bias=True,
     moe=MoeConfig(

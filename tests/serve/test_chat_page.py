@@ -12,7 +12,6 @@ from colonnade.serve.api.chat_page import page_headers
 from tests.serve.browser import MISSING, PATH, Browser, browser
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
 needs_browser = pytest.mark.skipif(PATH is None, reason=MISSING)
 
 HOSTILE = "<script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> <b>bold</b>"

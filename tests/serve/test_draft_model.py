@@ -248,7 +248,6 @@ def _serve(plan: dict[str, int], count: int, limits: ServeConfig) -> tuple[list[
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
-@pytest.mark.xdist_group("worlds")
 def test_speculation_changes_no_text_on_two_ranks(plan: dict[str, int], count: int):
     limits = LIMITS.replace(pages=120, page_tokens=3, graph_capture=True)
     plain = serve(tiny.model(), None).generate(*mixed(count))
@@ -326,7 +325,6 @@ def completion(url: str, seed: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("plan", [{}, {"tp": 2}], ids=["one", "tp"])
 def test_a_server_drafts(plan: dict[str, int]):
     model, tokenizer, _ = tiny.load(DistributedContext.solo(), deep=True)
@@ -340,7 +338,6 @@ def test_a_server_drafts(plan: dict[str, int]):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("server")
 def test_the_command_line_serves_with_a_draft_model(tmp_path: Path):
     save(tmp_path / "big")
     save(tmp_path / "small", layers=1)

@@ -12,8 +12,6 @@ from tests.encdec import built, nllb, switch, t5
 from tests.serve import tiny
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 SOURCES = [tuple(range(10, 29)), tuple(range(40, 47)), (8, 9), tuple(range(10, 29))]
 LIMITS = ServeConfig(pages=13, page_tokens=4, token_budget=9, max_requests=4)
 MODELS = {

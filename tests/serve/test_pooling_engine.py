@@ -136,7 +136,6 @@ def _follow(plan: dict[str, int], it: ModelConfig, texts: list[list[int]]) -> li
         return [found[key].numbers() for key in keys]
 
 
-@pytest.mark.xdist_group("worlds")
 def test_tensor_parallel_ranks_give_the_same_vectors() -> None:
     found = torch.tensor(run_ranks(2, _follow, {"tp": 2}, encoders.config(), ids())[0])
     model = encoders.model(encoders.config())

@@ -22,8 +22,6 @@ from tests.serve import tiny
 from tests.serve.serving import server
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 LORAS = {"all": LoraConfig(rank=3, alpha=9.0), "some": LoraConfig(rank=2, alpha=8.0, targets=("k", "v", "down"))}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["The quick brown fox", "The quick brown fox jumps over the lazy dog, and", "We the people"]

@@ -21,8 +21,6 @@ from colonnade.serve.api.middleware import BodyLimit
 from colonnade.serve.server import new_event_loop
 from tests.serve.serving import server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 CLASSES = [connection.H11Connection]
 if connection.HttpToolsProtocol is not None:
     CLASSES.append(connection.HttpToolsConnection)

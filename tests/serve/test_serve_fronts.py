@@ -23,8 +23,6 @@ from tests.serve.streams import stream, stream_all
 from tests.serve.test_serve_http_keys import write_keys
 from tests.serve.test_serve_life import gone, until_requests
 
-pytestmark = pytest.mark.xdist_group("fronts")
-
 KEYS = {
     "free": {},
     "few": {"requests_per_minute": 10},

@@ -18,8 +18,6 @@ from colonnade.serve.api import replies
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")  # all in one xdist worker, which starts the server once
-
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 

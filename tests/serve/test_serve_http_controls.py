@@ -17,8 +17,6 @@ from colonnade.serve.sampling_params import choice_seed
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 
 @pytest.fixture(scope="module")
 def running():

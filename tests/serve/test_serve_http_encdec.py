@@ -12,8 +12,6 @@ from tests.encdec import built, t5
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 

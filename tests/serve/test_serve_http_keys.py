@@ -15,8 +15,6 @@ from colonnade.errors import ConfigError
 from colonnade.serve.server import serve
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 KEYS = {
     "free": {},
     "other-model": {"models": ["another"]},

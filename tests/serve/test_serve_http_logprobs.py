@@ -12,8 +12,6 @@ from colonnade.serve.api import replies
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 PROMPT = "größer 🙂 fox"
 GREEDY = {"temperature": 0, "max_tokens": 12}
 IGNORE_EOS = {"ignore_eos": True}

@@ -16,8 +16,6 @@ from colonnade.serve.api.tokenize import TokenizerInfo
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 ORIGIN = "https://chat.example.com"
 
 

@@ -13,8 +13,6 @@ from tests.serve import tiny
 from tests.serve.serving import Running
 from tests.serve.test_serve_http_tools import BLANKS, SCHEMAS
 
-pytestmark = pytest.mark.xdist_group("server")
-
 TOOLS: list[Any] = [
     {"type": "function", "name": name, "description": "d", "parameters": schema, "strict": True}
     for name, schema in SCHEMAS.items()

@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 import tokenizers
 import torch
 
@@ -16,8 +15,6 @@ from colonnade.serve.generation_request import GenerationRequest
 from colonnade.serve.message_reader import prepare
 from tests.serve import tiny
 from tests.serve.serving import Running
-
-pytestmark = pytest.mark.xdist_group("server")
 
 GREEDY = {"max_tokens": 9, "temperature": 0, "ignore_eos": True}
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]

@@ -16,8 +16,6 @@ from tests.serve.schemathesis_run import run_schemathesis
 from tests.serve.serving import Running
 from tests.serve.test_serve_http import settle
 
-pytestmark = pytest.mark.xdist_group("server")
-
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Rom", "Köln"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

@@ -15,8 +15,6 @@ from colonnade.config import ServeConfig
 from colonnade.errors import ConfigError
 from tests.serve.serving import server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 

@@ -19,8 +19,6 @@ from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 from tests.serve.serving import Running, server, start
 
-pytestmark = pytest.mark.xdist_group("server")
-
 
 def gone(pids: list[int]) -> bool:
     """Wait for all ``pids`` to exit; False after 20 s."""

@@ -14,8 +14,6 @@ from tests.serve.streams import stream, stream_all
 from tests.serve.test_serve_http import metric, settle
 from tests.serve.test_serve_life import gone, until_requests
 
-pytestmark = pytest.mark.xdist_group("server")
-
 MB = 1 << 20
 
 

@@ -86,7 +86,6 @@ def _serve(world: int) -> list[Completion]:
         return done
 
 
-@pytest.mark.xdist_group("worlds")
 def test_logprobs_under_tensor_parallelism():
     check_all(run(2, _serve, 2)[0])
 

@@ -27,8 +27,6 @@ from tests.serve.serving import Running, server, start
 from tests.serve.test_serve_http_keys import write_keys
 from tests.serve.test_serve_life import gone
 
-pytestmark = pytest.mark.xdist_group("models")
-
 ADMIN = {"authorization": "Bearer boss"}
 
 

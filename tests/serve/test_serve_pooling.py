@@ -36,8 +36,6 @@ from tests.serve.schemathesis_run import run_schemathesis
 from tests.serve.serving import Running
 from tests.serve.test_serve_http import metric, settle
 
-pytestmark = pytest.mark.xdist_group("server")
-
 NAN_TOKEN = 4
 """[MASK], which is in no text."""
 

@@ -24,8 +24,6 @@ from tests.serve import tiny
 from tests.serve.serving import Running, server
 from tests.serve.test_serve_life import gone, until_requests
 
-pytestmark = pytest.mark.xdist_group("replicas")
-
 KINDS: list[dict[str, Any]] = [
     {"ignore_eos": True},
     {"ignore_eos": True, "temperature": 0.5, "repetition_penalty": 1.2, "presence_penalty": 0.4},

@@ -15,8 +15,6 @@ import pytest
 from colonnade.serve.api.shadow import MAX_QUEUED, SENDERS
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 
 @dataclass
 class Shadowed:

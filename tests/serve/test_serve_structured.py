@@ -96,7 +96,6 @@ def _serve(plan: dict[str, int]) -> list[Completion]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
-@pytest.mark.xdist_group("worlds")
 def test_changes_reach_every_rank(plan: dict[str, int]):
     check(run(2, _serve, plan)[0])
 

@@ -20,8 +20,6 @@ from colonnade.serve.api.forward import prompt_of
 from colonnade.serve.server import serve
 from tests.serve.serving import Running, server
 
-pytestmark = pytest.mark.xdist_group("server")
-
 CHUNK = b'data: {"id": "x", "object": "text_completion", "created": 1, "model": "tiny", "choices": []}\n\n'
 
 

@@ -104,7 +104,6 @@ def _serve(plan: dict[str, int], limits: ServeConfig) -> tuple[list[Completion],
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
-@pytest.mark.xdist_group("worlds")
 def test_speculation_changes_no_text_on_two_ranks(plan: dict[str, int]):
     limits = ServeConfig(pages=60, page_tokens=3, max_requests=9, draft="ngram", graph_capture=True)
     plain, _ = generate(21, ServeConfig(pages=400))

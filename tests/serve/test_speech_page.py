@@ -28,7 +28,7 @@ pytest.importorskip("wsproto")
 av = pytest.importorskip("av")
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
-pytestmark = [pytest.mark.xdist_group("server"), pytest.mark.skipif(PATH is None, reason=MISSING)]
+pytestmark = pytest.mark.skipif(PATH is None, reason=MISSING)
 
 SEEING = SpeechConfig(layers=1, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, segment=4, left=6, picture=16)
 RATE, SIDE, FPS = 16000, 96, 25

@@ -236,7 +236,6 @@ def expected(seed: int) -> str:
     return tiny.tokenizer().decode(tiny.greedy(model, PROMPTS[0], 9))
 
 
-@pytest.mark.xdist_group("server")
 def test_swap_under_load(running: Running, tmp_path: Path):
     for seed in (1, 2, 3):
         save(tmp_path / str(seed), seed)
@@ -269,7 +268,6 @@ def test_swap_under_load(running: Running, tmp_path: Path):
     assert post(running, "/admin/weights", {"path": str(tmp_path / "1")}).status_code == 200
 
 
-@pytest.mark.xdist_group("server")
 def test_bad_checkpoints_leave_the_old_weights(running: Running, tmp_path: Path):
     save(tmp_path / "good")
     save(tmp_path / "wide", ffn_width=40)
@@ -303,7 +301,6 @@ def test_bad_checkpoints_leave_the_old_weights(running: Running, tmp_path: Path)
     assert text(running) == expected(1)
 
 
-@pytest.mark.xdist_group("server")
 @pytest.mark.parametrize(
     ("body", "status"), [({}, 400), ({"path": ""}, 400), ({"path": "a\0b"}, 400), ({"path": ["a"]}, 400)]
 )

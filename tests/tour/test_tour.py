@@ -119,7 +119,6 @@ def _loss_and_gradients(plan: Plan) -> tuple[float, dict]:
         return loss_sum.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.xdist_group("worlds")
 def test_6_two_processes_compute_what_one_does() -> None:
     """Tensor parallelism does not change the results: loss and gradients agree to 1e-10.
 
@@ -180,7 +179,6 @@ def _save_a_share(folder: Path) -> None:
         native.save(folder, tiny(context.axes), native.Meta(model=TINY), context)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_9_one_checkpoint_loads_under_any_layout_and_leaves_as_hugging_face(tmp_path: Path) -> None:
     """Saved by two processes, loaded by one, exported for ``transformers``, loaded again: the same logits.
 

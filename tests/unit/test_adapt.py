@@ -139,7 +139,6 @@ def _count_timed_options(load: list[int]) -> list[int]:
         return timed
 
 
-@pytest.mark.xdist_group("worlds")
 def test_a_similar_load_is_not_timed_again() -> None:
     """New options, a more skewed load or more tokens are timed; the model's weights do not change."""
     assert run(2, _count_timed_options, [30, 40, 35, 33, 31, 36])[0] == [2, 1, 1, 1]

@@ -43,8 +43,6 @@ from harness.report import RESULTS, ROOT
 from tests.models import build
 from tests.worlds import run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 def rows_of(jobs: list[training_jobs.Job]) -> list[training_jobs.Row]:
     """Runs jobs as ``series`` does, on worker processes that are already up; returns rank 0's rows."""

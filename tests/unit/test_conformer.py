@@ -145,7 +145,6 @@ def _tensor_parallel(world: int) -> None:
         assert_same(streamed, reference)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_tensor_parallel_whole_and_streamed():
     run(3, _tensor_parallel, 3)
 
@@ -362,7 +361,6 @@ def _files_over_tp(world: int, folder: str) -> None:
         assert "".join(listen(model.requires_grad_(False), samples.split(999))) == whole.recognise(samples)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_files_of_transformers_over_tp(tmp_path):
     their_model(tmp_path)
     run(2, _files_over_tp, 2, str(tmp_path))

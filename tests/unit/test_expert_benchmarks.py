@@ -17,8 +17,6 @@ from moe import layer_profile, layer_share, tuning_table
 from tests.corpora import small
 from tests.worlds import run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 
 def test_benchmarks_skip_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -89,7 +89,6 @@ def outputs_of_ranks() -> list[Any]:
     return outputs
 
 
-@pytest.mark.xdist_group("worlds")
 def test_fused_blocks_with_tensor_parallelism() -> None:
     for plain, ours in run(2, outputs_of_ranks):
         assert plain == ours

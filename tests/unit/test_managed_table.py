@@ -13,8 +13,6 @@ from colonnade.parallel.axis import SOLO, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from tests.worlds import run as in_world
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 BATCH = 96
 
 

@@ -223,7 +223,6 @@ def _tensor_parallel(world: int) -> None:
         assert_same(streamed, reference)
 
 
-@pytest.mark.xdist_group("worlds")
 def test_tensor_parallel_whole_and_streamed():
     run(3, _tensor_parallel, 3)
 

@@ -223,7 +223,6 @@ def _shares_of(logits_RV: torch.Tensor) -> list[int]:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("V", [1, 2, 5, 7, 1001, 3000])
-@pytest.mark.xdist_group("worlds")
 def test_vocabulary_parallel_ranks_choose_as_one_rank(V: int):
     """Shares of 1 token or none, nuclei wider than each rank's first candidates; a NaN on one rank only."""
     logits_RV = torch.randn(len(MIXED), V, generator=torch.Generator().manual_seed(V)) * 2

@@ -647,7 +647,6 @@ def _recogniser_on_ranks(world: int, folder: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_saved_recogniser_over_tp(world, tmp_path):
     config = TINY.replace(width=24, heads=6, right=2)

@@ -58,7 +58,6 @@ def test_kernel_reads_peers_after_all_have_written(kind: str, summed: bool, tmp_
     assert spilled(built, tmp_path) == 0
 
 
-@pytest.mark.xdist_group("worlds")
 def test_limit_is_the_first_size_where_nccl_is_faster() -> None:
     nccl = {4096: 20.0, 8192: 20.0, 16384: 20.0, 32768: 20.0}
     ours = {"sum": [5.0, 20.0, 21.0, 9.0], "gather": [21.0, 5.0, 5.0, 5.0]}

@@ -133,7 +133,6 @@ def _sharded(world: int) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_vocabulary_parallel_loss(world):
     """At 4 the last rank has no rows."""

@@ -17,8 +17,6 @@ from colonnade.compat.tutel.gates import CosineTopKGate
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, PlanError
 from tests.worlds import assert_same, run
 
-pytestmark = pytest.mark.xdist_group("worlds")
-
 FFN: dict[str, Any] = {"type": "ffn", "num_experts_per_device": 2, "hidden_size_per_expert": 8}
 TOP: dict[str, Any] = {"type": "top", "k": 2}
 
