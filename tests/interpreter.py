@@ -4,9 +4,10 @@
 
 At each launch, and at each call of a function inside a kernel, the interpreter searches triton.language for its
 builtins. For each value it builds a table of all types, the name of its type, and constants of its shape. For each
-integer sum it computes whether int32 would overflow, and then ignores the answer. Here the tables and constants are
-built once, and the rest not at all: kernels, which call many small functions, take a third of the time. Results are
-unchanged.
+integer sum it computes whether int32 would overflow, and then ignores the answer. For each operation it derives the
+type of the result and compares shapes size by size. Here tables, constants and types are computed once, equal shapes
+are one object, and the rest is left out: kernels, which call many small functions, take a quarter of the time. Results
+are unchanged.
 
 Each module runs in its own child process, forked after torch and Triton have been imported.
 """
@@ -22,6 +23,8 @@ import tempfile
 import traceback
 from typing import Any
 
+import torch
+
 MODULES = ("torch._dynamo", "colonnade.kernels.registry")
 
 
@@ -36,12 +39,23 @@ def cache_lookups() -> None:
         for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
     }
 
+    @functools.cache
+    def with_semantic(builtin: Any) -> Any:
+        """A builtin that computes instead of emitting instructions."""
+        function = inspect.unwrap(builtin)
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **options)
+
+        return call
+
     def patch_language(_: Any) -> Any:
         """Patch all language modules once per launch; Triton's own functions use tl.core."""
         scope = interpreter._LangPatchScope()
         for package, names in found.items():
             for name in names:
-                interpreter._patch_attr(package, name, getattr(package, name), interpreter.interpreter_builder, scope)
+                scope.set_attr(package, name, with_semantic(getattr(package, name)))
         interpreter._patch_lang_tensor(tl.tensor, scope)
         for language in (tl, tl.core):
             interpreter._patch_lang_core(language, scope)
@@ -67,6 +81,7 @@ def cache_shapes() -> None:
     """Compute what depends on the shape alone once per shape."""
     from triton import language as tl
     from triton._utils import validate_block_shape
+    from triton.language import semantic
 
     @functools.cache
     def sizes(shape: tuple[int, ...]) -> tuple[Any, int]:
@@ -88,7 +103,25 @@ def cache_shapes() -> None:
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
         self.shape, self.numel = constants(tuple(kind.shape.values) if kind.is_block() else ())
 
+    operations = semantic.TritonSemantic
+    broadcast, cast, result_type = operations.broadcast_impl_value, operations.cast, operations.computation_type_impl
+    types: dict[Any, Any] = {}
+
+    def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def cast_unequal(self: Any, value: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        return value if value.dtype is dst_ty else cast(self, value, dst_ty, fp_downcast_rounding)
+
+    def result_type_once(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, division: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, division
+        if key not in types:
+            types[key] = result_type(self, a, a_is_scalar, b, b_is_scalar, division)
+        return types[key]
+
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+    operations.broadcast_impl_value, operations.cast = broadcast_unequal, cast_unequal
+    operations.computation_type_impl = result_type_once
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")  # pyrefly: ignore[no-access]
 
 
@@ -100,6 +133,7 @@ def run(module: str) -> tuple[int, str]:
             try:
                 for stream in (1, 2):
                     os.dup2(said.fileno(), stream)
+                torch.manual_seed(0)
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
                 code = 0
             except BaseException:
@@ -117,8 +151,6 @@ def main() -> None:
     """Run the modules named on stdin, one per line."""
     import faulthandler
     import importlib
-
-    import torch
 
     torch.set_num_threads(1)
     faulthandler.enable()
