@@ -83,6 +83,7 @@ def run(session: pytest.Session, workers: int, prepare: Callable[[], None]) -> N
             os.kill(worker.pid, signal.SIGINT)
         for worker in running:
             worker.end()
+        gc.unfreeze()
 
 
 def _receive(session: pytest.Session, worker: Worker, waiting: deque[list[pytest.Item]]) -> None:

@@ -47,7 +47,7 @@ def _save_at_two(config: RunConfig) -> int:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2, dp=2)], ids=["one", "tp2dp2"])
+@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2)], ids=["one", "tp2"])
 def test_async_checkpoint_has_the_state_of_its_step(config: RunConfig, plan: Plan) -> None:
     for name, behind in (("behind", True), ("before", False)):
         it = config.replace(name=name, plan=plan, train=config.train.replace(async_save=behind))

@@ -57,7 +57,13 @@ def test_too_little_space_is_refused_before_writing(config: RunConfig, small_dis
     assert f"{it.folder}/step-{newest + 1} needs " in messages[0]
     assert not list(it.folder.glob(".*"))
     assert native.newest(it.folder) == good
-    # With space again, the same command resumes and ends as an undisturbed run.
+
+
+@pytest.mark.slow
+def test_a_run_out_of_space_resumes_with_space_again(config: RunConfig, small_disk: Path) -> None:
+    t = config.train.replace(save_every=1)
+    it = config.replace(runs=small_disk, plan=Plan(dp=2), train=t)
+    in_world(2, _run_until_full, it)
     with_retention = it.replace(train=t.replace(keep=2))
     in_world(2, train, config.replace(name="whole", plan=Plan(dp=2)))
     for step, folder in folders.list_steps(it.folder)[1:]:

@@ -86,9 +86,9 @@ def settings(teachers, name="dense", **changes) -> DistillConfig:
     ("teacher", "changes", "plan", "micro"),
     [
         ("dense", {"loss": "kl"}, Plan(tp=2), 2),
+        ("dense", {"loss": "reverse"}, Plan(tp=2, dp=2), 1),
         ("dense", {"loss": "dist"}, Plan(dp=2), 4),
         ("equal", {"loss": "jsd", "hidden": 0.5}, Plan(tp=2, sequence_parallel=True), 8),
-        ("dense", {"loss": "reverse"}, Plan(tp=2, dp=2), 1),
         ("experts", {"loss": "dist"}, Plan(dp=2, ep=2), 2),
         ("int4", {"loss": "kl"}, Plan(tp=2), 2),
     ],

@@ -1,6 +1,7 @@
 """The building blocks of colonnade.nn in a user's own model: on one process and over ranks."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -235,22 +236,32 @@ def _is_registered() -> bool:
     return "first_two" in ROUTERS
 
 
-def test_import_registers_a_router_in_all_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def own_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with a router, which is not registered yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(plugins, "_loaded", [])
+    monkeypatch.delitem(sys.modules, "my_routers", raising=False)
     monkeypatch.setitem(ROUTERS, "first_two", ROUTERS["softmax"])  # removed again at the end
     del ROUTERS["first_two"]
     (tmp_path / "my_routers.py").write_text(OWN_ROUTER)
+
+
+@pytest.mark.slow
+def test_import_registers_a_router_in_all_processes(own_router: None) -> None:
+    with pytest.raises(SystemExit):
+        main(["no_such_verb", "--import", "my_routers"])
+    assert launch(_is_registered, (), Plan(dp=2))
+
+
+def test_import_registers_a_router(own_router: None, capsys: pytest.CaptureFixture[str]) -> None:
     moe = MoeConfig(experts=4, ffn_width=6, router=RouterConfig(kind="first_two"))
     with pytest.raises(ConfigError, match=r"there is no router 'first_two'.*; one of your own needs --import MODULE"):
         MoE(D, moe)
     with pytest.raises(SystemExit):
         main(["no_such_verb", "--import", "my_routers"])
     assert MoE(D, moe)(torch.randn(3, D)).load_E.tolist() == [3, 3, 0, 0]
-    assert launch(_is_registered, (), Plan(dp=2))
     for words in (["train", "--import"], ["train", "--import", "--train.lr"], ["train", "--import="]):
         with pytest.raises(SystemExit):
             main(words)

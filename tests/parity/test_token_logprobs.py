@@ -80,7 +80,7 @@ def _tied(V: int) -> torch.Tensor:
     return torch.randn(40, V, generator=torch.Generator().manual_seed(V), dtype=torch.float64).round()
 
 
-@pytest.mark.parametrize("V", [1, 2, 5, 7, 301])
+@pytest.mark.parametrize("V", [1, 5, 301])
 def test_alternatives_and_ties(V: int) -> None:
     """The first alternative and the greedy flag are those of argmax, also where ranks have equal maxima."""
     logits_RV = _tied(V)

@@ -51,12 +51,13 @@ def _check_all_plans(world: int, case: str) -> None:
 
 MARKS = {
     **{key: [pytest.mark.long] for key in (("qwen3", 4), ("bert", 4))},
+    **{(case, 1): [pytest.mark.slow] for case in CASES},
     **{key: [pytest.mark.slow] for key in (("gpt2", 3), ("megatron-bert", 3), ("llama", 4), ("megatron-bert", 4))},
 }
 """Without these every family still trains on two processes, and on three or four; gpt2 under every plan of four."""
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("case", "world"),
     [pytest.param(case, world, marks=MARKS.get((case, world), [])) for case in CASES for world in (1, 2, 3, 4)],

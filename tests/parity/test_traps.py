@@ -286,7 +286,7 @@ def _losses(config: RunConfig) -> list[float]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(cp=2), Plan(pp=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(cp=2), Plan(dp=2), Plan(pp=2)], ids=str)
 def test_resumed_run_is_bitwise_the_uninterrupted_one(corpus: Path, tmp_path: Path, plan: Plan) -> None:
     """Trap: the checkpoint lacks state: a moment, Adam's step count, the data position, a generator."""
     whole, stopped = _runs(corpus, tmp_path, plan)

@@ -27,8 +27,8 @@ FAULTS = [
     (faults.output_bias_of_own_tokens, Plan(dp=2, etp=2), "gradients", "experts.down_bias"),
     (faults.copies_counted, Plan(dp=2), "norm", ""),
     (faults.every_slice_adds_the_bias, Plan(tp=2, etp=2, adaptive_r=2), "loss", ""),
-    (faults.hidden_units_by_their_place_here, Plan(dp=2, etp=2, adaptive_r=2), "loss", ""),
     (faults.own_tokens_balanced, Plan(dp=2, ep=2), "gradients", r"router|blocks\.[01]"),  # or an earlier layer
+    (faults.hidden_units_by_their_place_here, Plan(dp=2, etp=2, adaptive_r=2), "loss", ""),
     (faults.bias_by_own_load, Plan(dp=2, ep=2), "step", ""),  # another bias changes the choices, and so all weights
     (faults.shadows_keep_their_gradient, Plan(dp=2, ep=2, shadows=1), "gradients", "experts"),
     (faults.rows_in_the_order_of_arrival, Plan(dp=2, ep=2), "loss", ""),
@@ -89,8 +89,8 @@ def test_balance_loss_over_all_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "plan"),
     [
-        (faults.own_tokens_pooled, Plan(dp=2, ep=2)),
         (faults.own_tokens_pooled, Plan(cp=2)),
+        (faults.own_tokens_pooled, Plan(dp=2, ep=2)),
         (faults.own_stage_pooled, Plan(pp=2)),
     ],
 )

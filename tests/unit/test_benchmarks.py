@@ -52,6 +52,7 @@ def rows_of(jobs: list[training_jobs.Job]) -> list[training_jobs.Row]:
     return results
 
 
+@pytest.mark.slow
 def test_fsdp_benchmark() -> None:
     rows, heads = fsdp.scaled(rows_of(fsdp.scaling_jobs(True, [1, 2])))
     assert [row["ranks"] for row in rows] == [1, 2] and rows[0]["share_of_linear"] == 1
@@ -62,6 +63,7 @@ def test_fsdp_benchmark() -> None:
     assert rows[0]["first_loss"] == rows[1]["first_loss"]
 
 
+@pytest.mark.slow
 def test_context_parallel_benchmark() -> None:
     one, two = rows = training_jobs.share_of_linear(rows_of(context.jobs(True, [1, 2], 0)))
     assert one["first_loss"] == two["first_loss"], "the same tokens, the same weights"

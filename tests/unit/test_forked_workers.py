@@ -48,7 +48,7 @@ def test_skipped():
 def outcome(folder: Path, *options: str) -> tuple[int, str]:
     (folder / "conftest.py").write_text(CONFTEST)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rsf", *options, str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
     return ended.returncode, ended.stdout + ended.stderr
 

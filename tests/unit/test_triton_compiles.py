@@ -178,6 +178,7 @@ def test_sampling_kernel_stays_in_registers(logits: str, tmp_path: Path) -> None
     assert built.metadata.shared <= 1024, "a search exchanges sums only"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("experts", "turns"), [(8, 1), (64, 2), (128, 4), (512, 8)])
 def test_sort_and_count_kernels_stay_in_registers(experts: int, turns: int, tmp_path: Path) -> None:
     from colonnade.kernels import triton_sort
