@@ -240,8 +240,14 @@ def measure(
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    """All rows of this benchmark's records in ``folder``."""
-    return [row for record in load(folder) if RECORD.fullmatch(record["file"]) for row in record["rows"]]
+    """The newest row of each model, plan and context in this benchmark's records in ``folder``."""
+    rows = dict[tuple[Any, ...], dict[str, Any]]()
+    for record in sorted(load(folder), key=lambda record: record["date"]):
+        if RECORD.fullmatch(record["file"]):
+            for row in record["rows"]:
+                parts = ("who", "model", "weights", "batch_invariant", "plan", "batch", "context")
+                rows[tuple(row.get(part) for part in parts)] = row
+    return [*rows.values()]
 
 
 def main(argv: list[str] | None = None) -> None:

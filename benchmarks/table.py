@@ -65,7 +65,7 @@ COMPARED = [
     ("weak_scaling_4_h200", 2, "Tensor-parallel training, GPT-2 4.2B on 4 GPUs", "torch"),
     ("train_gpt2_1.2b_h200", 0, "Training, GPT-2 1.2B on 1 GPU", "transformers, compiled"),
     ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward", "torch's grouped GEMM"),
-    ("decode_llama-2-7b_tp1_b1_h200", 0, "Decoding, Llama-2-7B, batch 1", "transformers, static cache"),
+    ("decode_llama-2-7b_tp1_b1_h200_transformers", 0, "Decoding, Llama-2-7B, batch 1", "transformers, static cache"),
     ("decode_cpu", 0, "Decoding on a CPU, SmolLM2-135M, batch 1", "transformers"),
     ("decode_cpu_quantised", 0, "Decoding on a CPU, SmolLM2-135M, int4, batch 1", "llama.cpp Q4_0"),
     ("flash_decoding_h200", 1, f"Decode attention, 65,536 tokens{LOWER}", "cuDNN"),

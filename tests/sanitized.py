@@ -56,6 +56,8 @@ def cuda_cpp(device: str) -> None:
         same(next(case for name, case, _ in CASES if name == what).made(device), what)
         print(f"{what}, in CUDA C++", flush=True)
     same(Case([900, 0, 333], [1, 1, 1], K=2, group=8, H=64, page=16, sinks=True, **HALF).made(device), "cut lines")
+    # With 57 parts of a line and 9 units to a worker, fewer lanes than parts share a unit.
+    same(Case([900, 40], [1, 1], K=1, group=8, H=256, page=16, **HALF).made(device), "cut lines of wide heads")
     same(Case([40] * 200, [1] * 200, K=4, group=2, H=64, page=16, **HALF).made(device), "teams of warps")
     KERNELS[:] = ["auto"]
     for most in (10, 128):  # the kernel for a few keys, of one warp a line and of eight

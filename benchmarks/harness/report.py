@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from colonnade.bench.ceilings import machine_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+ARCHIVE = ROOT / ".git_archival.txt"
 PEERS = (
     "torch",
     "transformers",
@@ -123,7 +125,13 @@ def _local(word: str) -> str:
 
 
 def commit() -> str | None:
-    """The commit that was measured, with a plus when the tree differs from it; None outside a checkout."""
+    """The commit that was measured, with a plus when the tree differs from it; None outside a checkout.
+
+    In a tree that ``git archive`` wrote, it is the archive's commit (.git_archival.txt).
+    """
+    node = ARCHIVE.read_text(encoding="utf-8").partition("node: ")[2].strip() if ARCHIVE.exists() else ""
+    if re.fullmatch("[0-9a-f]{40}", node):
+        return node[:12]
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],

@@ -12,7 +12,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.config import CacheFormat, ServeConfig
-from colonnade.kernels.attention import cache_write, dispatch, reference, sdpa, triton_cache_write
+from colonnade.kernels.attention import (
+    cache_write,
+    dispatch,
+    reference,
+    sdpa,
+    triton_cache_write,
+    triton_mla_decode,
+)
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.triton_decode import attend, paged
 from colonnade.model import Transformer
@@ -200,6 +207,49 @@ def test_latents_in_cuda(heads: int, window: int | None) -> None:
         made.table.pages_RP[0, ::2] = wrong
         state = made.run()
         assert not state.o.isnan().any() and torch.equal(state.o[1:], first.o[1:])
+
+
+def test_many_launches_of_latents_leak_no_memory() -> None:
+    """Random lengths and heads, split and unsplit, launched back to back; the first are the largest."""
+    before = 0
+    for i in range(100):
+        lengths = [(7919 * i + 613 * r) % (9000, 700, 60)[i % 3] for r in range((3, 9, 40)[i % 3])]
+        queries = [min(1, length) for length in lengths]
+        case = LatentCase(lengths, queries, N=(16, 5, 8)[i // 3 % 3], page=16, dtype=torch.bfloat16, **V2)
+        made = case.made("cuda")
+        states = [made.run() for _ in range(5)]
+        assert all(torch.equal(state.o, states[0].o) for state in states[1:]), i
+        if i % 20 == 0:
+            same(made, 4e-3)
+        del made, states
+        if i == 20:
+            before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_latents_beside_a_stream_that_fills_the_gpu() -> None:
+    """Blocks that wait for each other's states are co-resident, so nothing deadlocks."""
+    how = {"N": 16, "page": 16, "dtype": torch.bfloat16, **V2}
+    cases = [LatentCase([40_000, n], [1, 1], **how).made("cuda") for n in (9, 77)]
+    alone = [made.run().o for made in cases]
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0)]
+    torch.cuda.synchronize()
+    outputs: list[torch.Tensor] = []
+    for _ in range(50):
+        with torch.cuda.stream(streams[2]):
+            for _ in range(3):
+                torch.mm(x, x)
+        for made, stream in zip(cases, streams, strict=False):
+            with torch.cuda.stream(stream):
+                outputs += [
+                    triton_mla_decode.attend(made.q, made.k, made.rank, made.table, made.ready).o for _ in range(4)
+                ]
+    torch.cuda.synchronize()
+    assert len(outputs) == 400
+    for i, o in enumerate(outputs):
+        assert torch.equal(o, alone[i // 4 % 2])
 
 
 @pytest.mark.parametrize(("rank", "rope"), [(256, 32), (128, 64), (20, 6)])

@@ -151,3 +151,23 @@ def test_blocks_that_start_early_wait_for_their_inputs() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(o, right) for o, right in zip(outputs, expected, strict=True))
+
+
+def test_a_thousand_launches_leak_no_memory() -> None:
+    before = 0
+    for i in range(200):
+        lengths = [(37 * r + 11 * i) % ((128, 40, 9)[i % 3] + 1) for r in range((3, 40, 200)[i % 3])]
+        case = Case(
+            lengths, [1] * len(lengths), K=(1, 3, 8)[i // 3 % 3], group=(8, 5, 1)[i % 3], H=(64, 128)[i // 2 % 2],
+            page=16, dtype=torch.bfloat16, sinks=bool(i // 7 % 2),
+        )  # fmt: skip
+        made = case.made("cuda")
+        states = [made.run() for _ in range(5)]
+        assert all(torch.equal(state.o, states[0].o) for state in states[1:]), i
+        if i % 20 == 0:
+            same(case)
+        del made, states
+        if i == 20:
+            before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20

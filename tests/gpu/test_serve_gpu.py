@@ -208,6 +208,44 @@ def test_graphs_of_both_decode_kernels_compute_the_same_logits(changes: dict, mo
     assert (logits[0] - logits[1]).norm() < 2e-2 * logits[0].norm()
 
 
+LATENT = LatentConfig(kv_rank=512, rope_width=64, v_width=32)
+WIDE = {"width": 256, "heads": 8, "kv_heads": 4, "head_width": 64, "ffn_width": 96, "init_std": 0.06}
+FAMILIES: dict[str, dict] = {
+    "llama": {}, "mistral": {"window": 48}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_width": 128},
+    "gpt2": {"kv_heads": 8, "positions": "learned", "norm": "layernorm", "gated": False},
+    "olmoe": {"qk_norm": True, "qk_norm_over": "all", "qkv_clip": 0.7},
+    "deepseek_v2": {"kv_heads": 8, "head_width": 96, "latent": LATENT},
+    "deepseek_v3": {"kv_heads": 8, "head_width": 96, "latent": LATENT.replace(q_rank=48)},
+}  # fmt: skip
+"""Attention of each family, with sizes that the CUDA C++ kernels support."""
+
+
+def check_greedy_tokens(family: str, kernels: str, device: str):
+    """In 16 bits each token is the most likely one in float32 on a CPU, up to the rounding of logits."""
+    model = tiny.model(dtype=torch.bfloat16, family=family, **{**WIDE, **FAMILIES[family]})
+    exact = tiny.model(dtype=torch.float32, family=family, **{**WIDE, **FAMILIES[family]})
+    exact.load_state_dict(model.state_dict())
+    limits = ServeConfig(pages=60, page_tokens=16, max_requests=4, graph_capture=device == "cuda")
+    engine = Engine(model.to(device), tiny.tokenizer(), limits)
+    if kernels == "triton":
+        engine.core.runner.graphs.kernels = kernels
+    prompts = [list(range(3 + 40 * i, 23 + 50 * i)) for i in range(4)]
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    for prompt, done in zip(prompts, engine.generate(prompts, greedy), strict=True):
+        logits_TV = tiny.logits(exact, [*prompt, *done.token_ids])[len(prompt) - 1 : -1]
+        behind_T = logits_TV.amax(1) - logits_TV.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert (behind_T < 0.1 * logits_TV.std(1)).all(), (family, behind_T / logits_TV.std(1))
+    assert len({tuple(done.token_ids) for done in engine.generate(prompts, greedy)}) > 1, "all answers are alike"
+
+
+@pytest.mark.parametrize("kernels", ["cuda", "triton"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_every_family(family: str, kernels: str):
+    """CUDA graphs of decode steps, with the CUDA C++ kernels where they run and with the Triton ones."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    check_greedy_tokens(family, kernels, "cuda")
+
+
 def test_cuda_graphs_of_latent_attention():
     """The latent cache has one vector per token and a kernel of its own."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")

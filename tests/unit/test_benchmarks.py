@@ -476,3 +476,15 @@ def test_the_benchmark_of_delays_trains_and_measures(tmp_path: Path, own_threads
     assert rows[3]["worst_algorithmic_latency_s"] == pytest.approx(0.24)
     speech_delay.main(["--draw", "--out", str(tmp_path), "--picture", str(tmp_path / "delay.png")])
     assert (tmp_path / "delay.png").stat().st_size > 10_000
+
+
+def test_decode_plot_shows_the_newest_row_of_each_context(tmp_path: Path) -> None:
+    for stem, date, contexts in (
+        ("a_long", "2026-11-22", (512, 8192)),
+        ("b", "2026-11-28", (512,)),
+        ("c", "2026-11-21", (512,)),
+    ):
+        rows = [{"who": "colonnade", "model": "m", "context": n, "tokens_per_s": int(date[-2:])} for n in contexts]
+        (tmp_path / f"decode_{stem}_h200.json").write_text(json.dumps({"date": date, "rows": rows}))
+    found = {row["context"]: row["tokens_per_s"] for row in decode_model.recorded(tmp_path)}
+    assert found == {512: 28, 8192: 22}

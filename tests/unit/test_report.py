@@ -117,3 +117,14 @@ def test_page_shows_the_requested_columns(tmp_path):
     head, row, last = "| tokens_per_s | batch |", "| 1,234 | 1 |", "|  | 8 |"
     assert f"-->\n\n{head}\n| --- | --- |\n{row}\n{last}\n\n<!-- record: end -->\nafter" in shown and "old" not in shown
     assert table.with_parts(shown, [record(tmp_path)]) == shown
+
+
+@pytest.mark.parametrize("node", ["$Format:%H$", "0123456789" * 4, None])
+def test_commit_of_an_archive(node, tmp_path, monkeypatch):
+    """``git archive`` writes the commit into the file; in a checkout the file has a placeholder, and git is asked."""
+    archive = tmp_path / ".git_archival.txt"
+    if node is not None:
+        archive.write_text(f"node: {node}\n")
+    asked = report.commit()
+    monkeypatch.setattr(report, "ARCHIVE", archive)
+    assert report.commit() == ("012345678901" if node == "0123456789" * 4 else asked)

@@ -43,6 +43,22 @@ __device__ __forceinline__ bool empty(float x) { return __float_as_uint(x) == ~0
 struct Sum {  // of 4 numbers of a row: largest score, sum of weights, unscaled output
   float top, total;
   float4 o;
+
+  __device__ __forceinline__ void add(const Sum (&s)[PARTS]) {
+    float higher = top;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) higher = fmaxf(higher, s[i].top);
+    const float base = finite_or_0(higher), shrink = power2(top - base);
+    top = higher;
+    total *= shrink;
+    o.x *= shrink; o.y *= shrink; o.z *= shrink; o.w *= shrink;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      const float e = power2(s[i].top - base);
+      total += s[i].total * e;
+      o.x += s[i].o.x * e; o.y += s[i].o.y * e; o.z += s[i].o.z * e; o.w += s[i].o.w * e;
+    }
+  }
 };
 __device__ __forceinline__ Sum identity() { return {-INF, 0.f, make_float4(0, 0, 0, 0)}; }
 
@@ -135,19 +151,7 @@ __device__ __forceinline__ void merge(const Args& a, const Item& item, int start
       Sum s[PARTS];
       take(s, share, unit, [&](int i) { return in && first + i * sharing < share.parts; },
            [&](int i) { return first + i * sharing; });
-      float higher = sum.top;
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) higher = fmaxf(higher, s[i].top);
-      const float base = finite_or_0(higher), shrink = power2(sum.top - base);
-      sum.top = higher;
-      sum.total *= shrink;
-      sum.o.x *= shrink; sum.o.y *= shrink; sum.o.z *= shrink; sum.o.w *= shrink;
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) {
-        const float e = power2(s[i].top - base);
-        sum.total += s[i].total * e;
-        sum.o.x += s[i].o.x * e; sum.o.y += s[i].o.y * e; sum.o.z += s[i].o.z * e; sum.o.w += s[i].o.w * e;
-      }
+      sum.add(s);
     }
     float higher = sum.top;
     for (int w = 1; w < sharing; w <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, w));

@@ -67,23 +67,12 @@ __device__ __forceinline__ void merge_share(const Args& a, const Item& item, int
             missing |= empty(s[i].o.x) || empty(s[i].o.y) || empty(s[i].o.z) || empty(s[i].o.w) || empty(s[i].top) ||
                        empty(s[i].total);
         } while (missing);
-        float higher = sum.top;
 #pragma unroll
         for (int i = 0; i < PARTS; i++) {
-          higher = fmaxf(higher, s[i].top);
           const int p = p0 + i * groups;
           if (p < parts) __stcg((float4*)slot_of(a, first_slot + p) + unit, make_float4(nan, nan, nan, nan));
         }
-        const float base = finite_or_0(higher), shrink = power2(sum.top - base);
-        sum.top = higher;
-        sum.total *= shrink;
-        sum.o.x *= shrink; sum.o.y *= shrink; sum.o.z *= shrink; sum.o.w *= shrink;
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-          const float e = power2(s[i].top - base);
-          sum.total += s[i].total * e;
-          sum.o.x += s[i].o.x * e; sum.o.y += s[i].o.y * e; sum.o.z += s[i].o.z * e; sum.o.w += s[i].o.w * e;
-        }
+        sum.add(s);
       }
     }
     sums_o[threadIdx.x] = sum.o;
