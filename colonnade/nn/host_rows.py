@@ -1,16 +1,20 @@
 """Rows of a table in host memory, copied to the device of the computation and back, off the computation's stream.
 
-    read     rows -> pinned buffer -> device, on a stream of its own; an event marks its end
-    write    device -> pinned buffer -> rows, after the computation's event
-
-On a CPU both are plain copies. A row is ``width`` weights and one number of optimizer state.
+On a GPU two streams of high priority run beside the computation's: one for look-ups, one for copies, whose kernels read
+and write mapped host memory (:mod:`colonnade.kernels.triton_host_rows`). The host waits for neither. On a CPU all of it
+is plain copies. A row is ``width`` weights and one number of optimizer state.
 """
 
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from colonnade.errors import CapacityError
+from colonnade.kernels.host_rows import map_memory, unmap_memory
+from colonnade.kernels.registry import choose
 
 
 @dataclass
@@ -18,77 +22,73 @@ class DeviceRows:
     """Copies of some rows on the device; ``weight_UD`` is a leaf whose gradient is theirs."""
 
     weight_UD: Tensor
-    state_U: Tensor
+    state_U1: Tensor
     ready: torch.cuda.Event | None = None
     """Recorded after the copy; None on a CPU."""
 
     def wait(self, *others: Tensor) -> None:
-        """Let the current stream wait for the copy, which it uses with ``others`` of the copy's stream."""
+        """Let the current stream wait for the copy, which it uses with ``others`` of the side streams."""
         if self.ready is not None:
-            stream = torch.cuda.current_stream(self.state_U.device)
+            stream = torch.cuda.current_stream(self.state_U1.device)
             stream.wait_event(self.ready)
-            for each in (self.weight_UD, self.state_U, *others):
+            for each in (self.weight_UD, self.state_U1, *others):
                 each.record_stream(stream)
 
 
 class HostRows:
-    """``weight_RD`` and ``state_R`` in host memory; one thread at a time calls :meth:`read` and :meth:`write`."""
+    """``weight_RD`` and ``state_R1`` in host memory, which is locked while this object exists if ``device`` is a GPU.
 
-    def __init__(self, weight_RD: Tensor, state_R: Tensor, device: torch.device):
-        self.weight_RD, self.state_R, self.device = weight_RD, state_R, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
-        self._last: torch.cuda.Event | None = None
-        """After it the buffer of reads is free."""
+    Raises :class:`CapacityError` if it cannot be locked.
+    """
 
-    def context(self) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """Operations in it run on the copies' stream."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def __init__(self, weight_RD: Tensor, state_R1: Tensor, device: torch.device):
+        self.weight_RD, self.state_R1, self.device = weight_RD, state_R1, device
+        self._copy = choose("host_rows", device.type, weight_RD.dtype)
+        self._look_ups = self._copies = None
+        if device.type == "cuda":
+            for x in (weight_RD, state_R1):
+                if failure := map_memory(x):
+                    raise CapacityError(
+                        f"{x.numel() * x.element_size() / 1e9:.1f} GB of host memory for the table could not be locked "
+                        f"({failure}); use fewer rows or narrower ones, or raise `ulimit -l`"
+                    )
+                weakref.finalize(self, unmap_memory, x.data_ptr())
+            self._look_ups, self._copies = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+
+    def look_ups(self) -> "torch.cuda.StreamContext | nullcontext[None]":
+        """Operations in it run on the look-ups' stream."""
+        return nullcontext() if self._look_ups is None else torch.cuda.stream(self._look_ups)
 
     def read(self, rows_U: Tensor) -> DeviceRows:
-        """Copies of these rows; ``rows_U`` is on the device, and the current stream waits for nothing."""
-        if self._stream is None:
-            return DeviceRows(self.weight_RD.index_select(0, rows_U), self.state_R.index_select(0, rows_U))
-        with self.context():
-            rows = rows_U.cpu()
-            weight_UD, state_U = self._buffer("read", len(rows))
-            if self._last is not None:
-                self._last.synchronize()
-            torch.index_select(self.weight_RD, 0, rows, out=weight_UD)
-            torch.index_select(self.state_R, 0, rows, out=state_U)
-            copy = DeviceRows(weight_UD.to(self.device, non_blocking=True), state_U.to(self.device, non_blocking=True))
-            copy.ready = self._last = self._stream.record_event()
+        """Copies of these rows, which the look-ups' stream computed, after all writes so far."""
+        if self._copies is not None:
+            assert self._look_ups is not None
+            self._copies.wait_stream(self._look_ups)
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            copy = DeviceRows(
+                torch.empty(len(rows_U), self.weight_RD.shape[1], device=self.device),
+                torch.empty(len(rows_U), 1, device=self.device),
+            )
+            self._move(rows_U, copy, write=False)
+            if self._copies is not None:
+                copy.ready = self._copies.record_event()
         return copy
 
-    def mark_ready(self, copy: DeviceRows) -> None:
-        """Let :meth:`DeviceRows.wait` wait for all that the copies' stream has now."""
-        if self._stream is not None:
-            copy.ready = self._stream.record_event()
+    def write(self, rows_U: Tensor, copy: DeviceRows) -> None:
+        """Write copies back, after what the current stream has now."""
+        if self._copies is None:
+            return self._move(rows_U, copy, write=True)
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            return self._move(rows_U, copy, write=True)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event of the current stream, for :meth:`write`."""
-        return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+    def synchronise(self) -> None:
+        """Wait until host memory has all that was written."""
+        if self._copies is not None:
+            self._copies.synchronize()
 
-    def write(self, rows_U: Tensor, copy: DeviceRows, after: torch.cuda.Event | None) -> None:
-        """Write copies back once ``after`` has happened; returns when they are in host memory."""
-        weight_UD, state_U = copy.weight_UD.detach(), copy.state_U
-        if self._stream is not None:
-            assert after is not None
-            with self.context():
-                self._stream.wait_event(after)
-                stage_UD, stage_U = self._buffer("write", len(rows_U))
-                weight_UD = stage_UD.copy_(weight_UD, non_blocking=True)
-                state_U = stage_U.copy_(state_U, non_blocking=True)
-                rows_U = rows_U.cpu()  # synchronises
-        self.weight_RD.index_copy_(0, rows_U, weight_UD)
-        self.state_R.index_copy_(0, rows_U, state_U)
-
-    def _buffer(self, name: str, rows: int) -> tuple[Tensor, Tensor]:
-        """Pinned memory for so many rows."""
-        if name not in self._buffers or len(self._buffers[name][1]) < rows:
-            room = 1 << max(rows - 1, 1).bit_length()
-            self._buffers[name] = (
-                torch.empty(room, self.weight_RD.shape[1], pin_memory=True), torch.empty(room, pin_memory=True)
-            )  # fmt: skip
-        weight_RD, state_R = self._buffers[name]
-        return weight_RD[:rows], state_R[:rows]
+    def _move(self, rows_U: Tensor, copy: DeviceRows, *, write: bool) -> None:
+        self._copy(self.weight_RD, rows_U, copy.weight_UD.detach(), write=write)
+        self._copy(self.state_R1, rows_U, copy.state_U1, write=write)
+        if self._copies is not None:
+            rows_U.record_stream(self._copies)

@@ -17,7 +17,7 @@ The optimizer is row-wise Adagrad (Gupta 2014): only rows that were read have gr
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -102,14 +102,13 @@ class ManagedTable:
         self._scale = width**-0.5
         self.ids = ManagedIds(self.first_bucket, self.stop_bucket, self.per_bucket, policy=policy, decay=decay,
                               device=self.device)  # fmt: skip
-        self._host = HostRows(torch.empty(local, width), torch.zeros(local), self.device)
+        self._host = HostRows(torch.empty(local, width), torch.zeros(local, 1), self.device)
         # A shared row starts as if its number were an id.
         first = self.first_bucket * self.per_bucket
         self._start_rows(splitmix64_mix(np.arange(first, first + local).astype(np.uint64)), slice(None))
         self._history: list[Tensor] = []
         self._used: list[LookUp] = []
         self._worker: ThreadPoolExecutor | None = None
-        self._writes: list[Future[None]] = []
         self.steps = 0
         self.version = 0
         """How often rows were assigned anew."""
@@ -144,7 +143,7 @@ class ManagedTable:
 
     def find(self, found: LookUp) -> LookUp:
         """Set the rows of ``found`` by the present assignment."""
-        with self._host.context():
+        with self._host.look_ups():
             if found.hashes_M is None:
                 found.hashes_M = (torch.from_numpy(found.hashes.view(np.int64)) ^ SIGN).to(self.device)
             found.version = self.version
@@ -169,12 +168,7 @@ class ManagedTable:
         self._used.append(found)
         self.looked_up += len(found.hashes)
         self.hits += found.hits
-        weight_UD = copy.weight_UD.requires_grad_()
-        if len(found.hashes):
-            # On a GPU its backward adds in a fixed order, unlike that of index_select.
-            x_MD = torch.nn.functional.embedding(found.inverse_M, weight_UD)
-        else:
-            x_MD = weight_UD.index_select(0, found.inverse_M)
+        x_MD = copy.weight_UD.requires_grad_().index_select(0, found.inverse_M)
         if found.order_N is None:
             return x_MD
         x_ND = self.axis.exchange(x_MD, found.receive, found.send)
@@ -196,8 +190,8 @@ class ManagedTable:
             if (grad_UD := copy.weight_UD.grad) is None:
                 continue
             copy.weight_UD.grad = None
-            copy.state_U += grad_UD.square().mean(1)
-            copy.weight_UD.addcdiv_(grad_UD, (copy.state_U.sqrt() + EPS)[:, None], value=-lr)
+            copy.state_U1 += grad_UD.square().mean(1, keepdim=True)
+            copy.weight_UD.addcdiv_(grad_UD, copy.state_U1.sqrt() + EPS, value=-lr)
             self._write(found)
         self._used.clear()
         self.steps += 1
@@ -206,52 +200,40 @@ class ManagedTable:
             self._assign()
 
     def _write(self, found: LookUp) -> None:
-        """Write the rows of ``found`` back, in the worker if there is one."""
+        """Write the rows of ``found`` back."""
         assert found.rows_U is not None
         assert found.copy is not None
-        for each in [each for each in self._writes if each.done()]:
-            self._writes.remove(each)
-            each.result()
-        job = found.rows_U, found.copy, self._host.mark()
-        if self._worker is None:
-            self._host.write(*job)
-        else:
-            self._writes.append(self._worker.submit(self._host.write, *job))
+        self._host.write(found.rows_U, found.copy)
 
     # -- ahead of the computation --------------------------------------------------------------------------------------
 
     @contextmanager
     def background(self) -> "Iterator[ThreadPoolExecutor]":
-        """A thread that reads rows, and that writes rows back after :meth:`step`, in the order of the calls."""
+        """A thread that looks up and reads rows."""
         if self._worker is not None:
             raise ConfigError("this table is read ahead already; end the other prefetched(...) loop first")
         with ThreadPoolExecutor(1, thread_name_prefix="table-rows") as worker:
             self._worker = worker
             try:
                 yield worker
-                self._flush()
             finally:
                 self._worker = None
 
     def _flush(self) -> None:
-        """Wait for the worker; afterwards host memory has all updates."""
+        """Wait for the worker and for the copies; afterwards host memory has all updates."""
         if self._worker is not None:
             self._worker.submit(int).result()
-        writes, self._writes = self._writes, []
-        for each in writes:
-            each.result()
+        self._host.synchronise()
 
     def read_ahead(self, found: LookUp, before: LookUp | None) -> LookUp:
         """Find and read rows while ``before`` is computed; :meth:`mend` follows its step."""
-        self.read(self.find(found))
+        self.find(found)
         assert found.rows_U is not None
-        assert found.copy is not None
         if before is not None and before.rows_U is not None and len(before.rows_U):
-            with self._host.context():
+            with self._host.look_ups():
                 at_U = torch.searchsorted(before.rows_U, found.rows_U).clamp_(max=len(before.rows_U) - 1)
                 found.shared = before.rows_U[at_U] == found.rows_U, at_U
-            self._host.mark_ready(found.copy)
-        return found
+        return self.read(found)
 
     @torch.no_grad()
     def mend(self, found: LookUp, before: LookUp) -> None:
@@ -260,14 +242,14 @@ class ManagedTable:
             self.read(self.find(found))
         elif found.shared is not None:
             ours, theirs, (shared_U, at_U) = found.wait(), before.wait(), found.shared
-            ours.state_U.copy_(torch.where(shared_U, theirs.state_U[at_U], ours.state_U))
-            ours.weight_UD.copy_(torch.where(shared_U[:, None], theirs.weight_UD[at_U], ours.weight_UD))
+            for mine, other in ((ours.weight_UD, theirs.weight_UD), (ours.state_U1, theirs.state_U1)):
+                torch.where(shared_U[:, None], other.index_select(0, at_U), mine, out=mine)
 
     # -- assignment ----------------------------------------------------------------------------------------------------
 
     def _assign(self) -> None:
         """Merge the history into the kept ids, keep the best of each bucket, and start new rows."""
-        with self._host.context():
+        with self._host.look_ups():
             none = torch.empty(0, dtype=torch.int64, device=self.device)
             hashes, slots = self.ids.assign(torch.cat([*self._history, none]), self.steps)
             self._history.clear()
@@ -288,7 +270,7 @@ class ManagedTable:
                 self._host.weight_RD[first : first + chunk] = fresh
             else:
                 self._host.weight_RD[rows[first : first + chunk]] = fresh
-        self._host.state_R[rows] = 0
+        self._host.state_R1[rows] = 0
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -297,11 +279,11 @@ class ManagedTable:
         self._flush()
         first, kept = self.first_bucket * self.per_bucket, self.ids.kept
         # Of the history only how often each id was seen matters.
-        with self._host.context():
+        with self._host.look_ups():
             history = torch.cat([*self._history, kept.hashes[:0]]).cpu().sort().values
             kept = Kept(*(each.cpu() for each in kept))
         local = {
-            "weight_RD": self._host.weight_RD, "state_R": self._host.state_R, "slots": kept.slots + first,
+            "weight_RD": self._host.weight_RD, "state_R": self._host.state_R1[:, 0], "slots": kept.slots + first,
             "counts": kept.counts, "last": kept.last, "hashes": kept.hashes ^ SIGN, "history": history ^ SIGN,
         }  # fmt: skip
         whole = {
@@ -321,7 +303,7 @@ class ManagedTable:
             )
         first, stop = self.first_bucket * self.per_bucket, self.stop_bucket * self.per_bucket
         self._host.weight_RD.copy_(state["weight_RD"][first:stop])
-        self._host.state_R.copy_(state["state_R"][first:stop])
+        self._host.state_R1[:, 0] = state["state_R"][first:stop]
 
         def mine(name: str) -> tuple[Tensor, Tensor]:
             """(hashes, which of them this rank owns)."""
@@ -329,7 +311,7 @@ class ManagedTable:
             bucket = bucket_of(hashes)
             return hashes, (bucket >= self.first_bucket) & (bucket < self.stop_bucket)
 
-        with self._host.context():
+        with self._host.look_ups():
             hashes, keep = mine("hashes")
             slots, counts, last = (state[name][keep].to(self.device) for name in ("slots", "counts", "last"))
             self.ids.kept = Kept(hashes[keep].to(self.device), slots - first, counts, last)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from colonnade.config import Plan
-from colonnade.errors import ConfigError, DataError
+from colonnade.errors import CapacityError, ConfigError, DataError
+from colonnade.nn import host_rows
 from colonnade.nn.host_rows import DeviceRows
 from colonnade.nn.managed_table import BUCKETS, ManagedTable
 from colonnade.nn.table_prefetch import prefetched
@@ -266,6 +267,14 @@ def test_resumed_bit_for_bit() -> None:
     assert equal(resumed.state(), whole.state())
     with pytest.raises(ConfigError, match=r"saved table has 256 rows of 8 numbers, and this one 512 of 8"):
         ManagedTable(8 * BUCKETS, 8, every=3).load(table.state())
+
+
+def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rows, "map_memory", lambda x: "out of memory")
+    with pytest.raises(
+        CapacityError, match=r"0\.1 GB of host memory for the table could not be locked \(out of memory\)"
+    ):
+        host_rows.HostRows(torch.empty(1 << 18, 64), torch.empty(1 << 18, 1), torch.device("cuda"))
 
 
 def test_refusals() -> None:

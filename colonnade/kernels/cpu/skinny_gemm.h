@@ -197,8 +197,9 @@ template <typename P> void product(const Matrix& w, const Rows& x, int64_t bytes
     }
 }
 
-// As product() with plain weights. Rows are multiplied in tiles of MANY, two and one, in passes of some outputs and
-// pieces of the inputs, so that weights and rows of x stay in the L1 cache.
+// As product() with plain weights. Rows are multiplied in tiles of MANY, two and one. If there are many, outputs are cut
+// into passes and inputs into pieces, so that weights and rows of x stay in the L1 cache; few rows read the weights in
+// the order in which they are stored.
 template <typename T> struct PlainProduct {
     static constexpr int MANY = 6;  // with O outputs, their sums fill the registers
     static constexpr int O = LANES == 16 ? 4 : 2;
@@ -215,11 +216,13 @@ template <typename T> struct PlainProduct {
     }
 
     void outputs_of(Share part) const {
+        const bool many = x.count >= MANY;
+        const int64_t piece = many ? PIECE : w.inputs;
         int64_t o = part.begin;
         while (o + STEP <= part.end) {
-            const int64_t outputs = o + PASS <= part.end ? PASS : STEP;
-            for (int64_t k = 0; k < w.inputs; k += PIECE) {
-                const Share inputs{k, k + PIECE < w.inputs ? k + PIECE : w.inputs};
+            const int64_t outputs = many && o + PASS <= part.end ? PASS : STEP;
+            for (int64_t k = 0; k < w.inputs; k += piece) {
+                const Share inputs{k, k + piece < w.inputs ? k + piece : w.inputs};
                 int64_t t = tiles<MANY, O>(0, o, outputs, inputs);
                 t = tiles<2, STEP>(t, o, outputs, inputs);
                 tiles<1, STEP>(t, o, outputs, inputs);
