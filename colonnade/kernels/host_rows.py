@@ -1,5 +1,7 @@
 """Rows of a table in host memory, copied to the device (read) or from it (write), in plain torch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,13 @@ def map_memory(x: Tensor) -> str | None:
 
     Call :func:`unmap_memory` before the memory is freed.
     """
-    code = torch.cuda.cudart().cudaHostRegister(x.data_ptr(), x.numel() * x.element_size(), 1)  # portable
+    runtime: Any = torch.cuda.cudart()
+    code = runtime.cudaHostRegister(x.data_ptr(), x.numel() * x.element_size(), 1)  # portable
     return None if int(code) == 0 else str(code)
 
 
-def unmap_memory(address: int) -> None:
-    """Undo :func:`map_memory` of the tensor at ``address``."""
-    torch.cuda.cudart().cudaHostUnregister(address)
+def unmap_memory(address: int, device: torch.device) -> None:
+    """Undo :func:`map_memory` of the tensor at ``address`` once the kernels of ``device`` have ended."""
+    torch.cuda.synchronize(device)
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)

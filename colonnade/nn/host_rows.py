@@ -52,7 +52,7 @@ class HostRows:
                         f"{x.numel() * x.element_size() / 1e9:.1f} GB of host memory for the table could not be locked "
                         f"({failure}); use fewer rows or narrower ones, or raise `ulimit -l`"
                     )
-                weakref.finalize(self, unmap_memory, x.data_ptr())
+                weakref.finalize(self, unmap_memory, x.data_ptr(), device)
             self._look_ups, self._copies = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
 
     def look_ups(self) -> "torch.cuda.StreamContext | nullcontext[None]":
@@ -71,7 +71,8 @@ class HostRows:
             )
             self._move(rows_U, copy, write=False)
             if self._copies is not None:
-                copy.ready = self._copies.record_event()
+                copy.ready = torch.cuda.Event()
+                copy.ready.record(self._copies)
         return copy
 
     def write(self, rows_U: Tensor, copy: DeviceRows) -> None:

@@ -1,12 +1,14 @@
 """Prefetch for a :class:`~colonnade.nn.managed_table.ManagedTable`: rows of batch i + 1 are read while i is computed.
 
-    main thread      forward, backward and update of i on the device | mend i + 1: rows that step i changed
-    rows' thread     write back the rows of i - 1 | look up i + 1, copy its rows from host memory to the device
+    main thread      forward, backward, update and write-back of i | mend i + 1: rows that step i changed
+    rows' thread     look up i + 1, copy its rows from host memory to the device
     loader's thread  batch i + 2 from the iterator
 
 Rows that both batches have reach i + 1 updated, from the device's copies of i, and after a new assignment of rows i + 1
-is looked up again. So the result equals that without prefetch bit for bit. Collectives stay in the main thread. On a
-GPU the main thread waits for no kernel; look-ups and copies have a stream of their own.
+is looked up again. So the result equals that without prefetch bit for bit (on a GPU under
+``torch.use_deterministic_algorithms``, as gradients of a row that several ids share are added there in any order).
+Collectives stay in the main thread. On a GPU the main thread waits for no kernel; look-ups and copies have streams of
+their own.
 
     for batch, x_ND in prefetched(table, batches, lambda batch: batch.ids):
         loss(x_ND, batch).backward()
@@ -15,6 +17,7 @@ GPU the main thread waits for no kernel; look-ups and copies have a stream of th
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
 from torch import Tensor
@@ -34,28 +37,30 @@ def prefetched(
     read is raised when it is the batch's turn, after the batches before it, with the batch's number as a note. Raises
     :class:`ConfigError` unless ``table.step`` is called once a batch.
     """
-    source, done = iter(batches), object()
+    source = iter(batches)
     with ThreadPoolExecutor(1, thread_name_prefix="table-loader") as loader, table.background() as rows:
 
-        def begin(loading: "Future[Batch | object]", before: LookUp | None) -> "Future[tuple[Batch, LookUp] | None]":
+        def load() -> "Future[list[Batch]]":
+            """The next batch; none after the last one."""
+            return loader.submit(lambda: list(islice(source, 1)))
+
+        def begin(loading: "Future[list[Batch]]", before: LookUp | None) -> "Future[tuple[Batch, LookUp] | None]":
             """Start to read a batch's rows; None after the last batch."""
             ahead: Future[tuple[Batch, LookUp] | None] = Future()
             try:
-                batch = loading.result()
-                if batch is done:
+                loaded = loading.result()
+                if not loaded:
                     ahead.set_result(None)
                     return ahead
-                ids_N = ids_of(batch)  # type: ignore[arg-type]
+                ids_N = ids_of(loaded[0])
                 routed = table.route(ids_N) if table.axis.size > 1 else None
             except Exception as error:  # noqa: BLE001 - raised when it is the batch's turn
                 ahead.set_exception(error)
                 return ahead
-            return rows.submit(
-                lambda: (batch, table.read_ahead(routed or table.route(ids_N), before))  # type: ignore[arg-type,return-value]
-            )
+            return rows.submit(lambda: (loaded[0], table.read_ahead(routed or table.route(ids_N), before)))
 
         number, before = 0, None
-        ahead, loading = begin(loader.submit(next, source, done), None), loader.submit(next, source, done)
+        ahead, loading = begin(load(), None), load()
         while True:
             try:
                 current = ahead.result()
@@ -67,7 +72,7 @@ def prefetched(
             batch, found = current
             if before is not None:
                 table.mend(found, before)
-            ahead, loading = begin(loading, found), loader.submit(next, source, done)
+            ahead, loading = begin(loading, found), load()
             steps = table.steps
             yield batch, table.use(found)
             if table.steps != steps + 1:
