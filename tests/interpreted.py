@@ -11,7 +11,8 @@ import torch
 
 from colonnade.kernels import adamw as adamw_reference
 from colonnade.kernels import dropout as dropout_reference
-from colonnade.kernels import triton_adamw, triton_dropout
+from colonnade.kernels import host_rows as host_rows_reference
+from colonnade.kernels import triton_adamw, triton_dropout, triton_host_rows
 from colonnade.kernels.adamw import ParameterState
 from colonnade.kernels.attention import cudnn_relative, reference
 from colonnade.kernels.dropout import AttentionDropout
@@ -160,8 +161,28 @@ def check_adamw() -> int:
     return count + 1
 
 
+def check_host_rows() -> int:
+    """Bitwise the reference: ragged last blocks, several blocks a program, no rows; other rows stay as they are."""
+    count = 0
+    for (R, D), rows in itertools.product(((40, 3), (2000, 1), (300, 130)), (0, 1, 37)):
+        rows_U = torch.randperm(R, generator=torch.Generator().manual_seed(R))[: rows * R // 40]
+        results = []
+        for run in (triton_host_rows.copy_rows, host_rows_reference.copy_rows):
+            table, copy = draw(R, D, seed=0), torch.empty(len(rows_U), D)
+            run(table, rows_U, copy, write=False)
+            run(table, rows_U, copy + 1, write=True)
+            results.append((copy, table))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        count += 1
+    return count
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    checks = check_elements, check_attention, check_relative_bias, check_attention_bits, check_operators, check_adamw
+    checks = (
+        check_elements, check_attention, check_relative_bias, check_attention_bits, check_operators, check_adamw,
+        check_host_rows,
+    )  # fmt: skip
     for check in checks:
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from colonnade.errors import ConfigError
-from colonnade.kernels import adamw, dropout, norm, permute, rotary, routing, sampling
+from colonnade.kernels import adamw, dropout, host_rows, norm, permute, rotary, routing, sampling
 from colonnade.kernels.attention import cache_write, chunk, cross, reference, sdpa, shared_prefix
 from colonnade.kernels.cpu import experts as cpu_experts
 from colonnade.kernels.cpu import kernels as cpu_kernels
@@ -65,6 +65,7 @@ Operation = Literal[
     "write_next_tokens",
     "rope_cos_sin",
     "adamw",
+    "host_rows",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -93,6 +94,7 @@ def _triton() -> tuple[Kernel, ...]:
     from colonnade.kernels import (
         triton_adamw,
         triton_dropout,
+        triton_host_rows,
         triton_permute,
         triton_routing,
         triton_sampled_tokens,
@@ -128,6 +130,7 @@ def _triton() -> tuple[Kernel, ...]:
             "write_next_tokens", "triton", triton_sampling.write_next_tokens_, devices=("cuda",), dtypes=(torch.int64,)
         ),
         Kernel("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
+        Kernel("host_rows", "triton", triton_host_rows.copy_rows, **ON_GPU),
     )
 
 
@@ -290,6 +293,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("write_next_tokens", "reference", sampling.write_next_tokens_, dtypes=(torch.int64,)),
     Kernel("rope_cos_sin", "reference", rotary.rotation),
     Kernel("adamw", "reference", adamw.adamw, dtypes=(torch.float64, torch.float32)),
+    Kernel("host_rows", "reference", host_rows.copy_rows),
     *_skinny(),
     *_native(),
     *_batch_invariant(),

@@ -16,59 +16,65 @@ their bucket and rows back (two all-to-alls); gradients are added up in the orde
 The optimizer is row-wise Adagrad (Gupta 2014): only rows that were read have gradients, and one number of state.
 """
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from colonnade.data.loader import GOLDEN_GAMMA, MASK64, splitmix64, splitmix64_mix
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, DataError
+from colonnade.nn.host_rows import DeviceRows, HostRows
+from colonnade.nn.managed_ids import BUCKET_BITS, BUCKETS, SIGN, Kept, ManagedIds, Policy, bucket_of, unsigned_hashes
 from colonnade.parallel.axis import SOLO, Axis
 
-Policy = Literal["lfu", "lru", "decay"]
-BUCKET_BITS = 6
-BUCKETS = 1 << BUCKET_BITS
 EPS = 1e-8
+CHUNK_NUMBERS = 1 << 22
+"""Initial weights are computed so many at a time."""
 
 
 @dataclass
 class LookUp:
     """Rows of one batch of ids, on the ranks that own them."""
 
-    hashes_M: np.ndarray
+    hashes: np.ndarray
     """Of the ids that this rank owns, in the order of the global batch."""
-    rows_U: np.ndarray
-    """Their rows, each once, in order."""
-    inverse_M: Tensor
     send: list[int]
     receive: list[int]
-    order_N: Tensor
-    """The ids of this rank's batch in the order in which they were sent."""
-    version: int
+    order_N: Tensor | None
+    """The ids of this rank's batch in the order in which they were sent; None on one rank."""
+    version: int = -1
     """Of the assignment of rows."""
     hits: int = 0
     """How many ids have rows of their own."""
-    x_UD: Tensor | None = None
-    """The rows on the device, a leaf whose gradient is theirs."""
+    hashes_M: Tensor | None = None
+    """``hashes`` on the device."""
+    rows_U: Tensor | None = None
+    """Their rows, each once, in order; on the device, as the rest."""
+    inverse_M: Tensor | None = None
+    copy: DeviceRows | None = None
+    """The rows' weights and optimizer state."""
+    shared: tuple[Tensor, Tensor] | None = None
+    """(whether each row is also in the batch before, where)."""
 
-
-class Kept(NamedTuple):
-    """The ids with rows of their own, by ascending hash."""
-
-    hashes: np.ndarray
-    slots: np.ndarray
-    counts: np.ndarray
-    last: np.ndarray
-    """The last step in which each was seen."""
+    def wait(self) -> DeviceRows:
+        """The copy, for which the current stream waits."""
+        assert self.copy is not None, "look up, read, use"
+        assert self.hashes_M is not None
+        assert self.rows_U is not None
+        assert self.inverse_M is not None
+        self.copy.wait(self.hashes_M, self.rows_U, self.inverse_M, *(self.shared or ()))
+        return self.copy
 
 
 class ManagedTable:
     """This rank's buckets of a table of ``rows`` rows of ``width`` numbers; ``rows`` is a multiple of 64.
 
-    Rows are in host memory, and looked-up ones go to ``device``. Raises :class:`ConfigError` for settings that do not
-    apply.
+    Rows are in host memory; those of a batch are copied to ``device``, updated there, and written back. Raises
+    :class:`ConfigError` for settings that do not apply.
     """
 
     def __init__(
@@ -88,20 +94,21 @@ class ManagedTable:
                 f"a managed table has a multiple of {BUCKETS} rows, at least {2 * BUCKETS}, on up to {BUCKETS} ranks; "
                 f"got {rows} on {axis.size}"
             )
-        self.policy, self.every, self.decay, self.seed = policy, every, decay, seed
-        self.axis, self.device, self.width = axis, torch.device(device), width
+        self.every, self.seed, self.axis, self.width = every, seed, axis, width
+        self.device = torch.device(device)
         self.per_bucket = rows // BUCKETS
         self.first_bucket, self.stop_bucket = (-(-BUCKETS * r // axis.size) for r in (axis.rank, axis.rank + 1))
         local = (self.stop_bucket - self.first_bucket) * self.per_bucket
-        first = self.first_bucket * self.per_bucket
         self._scale = width**-0.5
+        self.ids = ManagedIds(self.first_bucket, self.stop_bucket, self.per_bucket, policy=policy, decay=decay,
+                              device=self.device)  # fmt: skip
+        self._host = HostRows(torch.empty(local, width), torch.zeros(local, 1), self.device)
         # A shared row starts as if its number were an id.
-        self.weight_RD = self._initial(splitmix64_mix(np.arange(first, first + local).astype(np.uint64)))
-        self.state_R = torch.zeros(local)
-        none = np.empty(0, np.int64)
-        self.kept = Kept(np.empty(0, np.uint64), none, none, none)
-        self._history: list[np.ndarray] = []
+        first = self.first_bucket * self.per_bucket
+        self._start_rows(splitmix64_mix(np.arange(first, first + local).astype(np.uint64)), slice(None))
+        self._history: list[Tensor] = []
         self._used: list[LookUp] = []
+        self._worker: ThreadPoolExecutor | None = None
         self.steps = 0
         self.version = 0
         """How often rows were assigned anew."""
@@ -116,65 +123,53 @@ class ManagedTable:
 
     def look_up(self, ids_N: Tensor) -> LookUp:
         """Send ids to the ranks that own them, and find their rows."""
+        return self.find(self.route(ids_N))
+
+    def route(self, ids_N: Tensor) -> LookUp:
+        """Send ids to the ranks that own them; all ranks call it together. Raises :class:`DataError`."""
+        if ids_N.ndim != 1 or ids_N.dtype.is_floating_point or ids_N.dtype.is_complex:
+            raise DataError(f"ids are one vector of integers; got {ids_N.dtype} of shape {tuple(ids_N.shape)}")
         hashes = splitmix64_mix(ids_N.cpu().numpy().astype(np.uint64) + np.uint64(GOLDEN_GAMMA))
-        send = receive = [len(hashes)]
-        order, hashes_M = np.arange(len(hashes)), hashes
-        if self.axis.size > 1:
-            owner = (hashes >> np.uint64(64 - BUCKET_BITS)).astype(np.int64) * self.axis.size // BUCKETS
-            order = np.argsort(owner, kind="stable")
-            send = np.bincount(owner, minlength=self.axis.size).tolist()
-            ones = [1] * self.axis.size
-            receive = self.axis.exchange(torch.tensor(send), ones, ones).tolist()
-            sent = torch.from_numpy(hashes[order].view(np.int64))
-            hashes_M = self.axis.exchange(sent, send, receive).numpy().view(np.uint64)
-        found = LookUp(hashes_M, np.empty(0, np.int64), torch.empty(0), send, receive, torch.from_numpy(order), -1)
-        self._find(found)
-        return found
+        if self.axis.size == 1:
+            return LookUp(hashes, [len(hashes)], [len(hashes)], None)
+        owner = (hashes >> np.uint64(64 - BUCKET_BITS)).astype(np.int64) * self.axis.size // BUCKETS
+        order = np.argsort(owner, kind="stable")
+        send = np.bincount(owner, minlength=self.axis.size).tolist()
+        ones = [1] * self.axis.size
+        receive = self.axis.exchange(torch.tensor(send), ones, ones).tolist()
+        sent = torch.from_numpy(hashes[order].view(np.int64))
+        owned = self.axis.exchange(sent, send, receive).numpy().view(np.uint64)
+        return LookUp(owned, send, receive, torch.from_numpy(order))
 
-    def _find(self, found: LookUp) -> None:
+    def find(self, found: LookUp) -> LookUp:
         """Set the rows of ``found`` by the present assignment."""
-        rows_M, hit_M = self._rows(found.hashes_M)
-        found.hits = int(hit_M.sum())
-        found.rows_U, inverse = np.unique(rows_M, return_inverse=True)
-        found.inverse_M, found.version, found.x_UD = torch.from_numpy(inverse).to(self.device), self.version, None
-
-    def _rows(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(row within this rank's, whether it is the id's own)."""
-        bucket = (hashes >> np.uint64(64 - BUCKET_BITS)).astype(np.int64) - self.first_bucket
-        shared = (bucket + 1) * self.per_bucket - 1
-        if not len(self.kept.hashes):
-            return shared, np.zeros(len(hashes), bool)
-        at = np.minimum(np.searchsorted(self.kept.hashes, hashes), len(self.kept.hashes) - 1)
-        hit = self.kept.hashes[at] == hashes
-        return np.where(hit, self.kept.slots[at], shared), hit
+        with self._host.look_ups():
+            if found.hashes_M is None:
+                found.hashes_M = (torch.from_numpy(found.hashes.view(np.int64)) ^ SIGN).to(self.device)
+            found.version = self.version
+            rows_M, hit_M = self.ids.rows(found.hashes_M)
+            found.rows_U, found.inverse_M = torch.unique(rows_M, return_inverse=True)
+            found.hits, found.copy, found.shared = int(hit_M.sum()), None, None
+        return found
 
     def read(self, found: LookUp) -> LookUp:
-        """Copy the rows to the device; may run in another thread than :meth:`step` if :meth:`mend` follows."""
-        rows = torch.from_numpy(found.rows_U)
-        found.x_UD = self.weight_RD.index_select(0, rows).to(self.device, non_blocking=True)
+        """Copy the rows to the device."""
+        assert found.rows_U is not None, "look up, read, use"
+        found.copy = self._host.read(found.rows_U)
         return found
-
-    def mend(self, found: LookUp, updated_U: np.ndarray) -> None:
-        """Bring ``found``, read before the last step, up to date; ``updated_U`` are the rows that this changed."""
-        if found.version != self.version:
-            self._find(found)
-            self.read(found)
-            return
-        assert found.x_UD is not None, "rows are read before they are mended"
-        stale = np.flatnonzero(np.isin(found.rows_U, updated_U, assume_unique=True))
-        rows = torch.from_numpy(found.rows_U[stale])
-        found.x_UD[torch.from_numpy(stale).to(self.device)] = self.weight_RD.index_select(0, rows).to(self.device)
 
     def use(self, found: LookUp) -> Tensor:
         """x_ND of a batch that was looked up and read; its ids count from now on."""
         assert found.version == self.version, "rows were assigned anew since; look them up again"
-        assert found.x_UD is not None, "look up, read, use"
+        copy = found.wait()
+        assert found.hashes_M is not None
+        assert found.inverse_M is not None
         self._history.append(found.hashes_M)
         self._used.append(found)
-        self.looked_up += len(found.hashes_M)
+        self.looked_up += len(found.hashes)
         self.hits += found.hits
-        x_MD = found.x_UD.requires_grad_().index_select(0, found.inverse_M)
-        if self.axis.size == 1:
+        x_MD = copy.weight_UD.requires_grad_().index_select(0, found.inverse_M)
+        if found.order_N is None:
             return x_MD
         x_ND = self.axis.exchange(x_MD, found.receive, found.send)
         back_N = torch.empty_like(found.order_N)
@@ -182,88 +177,114 @@ class ManagedTable:
         return x_ND.index_select(0, back_N.to(self.device))
 
     @torch.no_grad()
-    def step(self, lr: float) -> np.ndarray:
-        """Update the rows that were used, and assign rows anew every so many steps; returns the updated rows."""
-        updated: list[np.ndarray] = []
-        assert len(self._used) <= 1, "one batch a step: gradients of several would need their sum"
+    def step(self, lr: float) -> None:
+        """Update the rows that were used, and assign rows anew every so many steps."""
+        if len(self._used) > 1:
+            raise ConfigError(
+                f"{len(self._used)} batches were looked up since the last table.step, and one is supported; call "
+                "table.step after each batch, or look their ids up as one batch"
+            )
         for found in self._used:
-            assert found.x_UD is not None
-            if found.x_UD.grad is None:
+            copy = found.copy
+            assert copy is not None
+            if (grad_UD := copy.weight_UD.grad) is None:
                 continue
-            rows, grad_UD = torch.from_numpy(found.rows_U), found.x_UD.grad.cpu()
-            state_U = self.state_R[rows] + grad_UD.square().mean(1)
-            self.state_R[rows] = state_U
-            self.weight_RD[rows] -= lr * grad_UD / (state_U.sqrt() + EPS)[:, None]
-            updated.append(found.rows_U)
+            copy.weight_UD.grad = None
+            copy.state_U1 += grad_UD.square().mean(1, keepdim=True)
+            copy.weight_UD.addcdiv_(grad_UD, copy.state_U1.sqrt() + EPS, value=-lr)
+            self._write(found)
         self._used.clear()
         self.steps += 1
         if self.steps % self.every == 0:
+            self._flush()
             self._assign()
-        return updated[0] if updated else np.empty(0, np.int64)
+
+    def _write(self, found: LookUp) -> None:
+        """Write the rows of ``found`` back."""
+        assert found.rows_U is not None
+        assert found.copy is not None
+        self._host.write(found.rows_U, found.copy)
+
+    # -- ahead of the computation --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def background(self) -> "Iterator[ThreadPoolExecutor]":
+        """A thread that looks up and reads rows."""
+        if self._worker is not None:
+            raise ConfigError("this table is read ahead already; end the other prefetched(...) loop first")
+        with ThreadPoolExecutor(1, thread_name_prefix="table-rows") as worker:
+            self._worker = worker
+            try:
+                yield worker
+            finally:
+                self._worker = None
+
+    def _flush(self) -> None:
+        """Wait for the worker and for the copies; afterwards host memory has all updates."""
+        if self._worker is not None:
+            self._worker.submit(int).result()
+        self._host.synchronise()
+
+    def read_ahead(self, found: LookUp, before: LookUp | None) -> LookUp:
+        """Find and read rows while ``before`` is computed; :meth:`mend` follows its step."""
+        self.find(found)
+        assert found.rows_U is not None
+        if before is not None and before.rows_U is not None and len(before.rows_U):
+            with self._host.look_ups():
+                at_U = torch.searchsorted(before.rows_U, found.rows_U).clamp_(max=len(before.rows_U) - 1)
+                found.shared = before.rows_U[at_U] == found.rows_U, at_U
+        return self.read(found)
+
+    @torch.no_grad()
+    def mend(self, found: LookUp, before: LookUp) -> None:
+        """Bring ``found``, read ahead, up to date with the step of ``before``."""
+        if found.version != self.version:
+            self.read(self.find(found))
+        elif found.shared is not None:
+            ours, theirs, (shared_U, at_U) = found.wait(), before.wait(), found.shared
+            for mine, other in ((ours.weight_UD, theirs.weight_UD), (ours.state_U1, theirs.state_U1)):
+                torch.where(shared_U[:, None], other.index_select(0, at_U), mine, out=mine)
 
     # -- assignment ----------------------------------------------------------------------------------------------------
 
     def _assign(self) -> None:
         """Merge the history into the kept ids, keep the best of each bucket, and start new rows."""
-        kept, history = self.kept, np.concatenate([*self._history, np.empty(0, np.uint64)])
-        self._history.clear()
-        seen, seen_counts = np.unique(history, return_counts=True)
-        hashes, inverse = np.unique(np.concatenate([kept.hashes, seen]), return_inverse=True)
-        counts, last, slots = (np.zeros(len(hashes), np.int64) for _ in range(3))
-        slots -= 1
-        old, new = inverse[: len(kept.hashes)], inverse[len(kept.hashes) :]
-        counts[old], last[old], slots[old] = kept.counts, kept.last, kept.slots
-        counts[new] += seen_counts
-        last[new] = self.steps
-        bucket = (hashes >> np.uint64(64 - BUCKET_BITS)).astype(np.int64) - self.first_bucket
-        # Among equals those with a row stay, then the lowest hash.
-        order = np.lexsort((hashes, slots < 0, -self._scores(counts, last), bucket))
-        place = np.arange(len(order)) - np.searchsorted(bucket[order], bucket[order])
-        stays = np.sort(order[place < self.per_bucket - 1])
-        hashes, counts, last, slots, bucket = (x[stays] for x in (hashes, counts, last, slots, bucket))
-        fresh = np.flatnonzero(slots < 0)
-        slots[fresh] = self._free(slots[slots >= 0], bucket[fresh])
-        self.kept = Kept(hashes, slots, counts, last)
-        self.weight_RD[slots[fresh]] = self._initial(hashes[fresh])
-        self.state_R[slots[fresh]] = 0
+        with self._host.look_ups():
+            none = torch.empty(0, dtype=torch.int64, device=self.device)
+            hashes, slots = self.ids.assign(torch.cat([*self._history, none]), self.steps)
+            self._history.clear()
+            slots = slots.cpu()
+        self._start_rows(unsigned_hashes(hashes), slots)
         self.version += 1
 
-    def _scores(self, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        if self.policy == "lfu":
-            return counts
-        if self.policy == "lru":
-            return last
-        return counts / (self.steps - last + 1.0) ** self.decay
-
-    def _free(self, used: np.ndarray, bucket_of_new: np.ndarray) -> np.ndarray:
-        """Free slots for new ids, which are in the order of their buckets: the lowest of each."""
-        is_free = np.ones((self.stop_bucket - self.first_bucket, self.per_bucket), bool)
-        is_free[:, -1] = False  # shared
-        is_free.reshape(-1)[used] = False
-        wanted = np.bincount(bucket_of_new, minlength=len(is_free))
-        taken = is_free & (is_free.cumsum(1) <= wanted[:, None])
-        return np.flatnonzero(taken)
-
-    def _initial(self, hashes: np.ndarray) -> Tensor:
-        """Uniform within ± width^-½, a function of seed, hash and column."""
+    def _start_rows(self, hashes: np.ndarray, rows: "Tensor | slice") -> None:
+        """Initialise rows: weights are uniform within ± width^-½, a function of seed, hash and column."""
+        start = torch.from_numpy((hashes ^ np.uint64(splitmix64(self.seed & MASK64))).view(np.int64))
         column = np.arange(self.width).astype(np.uint64) * np.uint64(GOLDEN_GAMMA)
-        start = hashes ^ np.uint64(splitmix64(self.seed & MASK64))
-        bits = splitmix64_mix(start[:, None] + column[None, :]) >> np.uint64(40)
-        return torch.from_numpy(((bits.astype(np.float32) + 0.5) / (1 << 23) - 1) * np.float32(self._scale))
+        column_D = torch.from_numpy(column.view(np.int64)).to(self.device)
+        chunk = max(1, CHUNK_NUMBERS // self.width)
+        for first in range(0, len(start), chunk):
+            bits = _splitmix64_mix(start[first : first + chunk].to(self.device)[:, None] + column_D[None, :])
+            fresh = (((_shift(bits, 40).float() + 0.5) / (1 << 23) - 1) * self._scale).cpu()
+            if isinstance(rows, slice):
+                self._host.weight_RD[first : first + chunk] = fresh
+            else:
+                self._host.weight_RD[rows[first : first + chunk]] = fresh
+        self._host.state_R1[rows] = 0
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
         """The whole table of all ranks, the same for any number of them; all ranks call it together."""
-        first = self.first_bucket * self.per_bucket
-        history = np.concatenate([*self._history, np.empty(0, np.uint64)])
+        self._flush()
+        first, kept = self.first_bucket * self.per_bucket, self.ids.kept
         # Of the history only how often each id was seen matters.
-        seen, counts = np.unique(history, return_counts=True)
+        with self._host.look_ups():
+            history = torch.cat([*self._history, kept.hashes[:0]]).cpu().sort().values
+            kept = Kept(*(each.cpu() for each in kept))
         local = {
-            "weight_RD": self.weight_RD, "state_R": self.state_R, "slots": torch.from_numpy(self.kept.slots + first),
-            "counts": torch.from_numpy(self.kept.counts), "last": torch.from_numpy(self.kept.last),
-            "hashes": torch.from_numpy(self.kept.hashes.view(np.int64)),
-            "history": torch.from_numpy(np.repeat(seen, counts).view(np.int64)),
+            "weight_RD": self._host.weight_RD, "state_R": self._host.state_R1[:, 0], "slots": kept.slots + first,
+            "counts": kept.counts, "last": kept.last, "hashes": kept.hashes ^ SIGN, "history": history ^ SIGN,
         }  # fmt: skip
         whole = {
             name: self.axis.all_gather_uneven_(x.contiguous(), self.axis.all_gather_int(len(x))).clone()
@@ -273,6 +294,7 @@ class ManagedTable:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Continue from :meth:`state` of any number of ranks; raises ConfigError for a table of another size."""
+        self._flush()
         rows, width = state["weight_RD"].shape
         if (rows, width) != (BUCKETS * self.per_bucket, self.width):
             raise ConfigError(
@@ -280,16 +302,32 @@ class ManagedTable:
                 f"{self.width}; make it with the saved sizes"
             )
         first, stop = self.first_bucket * self.per_bucket, self.stop_bucket * self.per_bucket
-        self.weight_RD, self.state_R = (state[name][first:stop].clone() for name in ("weight_RD", "state_R"))
+        self._host.weight_RD.copy_(state["weight_RD"][first:stop])
+        self._host.state_R1[:, 0] = state["state_R"][first:stop]
 
-        def mine(name: str) -> np.ndarray:
-            hashes = state[name].numpy().view(np.uint64)
-            bucket = (hashes >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)
-            return (bucket >= self.first_bucket) & (bucket < self.stop_bucket)
+        def mine(name: str) -> tuple[Tensor, Tensor]:
+            """(hashes, which of them this rank owns)."""
+            hashes = state[name] ^ SIGN
+            bucket = bucket_of(hashes)
+            return hashes, (bucket >= self.first_bucket) & (bucket < self.stop_bucket)
 
-        keep = mine("hashes")
-        slots, counts, last = (state[name].numpy()[keep] for name in ("slots", "counts", "last"))
-        self.kept = Kept(state["hashes"].numpy().view(np.uint64)[keep], slots - first, counts, last)
-        self._history = [state["history"].numpy().view(np.uint64)[mine("history")]]
+        with self._host.look_ups():
+            hashes, keep = mine("hashes")
+            slots, counts, last = (state[name][keep].to(self.device) for name in ("slots", "counts", "last"))
+            self.ids.kept = Kept(hashes[keep].to(self.device), slots - first, counts, last)
+            history, keep = mine("history")
+            self._history = [history[keep].to(self.device)]
         self._used.clear()
         self.steps, self.version = int(state["steps"]), self.version + 1
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix64_mix(x: Tensor) -> Tensor:
+    """:func:`colonnade.data.loader.splitmix64_mix` on any device."""
+    x = (x ^ _shift(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ _shift(x, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ _shift(x, 31)

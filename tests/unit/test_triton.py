@@ -30,7 +30,7 @@ def interpreter() -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("module", "checks"),
     [
-        ("interpreted", 6),
+        ("interpreted", 7),
         ("interpreted_experts", 10),
         ("interpreted_decode", 13),
         ("interpreted_cascade", 7),

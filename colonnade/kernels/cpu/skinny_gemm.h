@@ -30,34 +30,45 @@ template <int G> struct GroupLanes {
 };
 template <int G> constexpr GroupLanes<G> GROUP_LANES{};
 
-// A tile of R rows of x times O rows of W: y[r][o]. `at` is the first row of x, `first` the first output.
-template <typename T> struct PlainProduct {
-    static constexpr int FOUR_ROWS_OUTPUTS = LANES == 16 ? 4 : 2, ONE_ROW_OUTPUTS = 4;
-    template <int R, int O> static void tile(const Matrix& w, const Rows& x, int64_t at, int64_t first, float (*y)[O]) {
-        const T* weights = static_cast<const T*>(w.values) + first * w.inputs;
-        const float* rows = x.floats + at * x.float_stride;
-        Floats sums[R][O];
-        for (int r = 0; r < R; r++)
-            for (int o = 0; o < O; o++) sums[r][o] = zero();
-        int64_t k = 0;
-        for (; k + LANES <= w.inputs; k += LANES) {
-            Floats v[O];
-            for (int o = 0; o < O; o++) v[o] = load(weights + o * w.inputs + k);
-            for (int r = 0; r < R; r++) {
-                const Floats xs = load(rows + r * x.float_stride + k);
-                for (int o = 0; o < O; o++) sums[r][o] = fma(v[o], xs, sums[r][o]);
-            }
+// y[r * BAND + o] of R rows of x times O rows of W. `at` is the first row of x, `first` the first output. The sums of
+// inputs [inputs.begin, inputs.end) are added to those in `kept`, and stay there until the last input. The lanes of all
+// sums are added at once, in the same order for every R and O, so that a row's bits do not depend on the others.
+template <typename T, int R, int O>
+inline void plain_tile(
+    const Matrix& w, const Rows& x, int64_t at, int64_t first, Share inputs, Floats* kept, float* y) {
+    const T* weights = static_cast<const T*>(w.values) + first * w.inputs;
+    const float* rows = x.floats + at * x.float_stride;
+    Floats sums[R][O];
+    for (int r = 0; r < R; r++)
+        for (int o = 0; o < O; o++) sums[r][o] = inputs.begin == 0 ? zero() : kept[r * O + o];
+    int64_t k = inputs.begin;
+    for (; k + LANES <= inputs.end; k += LANES) {
+        Floats v[O];
+        for (int o = 0; o < O; o++) v[o] = load(weights + o * w.inputs + k);
+        for (int r = 0; r < R; r++) {
+            const Floats xs = load(rows + r * x.float_stride + k);
+            for (int o = 0; o < O; o++) sums[r][o] = fma(v[o], xs, sums[r][o]);
         }
-        if (k < w.inputs) {
-            for (int o = 0; o < O; o++) {
-                const Floats v = load_part(weights + o * w.inputs + k, w.inputs - k);
-                for (int r = 0; r < R; r++) sums[r][o] = fma(v, load(rows + r * x.float_stride + k), sums[r][o]);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int o = 0; o < O; o++) y[r][o] = sum(sums[r][o]);
     }
-};
+    if (inputs.end < w.inputs) {
+        for (int r = 0; r < R; r++)
+            for (int o = 0; o < O; o++) kept[r * O + o] = sums[r][o];
+        return;
+    }
+    if (k < w.inputs) {
+        for (int o = 0; o < O; o++) {
+            const Floats v = load_part(weights + o * w.inputs + k, w.inputs - k);
+            for (int r = 0; r < R; r++) sums[r][o] = fma(v, load(rows + r * x.float_stride + k), sums[r][o]);
+        }
+    }
+    for (int i = 0; i < R * O; i += LANES) {
+        Floats some[LANES];
+        float values[LANES];
+        for (int j = 0; j < LANES; j++) some[j] = i + j < R * O ? sums[(i + j) / O][(i + j) % O] : zero();
+        store(values, sums_of(some));
+        for (int j = 0; j < LANES && i + j < R * O; j++) y[(i + j) / O * BAND + (i + j) % O] = values[j];
+    }
+}
 
 struct Int8Product {
     static constexpr int FOUR_ROWS_OUTPUTS = LANES == 16 ? 4 : 2, ONE_ROW_OUTPUTS = 4;
@@ -186,14 +197,66 @@ template <typename P> void product(const Matrix& w, const Rows& x, int64_t bytes
     }
 }
 
+// As product() with plain weights. Rows are multiplied in tiles of MANY, two and one. If there are many, outputs are cut
+// into passes and inputs into pieces, so that weights and rows of x stay in the L1 cache; few rows read the weights in
+// the order in which they are stored.
+template <typename T> struct PlainProduct {
+    static constexpr int MANY = 6;  // with O outputs, their sums fill the registers
+    static constexpr int O = LANES == 16 ? 4 : 2;
+    static constexpr int64_t STEP = 4, PASS = 8, PIECE = 512, MOST_ROWS = 64;
+    const Matrix& w;
+    const Rows& x;
+    int64_t start;  // the first output of y
+    float* y;
+    Floats* kept;
+
+    static void run(const Matrix& w, const Rows& x, Share part, float* y) {
+        Floats kept[MOST_ROWS * PASS];
+        PlainProduct{w, x, part.begin, y, kept}.outputs_of(part);
+    }
+
+    void outputs_of(Share part) const {
+        const bool many = x.count >= MANY;
+        const int64_t piece = many ? PIECE : w.inputs;
+        int64_t o = part.begin;
+        while (o + STEP <= part.end) {
+            const int64_t outputs = many && o + PASS <= part.end ? PASS : STEP;
+            for (int64_t k = 0; k < w.inputs; k += piece) {
+                const Share inputs{k, k + piece < w.inputs ? k + piece : w.inputs};
+                int64_t t = tiles<MANY, O>(0, o, outputs, inputs);
+                t = tiles<2, STEP>(t, o, outputs, inputs);
+                tiles<1, STEP>(t, o, outputs, inputs);
+            }
+            o += outputs;
+        }
+        for (; o < part.end; o++) tiles<1, 1>(0, o, 1, {0, w.inputs});
+    }
+
+    // Multiplies R rows at a time, from row t; returns the first row that is left.
+    template <int R, int OUTPUTS> int64_t tiles(int64_t t, int64_t o, int64_t outputs, Share inputs) const {
+        const T* values = static_cast<const T*>(w.values);
+        for (; t + R <= x.count; t += R) {
+            for (int64_t i = 0; i < outputs; i += OUTPUTS) {
+                if (t == 0 && inputs.begin == 0) {
+                    const char* p = reinterpret_cast<const char*>(values + (o + i) * w.inputs);
+                    prefetch(p + AHEAD, OUTPUTS * w.inputs * int64_t(sizeof(T)));
+                }
+                Floats* const sums = kept + t * PASS + i * R;
+                plain_tile<T, R, OUTPUTS>(w, x, t, o + i, inputs, sums, y + t * BAND + (o - start) + i);
+            }
+        }
+        return t;
+    }
+};
+
 void any_product(const Matrix& w, Dtype dtype, const Rows& x, Share part, float* y) {
     const int64_t bytes = row_bytes(w, dtype);
     if (w.kind == INT8) return product<Int8Product>(w, x, bytes, part, y);
     if (w.kind == INT4 && w.group == 32) return product<Int4Product<32>>(w, x, bytes, part, y);
     if (w.kind == INT4 && w.group == 64) return product<Int4Product<64>>(w, x, bytes, part, y);
     if (w.kind == INT4) return product<Int4Product<128>>(w, x, bytes, part, y);
-    if (dtype == FLOAT32) return product<PlainProduct<float>>(w, x, bytes, part, y);
-    return product<PlainProduct<uint16_t>>(w, x, bytes, part, y);
+    if (dtype == FLOAT32) return PlainProduct<float>::run(w, x, part, y);
+    return PlainProduct<uint16_t>::run(w, x, part, y);
 }
 
 }  // namespace
