@@ -22,8 +22,8 @@ from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
+from colonnade.kernels.linear import gptq_columns, scaled_mm, skinny_gemm_cpu
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import scaled_mm, skinny_gemm_cpu
 
 Operation = Literal[
     "packed_attention",
@@ -45,6 +45,7 @@ Operation = Literal[
     "norm",
     "quantised_linear",
     "fused_linear",
+    "gptq_columns",
     "scaled_mm",
     "scaled_grouped_mm",
     "grouped_wgrad",
@@ -102,7 +103,7 @@ def _triton() -> tuple[Kernel, ...]:
     from colonnade.kernels.attention import cudnn_relative, triton_cache_write
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
-    from colonnade.kernels.linear import skinny_gemm
+    from colonnade.kernels.linear import skinny_gemm, triton_gptq
 
     return (
         Kernel("dropout_attention", "triton", triton_dropout.packed, **ON_GPU),
@@ -127,6 +128,7 @@ def _triton() -> tuple[Kernel, ...]:
         Kernel(
             "write_next_tokens", "triton", triton_sampling.write_next_tokens_, devices=("cuda",), dtypes=(torch.int64,)
         ),
+        Kernel("gptq_columns", "triton", triton_gptq.round_columns, devices=("cuda",), dtypes=(torch.float32,)),
         Kernel("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
     )
 
@@ -261,6 +263,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("quantised_linear", "skinny", skinny_gemm_cpu.quantised_linear, devices=("cpu",)),
     Kernel("quantised_linear", "reference", linear_reference.quantised_linear),
     Kernel("fused_linear", "reference", linear_reference.fused_linear),
+    Kernel("gptq_columns", "reference", gptq_columns.round_columns, dtypes=(torch.float32,)),
     Kernel("rope_and_kv_write", "reference", cache_write.rope_and_kv_write),
     Kernel("scaled_mm", "scaled_mm", scaled_mm.scaled_product, devices=("cuda",), dtypes=FLOATS8),
     Kernel("scaled_mm", "reference", linear_reference.scaled_product, dtypes=FLOATS8),
