@@ -143,6 +143,8 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     for axes, (key, unit, label) in zip(figure.subplots(1, 2), panels, strict=True):
         seen = set[str]()
         for row in shown:
+            if not row[key]:  # not measured
+                continue
             who = next((peer for peer in peers if str(row["what"]).startswith(peer)), "ours")
             colour, marker = styles[who]
             x, y = float(row[key] or 0) * unit, float(row["kl_nats"] or 0)

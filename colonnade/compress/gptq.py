@@ -143,7 +143,7 @@ def _round_all(w_FD: Tensor, grid: Grid | TernaryGrid) -> Quantised:
 def inverse_factor(h_DD: Tensor) -> Tensor:
     """U_DD, float32: the upper Cholesky factor of H⁻¹."""
     lower = torch.linalg.cholesky(h_DD)
-    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float().contiguous()
 
 
 def correct_in_order(

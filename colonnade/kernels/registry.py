@@ -103,7 +103,7 @@ def _triton() -> tuple[Kernel, ...]:
     from colonnade.kernels.attention import cudnn_relative, triton_cache_write
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
-    from colonnade.kernels.linear import skinny_gemm, triton_gptq
+    from colonnade.kernels.linear import skinny_gemm
 
     return (
         Kernel("dropout_attention", "triton", triton_dropout.packed, **ON_GPU),
@@ -128,7 +128,6 @@ def _triton() -> tuple[Kernel, ...]:
         Kernel(
             "write_next_tokens", "triton", triton_sampling.write_next_tokens_, devices=("cuda",), dtypes=(torch.int64,)
         ),
-        Kernel("gptq_columns", "triton", triton_gptq.round_columns, devices=("cuda",), dtypes=(torch.float32,)),
         Kernel("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
     )
 
@@ -162,6 +161,15 @@ def _skinny() -> tuple[Kernel, ...]:
         Kernel("quantised_linear", "skinny", skinny_gemm.linear, **ON_GPU),
         Kernel("rope_cos_sin", "skinny", triton_rotary.rotation, **ON_GPU),
     )
+
+
+def _by_name() -> tuple[Kernel, ...]:
+    """Kernels that are interpreted and compiled in tests, and have not run on a GPU yet."""
+    if not TRITON:
+        return ()
+    from colonnade.kernels.linear import triton_gptq
+
+    return (Kernel("gptq_columns", "triton", triton_gptq.round_columns, ("cuda",), (torch.float32,)),)
 
 
 NATIVE: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float32, torch.bfloat16)}
@@ -294,6 +302,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("rope_cos_sin", "reference", rotary.rotation),
     Kernel("adamw", "reference", adamw.adamw, dtypes=(torch.float64, torch.float32)),
     *_skinny(),
+    *_by_name(),
     *_native(),
     *_batch_invariant(),
 )
