@@ -32,13 +32,15 @@ class Rounding(NamedTuple):
 def round_values(w_FC: Tensor, rounding: Rounding) -> Tensor:
     """q of each weight, as float32; not for sparse24."""
     kind, scale, low, allowed = rounding
+    assert scale is not None, "sparse24 does not round"
     match kind:
         case "int4":
+            assert low is not None
             return ((w_FC - low) / scale).round().clamp(0, 15)
         case "float8":
             return (w_FC / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8).float()
         case "ternary":
-            assert scale is not None
+            assert allowed is not None
             return (w_FC / scale.clamp(min=1e-30)).round().clamp(-1, 1) * allowed
         case _:
             return (w_FC / scale).round().clamp(-127, 127)
@@ -56,19 +58,18 @@ def round_columns(w_FC: Tensor, u_CC: Tensor, rounding: Rounding) -> tuple[Tenso
     ``u_CC`` is the block of U, upper triangular. For sparse24 C is a multiple of four, and q are the weights that are
     kept, and zeros.
     """
-    kind, scale_FC, low_FC, allowed_FC = rounding
-    q, delta = torch.empty_like(w_FC), torch.empty_like(w_FC)
-    kept = torch.empty(0)
+    q, delta, kept = torch.empty_like(w_FC), torch.empty_like(w_FC), torch.empty(0)
     for j in range(w_FC.shape[1]):
-        column = w_FC[:, j : j + 1]
-        if kind == "sparse24":
+        column, at = w_FC[:, j : j + 1], slice(j, j + 1)
+        if rounding.scale_FC is None:  # sparse24
             if j % OF == 0:
                 kept = best_two((w_FC[:, j : j + OF] / u_CC.diagonal()[j : j + OF]).abs())
-            value = q[:, j : j + 1] = column * kept[:, j % OF : j % OF + 1]
+            value = q[:, at] = column * kept[:, j % OF : j % OF + 1]
         else:
-            own = [None if x is None else x[:, j : j + 1] for x in (scale_FC, low_FC, allowed_FC)]
-            value = q[:, j : j + 1] = round_values(column, Rounding(kind, *own))
-            value = value * own[0] + (0 if own[1] is None else own[1])
+            scale, low, allowed = (None if x is None else x[:, at] for x in rounding[1:])
+            assert scale is not None
+            q[:, at] = round_values(column, Rounding(rounding.kind, scale, low, allowed))
+            value = q[:, at] * scale + (0 if low is None else low)
         delta[:, j] = (column - value)[:, 0] / u_CC[j, j]
-        w_FC[:, j + 1 :] -= delta[:, j : j + 1] * u_CC[j, j + 1 :]
+        w_FC[:, j + 1 :] -= delta[:, at] * u_CC[j, j + 1 :]
     return q, delta
