@@ -1,6 +1,6 @@
 """The quality ladder of post-training quantisation: SmolLM2-135M's perplexity, KL, bytes, speed, memory and start.
 
-    python benchmarks/compress.py [--llama_cpp FOLDER] [--device cuda --make_jobs 6 --jobs 14 --speed_jobs 6]
+    python benchmarks/compress.py [--llama_cpp FOLDER] [--device cuda --make_jobs 4 --jobs 12 --limit_s 300]
     python benchmarks/compress.py --tiny                                    # a random model of two layers
 
 The model is "shuffled" (benchmarks/quantised_quality.py): its file is 4-bit in groups of 32 neighbouring inputs, which
@@ -20,77 +20,89 @@ with the package llama_cpp) quantises a GGUF file of ours in float16, and reads 
 not installed is left out. ``logits_off`` is the largest difference of a peer's logits from ours with the same weights,
 over the largest logit. Recovery takes one step for each text of 512 tokens, of the first n.
 
-Each row is appended to compress_rows.jsonl as soon as it is measured; a second run goes on after those that are there.
+A model is measured as soon as it is compressed, and each result is appended to compress_rows.jsonl at once; a second
+run goes on after those that are there.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from threading import Lock
 from typing import Any
 
 import torch
 
-from harness.compress_rows import LADDER, OTHERS, ROWS, STORED, Bench, Row
+from harness.compress_rows import BASES, LADDER, OTHERS, ROWS, STORED, Bench, Row
 from harness.report import ROOT, Cell, Headline, folder_of, report
 
 BEGAN = "COMPRESS_BENCHMARK_BEGAN"
 """The environment variable with the time at which a process was started."""
+PARTS = {"perplexity", "kl_nats", "weight_bytes", "tokens_per_cpu_s", "rss_bytes", "start_s"}
+"""What a whole row has."""
+FIRST = (
+    STORED, "int4 g64 folded gptq", "int8 gptq", "float8 gptq", "int8_dynamic folded (SmoothQuant)",
+    "int4 g64 folded gptq, recovered 255", "int4 g64 folded gptq, recovered 28", "q4_0 gptq", "int4 g32 folded gptq",
+    "2:4 gptq",
+)  # fmt: skip
+"""The models that are made first."""
+HALF = next(row for row in ROWS if row.who == "llama.cpp" and row.model == STORED and not row.file_type)
+"""The row with the file that llama.cpp quantises."""
 PICTURE = ROOT / "docs" / "assets" / "compress_ladder.png"
 
 
 class Processes:
-    """Runs the parts of a benchmark in new processes of one thread, some at once; with ``inline``, here."""
+    """Runs the parts of a benchmark in new processes of one thread, some at once; with ``inline``, here.
 
-    def __init__(self, bench: Bench, jobs: int, inline: bool):
-        self.bench, self.inline = bench, inline
-        cores = sorted(os.sched_getaffinity(0))
-        self.slots: Queue[int] = Queue()
-        for i in range(jobs):
-            self.slots.put(cores[i * len(cores) // jobs])
-        self.pool = ThreadPoolExecutor(jobs)
+    After ``limit_s`` none is started, and those that run are killed.
+    """
 
-    def map(self, part: str, names: Sequence[str], then: Callable[[str, dict[str, Cell]], object]) -> None:
-        """Call ``then(name, result)`` for each name whose part succeeded."""
+    def __init__(self, bench: Bench, cores: Sequence[int], *, inline: bool, limit_s: float):
+        self.bench, self.inline, self.ends = bench, inline, time.monotonic() + limit_s
+        self.cores: Queue[int] = Queue()
+        for core in cores:
+            self.cores.put(core)
 
-        def run(name: str) -> None:
-            result = child(self.bench, part, name) if self.inline else self._process(part, name)
-            if result is not None:
-                then(name, result)
-
-        if self.inline:
-            for name in names:
-                run(name)
-        else:
-            list(self.pool.map(run, names))
-
-    def _process(self, part: str, name: str) -> dict[str, Cell] | None:
-        core, bench = self.slots.get(), self.bench
+    def run(self, part: str, name: str) -> dict[str, Cell] | None:
+        """The part's result; None if it failed or if there is no time."""
+        core = self.cores.get()
         try:
-            words = [sys.executable, str(Path(__file__).resolve()), "--child", part, name, "--work", str(bench.folder)]
-            words += ["--tokens", str(bench.tokens), "--windows", str(bench.windows), "--device", bench.device]
-            words += ["--llama_cpp", str(bench.llama_cpp)] if bench.llama_cpp else []
-            words += ["--tiny"] if bench.tiny else []
-            done = subprocess.run(
-                ["taskset", "-c", str(core), *words], capture_output=True, text=True, check=False,
-                env={**os.environ, "OMP_NUM_THREADS": "1", BEGAN: str(time.time())},
-            )  # fmt: skip
-            if done.returncode:
-                print(f"{part} of {name} failed: {done.stderr[-800:]}", flush=True)
+            if (left := self.ends - time.monotonic()) <= 0:
                 return None
-            *prints, last = done.stdout.splitlines()
-            print("\n".join(prints), flush=True, end="\n" if prints else "")
-            return json.loads(last)
+            return child(self.bench, part, name) if self.inline else self._process(core, part, name, left)
         finally:
-            self.slots.put(core)
+            self.cores.put(core)
+
+    def _process(self, core: int, part: str, name: str, left: float) -> dict[str, Cell] | None:
+        bench, began = self.bench, time.monotonic()
+        words = [sys.executable, str(Path(__file__).resolve()), "--child", part, name, "--work", str(bench.folder)]
+        words += ["--tokens", str(bench.tokens), "--windows", str(bench.windows), "--device", bench.device]
+        words += ["--llama_cpp", str(bench.llama_cpp)] if bench.llama_cpp else []
+        words += ["--tiny"] if bench.tiny else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", BEGAN: str(time.time())}
+        try:
+            done = subprocess.run(
+                ["taskset", "-c", str(core), *words],
+                capture_output=True, text=True, check=False, env=environment, timeout=left,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"{part} of {name} was killed at the limit", flush=True)
+            return None
+        if done.returncode:
+            print(f"{part} of {name} failed: {done.stderr[-800:]}", flush=True)
+            return None
+        *prints, last = done.stdout.splitlines()
+        print(*prints, f"{part} of {name}: {time.monotonic() - began:.0f} s", sep="\n", flush=True)
+        return json.loads(last)
 
 
 def child(bench: Bench, part: str, name: str) -> dict[str, Cell]:
@@ -104,6 +116,11 @@ def child(bench: Bench, part: str, name: str) -> dict[str, Cell]:
         bench.convert(row)
         return {}
     return bench.quality(row) if part == "quality" else bench.speed(row, float(os.environ.get(BEGAN, time.time())))
+
+
+def importance(model: str) -> tuple[int, bool]:
+    """The order in which models are made; a model comes before those that recover it."""
+    return (FIRST.index(model) if model in FIRST else len(FIRST), model in BASES)
 
 
 def can_run(row: Row, llama_cpp: Path | None) -> bool:
@@ -126,6 +143,8 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     for axes, (key, unit, label) in zip(figure.subplots(1, 2), panels, strict=True):
         seen = set[str]()
         for row in shown:
+            if not row[key]:  # not measured
+                continue
             who = next((peer for peer in peers if str(row["what"]).startswith(peer)), "ours")
             colour, marker = styles[who]
             x, y = float(row[key] or 0) * unit, float(row["kl_nats"] or 0)
@@ -146,8 +165,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where models are compressed")
     parser.add_argument("--make_jobs", type=int, default=1, help="processes at once that compress models")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once that measure quality")
-    parser.add_argument("--speed_jobs", type=int, default=1, help="processes at once that measure speed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once that measure")
+    parser.add_argument(
+        "--limit_s", type=float, default=math.inf, help="after so long nothing is started; the rest ends"
+    )
     parser.add_argument("--llama_cpp", type=Path, help="folder that has the package llama_cpp")
     parser.add_argument("--only", nargs="+", help="rows to measure; the record has those of earlier runs too")
     parser.add_argument("--tiny", action="store_true")
@@ -170,37 +191,64 @@ def run(bench: Bench, args: Any, folder: Path) -> None:
     for path in (folder, bench.folder):
         path.mkdir(parents=True, exist_ok=True)
     kept, settings = folder / "compress_rows.jsonl", bench.prepare()
-    lines = kept.read_text("utf-8").splitlines() if kept.exists() else []
-    rows: list[dict[str, Cell]] = [row for row in map(json.loads, lines) if settings.items() <= row.items()]
-    done = {row["what"] for row in rows}
-    todo = [row for row in ROWS if row.what not in done and can_run(row, args.llama_cpp)]
-    todo = [row for row in todo if not args.only or row.what in args.only]
-    many = Processes(bench, args.jobs, args.tiny)
-    names = dict.fromkeys(row.model for row in todo if row.model != STORED and not bench.path(row.model).exists())
-    Processes(bench, args.make_jobs, args.tiny).map("make", list(names), lambda *_: None)
-    files = {bench.peer_file(row): row.what for row in todo if not row.file_type}
-    if any(row.file_type for row in todo):  # llama.cpp quantises a file of ours
-        half = next(row for row in ROWS if row.who == "llama.cpp" and row.model == STORED and not row.file_type)
-        files[bench.peer_file(half)] = half.what
-    many.map("convert", list(files.values()), lambda *_: None)
-    many.map("convert", [row.what for row in todo if row.file_type], lambda *_: None)
     found: dict[str, dict[str, Cell]] = {}
+    for line in kept.read_text("utf-8").splitlines() if kept.exists() else []:
+        part = json.loads(line)
+        if settings.items() <= part.items():
+            found[part["what"]] = found.get(part["what"], {}) | part
+    todo = [row for row in ROWS if can_run(row, args.llama_cpp) and (not args.only or row.what in args.only)]
+    todo = [row for row in todo if not found.get(row.what, {}).keys() >= PARTS]
+    cores, lock = sorted(os.sched_getaffinity(0)), Lock()
+    # Compressing and measuring have cores of their own, if there are enough.
+    shares = [cores[i % len(cores)] for i in range(args.make_jobs + args.jobs)]
+    options: Any = {"inline": args.tiny, "limit_s": args.limit_s}
+    makes = Processes(bench, shares[: args.make_jobs], **options)
+    measures = Processes(bench, shares[args.make_jobs :], **options)
 
-    def keep(what: str, quality: dict[str, Cell]) -> None:
-        found[what] = quality
-        print(what, quality, flush=True)
+    def make(name: str) -> None:
+        base = BASES.get(name)
+        if base in models:
+            models[base].result()
+        if not bench.path(name).exists():
+            makes.run("make", name)
 
-    many.map("quality", [row.what for row in todo], keep)
+    def convert(row: Row) -> None:
+        if row.file_type:  # llama.cpp quantises a file of ours
+            files[bench.peer_file(HALF)].result()
+        else:
+            models[row.model].result()
+        if not bench.peer_file(row).exists():
+            measures.run("convert", row.what)
 
-    def add(what: str, speed: dict[str, Cell]) -> None:
-        row = {"what": what, **settings, **found[what], **speed}
-        rows.append(row)
-        with kept.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
+    def measure(row: Row) -> None:
+        files[bench.peer_file(row)].result()
+        for part, key in (("quality", "perplexity"), ("speed", "start_s")):
+            if key not in found.get(row.what, {}) and bench.peer_file(row).exists():
+                if (result := measures.run(part, row.what)) is None:
+                    return
+                new = {"what": row.what, **settings, **result}
+                with lock, kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(new) + "\n")
+                found[row.what] = found.get(row.what, {}) | new
+                print(new, flush=True)
 
-    Processes(bench, args.speed_jobs, args.tiny).map("speed", [row.what for row in todo if row.what in found], add)
+    names = [row.model for row in todo]
+    wanted = sorted({*names, *(BASES[name] for name in names if name in BASES), STORED}, key=importance)
+    needed = {bench.peer_file(row): row for row in todo}
+    if any(row.file_type for row in todo):
+        needed[bench.peer_file(HALF)] = HALF
+    models, files = dict[str, Future[None]](), dict[Path, Future[None]]()
+    with ThreadPoolExecutor(1 if args.tiny else len(wanted) + len(needed) + len(todo)) as pool:
+        for name in wanted:
+            models[name] = pool.submit(make, name)
+        for path, row in sorted(needed.items(), key=lambda pair: bool(pair[1].file_type)):
+            files[path] = pool.submit(convert, row)
+        for done in [pool.submit(measure, row) for row in todo]:
+            done.result()
+    rows = list(found.values())
     order = {row.what: i for i, row in enumerate(ROWS)}
+    for row in rows:  # a table has all columns in every row
+        row |= {key: row.get(key) for key in PARTS}
     rows.sort(key=lambda row: order[str(row["what"])])
     by_name = {str(row["what"]): row for row in rows}
     if not {"int4 g64 folded gptq", "stored, float32"} <= by_name.keys():

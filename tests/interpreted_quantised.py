@@ -18,9 +18,10 @@ from colonnade.kernels.experts import reference
 from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.tiles import GroupedTiles as ExpertTiles
+from colonnade.kernels.linear import gptq_columns, skinny_gemm, triton_gptq
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import reference as quantised
-from colonnade.kernels.linear import skinny_gemm
+from colonnade.kernels.linear.gptq_columns import Rounding
 from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.linear.skinny_gemm_tiles import SplitKTiles
 from tests.experts import LOADS, Case, in_fewer_bits, written_out
@@ -182,6 +183,28 @@ def check_norms() -> int:
     return 6
 
 
+def check_gptq_columns() -> int:
+    """Each format, blocks that are part of larger matrices and not multiples of the tile, the same values exactly."""
+    count = 0
+    for rows, columns in ((7, 36), (1, 16), (4, 5)):
+        draw = torch.Generator().manual_seed(columns)
+        w = torch.randn(rows, columns + 9, generator=draw)
+        u = torch.randn(columns, columns, generator=draw).triu(1) * 0.1 + torch.eye(columns)
+        scale = w[:, :columns].abs().amax(1, keepdim=True).expand(-1, columns) / 7
+        cases = [Rounding("int4", scale, -8 * scale), Rounding("int8", scale / 20), Rounding("float8", scale / 60)]
+        if columns % 4 == 0:
+            cases.append(Rounding("sparse24"))
+        for rounding in cases:
+            exact, got = (
+                run(w.clone()[:, :columns], u, rounding)
+                for run in (gptq_columns.round_columns, triton_gptq.round_columns)
+            )
+            assert torch.equal(got[0], exact[0]), rounding.kind
+            assert torch.allclose(got[1], exact[1], atol=1e-6), rounding.kind
+            count += 1
+    return count
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     for check in (
@@ -193,5 +216,6 @@ if __name__ == "__main__":
         check_fixed_products,
         check_fixed_attention,
         check_norms,
+        check_gptq_columns,
     ):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -62,6 +62,8 @@ OTHERS = {
 }
 """Models that only peers read."""
 STORED = "stored"
+BASES = {name: name.partition(", recovered")[0] for name, recipe in LADDER.items() if recipe.recover}
+"""By recovered model: the compressed one that is recovered."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,11 @@ class Bench:
 
     def make(self, name: str, recipe: Recipe) -> None:
         """Compress the stored model to ``name``."""
-        model = colonnade.load(self.path(STORED), dtype="float32", device=self.device)
+        base = self.path(BASES.get(name, STORED))
+        model = colonnade.load(base, dtype="float32", device=self.device)
         texts, began = self.texts(model.tokenizer), time.perf_counter()
-        compress(model.transformer, recipe.compression, texts)
+        if not recipe.recover:
+            compress(model.transformer, recipe.compression, texts)
         if recipe.recover:
             teacher = colonnade.load(self.path(STORED), dtype="float32", device=self.device)
             few = texts[: recipe.recover + 1]

@@ -19,7 +19,9 @@ from torch import Tensor
 from colonnade.compress.grids import Grid, GridKind, choose_grid
 from colonnade.errors import DataError
 from colonnade.kernels.linear import ternary
+from colonnade.kernels.linear.gptq_columns import Rounding, round_values
 from colonnade.kernels.linear.quantise import Kind, Quantised, pack_ternary
+from colonnade.kernels.registry import choose
 
 DAMPING = 0.01
 """λ, as a share of the mean of H's diagonal."""
@@ -71,7 +73,12 @@ class TernaryGrid:
 
     def round(self, w_FC: Tensor, columns_C: Tensor) -> Tensor:
         """Trits of columns, as float32."""
-        return (w_FC / self.scale_F1.clamp(min=1e-30)).round().clamp(-1, 1) * self.allowed_FD[:, columns_C]
+        return round_values(w_FC, self.rounding(columns_C))
+
+    def rounding(self, columns_C: Tensor) -> Rounding:
+        """What the weights of columns can be."""
+        allowed_FC = self.allowed_FD[:, columns_C]
+        return Rounding("ternary", self.scale_F1.expand(-1, len(columns_C)), None, allowed_FC)
 
     def value(self, q_FC: Tensor, _columns_C: Tensor) -> Tensor:
         """The weights that ``q_FC`` represents."""
@@ -136,7 +143,7 @@ def _round_all(w_FD: Tensor, grid: Grid | TernaryGrid) -> Quantised:
 def inverse_factor(h_DD: Tensor) -> Tensor:
     """U_DD, float32: the upper Cholesky factor of H⁻¹."""
     lower = torch.linalg.cholesky(h_DD)
-    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float().contiguous()
 
 
 def correct_in_order(
@@ -152,37 +159,45 @@ def correct_in_order(
     ``round_column`` (F,) to (F,).
     """
     u_DD = inverse_factor(h_DD)
-    u_D, w, result = u_DD.diagonal(), w_FD.clone(), torch.zeros_like(w_FD)
-    D, block, mask = w.shape[1], max(1, BLOCK // size) * size, torch.empty(0)
-    for start in range(0, D, block):
-        stop = min(start + block, D)
-        delta = torch.empty_like(w[:, start:stop])
-        for j in range(start, stop):
+    u_D = u_DD.diagonal()
+
+    def run(w: Tensor, u: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        result, delta, mask = torch.empty_like(w), torch.empty_like(w), torch.empty(0)
+        for j in range(w.shape[1]):
             if j % size == 0:
-                mask = select(w[:, j : j + size] / u_D[j : j + size])
+                mask = select(w[:, j : j + size] / u_D[columns][j : j + size])
             result[:, j] = round_column(w[:, j]) * mask[:, j % size]
-            delta[:, j - start] = (w[:, j] - result[:, j]) / u_D[j]
-            w[:, j + 1 : stop] -= delta[:, j - start : j - start + 1] * u_DD[j, j + 1 : stop]
-        w[:, stop:] -= delta @ u_DD[start:stop, stop:]
-    return result
+            delta[:, j] = (w[:, j] - result[:, j]) / u[j, j]
+            w[:, j + 1 :] -= delta[:, j : j + 1] * u[j, j + 1 :]
+        return result, delta
+
+    return correct_blocks(w_FD, u_DD, run, max(1, BLOCK // size) * size)
+
+
+def correct_blocks(
+    w_FD: Tensor,
+    u_DD: Tensor,
+    run: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]],
+    block: int = BLOCK,
+) -> Tensor:
+    """q (F, D): ``run`` rounds a block of columns, given their weights and U, and returns (q, δ)."""
+    w, q = w_FD.clone(), torch.empty_like(w_FD)
+    for start in range(0, w.shape[1], block):
+        columns, later = slice(start, start + block), slice(start + block, None)
+        q[:, columns], delta = run(w[:, columns], u_DD[columns, columns], columns)
+        w[:, later] -= delta @ u_DD[columns, later]
+    return q
 
 
 def _gptq(w_FD: Tensor, h_DD: Tensor, grid: Grid | TernaryGrid) -> Tensor:
     """q_FD."""
     order_D = h_DD.diagonal().argsort(descending=True, stable=True)
-    u_DD = inverse_factor(h_DD[order_D][:, order_D])
-    w, groups_D = w_FD[:, order_D].clone(), grid.groups(order_D)
-    q = torch.empty_like(w)
-    D = w.shape[1]
-    for start in range(0, D, BLOCK):
-        stop = min(start + BLOCK, D)
-        delta = torch.empty_like(w[:, start:stop])
-        for j in range(start, stop):
-            column, of = w[:, j : j + 1], groups_D[j : j + 1]
-            q[:, j : j + 1] = grid.round(column, of)
-            delta[:, j - start] = (column - grid.value(q[:, j : j + 1], of))[:, 0] / u_DD[j, j]
-            w[:, j + 1 : stop] -= delta[:, j - start : j - start + 1] * u_DD[j, j + 1 : stop]
-        w[:, stop:] -= delta @ u_DD[start:stop, stop:]
-    result = torch.empty_like(q)
-    result[:, order_D] = q
+    groups_D = grid.groups(order_D)
+    round_columns = choose("gptq_columns", w_FD.device.type, torch.float32)
+    result = torch.empty_like(w_FD)
+    result[:, order_D] = correct_blocks(
+        w_FD[:, order_D],
+        inverse_factor(h_DD[order_D][:, order_D]),
+        lambda w, u, columns: round_columns(w, u, grid.rounding(groups_D[columns])),
+    )
     return result

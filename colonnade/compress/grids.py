@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.linear.gptq_columns import Rounding, round_values
 from colonnade.kernels.linear.quantise import (
     FLOAT8,
     SMALLEST,
@@ -52,15 +53,12 @@ class Grid:
 
     def round(self, w_FC: Tensor, groups_C: Tensor) -> Tensor:
         """q of columns that belong to ``groups_C``, as float32."""
-        scale, low = self.scale_FG[:, groups_C], self.low_FG[:, groups_C]
-        match self.kind:
-            case "int4":
-                return ((w_FC - low) / scale).round().clamp(0, 15)
-            case "float8":
-                highest = torch.finfo(FLOAT8).max
-                return (w_FC / scale).clamp(-highest, highest).to(FLOAT8).float()
-            case _:
-                return (w_FC / scale).round().clamp(-127, 127)
+        return round_values(w_FC, self.rounding(groups_C))
+
+    def rounding(self, groups_C: Tensor) -> Rounding:
+        """What the weights of columns can be that belong to ``groups_C``."""
+        kind = "int8" if self.kind == "int8_dynamic" else self.kind
+        return Rounding(kind, self.scale_FG[:, groups_C], self.low_FG[:, groups_C] if kind == "int4" else None)
 
     def value(self, q_FC: Tensor, groups_C: Tensor) -> Tensor:
         """The weights that ``q_FC`` represents."""

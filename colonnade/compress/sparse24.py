@@ -11,16 +11,9 @@ result is an ordinary matrix with zeros: it loads anywhere, and tensor cores ski
 import torch
 from torch import Tensor
 
-from colonnade.compress.gptq import correct_in_order, damped, error
-
-OF = 4
-"""Consecutive inputs, of which two keep a weight."""
-
-
-def best_two(score_FC: Tensor) -> Tensor:
-    """bool (F, C): the two highest of each four scores; C is a multiple of four."""
-    groups = score_FC.unflatten(1, (-1, OF))
-    return torch.zeros_like(groups, dtype=torch.bool).scatter_(2, groups.topk(OF // 2, 2).indices, True).flatten(1)
+from colonnade.compress.gptq import correct_blocks, damped, error, inverse_factor
+from colonnade.kernels.linear.gptq_columns import OF, Rounding, best_two
+from colonnade.kernels.registry import choose
 
 
 def is_sparse24(w_FD: Tensor) -> bool:
@@ -36,6 +29,7 @@ def by_size(w_FD: Tensor) -> Tensor:
 def sparsegpt(w_FD: Tensor, hessian_DD: Tensor) -> Tensor:
     """``w_FD``, float32, with zeros; raises :class:`~colonnade.errors.DataError` for an H that is not finite."""
     h_DD, w_FD = damped(hessian_DD), w_FD.float()
-    corrected = correct_in_order(w_FD, h_DD, OF, lambda w_FC: best_two(w_FC.abs()), lambda w_F: w_F)
+    round_columns = choose("gptq_columns", w_FD.device.type, torch.float32)
+    corrected = correct_blocks(w_FD, inverse_factor(h_DD), lambda w, u, _: round_columns(w, u, Rounding("sparse24")))
     found = [corrected, w_FD * best_two(w_FD.square() * h_DD.diagonal().float()), by_size(w_FD)]
     return min(found, key=lambda w: error(w - w_FD, h_DD))

@@ -22,8 +22,8 @@ from colonnade.kernels.cpu import kernels as cpu_kernels
 from colonnade.kernels.experts import grouped_mm, loop
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
+from colonnade.kernels.linear import gptq_columns, scaled_mm, skinny_gemm_cpu
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import scaled_mm, skinny_gemm_cpu
 
 Operation = Literal[
     "packed_attention",
@@ -45,6 +45,7 @@ Operation = Literal[
     "norm",
     "quantised_linear",
     "fused_linear",
+    "gptq_columns",
     "scaled_mm",
     "scaled_grouped_mm",
     "grouped_wgrad",
@@ -165,6 +166,15 @@ def _skinny() -> tuple[Kernel, ...]:
     )
 
 
+def _by_name() -> tuple[Kernel, ...]:
+    """Kernels that are interpreted and compiled in tests, and have not run on a GPU yet."""
+    if not TRITON:
+        return ()
+    from colonnade.kernels.linear import triton_gptq
+
+    return (Kernel("gptq_columns", "triton", triton_gptq.round_columns, ("cuda",), (torch.float32,)),)
+
+
 NATIVE: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float32, torch.bfloat16)}
 
 
@@ -264,6 +274,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("quantised_linear", "skinny", skinny_gemm_cpu.quantised_linear, devices=("cpu",)),
     Kernel("quantised_linear", "reference", linear_reference.quantised_linear),
     Kernel("fused_linear", "reference", linear_reference.fused_linear),
+    Kernel("gptq_columns", "reference", gptq_columns.round_columns, dtypes=(torch.float32,)),
     Kernel("rope_and_kv_write", "reference", cache_write.rope_and_kv_write),
     Kernel("scaled_mm", "scaled_mm", scaled_mm.scaled_product, devices=("cuda",), dtypes=FLOATS8),
     Kernel("scaled_mm", "reference", linear_reference.scaled_product, dtypes=FLOATS8),
@@ -295,6 +306,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("adamw", "reference", adamw.adamw, dtypes=(torch.float64, torch.float32)),
     Kernel("host_rows", "reference", host_rows.copy_rows),
     *_skinny(),
+    *_by_name(),
     *_native(),
     *_batch_invariant(),
 )

@@ -15,9 +15,11 @@ from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
+from colonnade.kernels.linear import gptq_columns, skinny_gemm
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import skinny_gemm
+from colonnade.kernels.linear.gptq_columns import Rounding
 from colonnade.kernels.linear.quantise import quantise
+from colonnade.kernels.registry import choose
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import SamplingParams
 from colonnade.serve.engine import Engine
@@ -135,3 +137,21 @@ def test_moe_generates_same_tokens_as_cpu(weights: str, how: str, plain_cpu: Non
         engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(graph_capture=fixed))
         outputs.append([c.token_ids for c in engine.generate([[1, 2, 3], [50, 7], [9]], params)])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8", "sparse24"])
+@pytest.mark.parametrize(("rows", "columns"), [(576, 128), (33, 36)])
+def test_gptq_columns(kind: str, rows: int, columns: int) -> None:
+    """Nearly all values are the reference's: a fused multiply-add may round a tie the other way."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    w = torch.randn(rows, 3 * columns, generator=draw, device="cuda")[:, columns : 2 * columns]
+    u = torch.randn(columns, columns, generator=draw, device="cuda").triu(1) * 0.1 + torch.eye(columns, device="cuda")
+    scale = w.abs().amax(1, keepdim=True).expand(-1, columns) / {"int4": 7, "int8": 127}.get(kind, 448)
+    rounding = Rounding(kind, None if kind == "sparse24" else scale, -8 * scale if kind == "int4" else None)
+    run = choose("gptq_columns", "cuda", torch.float32, "triton")
+    q, delta = run(w.clone(), u, rounding)
+    exact_q, exact_delta = gptq_columns.round_columns(w.clone(), u, rounding)
+    same = (q == exact_q).all(1)
+    assert same.float().mean() > 0.9
+    torch.testing.assert_close(delta[same], exact_delta[same], rtol=1e-3, atol=1e-4)
+    assert abs(float(delta.norm() / exact_delta.norm()) - 1) < 1e-2

@@ -97,3 +97,17 @@ def test_fixed_tile_kernels_fit_the_gpu(name: str, tmp_path: Path) -> None:
     assert built.metadata.shared * 2 <= SHARED_BYTES
     assert spilled(built, tmp_path) == 0
     assert kind != "*bf16" or "wgmma" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8", pytest.param("sparse24", marks=pytest.mark.slow)])
+def test_gptq_kernel_is_one_warp_without_barriers(kind: str, tmp_path: Path) -> None:
+    from colonnade.kernels.linear import triton_gptq
+
+    kernel = triton_gptq._round_columns
+    pointers = dict.fromkeys(("w_ptr", "u_ptr", "scale_ptr", "low_ptr", "q_ptr", "delta_ptr"), "*fp32")
+    types = pointers | dict.fromkeys(("rows", "columns", "w_stride", "u_stride"), "i32")
+    together = 4 if kind == "sparse24" else 1
+    constants = {"KIND": kind, "HIGHEST": 15.0, "TOGETHER": together, "BF": triton_gptq.ROWS, "BC": 128}
+    built = compiled(kernel, types, constants, [], warps=1, stages=1)
+    assert "bar.sync" not in built.asm["ptx"]
+    assert spilled(built, tmp_path) == 0

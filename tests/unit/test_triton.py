@@ -37,7 +37,7 @@ def interpreter() -> Iterator[subprocess.Popen[str]]:
         ("interpreted_latent", 5),
         ("interpreted_fused", 8),
         ("interpreted_units", 4),
-        ("interpreted_quantised", 8),
+        ("interpreted_quantised", 9),
         ("interpreted_ranks", 3),
     ],
 )
