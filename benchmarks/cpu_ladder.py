@@ -106,7 +106,7 @@ class Settings:
     clients: int
     seconds: float
     rate: float | None
-    patience_s: float = 20.0
+    patience_s: float = 40.0
     size: int = 384
     models: Path = Path()
     """Folder of the text models, by service."""
@@ -274,7 +274,8 @@ def run_step(service: str, step: Step, settings: Settings, number: int) -> Serve
     """One round of one step: start the workers, warm up, measure, and stop."""
     request = request_of(service, step, settings)
     with started(service, step, settings) as urls:
-        closed_loop(urls, request, settings.clients, min(WARM_UP_S, settings.seconds), settings.patience_s)
+        # One client a worker: an image worker also computes what is cancelled, and the measured requests would wait.
+        closed_loop(urls, request, settings.workers, min(WARM_UP_S, settings.seconds), settings.patience_s)
         if settings.rate is None:
             result = closed_loop(urls, request, settings.clients, settings.seconds, settings.patience_s)
         else:
@@ -374,7 +375,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=15, help="for each step and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", nargs="+", default=[], choices=[*LADDER, *STAGES], help="default: all")
-    parser.add_argument("--patience", type=float, default=20, help="seconds until unanswered requests are cancelled")
+    parser.add_argument("--patience", type=float, default=40, help="seconds until unanswered requests are cancelled")
     parser.add_argument("--rate", type=float, help="requests/s that arrive, in place of clients that wait for answers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
