@@ -5,7 +5,7 @@
     python benchmarks/cpu_ladder.py --rate 5                 # an open loop: 5 requests/s arrive, whatever the answers
     python benchmarks/cpu_ladder.py --random TOKENIZERS      # random weights of the same shapes, which are as fast
     python benchmarks/cpu_ladder.py --steps default pinned   # some steps only
-    python benchmarks/cpu_ladder.py --redraw                 # only draw the record again
+    python benchmarks/cpu_ladder.py --redraw                 # only draw the records again
     python benchmarks/cpu_ladder.py --join ONE OTHER         # one record of those in two folders, for services that
                                                              # were measured at the same time on cores of their own
     python benchmarks/cpu_ladder.py --tiny                   # a smoke test: a small image service, no record
@@ -46,7 +46,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
 STAGES = ("pinned, stages in turn", "pinned, token ids")
 """Steps that compare stages; not drawn."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
+RECORD = "cpu_ladder"
 WARM_UP_S = 2.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *OPENMP_VARIABLES)
 
@@ -331,7 +332,7 @@ def headlines(rows: Sequence[dict[str, Cell]]) -> list[Headline]:
     return [
         Headline(f"{what} on a CPU, pinned workers", speed[service, "pinned"], "requests/s",
                  "default threads", speed[service, "default"])
-        for service, what in names.items() if {(service, "pinned"), (service, "default")} <= speed.keys()
+        for service, what in names.items() if speed.get((service, "default")) and (service, "pinned") in speed
     ]  # fmt: skip
 
 
@@ -359,12 +360,27 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def join(folders: Sequence[Path], out: Path) -> None:
-    """One record of the rows in ``folders``; its notes are those of each, after the common description."""
-    records = [json.loads((folder / "cpu_ladder.json").read_text()) for folder in folders]
+def join(folders: Sequence[Path], name: str, out: Path) -> None:
+    """Write the record ``name`` with the rows in ``folders``, which one machine measured; notes are those of each."""
+    records = [json.loads((folder / f"{RECORD}.json").read_text()) for folder in folders]
+    if len({json.dumps(record["machine"]) for record in records}) > 1:
+        raise ValueError("the records come from different machines")
     rows = [row for record in records for row in record["rows"]]
-    own = [f"{record['command']}: {record['notes'].removeprefix(str(__doc__)).strip()}" for record in records]
-    report("cpu_ladder", rows, "\n".join([str(__doc__), *own]), headlines=headlines(rows), folder=out)
+    notes = [str(__doc__), *(record["notes"].removeprefix(str(__doc__)).strip() for record in records)]
+    commands = " & ".join(record["command"] for record in records)
+    joined = {**records[0], "name": name, "command": commands, "notes": "\n".join(notes), "rows": rows}
+    joined["headlines"] = [asdict(head) for head in headlines(rows)]
+    (out / f"{name}.json").write_text(json.dumps(joined, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def labelled(folder: Path) -> list[dict[str, Cell]]:
+    """The rows of all records of the ladder in ``folder``, with the number of cores in the service's name."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{RECORD}*.json"))]
+    return [
+        {**row, "service": f"{row['service']}, {record['machine']['cores']} cores"}
+        for record in records
+        for row in record["rows"]
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -380,15 +396,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
     parser.add_argument("--random", type=Path, help="folder of the tokenizers minilm and smollm2")
-    parser.add_argument("--redraw", action="store_true", help="draw the record in --out, and measure nothing")
+    parser.add_argument("--redraw", action="store_true", help="draw all records in --out, and measure nothing")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FOLDER", help="join the records in these folders")
+    parser.add_argument("--record", default=RECORD, help="name of the record")
     parser.add_argument("--no-picture", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small images, short rounds; writes no record")
     args = parser.parse_args(argv)
     if args.join:
-        join(args.join, args.out)
+        join(args.join, args.record, args.out)
     if args.redraw or args.join:
-        draw(json.loads((args.out / "cpu_ladder.json").read_text())["rows"], args.picture)
+        draw(labelled(args.out), args.picture)
         return
     machine, neighbours = read_machine(), Neighbours()
     workers = args.workers or min(4, machine.usable)
@@ -415,7 +432,7 @@ def main(argv: list[str] | None = None) -> None:
             load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
             notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
             notes += "\nrandom weights" if args.random else ""
-            report("cpu_ladder", rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
+            report(args.record, rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
     if not args.no_picture:
         draw(rows, args.picture)
 
