@@ -5,7 +5,9 @@
     python benchmarks/cpu_ladder.py --rate 5                 # an open loop: 5 requests/s arrive, whatever the answers
     python benchmarks/cpu_ladder.py --random TOKENIZERS      # random weights of the same shapes, which are as fast
     python benchmarks/cpu_ladder.py --steps default pinned   # some steps only
-    python benchmarks/cpu_ladder.py --redraw                 # only draw the record again
+    python benchmarks/cpu_ladder.py --redraw                 # only draw the records again
+    python benchmarks/cpu_ladder.py --join ONE OTHER         # one record of those in two folders, for services that
+                                                             # were measured at the same time on cores of their own
     python benchmarks/cpu_ladder.py --tiny                   # a smoke test: a small image service, no record
 
 Services: ``image``, ResNet-50 on JPEG images at 384 x 384, in plain torch, about the size of the image scoring model in
@@ -21,8 +23,11 @@ SmolLM2-135M. Steps, each with as many workers:
                 classifier's layers in bfloat16; a third of SmolLM2's layers in int4
 
 Clients are closed loops, bound to the workers in turn (pinned engines: to their router), and use the same cores. One
-service runs at a time; steps alternate over the rounds, each with servers of its own, after a warm-up. Latencies are of
-all rounds together, rates are medians. On several NUMA nodes ``colonnade serve`` binds a default engine to a node too.
+service runs at a time; steps alternate over the rounds, each with servers of its own, after a warm-up. A round ends
+``--patience`` seconds after its last request: default threads may need minutes for what they have accepted, and are
+bounded like all others. Requests that are unanswered then are counted, and percentiles take their age as latency.
+Latencies are of all rounds together, rates are medians. On several NUMA nodes ``colonnade serve`` binds a default
+engine to a node too.
 
 Stages: ``image`` pinned, with decoding, resizing and JSON beside the network of another request, or in turn with it;
 ``text`` pinned, with texts (tokenised beside the forward pass) or token ids.
@@ -31,6 +36,7 @@ Stages: ``image`` pinned, with decoding, resizing and JSON beside the network of
 import argparse
 import io
 import json
+import math
 import os
 import signal
 import statistics
@@ -38,8 +44,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +76,7 @@ LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
 STAGES = ("pinned, stages in turn", "pinned, token ids")
 """Steps that compare stages; not drawn."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
+RECORD = "cpu_ladder"
 WARM_UP_S = 2.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *OPENMP_VARIABLES)
 
@@ -99,6 +107,7 @@ class Settings:
     clients: int
     seconds: float
     rate: float | None
+    patience_s: float = 40.0
     size: int = 384
     models: Path = Path()
     """Folder of the text models, by service."""
@@ -184,41 +193,52 @@ def without_thread_settings() -> Iterator[None]:
 
 
 @contextmanager
-def image_worker(step: Step, number: int, workers: int) -> Iterator[str]:
-    """The URL of one worker."""
+def image_workers(step: Step, workers: int) -> Iterator[list[str]]:
+    """The URLs of the workers, which start at the same time."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *filter(None, sys.path)])
     command = [sys.executable, "-m", "harness.image_worker", *step.flags]
+    places = place(read_machine(), workers)
     with ExitStack() as stack:
-        if step.pinned:
-            stack.enter_context(child_placement(place(read_machine(), workers)[number], os.environ))
-        process = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": path, **environment(step)}, stdout=subprocess.PIPE, text=True
-        )
-    with process:
-        assert process.stdout is not None
-        try:
+        processes: list[subprocess.Popen[str]] = []
+        for number in range(workers):
+            with child_placement(places[number], os.environ) if step.pinned else nullcontext():
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, "PYTHONPATH": path, **environment(step)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            stack.enter_context(process)
+            stack.callback(process.send_signal, signal.SIGTERM)
+            processes.append(process)
+        urls: list[str] = []
+        for process in processes:
+            assert process.stdout is not None
             words = process.stdout.readline().split()
             if not words:
                 raise RuntimeError(f"the worker did not start: {' '.join(command)}")
-            yield words[1]
-        finally:
+            urls.append(words[1])
+        yield urls
+        for process in processes:
             process.send_signal(signal.SIGTERM)
 
 
 @contextmanager
 def started(service: str, step: Step, settings: Settings) -> Iterator[list[str]]:
-    """The URLs to which the clients of ``step`` send their requests."""
-    workers = settings.workers
+    """The URLs to which the clients of ``step`` send their requests; all servers start, and stop, at the same time."""
     with without_thread_settings(), ExitStack() as stack:
         if service == "image":
-            urls = [stack.enter_context(image_worker(step, i, workers)) for i in range(workers)]
-        else:
-            model, path = model_path(service, step, settings), "/classify" if service == "text" else "/v1/completions"
-            flags = ("--serve.log", "off", *step.flags)
-            flags += ("--serve.replicas", str(workers)) if step.pinned else ()
-            servers = [served(model, *flags, **environment(step)) for _ in range(1 if step.pinned else workers)]
-            urls = [stack.enter_context(server)[0] + path for server in servers]
-        yield urls
+            yield stack.enter_context(image_workers(step, settings.workers))
+            return
+        model, path = model_path(service, step, settings), "/classify" if service == "text" else "/v1/completions"
+        flags = ("--serve.log", "off", *step.flags)
+        flags += ("--serve.replicas", str(settings.workers)) if step.pinned else ()
+        servers = [served(model, *flags, **environment(step)) for _ in range(1 if step.pinned else settings.workers)]
+        with ThreadPoolExecutor(len(servers)) as pool:
+            running = list(pool.map(stack.enter_context, servers))
+        yield [url + path for url, _ in running]
+        for _, process in running:
+            os.kill(process, signal.SIGTERM)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -255,9 +275,10 @@ def run_step(service: str, step: Step, settings: Settings, number: int) -> Serve
     """One round of one step: start the workers, warm up, measure, and stop."""
     request = request_of(service, step, settings)
     with started(service, step, settings) as urls:
-        closed_loop(urls, request, settings.clients, min(WARM_UP_S, settings.seconds))
+        # One client a worker: an image worker also computes what is cancelled, and the measured requests would wait.
+        closed_loop(urls, request, settings.workers, min(WARM_UP_S, settings.seconds), settings.patience_s)
         if settings.rate is None:
-            result = closed_loop(urls, request, settings.clients, settings.seconds)
+            result = closed_loop(urls, request, settings.clients, settings.seconds, settings.patience_s)
         else:
             result = open_loop(urls, request, settings.rate, settings.seconds, seed=number)
     print(f"{service}, {step.name}: {result.requests_per_s:.2f} requests/s", flush=True)
@@ -276,7 +297,9 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
     rows: list[dict[str, Cell]] = []
     for step in steps:
         each = results[step.name]
-        everything = Served(1, [latency for one in each for latency in one.latencies_s])
+        everything = Served(
+            1, [s for one in each for s in one.latencies_s], unanswered_s=[s for one in each for s in one.unanswered_s]
+        )
         rows.append(
             {
                 "service": service,
@@ -284,11 +307,12 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
                 "requests_per_s": figures(rates[step.name]),
                 "over_default": figures(rates[step.name] / rates["default"], 3) if rates.get("default") else None,
                 **{
-                    f"p{percent}_ms": figures(everything.percentile_ms(percent)) if everything.latencies_s else None
+                    f"p{percent}_ms": None if math.isnan(ms := everything.percentile_ms(percent)) else figures(ms)
                     for percent in (50, 95, 99)
                 },
                 "slowest_round_requests_per_s": figures(min(one.requests_per_s for one in each)),
                 "failures": sum(one.failures for one in each),
+                "unanswered": len(everything.unanswered_s),
                 "workers": settings.workers,
                 "threads_each": threads[step.name],
                 "weights": step.weights,
@@ -308,7 +332,7 @@ def headlines(rows: Sequence[dict[str, Cell]]) -> list[Headline]:
     return [
         Headline(f"{what} on a CPU, pinned workers", speed[service, "pinned"], "requests/s",
                  "default threads", speed[service, "default"])
-        for service, what in names.items() if {(service, "pinned"), (service, "default")} <= speed.keys()
+        for service, what in names.items() if speed.get((service, "default")) and (service, "pinned") in speed
     ]  # fmt: skip
 
 
@@ -336,6 +360,29 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def join(folders: Sequence[Path], name: str, out: Path) -> None:
+    """Write the record ``name`` with the rows in ``folders``, which one machine measured; notes are those of each."""
+    records = [json.loads((folder / f"{RECORD}.json").read_text()) for folder in folders]
+    if len({json.dumps(record["machine"]) for record in records}) > 1:
+        raise ValueError("the records come from different machines")
+    rows = [row for record in records for row in record["rows"]]
+    notes = [str(__doc__), *(record["notes"].removeprefix(str(__doc__)).strip() for record in records)]
+    commands = " & ".join(record["command"] for record in records)
+    joined = {**records[0], "name": name, "command": commands, "notes": "\n".join(notes), "rows": rows}
+    joined["headlines"] = [asdict(head) for head in headlines(rows)]
+    (out / f"{name}.json").write_text(json.dumps(joined, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def labelled(folder: Path) -> list[dict[str, Cell]]:
+    """The rows of all records of the ladder in ``folder``, with the number of cores in the service's name."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{RECORD}*.json"))]
+    return [
+        {**row, "service": f"{row['service']}, {record['machine']['cores']} cores"}
+        for record in records
+        for row in record["rows"]
+    ]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", nargs="+", choices=["image", "text", "chat"], default=["image", "text", "chat"])
@@ -344,16 +391,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=15, help="for each step and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", nargs="+", default=[], choices=[*LADDER, *STAGES], help="default: all")
+    parser.add_argument("--patience", type=float, default=40, help="seconds until unanswered requests are cancelled")
     parser.add_argument("--rate", type=float, help="requests/s that arrive, in place of clients that wait for answers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
     parser.add_argument("--random", type=Path, help="folder of the tokenizers minilm and smollm2")
-    parser.add_argument("--redraw", action="store_true", help="draw the record in --out, and measure nothing")
+    parser.add_argument("--redraw", action="store_true", help="draw all records in --out, and measure nothing")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="FOLDER", help="join the records in these folders")
+    parser.add_argument("--record", default=RECORD, help="name of the record")
     parser.add_argument("--no-picture", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small images, short rounds; writes no record")
     args = parser.parse_args(argv)
-    if args.redraw:
-        draw(json.loads((args.out / "cpu_ladder.json").read_text())["rows"], args.picture)
+    if args.join:
+        join(args.join, args.record, args.out)
+    if args.redraw or args.join:
+        draw(labelled(args.out), args.picture)
         return
     machine, neighbours = read_machine(), Neighbours()
     workers = args.workers or min(4, machine.usable)
@@ -361,7 +413,13 @@ def main(argv: list[str] | None = None) -> None:
     if warning := idle_warning(machine, workers):
         print(warning, flush=True)
     settings = Settings(
-        workers, machine.usable, args.clients or 4 * workers, args.seconds, args.rate, steps=tuple(args.steps)
+        workers,
+        machine.usable,
+        args.clients or 4 * workers,
+        args.seconds,
+        args.rate,
+        args.patience,
+        steps=tuple(args.steps),
     )
     if args.tiny:
         measure("image", replace(settings, seconds=0.5, size=64), 1)
@@ -374,7 +432,7 @@ def main(argv: list[str] | None = None) -> None:
             load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
             notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
             notes += "\nrandom weights" if args.random else ""
-            report("cpu_ladder", rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
+            report(args.record, rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
     if not args.no_picture:
         draw(rows, args.picture)
 

@@ -183,7 +183,8 @@ def main() -> None:
         for (batch, prompt), rates in by_case.items()
     ]
     notes = f"Greedy, {args.new} new tokens per request, one thread; medians of {args.rounds} rounds; {neighbours}."
-    report("decode_cpu_quantised", rows, notes, headlines=heads)
+    name = "decode_cpu_quantised" if best == "avx512" else f"decode_cpu_quantised_{best}"
+    report(name, rows, notes, headlines=heads)
 
 
 if __name__ == "__main__":

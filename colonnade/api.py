@@ -23,7 +23,15 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.adapters import read_adapter
 from colonnade.checkpoint.gguf.write import write_gguf
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.load_model import DType, load_model, locate, open_for_plan, open_model, resolve_dtype
+from colonnade.checkpoint.load_model import (
+    DType,
+    OpenedModel,
+    load_model,
+    locate,
+    open_for_plan,
+    open_model,
+    resolve_dtype,
+)
 from colonnade.checkpoint.packed_weights import PackedUse, load_packed, packable
 from colonnade.checkpoint.peft import write_peft
 from colonnade.config import (  # fmt: skip
@@ -277,6 +285,26 @@ def load(
     check_weight_format(weights, weight_group)
     plan = context.plan if context else plan or Plan()
     opened = open_for_plan(path, plan, experts, weights, weight_group, adapter)
+    return load_opened(
+        opened, plan, str(path), dtype=dtype, device=device, context=context, experts=experts, weights=weights,
+        weight_group=weight_group, packed=packed,
+    )  # fmt: skip
+
+
+def load_opened(
+    opened: OpenedModel,
+    plan: Plan,
+    source: str,
+    *,
+    dtype: DType,
+    device: Device,
+    context: DistributedContext | None,
+    experts: ExpertsConfig,
+    weights: WeightFormat,
+    weight_group: WeightGroup,
+    packed: PackedUse,
+) -> Model:
+    """:func:`load` of a model that is open already."""
     exits = ExitStack()
     if context is None:
         if plan.world > 1 and not launched():
@@ -286,12 +314,12 @@ def load(
             )
         context = exits.enter_context(open_context(plan, device))
     with exits:
-        read = partial(load_model, opened, context, dtype, str(path), experts.layers_on_device, weights, weight_group)
+        read = partial(load_model, opened, context, dtype, source, experts.layers_on_device, weights, weight_group)
         if packed != "never" and (kind := packable(opened, context, experts, weights)):
             transformer = load_packed(opened, kind, weight_group, resolve_dtype(context.device, dtype), packed, read)
         else:
             transformer = read()
-        model = Model(transformer, Tokenizer.from_model(opened.tokenizer_source), context, str(path), opened.tasks)
+        model = Model(transformer, Tokenizer.from_model(opened.tokenizer_source), context, source, opened.tasks)
         model._exit = exits.pop_all()
         return model
 

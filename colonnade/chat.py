@@ -11,7 +11,7 @@ from rich.console import Console
 from colonnade.conversation import CONTINUATION_TOKENS, Messages, converse
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
-from colonnade.model_spec import ModelSpec, load_checked
+from colonnade.model_spec import ModelSpec, OpenedOnce, load_checked
 from colonnade.parallel.launch import launch, rank_and_world
 from colonnade.serve.batch_invariance import batching_note
 from colonnade.serve.engine import Engine
@@ -39,7 +39,7 @@ def _generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
     status = Console(stderr=True, highlight=False).status("loading the model")
     with open_context(spec.plan, spec.device) as context:
         with nullcontext() if rank else status:
-            model, tokenizer, _ = load_checked(spec, context)
+            model, tokenizer, _ = load_checked(spec, OpenedOnce(None), context)
             engine = Engine(model, tokenizer, spec.serve)
         if context.rank:
             engine.follow()

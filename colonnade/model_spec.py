@@ -55,9 +55,9 @@ class ModelSpec:
                     "served for; leave it out"
                 )
             spec = replace(spec, serve=self.serve.replace(draft=str(draft.path)))
-        return (
-            functools.partial(load_checked, spec) if pooler is None else functools.partial(load_pooling, spec, pooler)
-        )
+        if pooler is not None:
+            return functools.partial(load_pooling, spec, pooler)
+        return functools.partial(load_checked, spec, OpenedOnce(opened))
 
     def open_generative(self) -> "OpenedModel":
         """Like :meth:`open`; raises :class:`ConfigError` for a model that cannot generate text."""
@@ -100,13 +100,22 @@ class ModelSpec:
 
         return open_draft(self.serve, target.config, Tokenizer.from_model(target.tokenizer_source))
 
-    def load(self, context: "DistributedContext | None" = None, packed: "PackedUse" = "never") -> "api.Model":
+    def load(self, context: "DistributedContext | None" = None) -> "api.Model":
         """Load the model, on every rank of its plan; ``context`` is an existing distributed context."""
         from colonnade import api
 
         return api.load(
             self.model, plan=self.plan, dtype=self.dtype, device=self.device, context=context, experts=self.experts,
-            weights=self.serve.weights, weight_group=self.serve.weight_group, packed=packed,
+            weights=self.serve.weights, weight_group=self.serve.weight_group,
+        )  # fmt: skip
+
+    def load_opened(self, opened: "OpenedModel", context: "DistributedContext") -> "api.Model":
+        """Load the model, which :meth:`open` has opened, perhaps from packed weights."""
+        from colonnade import api
+
+        return api.load_opened(
+            opened, self.plan, self.model, dtype=self.dtype, device=self.device, context=context, experts=self.experts,
+            weights=self.serve.weights, weight_group=self.serve.weight_group, packed=self.packed_use,
         )  # fmt: skip
 
     @property
@@ -130,14 +139,34 @@ def _may_read_audio(model: Path) -> bool:
     return model.suffix != ".gguf" and str(model) not in TEXT_PACKAGES
 
 
-def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Transformer, Tokenizer, Transformer | None]":
+class OpenedOnce:
+    """An opened model for the first load in the process that opened it; other processes open it for themselves.
+
+    Opening reads a GGUF file's vocabulary, which takes 0.2 s and 10 MB for SmolLM2, so that it is not kept.
+    """
+
+    def __init__(self, opened: "OpenedModel | None"):
+        self._opened = opened
+
+    def __reduce__(self) -> "tuple[type[OpenedOnce], tuple[None]]":
+        return OpenedOnce, (None,)
+
+    def take(self) -> "OpenedModel | None":
+        """The model, or None if it was taken, or opened in another process."""
+        opened, self._opened = self._opened, None
+        return opened
+
+
+def load_checked(
+    spec: ModelSpec, once: OpenedOnce, context: "DistributedContext"
+) -> "tuple[Transformer, Tokenizer, Transformer | None]":
     """Load the model, on rank 0 also its draft model, in an engine process; checks the memory before reading."""
     from colonnade.checkpoint.load_model import resolve_dtype
     from colonnade.serve.draft_runner import load_draft
     from colonnade.serve.memory_advice import check_memory
     from colonnade.serve.memory_estimate import EngineSpec
 
-    dtype, opened, plan = resolve_dtype(context.device, spec.dtype), spec.open(), spec.plan
+    dtype, opened, plan = resolve_dtype(context.device, spec.dtype), once.take() or spec.open(), spec.plan
     draft = spec.open_draft(opened)
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": plan.etp}
     serve = spec.serve
@@ -149,7 +178,7 @@ def load_checked(spec: ModelSpec, context: "DistributedContext") -> "tuple[Trans
             draft=None if draft is None else draft.config,
         )
     )  # fmt: skip
-    model = spec.load(context, spec.packed_use)
+    model = spec.load_opened(opened, context)
     drafting = None if draft is None else load_draft(draft, spec.serve, context, spec.dtype)
     return model.transformer, model.tokenizer, drafting
 

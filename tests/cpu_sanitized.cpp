@@ -1,11 +1,13 @@
 // Small runs of every kernel of kernels/cpu/decode.cpp, under a sanitizer (tests/unit/test_cpu_library.py).
 //
-// Every array has its exact size, so that AddressSanitizer sees an access behind it. Sizes are odd on purpose.
+// Every array has its exact size, so that AddressSanitizer sees an access behind it. Sizes are odd on purpose. With an
+// argument each kernel runs once in each format: continuous integration has little CPU time.
 
 #include "decode.cpp"
 
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <vector>
 
 namespace {
@@ -59,13 +61,15 @@ void check(int64_t error, const char* what) {
     }
 }
 
-void products(Dtype dtype, int64_t threads) {
+void products(Dtype dtype, int64_t threads, bool few) {
     const struct { Kind kind; int64_t group; } formats[] = {{PLAIN, 1}, {INT8, 1}, {INT4, 32}, {INT4, 64}, {INT4, 128},
                         {INT8_BLOCKS, 1}, {INT4_BLOCKS, 32}, {INT4_BLOCKS, 64}, {INT4_BLOCKS, 128}};
     const int64_t sizes[][2] = {{5, 3}, {37, 70}, {130, 200}};
     for (const auto& format : formats) {
         for (const auto& size : sizes) {
-            for (int64_t rows : {1, 15}) {
+            if (few && size[0] != 37) continue;
+            for (int64_t rows : {1, 7, 15}) {
+                if (few != (rows == 7)) continue;  // 7: tiles of four, two and one rows
                 const bool blocked = format.kind >= INT8_BLOCKS;
                 const int64_t outputs = blocked ? round_up(size[0], BLOCK) : size[0];
                 const int64_t inputs = blocked ? round_up(size[1], 4) : size[1];
@@ -169,10 +173,12 @@ void latent(Dtype dtype, int64_t threads) {
 
 }  // namespace
 
-int main() {
-    for (int64_t threads : {1, 2, 5}) {
+int main(int count, char**) {
+    const bool few = count > 1;
+    for (int64_t threads : {1, 2, 3, 5}) {
+        if (few != (threads == 3)) continue;
         for (Dtype dtype : {FLOAT32, BFLOAT16}) {
-            products(dtype, threads);
+            products(dtype, threads, few);
             for (Kind kind : {PLAIN, INT8_BLOCKS, INT4_BLOCKS}) experts(dtype, threads, kind);
             step(dtype, threads);
             latent(dtype, threads);

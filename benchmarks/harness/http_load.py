@@ -5,7 +5,9 @@
                   a latency counts from the planned arrival, so that a stall is not hidden (coordinated omission)
 
 Clients are bound to the URLs in turn. Requests that were sent in time are awaited and count; the rate is that of all
-answers until the last one, so that a server whose answers take longer than the run does not have a rate of 0.
+answers until the last one, so that a server whose answers take longer than the run does not have a rate of 0. A closed
+loop may limit that wait: requests that are still unanswered then are cancelled, and their ages are lower bounds of
+their latencies.
 """
 
 import asyncio
@@ -28,6 +30,8 @@ class Served:
     """Time until the last answer, at least that of sending."""
     latencies_s: list[float] = field(default_factory=list[float])
     failures: int = 0
+    unanswered_s: list[float] = field(default_factory=list[float])
+    """Ages of the requests that were cancelled at the end."""
 
     @property
     def requests_per_s(self) -> float:
@@ -35,14 +39,19 @@ class Served:
         return len(self.latencies_s) / self.seconds
 
     def percentile_ms(self, percent: float) -> float:
-        """The latency that ``percent`` of the answers do not exceed; NaN without answers."""
-        ordered = sorted(self.latencies_s)
+        """The latency that ``percent`` of the requests do not exceed, unanswered ones by their age; NaN without any."""
+        ordered = sorted([*self.latencies_s, *self.unanswered_s])
         index = min(len(ordered) - 1, max(0, -int(-percent * len(ordered) // 100) - 1))
         return 1e3 * ordered[index] if ordered else float("nan")
 
 
-def closed_loop(urls: Sequence[str], request: dict[str, Any], clients: int, seconds: float) -> Served:
-    """Load of ``clients`` clients; ``request`` are the arguments of ``httpx``'s ``post``."""
+def closed_loop(
+    urls: Sequence[str], request: dict[str, Any], clients: int, seconds: float, patience_s: float = TIMEOUT_S
+) -> Served:
+    """Load of ``clients`` clients; ``request`` are the arguments of ``httpx``'s ``post``.
+
+    Requests are sent for ``seconds``; ``patience_s`` later those that are not answered are cancelled.
+    """
 
     async def run() -> Served:
         served = Served()
@@ -53,8 +62,13 @@ def closed_loop(urls: Sequence[str], request: dict[str, Any], clients: int, seco
 
         async with _http(clients) as http:
             began = time.perf_counter()
-            await asyncio.gather(*(client(http, urls[i % len(urls)], began + seconds) for i in range(clients)))
-        served.seconds = max(seconds, time.perf_counter() - began)
+            tasks = [asyncio.create_task(client(http, urls[i % len(urls)], began + seconds)) for i in range(clients)]
+            done, late = await asyncio.wait(tasks, timeout=seconds + patience_s)
+            served.seconds = max(seconds, time.perf_counter() - began)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*done)  # raises what a client raised
+            await asyncio.gather(*late, return_exceptions=True)
         return served
 
     return asyncio.run(run())
@@ -91,6 +105,9 @@ async def _send(http: httpx.AsyncClient, url: str, request: dict[str, Any], star
     except httpx.HTTPError:
         served.failures += 1
         return
+    except asyncio.CancelledError:
+        served.unanswered_s.append(time.perf_counter() - start)
+        raise
     if reply.is_error:
         served.failures += 1
     else:

@@ -13,6 +13,7 @@ import argparse
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -63,11 +64,12 @@ def handler(model: nn.Module, size: int, dtype: torch.dtype, *, overlap: bool) -
                 reply = answer(network.submit(run, prepare(body, size, dtype)).result())
             else:
                 reply = network.submit(classify, body).result()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
+            with suppress(ConnectionError):  # the client waits no longer
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -23,6 +23,7 @@ from colonnade.cli.common import (
 from colonnade.config import CacheFormat as CacheKind
 from colonnade.config import ServeConfig, WeightFormat, WeightGroup
 from colonnade.errors import ConfigError, RequestError
+from colonnade.serve.child_process import discard_waiting
 
 if TYPE_CHECKING:
     from colonnade.model_spec import ModelSpec
@@ -211,6 +212,7 @@ def _serve_transcriptions(spec: "ModelSpec", config: ServeConfig) -> None:
         from colonnade.speech.transcription_server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
+    discard_waiting()  # this process runs the model
     announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
     run(spec.load(), model_names([spec.model], config.model_name)[0], config, announce)
 

@@ -60,7 +60,7 @@ def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address
         engine = build_engine(loaded, config, engines)
         del loaded
         swap = WeightSwap(engine, context)
-        _return_free_memory()
+        _collect_and_return_memory()
         with _frozen_gc():
             if context.rank:
                 engine.follow(swap.follow) if isinstance(engine, Engine) else engine.follow()
@@ -92,7 +92,7 @@ def build_engine(loaded: Loaded, config: ServeConfig, engines: int = 1) -> Engin
     return Engine(model, tokenizer, config, more, engines=engines)
 
 
-def _return_free_memory() -> None:
+def _collect_and_return_memory() -> None:
     """Return to the system what loading has freed: glibc keeps it otherwise, 290 MB for SmolLM2 with int4 weights."""
     gc.collect()  # a cycle may still keep what was read
     if sys.platform == "linux":
@@ -103,7 +103,6 @@ def _return_free_memory() -> None:
 @contextmanager
 def _frozen_gc() -> Iterator[None]:
     """Exclude existing objects from garbage collection (`gc.freeze()`): scanning them would stall decoding."""
-    gc.collect()
     gc.freeze()
     try:
         yield

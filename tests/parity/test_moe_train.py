@@ -59,9 +59,9 @@ def history(run: RunConfig, keys: tuple[str, ...] = (*LOSSES, "moe/balance")) ->
 @pytest.mark.parametrize(
     ("plan", "then", "over"),
     [
-        (Plan(tp=2, dp=2, ep=4, sequence_parallel=True, overlap=2), Plan(dp=2), "layer"),
+        (Plan(tp=2, dp=2, ep=4, sequence_parallel=True, overlap=2), Plan(tp=2, etp=2, adaptive_r=2), "layer"),
         (Plan(dp=4, ep=2, etp=2, adaptive_r=0), Plan(), "model"),
-        (Plan(dp=2, ep=2), Plan(tp=2, etp=2, adaptive_r=2), "layer"),
+        (Plan(dp=2, ep=2), Plan(dp=2), "layer"),
         (Plan(pp=2, dp=2, etp=2, adaptive_r=2), Plan(replicate=2, dp=2, ep=2), "model"),
         (Plan(cp=2, replicate=2, ep=2, reshard=False), Plan(pp=2, schedule="gpipe"), "layer"),
     ],

@@ -78,6 +78,13 @@ def test_closed_loop_waits_for_answers():
     assert min(served.latencies_s) >= 0.05 and served.percentile_ms(50) >= 50
 
 
+def test_what_is_not_answered_in_time_is_cancelled_and_counted():
+    with slow_server(1.0) as url:
+        served = closed_loop([url], {"content": b"x"}, clients=2, seconds=0.1, patience_s=0.1)
+    assert not served.latencies_s and served.requests_per_s == 0 and served.seconds < 1
+    assert len(served.unanswered_s) == 2 and 190 <= served.percentile_ms(50) < 1000
+
+
 def test_open_loop_does_not_wait_for_answers():
     with slow_server(1.0) as url:
         served = open_loop([url, url], {"content": b"x"}, rate=40, seconds=0.5)
@@ -172,6 +179,29 @@ def test_plot_and_headlines(tmp_path: Path):
     assert (tmp_path / "ladder.png").stat().st_size > 5_000
     (head,) = cpu_ladder.headlines(rows)
     assert (head.value, head.peer_value) == (6.0, 2.0)
+
+
+def test_records_of_one_machine_are_joined(tmp_path: Path):
+    for folder, service, cores in (("a", "text", 8), ("b", "chat", 8), ("c", "chat", 2)):
+        (tmp_path / folder).mkdir()
+        steps = [
+            {"service": service, "step": step, "requests_per_s": 2.0, "over_default": 1.0}
+            for step in ("default", "pinned")
+        ]
+        record = {
+            "machine": {"cores": cores},
+            "rows": steps,
+            "notes": f"notes of {service}",
+            "command": f"run {service}",
+        }
+        (tmp_path / folder / "cpu_ladder.json").write_text(json.dumps(record))
+    cpu_ladder.join([tmp_path / "a", tmp_path / "b"], "cpu_ladder_8", tmp_path)
+    joined = json.loads((tmp_path / "cpu_ladder_8.json").read_text())
+    assert (joined["name"], joined["command"], len(joined["rows"])) == ("cpu_ladder_8", "run text & run chat", 4)
+    assert "notes of text" in joined["notes"] and "notes of chat" in joined["notes"] and len(joined["headlines"]) == 2
+    assert {row["service"] for row in cpu_ladder.labelled(tmp_path)} == {"text, 8 cores", "chat, 8 cores"}
+    with pytest.raises(ValueError, match="different machines"):
+        cpu_ladder.join([tmp_path / "a", tmp_path / "c"], "x", tmp_path)
 
 
 @pytest.mark.slow

@@ -161,13 +161,35 @@ class _Cursor:
         except UnicodeDecodeError as why:
             raise self.damaged(f"the text at byte {self.offset:,} is not UTF-8 ({why.reason})") from None
 
+    def texts(self) -> list[str]:
+        """Reads a list of strings; a vocabulary and its merges are 100,000, so the loop calls nothing of this class."""
+        number = self.count(8)
+        start, offset, view, length = self.offset, self.offset, self.view, struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        try:
+            for _ in range(number):
+                (size,) = length(view, offset)
+                offset += 8
+                text = bytes(view[offset : offset + size])
+                if len(text) < size:
+                    break
+                found.append(text.decode("utf-8"))
+                offset += size
+        except (struct.error, UnicodeDecodeError, OverflowError):
+            pass
+        if len(found) == number:
+            self.offset = offset
+            return found
+        self.offset = start
+        return [self.text() for _ in range(number)]  # raises the error of the damaged one
+
     def value(self) -> Any:
         """Reads a number, boolean, string, or a list of these."""
         kind = self.scalar("I")
         if kind == ARRAY:
             inner = self.scalar("I")
             if inner == STRING:
-                return [self.text() for _ in range(self.count(8))]
+                return self.texts()
             code = self._code(inner)
             number = self.count(struct.calcsize(code))
             return list(struct.unpack(f"<{number}{code}", self.read(number * struct.calcsize(code))))
