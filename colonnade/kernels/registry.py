@@ -24,6 +24,7 @@ from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import scaled_mm, skinny_gemm_cpu
+from colonnade.kernels.transducer import joint, lattice
 
 Operation = Literal[
     "packed_attention",
@@ -65,10 +66,14 @@ Operation = Literal[
     "write_next_tokens",
     "rope_cos_sin",
     "adamw",
+    "transducer_scores",
+    "transducer_lattice",
+    "transducer_gradients",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ON_GPU: dict[str, Any] = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+JOINT: dict[str, Any] = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16)}
 ON_GPU_16_BIT: dict[str, Any] = {"devices": ("cuda",), "dtypes": (torch.bfloat16, torch.float16)}
 
 
@@ -103,6 +108,7 @@ def _triton() -> tuple[Kernel, ...]:
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
     from colonnade.kernels.linear import skinny_gemm
+    from colonnade.kernels.transducer import triton_joint, triton_lattice
 
     return (
         Kernel("dropout_attention", "triton", triton_dropout.packed, **ON_GPU),
@@ -128,6 +134,9 @@ def _triton() -> tuple[Kernel, ...]:
             "write_next_tokens", "triton", triton_sampling.write_next_tokens_, devices=("cuda",), dtypes=(torch.int64,)
         ),
         Kernel("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
+        Kernel("transducer_scores", "triton", triton_joint.scores, **JOINT),
+        Kernel("transducer_gradients", "triton", triton_joint.gradients, **JOINT),
+        Kernel("transducer_lattice", "triton", triton_lattice.transducer_lattice, ("cuda",), (torch.float32,)),
     )
 
 
@@ -290,6 +299,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("write_next_tokens", "reference", sampling.write_next_tokens_, dtypes=(torch.int64,)),
     Kernel("rope_cos_sin", "reference", rotary.rotation),
     Kernel("adamw", "reference", adamw.adamw, dtypes=(torch.float64, torch.float32)),
+    Kernel("transducer_scores", "reference", joint.scores),
+    Kernel("transducer_gradients", "reference", joint.gradients),
+    Kernel("transducer_lattice", "reference", lattice.transducer_lattice),
     *_skinny(),
     *_native(),
     *_batch_invariant(),
