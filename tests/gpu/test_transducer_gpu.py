@@ -19,7 +19,7 @@ TRITON = Kernels(triton_joint.scores, triton_lattice.transducer_lattice, triton_
 
 
 @pytest.mark.parametrize("name", [*CASES, *LARGE])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 8e-3)], ids=str)
 def test_kernels_match_the_reference(name: str, dtype: torch.dtype, tolerance: float) -> None:
     compare(TRITON, (CASES | LARGE)[name], dtype, tolerance, "cuda")
 

@@ -21,6 +21,8 @@ class Cells(NamedTuple):
     frames: list[int]
     labels: list[int]
     """Labels of each utterance; its prefixes are one more."""
+    table: Tensor
+    """The five tensors below one after another, int64."""
     frames_B: Tensor
     labels_B: Tensor
     frame_start_B: Tensor
@@ -49,7 +51,7 @@ class Cells(NamedTuple):
         values = [*frames, *counts, *starts, *prefix_starts, *padded]
         table = upload(values, torch.int64, device)
         *lengths, next_BU = table.split([B, B, B, B, B * U])
-        return Cells(list(frames), counts, *lengths, next_BU.view(B, U))
+        return Cells(list(frames), counts, table, *lengths, next_BU.view(B, U))
 
     @property
     def shape(self) -> tuple[int, int, int]:
