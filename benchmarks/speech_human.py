@@ -171,6 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--tests", type=int, default=HELD_OUT, help="of the held-out prompts, how many are measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     args = parser.parse_args(argv)
@@ -189,10 +190,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.device != "cpu":
         print(checkpoint, rows)
         return
-    tests = [(text, g722(path)) for text, path in divided(args.prompts, args.seed)[1]]
+    tests = [(text, g722(path)) for text, path in divided(args.prompts, args.seed)[1][: args.tests]]
     rows += measure(args.size, checkpoint, tests)
     found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}
-    what = f"{args.size} recogniser, streams of 100 held-out human prompts, beam of 10"
+    what = f"{args.size} recogniser, streams of {len(tests)} held-out human prompts, beam of 10"
     heads = [
         Headline(
             what, found[f"{args.size}, streams, beam of 10"], "% wrong words", name, found[f"{name}, whole prompts"]

@@ -88,10 +88,12 @@ class _TransducerLoss(Function):
 
     @staticmethod
     def backward(ctx, grad_B: Tensor):
-        *inputs, lse_BUT, blank_BUT, label_BUT = (*ctx.saved_tensors, *[None] * 3)[:7]
-        if lse_BUT is None:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        inputs, lattice = saved[:4], saved[4:]
+        if not lattice:
             return *(torch.zeros_like(x) for x in inputs), None, None, None, None
         gradients = choose("transducer_gradients", inputs[0].device.type, inputs[0].dtype)
+        lse_BUT, blank_BUT, label_BUT = lattice
         posteriors = Posteriors(lse_BUT, blank_BUT, label_BUT, grad_B)
         found = gradients(*inputs, ctx.cells, posteriors, blank=ctx.blank, start=ctx.start)
         return *(grad.to(x.dtype) for grad, x in zip(found, inputs, strict=True)), None, None, None, None

@@ -50,8 +50,9 @@ class Cells(NamedTuple):
         padded = chain.from_iterable((*own, *[-1] * (U - len(own))) for own in labels)
         values = [*frames, *counts, *starts, *prefix_starts, *padded]
         table = upload(values, torch.int64, device)
-        *lengths, next_BU = table.split([B, B, B, B, B * U])
-        return Cells(list(frames), counts, table, *lengths, next_BU.view(B, U))
+        frames_B, labels_B, frame_start_B, prefix_start_B = table[: 4 * B].view(4, B)
+        next_BU = table[4 * B :].view(B, U)
+        return Cells(list(frames), counts, table, frames_B, labels_B, frame_start_B, prefix_start_B, next_BU)
 
     @property
     def shape(self) -> tuple[int, int, int]:
