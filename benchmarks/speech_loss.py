@@ -4,11 +4,15 @@
     python benchmarks/speech_loss.py --tiny     # a smoke test on the CPU, without a peer
 
 Both start at the encoder's and the predictor's outputs, width J, and end with the gradients of both and of the joint
-network. torchaudio's loss takes the logits of every cell; ours computes them in chunks and again in the backward pass.
-Float32; medians of turns; memory is the peak over what was there before. ``error`` is the largest difference of losses.
+network, in float32. torchaudio's loss takes the logits of every cell; ours computes them in chunks and again in the
+backward pass, on tensor cores: float32 as three bfloat16 parts for losses, as two for gradients. ``products`` is what
+torch may do in torchaudio's GEMMs: float32, or tf32 (``torch.set_float32_matmul_precision("high")``); ours are the same
+in both. Medians of turns; memory is the peak over what was there before. ``*_loss_error`` is the largest error of a
+loss, ``*_gradient_error`` that of the gradients by norm, relative, beside this project's reference in float64.
 """
 
 import argparse
+import copy
 import importlib
 import statistics
 import time
@@ -24,7 +28,9 @@ SHAPES = ((4, 75, 20, 1024, 512), (16, 150, 40, 1024, 512), (32, 250, 60, 1024, 
 """(utterances, frames, labels, V, J)."""
 
 
-def measure(shape: tuple[int, ...], rounds: int, device: str) -> dict[str, Cell]:
+def measure(shape: tuple[int, ...], rounds: int, device: str, precision: str = "highest") -> dict[str, Cell]:
+    """Both losses on one batch."""
+    torch.set_float32_matmul_precision(precision)
     B, T, U, V, J = shape
     torch.manual_seed(0)
     joint = Joint(J, V, device=device)
@@ -49,7 +55,7 @@ def measure(shape: tuple[int, ...], rounds: int, device: str) -> dict[str, Cell]
         runs["torchaudio"] = theirs
     spent: dict[str, list[float]] = {name: [] for name in runs}
     peak: dict[str, int] = {}
-    losses = {name: run().detach() for name, run in runs.items()}
+    errors = _errors(runs, inputs, joint, [T] * B, lists)
     for _ in range(rounds):
         for name, run in runs.items():
             _wait(device)
@@ -61,12 +67,37 @@ def measure(shape: tuple[int, ...], rounds: int, device: str) -> dict[str, Cell]
             _wait(device)
             spent[name].append(time.perf_counter() - start_s)
             peak[name] = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
-    row: dict[str, Cell] = {"utterances": B, "frames": T, "labels": U, "vocabulary": V, "width": J}
+    products = "float32" if precision == "highest" else "tf32"
+    row: dict[str, Cell] = {
+        "products": products, "utterances": B, "frames": T, "labels": U, "vocabulary": V, "width": J
+    }  # fmt: skip
     for name in runs:
         row |= {f"{name}_ms": round(1000 * statistics.median(spent[name]), 2), f"{name}_mb": round(peak[name] / 1e6, 1)}
-    if "torchaudio" in runs:
-        row["error"] = float((losses["ours"] - losses["torchaudio"]).abs().max())
+        row |= dict(zip((f"{name}_loss_error", f"{name}_gradient_error"), errors[name], strict=True))
     return row
+
+
+def _errors(
+    runs: dict[str, Callable[[], torch.Tensor]],
+    inputs: tuple[torch.Tensor, ...],
+    joint: Joint,
+    frames: list[int],
+    labels: list[list[int]],
+) -> dict[str, tuple[float, float]]:
+    """(largest error of a loss, largest relative error of a gradient) of each, beside float64."""
+    exact_joint = copy.deepcopy(joint).double()
+    e, p = (x.detach().double().requires_grad_() for x in inputs[:2])
+    exact = exact_joint.loss(e, p, frames, labels)
+    exact_grads = torch.autograd.grad(exact.sum(), (e, p, exact_joint.weight, exact_joint.bias))
+    exact = exact.detach()
+    found: dict[str, tuple[float, float]] = {}
+    for name, run in runs.items():
+        losses = run()
+        grads = torch.autograd.grad(losses.sum(), inputs)
+        pairs = zip(grads, exact_grads, strict=True)
+        worst = max(float((x.double() - y).norm() / y.norm()) for x, y in pairs)
+        found[name] = float(f"{float((losses.detach() - exact).abs().max()):.2g}"), float(f"{worst:.2g}")
+    return found
 
 
 def _wait(device: str) -> None:
@@ -89,13 +120,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     device = "cpu" if args.tiny else "cuda"
     rows: list[dict[str, Cell]] = []
-    for shape in ((2, 9, 3, 17, 8),) if args.tiny else SHAPES:
-        rows.append(measure(shape, args.rounds, device))
-        print(rows[-1], flush=True)
+    for precision in ("highest",) if args.tiny else ("highest", "high"):
+        for shape in ((2, 9, 3, 17, 8),) if args.tiny else SHAPES:
+            rows.append(measure(shape, args.rounds, device, precision))
+            print(rows[-1], flush=True)
     heads: list[Headline] = []
-    if "torchaudio_ms" in rows[-1]:
-        own, peer = (float(rows[-1][f"{name}_ms"] or 0) for name in ("ours", "torchaudio"))
-        heads = [Headline("transducer loss of 32 × 250 frames, 60 labels", own, "ms", "torchaudio", peer)]
+    for row in rows:
+        if "torchaudio_ms" in row and row["frames"] == SHAPES[-1][1]:
+            own, peer = (float(row[f"{name}_ms"] or 0) for name in ("ours", "torchaudio"))
+            what = f"transducer loss of 32 × 250 frames, 60 labels, peer's products in {row['products']}"
+            heads.append(Headline(what, own, "ms", "torchaudio", peer))
     report("speech_loss_gpu", rows, notes=__doc__ or "", headlines=heads, folder=folder_of(args.out, toy=args.tiny))
 
 

@@ -24,6 +24,7 @@ from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import gptq_columns, scaled_mm, skinny_gemm_cpu
 from colonnade.kernels.linear import reference as linear_reference
+from colonnade.kernels.transducer import joint, lattice
 
 Operation = Literal[
     "packed_attention",
@@ -67,10 +68,14 @@ Operation = Literal[
     "rope_cos_sin",
     "adamw",
     "host_rows",
+    "transducer_scores",
+    "transducer_lattice",
+    "transducer_gradients",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ON_GPU: dict[str, Any] = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+JOINT: dict[str, Any] = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16)}
 ON_GPU_16_BIT: dict[str, Any] = {"devices": ("cuda",), "dtypes": (torch.bfloat16, torch.float16)}
 
 
@@ -106,6 +111,7 @@ def _triton() -> tuple[Kernel, ...]:
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
     from colonnade.kernels.linear import skinny_gemm
+    from colonnade.kernels.transducer import triton_joint, triton_lattice
 
     return (
         Kernel("dropout_attention", "triton", triton_dropout.packed, **ON_GPU),
@@ -132,6 +138,9 @@ def _triton() -> tuple[Kernel, ...]:
         ),
         Kernel("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
         Kernel("host_rows", "triton", triton_host_rows.copy_rows, **ON_GPU),
+        Kernel("transducer_scores", "triton", triton_joint.scores, **JOINT),
+        Kernel("transducer_gradients", "triton", triton_joint.gradients, **JOINT),
+        Kernel("transducer_lattice", "triton", triton_lattice.transducer_lattice, ("cuda",), (torch.float32,)),
     )
 
 
@@ -305,6 +314,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("rope_cos_sin", "reference", rotary.rotation),
     Kernel("adamw", "reference", adamw.adamw, dtypes=(torch.float64, torch.float32)),
     Kernel("host_rows", "reference", host_rows.copy_rows),
+    Kernel("transducer_scores", "reference", joint.scores),
+    Kernel("transducer_gradients", "reference", joint.gradients),
+    Kernel("transducer_lattice", "reference", lattice.transducer_lattice),
     *_skinny(),
     *_by_name(),
     *_native(),

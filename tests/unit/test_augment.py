@@ -107,6 +107,24 @@ def test_augmented_batches_are_functions_of_the_seed(corpus):
     assert whole.frames.sound_TA.shape == plain.frames.sound_TA.shape
 
 
+def test_batches_prepared_ahead_are_those_of_their_steps(corpus, monkeypatch):
+    """As for a GPU, whole and in order; augmented without noise from step ``clean`` on."""
+    monkeypatch.setattr(fit, "PREFETCH_STEPS", 3)
+    settings = fit.FitSettings(steps=9, batch=3, clean=4, augment=True, noise=False)
+    data = Corpus(corpus, SEEING, "train")
+    prepared = fit._batches(data, settings, range(2, 9), gpu=True)
+    for step, ((ahead,), plain) in enumerate(
+        zip(prepared, fit._batches(data, settings._replace(augment=False), range(2, 9), gpu=True), strict=True), 2
+    ):
+        batch, own = ahead(), fit.train_batch(data, settings, step, parts=1)
+        assert len(batch.lengths) == 3
+        assert torch.equal(batch.frames.sound_TA, own.frames.sound_TA)
+        assert torch.equal(batch.letters_P, own.letters_P)
+        assert torch.equal(batch.frames.sound_TA, plain[0]().frames.sound_TA) == (step < 4)
+    next(unfinished := fit._batches(data, settings, range(9), gpu=True))
+    unfinished.close()
+
+
 def test_noise_of_a_folder_has_the_ratio(corpus):
     data = Corpus(corpus, SEEING, "train", corpus / "noise")
     clean = data.noisy(0, None, np.random.default_rng(0))

@@ -68,7 +68,7 @@ def test_reference_equals_enumeration():
 
 @pytest.mark.parametrize("rows", [3, 4096])
 def test_loss_and_gradients_equal_reference(rows, monkeypatch):
-    monkeypatch.setattr("colonnade.model.transducer_loss.CHUNK_ROWS", rows)
+    monkeypatch.setattr("colonnade.kernels.transducer.joint.CHUNK_ROWS", rows)
     weights = torch.tensor([1.0, -0.5, 2.0, 0.3], dtype=torch.float64)
     own, theirs = ([x.clone().requires_grad_() for x in tensors()] for _ in range(2))
     joint = joint_of(own[2], own[3])

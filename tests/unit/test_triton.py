@@ -39,6 +39,7 @@ def interpreter() -> Iterator[subprocess.Popen[str]]:
         ("interpreted_units", 4),
         ("interpreted_quantised", 9),
         ("interpreted_ranks", 3),
+        ("interpreted_transducer", 2),
     ],
 )
 def test_interpreted_kernels_match_their_references(

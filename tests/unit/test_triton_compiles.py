@@ -251,3 +251,35 @@ def test_decode_expert_kernels_prefetch_16_bytes_at_a_time(tmp_path: Path) -> No
         assert weight_bytes < built.metadata.shared <= room
         copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
         assert copies * 16 * 32 * 4 > weight_bytes
+
+
+@pytest.mark.parametrize(("frames", "columns"), [(256, 1024), (2048, 32)])
+def test_transducer_kernels_stay_in_registers(frames: int, columns: int, tmp_path: Path) -> None:
+    """Scans of a warp and of eight, split factors of wide and narrow vocabularies."""
+    from colonnade.kernels.transducer import triton_joint, triton_lattice
+
+    longs = dict.fromkeys(("frames_ptr", "labels_ptr", "place_ptr", "table_ptr", "next_ptr"), "*i64")
+    common = longs | {"h_ptr": "*bf16", "dz_ptr": "*bf16", "index_ptr": "*i32"}
+    common |= {"posteriors": triton_joint.Posteriors(*["*fp32"] * 4)}
+    doubles = dict.fromkeys(("alpha_ptr", "beta_ptr"), "*fp64")
+    rows, block = triton_joint._tile(columns)
+    tiles = {"PARTS": 3, "LEFT": True, "ROWS": rows, "BLOCK": block}
+    kernels: list[tuple[Any, dict[str, Any], int]] = [
+        (triton_lattice._recursions, {"BLOCK": frames}, max(1, min(8, frames // 128))),
+        (triton_lattice._posteriors, {"CELLS": triton_lattice.CELLS}, 4),
+        (triton_joint._split, tiles | {"BLOCK": 512}, 4),
+        *((kernel, tiles, 4) for kernel in (triton_joint._hidden, triton_joint._statistics)),
+        (triton_joint._logit_gradients, tiles, 4),
+        *((triton_joint._reduce, {"BY_FRAME": by_frame, "BLOCK": 128}, 4) for by_frame in (True, False)),
+    ]
+    for function, constants, warps in kernels:
+        own = {name: constants[name] for name in function.arg_names if name in constants}
+        types = {
+            name: common.get(name) or doubles.get(name) or ("*fp32" if name.endswith("_ptr") else "i32")
+            for name in function.arg_names
+            if name not in own
+        }
+        if function is triton_joint._split:
+            types["out_ptr"] = "*bf16"
+        built = compiled(function, types, own, ("D", "padded_D", "V", "padded_V", "padded_C"), warps=warps)
+        assert spilled(built, tmp_path) <= SPILLED_BYTES, function.fn.__name__

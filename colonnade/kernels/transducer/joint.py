@@ -1,0 +1,165 @@
+"""A transducer's joint network over all cells of a lattice, without storing logits, in plain torch.
+
+    z(t, u) = W relu(e_t + p_u) + b
+
+The cells pass the joint network in chunks. Of each cell only four numbers are kept: the largest logit, the sum of the
+exponentials below it, and the logits of the blank and of the next label. The backward pass computes a chunk's logits
+again and multiplies
+
+    ∂loss/∂z = (γ_∅ + γ_y)·softmax(z) − γ_∅·onehot(∅) − γ_y·onehot(y)        γ: the arcs' posteriors
+
+W and b may be some rows of a larger vocabulary (``start``: the first one); labels outside have logit 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.transducer.cells import Cells
+
+CHUNK_BYTES = 1 << 25
+"""Memory for one chunk of logits [bytes]."""
+
+CHUNK_ROWS = 4096
+"""Most cells of one chunk."""
+
+
+class Posteriors(NamedTuple):
+    """What the backward pass needs of the lattice, each (B, U, T) but the last; 0 outside of the utterances."""
+
+    lse_BUT: Tensor
+    blank_BUT: Tensor
+    label_BUT: Tensor
+    grad_B: Tensor
+    """Gradients of the utterances' losses."""
+
+
+class Gradients(NamedTuple):
+    """Gradients of the joint network's inputs and parameters."""
+
+    e_TD: Tensor
+    p_UD: Tensor
+    weight_vD: Tensor
+    bias_v: Tensor
+
+
+class Block(NamedTuple):
+    """Frames of an utterance and all its prefixes: as many cells as their product."""
+
+    frame: int
+    frames: int
+    prefix: int
+    prefixes: int
+
+    @property
+    def cells(self) -> int:
+        """Cells of the block."""
+        return self.frames * self.prefixes
+
+
+def scores(
+    e_TD: Tensor, p_UD: Tensor, weight_vD: Tensor, bias_v: Tensor, cells: Cells, *, blank: int, start: int
+) -> Tensor:
+    """(4, B, U, T): largest logit, sum of exponentials below it, logits of blank and next label; 0 outside."""
+    exact = _exact(e_TD)
+    out_4BUT = torch.zeros(4, *cells.shape, dtype=exact, device=e_TD.device)
+    for blocks, place_c in _chunks(cells, weight_vD):
+        z_cv = torch.addmm(bias_v, _hidden(e_TD, p_UD, blocks), weight_vD.T).to(exact)
+        top_c = z_cv.amax(1) if z_cv.shape[1] else z_cv.new_full((len(z_cv),), -torch.inf)
+        sum_c = (z_cv - top_c[:, None]).exp().sum(1)
+        label_c = cells.next_BU.flatten()[place_c // cells.shape[2]]
+        found = (top_c, sum_c, _pick(z_cv, blank - start), _pick(z_cv, label_c - start))
+        out_4BUT.view(4, -1)[:, place_c] = torch.stack(found)
+    return out_4BUT
+
+
+def gradients(
+    e_TD: Tensor,
+    p_UD: Tensor,
+    weight_vD: Tensor,
+    bias_v: Tensor,
+    cells: Cells,
+    posteriors: Posteriors,
+    *,
+    blank: int,
+    start: int,
+) -> Gradients:
+    """Gradients of the sum of the losses, each weighted by its entry of ``posteriors.grad_B``."""
+    exact, (_, U, T) = _exact(e_TD), cells.shape
+    de_TD, dp_UD, dw_vD, db_v = (torch.zeros_like(x, dtype=exact) for x in (e_TD, p_UD, weight_vD, bias_v))
+    for blocks, place_c in _chunks(cells, weight_vD):
+        h_cD = _hidden(e_TD, p_UD, blocks)
+        z_cv = torch.addmm(bias_v, h_cD, weight_vD.T).to(exact)
+        grad_c = posteriors.grad_B[place_c // (U * T)]
+        lse_c, blank_c, label_c = (x.flatten()[place_c] for x in posteriors[:3])
+        blank_c, label_c = blank_c * grad_c, label_c * grad_c
+        dz_cv = (z_cv - lse_c[:, None]).exp_() * (blank_c + label_c)[:, None]
+        _subtract(dz_cv, blank - start, blank_c)
+        _subtract(dz_cv, cells.next_BU.flatten()[place_c // T] - start, label_c)
+        dw_vD += dz_cv.T @ h_cD.to(exact)
+        db_v += dz_cv.sum(0)
+        dh_cD = torch.ops.aten.threshold_backward(dz_cv @ weight_vD.to(exact), h_cD.to(exact), 0)
+        for block, dh in zip(blocks, dh_cD.split([x.cells for x in blocks]), strict=True):
+            dh_block = dh.view(block.frames, block.prefixes, -1)
+            de_TD[block.frame : block.frame + block.frames] += dh_block.sum(1)
+            dp_UD[block.prefix : block.prefix + block.prefixes] += dh_block.sum(0)
+    return Gradients(de_TD, dp_UD, dw_vD, db_v)
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _chunks(cells: Cells, weight_vD: Tensor) -> Iterator[tuple[list[Block], Tensor]]:
+    """Blocks of together at most CHUNK_ROWS cells (a larger one alone), and the places of their cells."""
+    (_, U, T), device = cells.shape, weight_vD.device
+    rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // max(1, len(weight_vD) * weight_vD.dtype.itemsize)))
+    u_U, t_T = torch.arange(U, device=device), torch.arange(T, device=device)
+    count, own, places = 0, list[Block](), list[Tensor]()
+    frame_start = prefix_start = 0
+    for b, (frames, labels) in enumerate(zip(cells.frames, cells.labels, strict=True)):
+        run = max(1, rows // (labels + 1))
+        for first in range(0, frames, run):
+            block = Block(frame_start + first, min(run, frames - first), prefix_start, labels + 1)
+            if own and count + block.cells > rows:
+                yield own, torch.cat(places)
+                count, own, places = 0, [], []
+            own.append(block)
+            places.append(((b * U + u_U[: labels + 1]) * T + t_T[first : first + block.frames, None]).flatten())
+            count += block.cells
+        frame_start, prefix_start = frame_start + frames, prefix_start + labels + 1
+    if own:
+        yield own, torch.cat(places)
+
+
+def _hidden(e_TD: Tensor, p_UD: Tensor, blocks: Sequence[Block]) -> Tensor:
+    """relu(e_t + p_u) of the cells of these blocks."""
+    h_cD = e_TD.new_empty(sum(x.cells for x in blocks), e_TD.shape[1])
+    for x, own in zip(blocks, h_cD.split([x.cells for x in blocks]), strict=True):
+        e, p = e_TD[x.frame : x.frame + x.frames, None], p_UD[x.prefix : x.prefix + x.prefixes]
+        torch.add(e, p, out=own.view(x.frames, x.prefixes, -1))
+    return h_cD.relu_()
+
+
+def _locate(z_cv: Tensor, label: int | Tensor) -> tuple[Tensor, Tensor]:
+    """(whether the label's row of W is here, its index or 0), each (c, 1)."""
+    label_c1 = torch.as_tensor(label, device=z_cv.device).expand(len(z_cv))[:, None]
+    own_c1 = (label_c1 >= 0) & (label_c1 < z_cv.shape[1])
+    return own_c1, torch.where(own_c1, label_c1, 0)
+
+
+def _pick(z_cv: Tensor, label: int | Tensor) -> Tensor:
+    """The label's logit, 0 where its row is not here."""
+    if not z_cv.shape[1]:
+        return z_cv.new_zeros(len(z_cv))
+    own_c1, index_c1 = _locate(z_cv, label)
+    return torch.where(own_c1, z_cv.gather(1, index_c1), 0.0).squeeze(1)
+
+
+def _subtract(dz_cv: Tensor, label: int | Tensor, value_c: Tensor) -> None:
+    """Subtract each row's value at its label, where its row is here."""
+    if dz_cv.shape[1]:
+        own_c1, index_c1 = _locate(dz_cv, label)
+        dz_cv.scatter_add_(1, index_c1, torch.where(own_c1, -value_c[:, None], 0.0))
