@@ -339,7 +339,7 @@ def test_decode_model_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert row["of_bound"] == pytest.approx(row["tokens_per_s"] / row["bound_tokens_per_s"], abs=2e-4)
         assert row["tb_per_s"] == pytest.approx(row["of_bound"] * row["bandwidth_tb_per_s"], abs=2e-3)
     assert rows[0]["bound_tokens_per_s"] > rows[1]["bound_tokens_per_s"] and heads[0].peer == "the bound"
-    record = {"rows": [*rows, {"who": "transformers, static cache", "failed": "it did"}]}
+    record = {"date": "2026-11-28", "rows": [*rows, {"who": "transformers, static cache", "failed": "it did"}]}
     (tmp_path / "decode_tiny_h200.json").write_text(json.dumps(record))
     decode_model.main(["--draw", "--out", str(tmp_path)])
     assert (tmp_path / "decode_models.png").stat().st_size > 10_000, "drawn from records alone, despite a failed peer"
