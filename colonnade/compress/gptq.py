@@ -19,7 +19,7 @@ from torch import Tensor
 from colonnade.compress.grids import Grid, GridKind, choose_grid
 from colonnade.errors import DataError
 from colonnade.kernels.linear import ternary
-from colonnade.kernels.linear.gptq_columns import Rounding, round_values
+from colonnade.kernels.linear.gptq_columns import Rounding, compensate, round_values
 from colonnade.kernels.linear.quantise import Kind, Quantised, pack_ternary
 from colonnade.kernels.registry import choose
 
@@ -88,15 +88,23 @@ class TernaryGrid:
         """(trits, their grid): the positions of a word are chosen from its weights after the corrections of earlier
         words.
         """
-        scale_F = self.scale_F1[:, 0].clamp(min=1e-30)
+        scale_F1, trits = self.scale_F1.clamp(min=1e-30), self.trits
 
-        def select(w_FC: Tensor) -> Tensor:
-            best = w_FC.abs().topk(min(ternary.NONZERO[self.trits], w_FC.shape[1]), 1)
-            return torch.zeros_like(w_FC, dtype=torch.bool).scatter_(1, best.indices, True)
+        def run(w: Tensor, u: Tensor, _columns: slice) -> tuple[Tensor, Tensor]:
+            chosen = torch.empty(0)
 
-        rounded = correct_in_order(
-            w_FD, h_DD, self.trits, select, lambda w_F: (w_F / scale_F).round().clamp(-1, 1) * scale_F
-        )
+            def round_column(j: int, w_F1: Tensor) -> tuple[Tensor, Tensor]:
+                nonlocal chosen
+                if j % trits == 0:
+                    word = w[:, j : j + trits] / u.diagonal()[j : j + trits]
+                    best = word.abs().topk(min(ternary.NONZERO[trits], word.shape[1]), 1)
+                    chosen = torch.zeros_like(word, dtype=torch.bool).scatter_(1, best.indices, True)
+                value = (w_F1 / scale_F1).round().clamp(-1, 1) * scale_F1 * chosen[:, j % trits, None]
+                return value, value
+
+            return compensate(w, u, round_column)
+
+        rounded = correct_blocks(w_FD, inverse_factor(h_DD), run, max(1, BLOCK // trits) * trits)
         return rounded.sign(), TernaryGrid(self.trits, rounded != 0, self.scale_F1)
 
     def pack(self, q_FD: Tensor) -> Quantised:
@@ -144,34 +152,6 @@ def inverse_factor(h_DD: Tensor) -> Tensor:
     """U_DD, float32: the upper Cholesky factor of H⁻¹."""
     lower = torch.linalg.cholesky(h_DD)
     return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float().contiguous()
-
-
-def correct_in_order(
-    w_FD: Tensor,
-    h_DD: Tensor,
-    size: int,
-    select: Callable[[Tensor], Tensor],
-    round_column: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Ŵ by GPTQ with columns in their order, where ``size`` consecutive ones share a choice of which may be not zero.
-
-    ``select`` gets the corrected columns, divided by U_jj, when the first of them is reached, and returns a mask;
-    ``round_column`` (F,) to (F,).
-    """
-    u_DD = inverse_factor(h_DD)
-    u_D = u_DD.diagonal()
-
-    def run(w: Tensor, u: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        result, delta, mask = torch.empty_like(w), torch.empty_like(w), torch.empty(0)
-        for j in range(w.shape[1]):
-            if j % size == 0:
-                mask = select(w[:, j : j + size] / u_D[columns][j : j + size])
-            result[:, j] = round_column(w[:, j]) * mask[:, j % size]
-            delta[:, j] = (w[:, j] - result[:, j]) / u[j, j]
-            w[:, j + 1 :] -= delta[:, j : j + 1] * u[j, j + 1 :]
-        return result, delta
-
-    return correct_blocks(w_FD, u_DD, run, max(1, BLOCK // size) * size)
 
 
 def correct_blocks(

@@ -5,6 +5,7 @@
 :mod:`colonnade.compress.gptq` has the algorithm; it applies the δ of a block to all later blocks in one product.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -52,24 +53,41 @@ def best_two(score_FC: Tensor) -> Tensor:
     return torch.zeros_like(groups, dtype=torch.bool).scatter_(2, groups.topk(OF // 2, 2).indices, True).flatten(1)
 
 
-def round_columns(w_FC: Tensor, u_CC: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+def compensate(
+    w_FC: Tensor, u_CC: Tensor, round_column: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """(q, δ), each (F, C), of the weights of a block; ``w_FC`` is overwritten.
 
-    ``u_CC`` is the block of U, upper triangular. For sparse24 C is a multiple of four, and q are the weights that are
-    kept, and zeros.
+    ``u_CC`` is the block of U, upper triangular. ``round_column`` gets j and the corrected w_j, and returns (q_j, ŵ_j),
+    each (F, 1).
     """
-    q, delta, kept = torch.empty_like(w_FC), torch.empty_like(w_FC), torch.empty(0)
+    q, delta = torch.empty_like(w_FC), torch.empty_like(w_FC)
     for j in range(w_FC.shape[1]):
         column, at = w_FC[:, j : j + 1], slice(j, j + 1)
-        if rounding.scale_FC is None:  # sparse24
-            if j % OF == 0:
-                kept = best_two((w_FC[:, j : j + OF] / u_CC.diagonal()[j : j + OF]).abs())
-            value = q[:, at] = column * kept[:, j % OF : j % OF + 1]
-        else:
-            scale, low, allowed = (None if x is None else x[:, at] for x in rounding[1:])
-            assert scale is not None
-            q[:, at] = round_values(column, Rounding(rounding.kind, scale, low, allowed))
-            value = q[:, at] * scale + (0 if low is None else low)
-        delta[:, j] = (column - value)[:, 0] / u_CC[j, j]
+        q[:, at], value = round_column(j, column)
+        delta[:, at] = (column - value) / u_CC[j, j]
         w_FC[:, j + 1 :] -= delta[:, at] * u_CC[j, j + 1 :]
     return q, delta
+
+
+def round_columns(w_FC: Tensor, u_CC: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """:func:`compensate` with ``rounding``.
+
+    For sparse24 C is a multiple of four, and q are the weights that are kept, and zeros.
+    """
+    kept = torch.empty(0)
+
+    def keep(j: int, column: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal kept
+        if j % OF == 0:
+            kept = best_two((w_FC[:, j : j + OF] / u_CC.diagonal()[j : j + OF]).abs())
+        value = column * kept[:, j % OF : j % OF + 1]
+        return value, value
+
+    def to_grid(j: int, column: Tensor) -> tuple[Tensor, Tensor]:
+        scale, low, allowed = (None if x is None else x[:, j : j + 1] for x in rounding[1:])
+        assert scale is not None
+        q = round_values(column, Rounding(rounding.kind, scale, low, allowed))
+        return q, q * scale + (0 if low is None else low)
+
+    return compensate(w_FC, u_CC, keep if rounding.kind == "sparse24" else to_grid)
