@@ -83,7 +83,9 @@ def _round_columns(
             u_jj = tl.load(u_ptr + j * (u_stride + 1))
             delta = tl.div_rn(w_j - value, u_jj)
             later = (c > j) & (c < columns)
-            u_j = tl.load(u_ptr + j * u_stride + c, mask=later, other=0.0)
+            # Without a known factor of 4, by which sparse24's loads would need another layout, and so a barrier.
+            u_row = tl.multiple_of(j * u_stride, 1)
+            u_j = tl.load(u_ptr + u_row + c, mask=later, other=0.0)
             w -= delta[:, None] * u_j[None, :]
             tl.store(q_ptr + row + j, q, mask=valid)
             tl.store(delta_ptr + row + j, delta, mask=valid)
