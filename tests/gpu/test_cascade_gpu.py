@@ -4,7 +4,7 @@ pytest -q tests/gpu/test_cascade_gpu.py        # about six minutes, most of it c
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from colonnade.kernels.attention.triton_decode import attend, paged
 from colonnade.model import Transformer
 from colonnade.serve import Engine, SamplingParams
 from tests.decoding import Case
-from tests.latent_decoding import LatentCase
+from tests.gpu.launches import launch_beside_full_gpu, launch_often, same
+from tests.latent_decoding import LatentCase, LatentMade
 from tests.serve import tiny
 from tests.serve.ranks import LATENT
 
@@ -35,15 +36,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 CHUNKS = {"lengths": [1500, 700, 70, 40, 0, 3], "queries": [600, 700, 65, 90, 0, 2]}
 """Chunks with and without earlier tokens, fewer keys than queries, and an empty request."""
 EVERYTHING = {"cap": 3.0, "slopes": True, "sinks": True}
-
-
-def same(made: Any, tolerance: float) -> None:
-    """Compare output and log-sum-exp by norm; memory starts as NaN, so that unwritten elements show."""
-    for what, got, right in zip(("o", "lse"), made.run(), made.exact(), strict=True):
-        seen = right.isfinite()
-        assert torch.equal(got.isfinite(), seen), what
-        error = float((got.double() - right)[seen].norm() / right[seen].norm().clamp(min=1e-9))
-        assert error < tolerance, (what, error)
 
 
 # -- chunked prefill ---------------------------------------------------------------------------------------------------
@@ -210,46 +202,26 @@ def test_latents_in_cuda(heads: int, window: int | None) -> None:
 
 
 def test_many_launches_of_latents_leak_no_memory() -> None:
-    """Random lengths and heads, split and unsplit, launched back to back; the first are the largest."""
-    before = 0
-    for i in range(100):
+    """Random lengths and heads, split and unsplit."""
+
+    def cell(i: int) -> LatentMade:
         lengths = [(7919 * i + 613 * r) % (9000, 700, 60)[i % 3] for r in range((3, 9, 40)[i % 3])]
         queries = [min(1, length) for length in lengths]
         case = LatentCase(lengths, queries, N=(16, 5, 8)[i // 3 % 3], page=16, dtype=torch.bfloat16, **V2)
-        made = case.made("cuda")
-        states = [made.run() for _ in range(5)]
-        assert all(torch.equal(state.o, states[0].o) for state in states[1:]), i
-        if i % 20 == 0:
-            same(made, 4e-3)
-        del made, states
-        if i == 20:
-            before = torch.cuda.memory_allocated()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before + 2**20
+        return case.made("cuda")
+
+    launch_often(cell, 100, partial(same, tolerance=4e-3))
 
 
 def test_latents_beside_a_stream_that_fills_the_gpu() -> None:
-    """Blocks that wait for each other's states are co-resident, so nothing deadlocks."""
     how = {"N": 16, "page": 16, "dtype": torch.bfloat16, **V2}
     cases = [LatentCase([40_000, n], [1, 1], **how).made("cuda") for n in (9, 77)]
     alone = [made.run().o for made in cases]
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0)]
-    torch.cuda.synchronize()
-    outputs: list[torch.Tensor] = []
-    for _ in range(50):
-        with torch.cuda.stream(streams[2]):
-            for _ in range(3):
-                torch.mm(x, x)
-        for made, stream in zip(cases, streams, strict=False):
-            with torch.cuda.stream(stream):
-                outputs += [
-                    triton_mla_decode.attend(made.q, made.k, made.rank, made.table, made.ready).o for _ in range(4)
-                ]
-    torch.cuda.synchronize()
-    assert len(outputs) == 400
-    for i, o in enumerate(outputs):
-        assert torch.equal(o, alone[i // 4 % 2])
+
+    def attend_latents(made: LatentMade) -> torch.Tensor:
+        return triton_mla_decode.attend(made.q, made.k, made.rank, made.table, made.ready).o
+
+    launch_beside_full_gpu([partial(attend_latents, made) for made in cases], alone)
 
 
 @pytest.mark.parametrize(("rank", "rope"), [(256, 32), (128, 64), (20, 6)])

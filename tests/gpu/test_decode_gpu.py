@@ -6,6 +6,7 @@ pytest -q tests/gpu/test_decode_gpu.py        # about four minutes, most of it c
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.registry import choose
 from tests.decoding import KERNELS, Case, Made, by_itself, every_code, far_apart
+from tests.gpu.launches import launch_beside_full_gpu, launch_often, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -32,15 +34,6 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     KERNELS[:] = [request.param]
     yield request.param
     KERNELS[:] = ["auto"]
-
-
-def same(made: Made, tolerance: float) -> None:
-    state, exact = made.run(), made.exact()
-    for what, got, right in zip(("o", "lse"), state, exact, strict=True):
-        seen = right.isfinite()
-        assert torch.equal(got.isfinite(), seen), what
-        error = float((got.double() - right)[seen].norm() / right[seen].norm().clamp(min=1e-9))
-        assert error < tolerance, (what, error)
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
@@ -325,56 +318,35 @@ def test_every_team_count(width: int, lines: int) -> None:
 
 
 def test_a_thousand_launches_of_random_cells_leak_no_memory() -> None:
-    """Random heads, pages, caches and lengths, split and unsplit, launched back to back; the largest first."""
+    """Random heads, pages, caches and lengths, split and unsplit."""
     draw = torch.Generator().manual_seed(1)
 
     def pick(*values: Any) -> Any:
         return values[int(torch.randint(len(values), (), generator=draw))]
 
-    def cell(i: int) -> Case:
+    def cell(i: int) -> Made:
         most, cache = (10_000, 1000, 30)[i % 3], pick(None, None, torch.float8_e4m3fn)
         batch = min(pick(1, 2, 3, 8, 40), 20_000 // most)
         lengths = torch.randint(0, most, (batch,), generator=draw).tolist()
-        return Case(
+        case = Case(
             lengths, [1] * batch, K=pick(1, 2, 4), group=pick(1, 5, 8), H=pick(64, 128), page=pick(16, 64),
             dtype=torch.bfloat16, cache=cache, chunk=pick(None, None, 512), sinks=pick(False, True),
         )  # fmt: skip
+        return case.made("cuda")
 
-    before = 0
-    for i in range(200):
-        made = cell(i).made("cuda")
-        states = [made.run() for _ in range(5)]
-        assert all(torch.equal(state.o, states[0].o) for state in states[1:]), i
-        if i % 20 == 0:
-            same(made, 4e-3)
-        del made, states
-        if i == 20:
-            before = torch.cuda.memory_allocated()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before + 2**20
+    launch_often(cell, 200, partial(same, tolerance=4e-3))
 
 
 def test_concurrent_streams_that_fill_the_gpu() -> None:
-    """Blocks that wait for each other's states are co-resident, so nothing deadlocks."""
     cases = [
         Case([40_000, n], [1, 1], K=2, group=8, H=128, page=16, dtype=torch.bfloat16).made("cuda") for n in (9, 77)
     ]
     alone = [made.run().o for made in cases]
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0)]
-    torch.cuda.synchronize()
-    outputs: list[torch.Tensor] = []
-    for _ in range(50):
-        with torch.cuda.stream(streams[2]):
-            for _ in range(3):
-                torch.mm(x, x)
-        for made, stream in zip(cases, streams, strict=False):
-            with torch.cuda.stream(stream):
-                outputs += [attend(made.q, made.k, made.v, made.table, made.ready).o for _ in range(4)]
-    torch.cuda.synchronize()
-    assert len(outputs) == 400
-    for i, o in enumerate(outputs):
-        assert torch.equal(o, alone[i // 4 % 2])
+
+    def attend_pages(made: Made) -> torch.Tensor:
+        return attend(made.q, made.k, made.v, made.table, made.ready).o
+
+    launch_beside_full_gpu([partial(attend_pages, made) for made in cases], alone)
 
 
 def test_capture_without_warm_up() -> None:
